@@ -1,0 +1,44 @@
+# make         set up and run the main job (dvc repro)      make test    set up and pass the tests
+# make chat    talk to the deployed model                    make report  where the report card is
+# make clean   remove the environment and unfinished work; models, data and the DVC cache stay
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PYTHONUNBUFFERED := 1
+
+.PHONY: run test check setup chat report clean
+
+run: setup
+	python -m pipeline.params
+	dvc repro
+	@python -m pipeline.report.table
+
+setup: $(READY)
+
+# torch first and pinned: any range would let pip take another build of several gigabytes
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (make PYTHON=python3.12)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(READY)
+
+check: setup
+	ruff format --check .
+	ruff check .
+	pyright
+
+test: check
+	pytest -m "not slow and not oracle and not gpu and not browser"
+	pytest -m "(slow or oracle or browser) and not gpu"
+
+chat: setup
+	python -m pipeline.serve.chat models/deploy
+
+report: setup
+	@echo "open reports/index.html"
+
+clean:
+	rm -rf .venv .work/*/*/step-* .pytest_cache .hypothesis .ruff_cache *.egg-info

@@ -1,0 +1,183 @@
+"""What this process runs on: device, precision, threads, ranks, seeds. The only place that asks torch what it has.
+
+Nothing here is a parameter of an experiment: it is decided from the machine and the `runtime` block, and recorded by
+`tracking`. torch is imported inside the functions because the data stages start worker processes that hash and seed but
+never touch a tensor, and the import costs each of them seconds.
+
+Not promised: equal bits between machines, or between thread counts. Equal runs on one machine with the same thread
+count are bit-equal on CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+
+def stable_hash(*parts: int | str) -> int:
+    """64 bits of blake2b over the parts, each with its type: equal for any process, locale or hash seed."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(f"{type(part).__name__}:{part}\0".encode())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def generator(*parts: int | str) -> torch.Generator:
+    """A CPU generator seeded by the parts, so that what it draws is a function of their values alone."""
+    import torch
+
+    return torch.Generator().manual_seed(stable_hash(*parts) % 2**63)
+
+
+def seed_step(seed: int, step: int, micro: int, rank: int) -> None:
+    """Seed the global generators for one micro-batch (dropout): no generator state outlives a step, none is saved."""
+    import torch
+
+    torch.manual_seed(stable_hash("step", seed, step, micro, rank) % 2**63)
+
+
+def rank() -> int:
+    """This process's rank among the workers of a stage; 0 when there is one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes work on this stage."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def workers(asked: int | str) -> int:
+    """Worker processes for data preparation: what the runtime block asks, else one per usable core."""
+    if asked == "auto":
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(asked))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What was chosen for a stage that trains or generates."""
+
+    device: torch.device
+    precision: str  # "fp32", "bf16", "fp16": the dtype of autocast; weights stay fp32
+    threads: int
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context for a forward pass in `precision`; a null context for fp32."""
+        import torch
+
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision])
+
+
+def hardware(precision: str = "auto") -> Hardware:
+    """Choose device and precision (`auto`: CUDA bf16 or fp16; CPU bf16 only where the CPU computes in it, else fp32)."""
+    import torch
+
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        best = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        torch.set_float32_matmul_precision("high")
+    elif torch.backends.mps.is_available():
+        device, best = torch.device("mps"), "fp32"
+    else:
+        device, best = torch.device("cpu"), "bf16" if has_fast_bf16() else "fp32"
+    return Hardware(
+        device=device, precision=best if precision == "auto" else precision, threads=torch.get_num_threads()
+    )
+
+
+def has_fast_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16 or AMX, ARM bf16); emulated bf16 is 50 times slower."""
+    import torch
+
+    if platform.machine() in ("aarch64", "arm64"):
+        with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
+            return " bf16" in file.read()
+        return False
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def accelerator(precision: str, folder: str) -> Accelerator:
+    """Accelerate with everything that could change the mathematics switched off (specs: process groups and wrapping)."""
+    from accelerate import Accelerator
+
+    chosen = hardware(precision)
+    mixed = "no" if chosen.precision == "fp32" else chosen.precision
+    return Accelerator(mixed_precision=mixed, cpu=chosen.device.type == "cpu", project_dir=folder, log_with=None)
+
+
+def describe() -> dict[str, str]:
+    """Versions and device for the tracker: facts about the run that never enter an out."""
+    import torch
+
+    chosen = hardware()
+    name = torch.cuda.get_device_name() if chosen.device.type == "cuda" else cpu_name()
+    return {
+        "device": f"{name} ({chosen.device.type})",
+        "precision": chosen.precision,
+        "threads": str(chosen.threads),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -> float:
+    """Measured speed of a square matrix product in GFLOP/s: the yardstick beside every reported time."""
+    import time
+
+    import torch
+
+    device = hardware().device
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        b = a @ a
+        b.sum().item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e9
+
+
+def total_memory(where: torch.device) -> int:
+    """Bytes of the device's or the cgroup's memory: the total, not what is free, so that equal runs choose alike."""
+    import psutil
+    import torch
+
+    if where.type == "cuda":
+        return torch.cuda.get_device_properties(where).total_memory
+    limits = [psutil.virtual_memory().total]
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(path.read_text()))
+    return min(limits)
+
+
+def peak_memory(where: torch.device) -> int:
+    """The most bytes this process has held: allocated on the GPU, resident on a CPU."""
+    import resource
+
+    import torch
+
+    if where.type == "cuda":
+        return torch.cuda.max_memory_allocated(where)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,84 @@
+"""Health gates: cheap checks that stop a run which would produce something wrong, with a sentence that says why.
+
+Each raises GateError (exit 3) or, where it is only suspicious, says a warning.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.errors import GateError
+from pipeline.tracking import say
+
+
+def activation_bytes_per_token(model: nn.Module) -> int:
+    """Memory of one token's activations in float32, with its share of the logits (specs: training, 11)."""
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return 4 * 64
+    return 4 * config.layers * (14 * config.width + 4 * config.d_ff) + 12 * config.vocab_size
+
+
+def trainable_tokens(batch: Any, name: str) -> None:
+    """The first batch trains at least one token."""
+    if batch.num_targets == 0:
+        raise GateError(f"{name}: the first batch holds no token to train on; look at the data's trained-on masks")
+
+
+@torch.no_grad()
+def causal(model: nn.Module, length: int = 24) -> None:
+    """Changing the last token leaves every earlier logit bit-equal, for a causal model."""
+    config: Any = getattr(model, "config", None)
+    if config is None or config.attention != "causal":
+        return
+    where = next(model.parameters()).device
+    ids = (torch.arange(length, device=where) * 37 % config.vocab_size)[None]
+    other = ids.clone()
+    other[0, -1] = (other[0, -1] + 1) % config.vocab_size
+    model.train(False)
+    first, second = model(ids), model(other)
+    model.train(True)
+    if not torch.equal(first[0, : length - 1], second[0, : length - 1]):
+        raise GateError("a later token changes earlier logits: the attention mask leaks the future")
+
+
+def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
+    """From scratch the first loss is ln V within 0.5; a continued model above ln V has learnt nothing of use here."""
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return
+    uniform = math.log(config.vocab_size)
+    if from_scratch and abs(nats - uniform) > 0.5:
+        raise GateError(
+            f"the first loss is {nats:.3f}; an untrained model of {config.vocab_size} tokens must start at "
+            f"ln V = {uniform:.3f} within 0.5: the initialisation or the targets are wrong"
+        )
+    if not from_scratch and nats > uniform:
+        say(
+            f"warning: the first loss {nats:.3f} is above ln V = {uniform:.3f}: does the base model fit this tokenizer?"
+        )
+
+
+def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> None:
+    """Each group has a finite, non-zero gradient after the first backward; frozen weights have none."""
+    for group, parameters in members.items():
+        norms = [p.grad.norm() for p in parameters.values() if p.grad is not None]
+        total = float(torch.stack(norms).norm()) if norms else 0.0
+        if total == 0.0:
+            raise GateError(f"group {group}: no gradient arrives at {next(iter(parameters))}; it would never train")
+        if not math.isfinite(total):
+            raise GateError(f"group {group}: the first gradient is not finite; lower the learning rate")
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and parameter.grad is not None:
+            raise GateError(f"{name} is frozen but has a gradient")
+
+
+def falling(rows: list[dict[str, Any]], steps: int, name: str) -> None:
+    """Warn once, at a tenth of the run, when the loss fell by less than 2 %."""
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    step, loss = losses[-1]
+    before = losses[-2][0] if len(losses) > 1 else 0
+    if before < steps // 10 <= step and loss > 0.98 * losses[0][1]:
+        say(f"warning: {name}: the loss fell by under 2 % in the first tenth of the run; try another learning_rate")

@@ -1,0 +1,157 @@
+"""Parameter groups by rule, and the optimisers: AdamW for all, or Muon for the hidden matrices and AdamW for the rest.
+
+First match wins: `embedding` (tied too), `head`, `norm_bias` (ndim < 2, no weight decay), `hidden`. Muon (Jordan 2024;
+Liu et al. 2025, arXiv:2502.16982) is torch.optim.Muon's rule with `match_rms_adamw`, so AdamW's rates hold. Ours differs
+in two ways that leave the rule alone: matrices of one shape are orthogonalised together, and the iteration runs in fp32
+where bf16 is emulated (50 times slower there).
+
+Not promised: DTensor parameters (FSDP2), which need a gather before the iteration.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GROUPS = ("embedding", "head", "norm_bias", "hidden")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimiser's part of FitConfig."""
+
+    optimizer: str
+    learning_rate: float
+    weight_decay: float
+    betas: tuple[float, ...]
+    eps: float
+
+
+def group_of(name: str, parameter: nn.Parameter) -> str:
+    """The group of a trainable parameter, by its name in the state dict."""
+    if "embed_tokens" in name:
+        return "embedding"
+    if "lm_head" in name or "score" in name:
+        return "head"
+    return "norm_bias" if parameter.ndim < 2 else "hidden"
+
+
+def groups(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """group -> {name: parameter} over the trainable parameters, each in exactly one group."""
+    found: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[group_of(name, parameter)][name] = parameter
+    return {name: members for name, members in found.items() if members}
+
+
+def orthogonalise(matrices: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
+    """Newton-Schulz iteration towards U V^T of each matrix of a stack (n, rows, columns), in the stack's dtype."""
+    a, b, c = coefficients
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if tall else matrices
+    x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon with batched iterations in a dtype of our choice."""
+
+    def __init__(self, params: Any, *, lr: float, weight_decay: float, dtype: torch.dtype) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape[parameter.shape].append(parameter)
+            for shape, parameters in by_shape.items():
+                self._update(group, shape, parameters)
+
+    def _update(self, group: dict[str, Any], shape: torch.Size, parameters: list[nn.Parameter]) -> None:
+        momentum = group["momentum"]
+        updates = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            assert parameter.grad is not None
+            state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+            updates.append(parameter.grad.lerp(state["momentum_buffer"], momentum) if group["nesterov"] else
+                           state["momentum_buffer"])  # fmt: skip
+        stack = torch.stack(updates).to(self.dtype)
+        directions = orthogonalise(
+            stack, steps=group["ns_steps"], coefficients=group["ns_coefficients"], eps=group["eps"]
+        )
+        rate = group["lr"] * 0.2 * max(shape) ** 0.5  # Liu et al. 2025, eq. 4: the update's RMS is AdamW's
+        for parameter, direction in zip(parameters, directions, strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction.to(parameter.dtype), alpha=-rate)
+
+
+class Optimizers:
+    """One or two torch optimisers that step together, with states that save by parameter name."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, *, fast_bf16: bool) -> None:
+        if config.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"optimizer: expected adamw or muon, got {config.optimizer!r}")
+        self.members = groups(model)
+        self._names = {id(p): name for members in self.members.values() for name, p in members.items()}
+        rate, decay = config.learning_rate, config.weight_decay
+        self.optimizers: list[torch.optim.Optimizer] = []
+        adamw = []
+        for name, members in self.members.items():
+            if config.optimizer == "muon" and name == "hidden":
+                dtype = torch.bfloat16 if fast_bf16 else torch.float32
+                self.optimizers.append(Muon(list(members.values()), lr=rate, weight_decay=decay, dtype=dtype))
+            else:
+                own = 0.0 if name == "norm_bias" else decay
+                adamw.append({"params": list(members.values()), "lr": rate, "weight_decay": own, "name": name})
+        if adamw:
+            betas = (config.betas[0], config.betas[1])
+            self.optimizers.append(torch.optim.AdamW(adamw, lr=rate, betas=betas, eps=config.eps, fused=True))
+        self.rate = rate
+
+    def step(self, factor: float) -> None:
+        """One update at `factor` times the configured rates; gradients are dropped after it."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate * factor
+            optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """`<parameter>/<state>` -> tensor, for safetensors."""
+        found: dict[str, Tensor] = {}
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        found[f"{self._names[id(parameter)]}/{key}"] = value
+        return found
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take states that `state_tensors` gave. Raises ValueError for a parameter that is not trained here."""
+        by_name = {name: p for members in self.members.values() for name, p in members.items()}
+        owner = {id(p): o for o in self.optimizers for g in o.param_groups for p in g["params"]}
+        for full, value in tensors.items():
+            name, _, key = full.rpartition("/")
+            if name not in by_name:
+                raise ValueError(f"the optimiser state holds {name!r}, which is not trained here")
+            parameter = by_name[name]
+            where = "cpu" if key == "step" else parameter.device
+            owner[id(parameter)].state[parameter][key] = value.to(where).clone()

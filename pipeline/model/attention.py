@@ -1,0 +1,227 @@
+"""Who sees whom: the ways in which a batch's tokens attend to each other, and the key-value cache.
+
+The blocks of the model work on one line of tokens, (N, D), because all that is not attention treats tokens alone. A
+`Layout` knows how that line is cut into rows and documents; it is made once per batch and shared by all layers.
+
+| layout      | rows                                  | used for                                                  |
+|-------------|---------------------------------------|-----------------------------------------------------------|
+| `Rows`      | equal length, one document each       | plain batches; the fast kernel with `is_causal`           |
+| `Masked`    | equal length, several documents each  | packed batches on accelerators and under compile          |
+| `Documents` | documents of any length, no padding   | packed or padded batches on a CPU: no mask, nothing wasted |
+| `Cached`    | new tokens of some rows of a cache    | decoding                                                  |
+
+Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size, S cached positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from pipeline.model.config import ModelConfig
+from pipeline.model.kernels import ragged_attention
+
+KEPT_PROBABILITIES = 512  # up to this length keeping them is 1.4x faster than the fused kernel; at 2,048 it is equal
+CACHE_BLOCK = 256  # positions by which a cache grows
+
+
+class Layout(Protocol):
+    """Attention over one line of tokens: `q` (N, H, h), `k` and `v` (N, K, h) -> (N, H, h)."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`batch` rows of equal length, each one document."""
+
+    batch: int
+    causal: bool
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return _dense(q, k, v, self.batch, None, self.causal)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Rows of equal length; `mask` (B, 1, T, T) is True where a query may see a key."""
+
+    mask: Tensor
+
+    @classmethod
+    def of(cls, documents: Tensor, causal: bool) -> "Masked":
+        """From document ids (B, T): equal ids of a row see each other."""
+        same = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+        return cls(same.tril() if causal else same)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return _dense(q, k, v, self.mask.shape[0], self.mask, False)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents one after another, without padding; their `lengths` sum to N. For CPUs."""
+
+    lengths: tuple[int, ...]
+    causal: bool
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        if q.dtype in (torch.float32, torch.float64) and max(self.lengths) <= KEPT_PROBABILITIES:
+            return ragged_attention(q, k, v, self.lengths, causal=self.causal)
+        pieces = zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
+        return torch.cat([_dense(*piece, 1, None, self.causal) for piece in pieces])
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, causal: bool) -> Tensor:
+    """The fused kernel on `batch` rows of equal length."""
+    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, h)
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.device.type == "cpu":  # there `enable_gqa` is slower (50 against 46 ms); one key head is a view
+        k, v = (x.expand(-1, group, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(group, 1) for x in (k, v))
+        group = 1
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Positions from 0 in each run of equal ids, (B, T) -> (B, T), without leaving the device."""
+    time = torch.arange(documents.shape[1], device=documents.device)
+    begins = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    return time - torch.where(begins, time, 0).cummax(dim=1).values
+
+
+@dataclass(frozen=True)
+class Line:
+    """A padded batch of documents laid out as one line: what `Documents` needs, and the way back."""
+
+    lengths: tuple[int, ...]
+    kept: Tensor | None  # (N,) flat places of the tokens that are not padding; None if all are kept
+    positions: Tensor  # (N,) from 0 in each document
+
+    @classmethod
+    def of(cls, documents: Tensor) -> "Line":
+        """Cut ids (B, T) into documents; negative ids are padding and are left out. Runs of equal ids are documents.
+
+        Raises ValueError where a row returns to an earlier id: that is not a row of documents one after another.
+        """
+        ids = documents.cpu().numpy()
+        width = ids.shape[1]
+        starts = np.flatnonzero(np.diff(ids, axis=1, prepend=ids[:, :1] - 1))  # where a document begins
+        lengths = np.diff(starts, append=ids.size)
+        values = ids.reshape(-1)[starts].astype(np.int64)
+        pairs = np.stack([starts // width, values], axis=1)
+        if len(np.unique(pairs, axis=0)) < len(pairs):
+            raise ValueError("documents: a row comes back to an earlier id; equal ids of a row must lie together")
+        real = values >= 0
+        positions = np.arange(ids.size) - np.repeat(starts, lengths)
+        if real.all():
+            return cls(tuple(lengths.tolist()), None, torch.from_numpy(positions))
+        kept = np.flatnonzero(np.repeat(real, lengths))
+        return cls(tuple(lengths[real].tolist()), torch.from_numpy(kept), torch.from_numpy(positions[kept]))
+
+
+class KVCache:
+    """Keys and values of `rows` growing rows, and how many positions of each are filled.
+
+    One tensor (rows, K, S, h) a layer for keys and one for values; S grows by blocks of 256 up to `max_context`.
+    """
+
+    def __init__(self, config: ModelConfig, rows: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.max_context = config.max_context
+        self.lengths = [0] * rows
+        shape = (rows, config.kv_heads, 0, config.head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+
+    @property
+    def capacity(self) -> int:
+        """Positions allocated for each row."""
+        return self.keys[0].shape[2]
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions in every row. Raises ValueError beyond the model's context."""
+        if length > self.max_context:
+            raise ValueError(f"a row of {length} tokens is longer than the model's context of {self.max_context}")
+        if length <= self.capacity:
+            return
+        more = min(-(-length // CACHE_BLOCK) * CACHE_BLOCK, self.max_context) - self.capacity
+        for layer in range(len(self.keys)):
+            self.keys[layer] = torch.nn.functional.pad(self.keys[layer], (0, 0, 0, more))
+            self.values[layer] = torch.nn.functional.pad(self.values[layer], (0, 0, 0, more))
+
+    def copy(self, source: int, targets: Sequence[int]) -> None:
+        """Fill the rows `targets` with what row `source` holds (a prompt shared by its samples)."""
+        length = self.lengths[source]
+        for tensor in (*self.keys, *self.values):
+            tensor[list(targets), :, :length] = tensor[source, :, :length]
+        for target in targets:
+            self.lengths[target] = length
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only `rows`, in this order."""
+        index = torch.tensor(rows, device=self.keys[0].device)
+        self.keys = [tensor.index_select(0, index) for tensor in self.keys]
+        self.values = [tensor.index_select(0, index) for tensor in self.values]
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+class Cached:
+    """New tokens for some rows of a cache: row `rows[i]` gets `counts[i]` >= 1 of them, in the order of the line.
+
+    Making the layout takes the room in the cache and counts the tokens in; `attend` then writes each layer's part.
+    """
+
+    def __init__(self, cache: KVCache, rows: Sequence[int], counts: Sequence[int]) -> None:
+        device = cache.keys[0].device
+        self.cache, self.rows, self.counts = cache, list(rows), list(counts)
+        self.past = [cache.lengths[row] for row in rows]
+        self.longest = max(past + count for past, count in zip(self.past, self.counts))
+        cache.reserve(self.longest)
+        places = [past + i for past, count in zip(self.past, self.counts) for i in range(count)]
+        self.positions = torch.tensor(places, device=device)  # (N,)
+        self.row_of = torch.tensor([row for row, count in zip(self.rows, self.counts) for _ in range(count)], device=device)
+        self.decoding = all(count == 1 for count in self.counts)
+        for row, count in zip(self.rows, self.counts):
+            cache.lengths[row] += count
+        self.whole = self.rows == list(range(len(cache.lengths)))
+        if self.decoding:  # (R, 1, 1, S): rows that are not in this step see one position, so that nothing is empty
+            seen = torch.zeros(len(cache.lengths), dtype=torch.long, device=device)
+            seen[self.row_of] = self.positions
+            self.mask = (torch.arange(self.longest, device=device) <= seen[:, None])[:, None, None]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.row_of, :, self.positions] = k.to(keys.dtype)
+        values[self.row_of, :, self.positions] = v.to(values.dtype)
+        return self._decode(q, keys, values) if self.decoding else self._prefill(q, keys, values)
+
+    def _decode(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """One token a row: the G heads of a key head stand as its G queries, so keys are read once, never copied."""
+        num_rows, kv_heads = keys.shape[:2]
+        grouped = q.unflatten(1, (kv_heads, -1))  # (N, K, G, h)
+        if not self.whole:
+            grouped = grouped.new_zeros(num_rows, *grouped.shape[1:]).index_copy_(0, self.row_of, grouped)
+        keys, values = keys[:, :, : self.longest], values[:, :, : self.longest]
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask).flatten(1, 2)
+        return out if self.whole else out[self.row_of]
+
+    def _prefill(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Row by row: query i of a row sees its `past + i + 1` first positions."""
+        outs = []
+        for piece, row, past, count in zip(q.split(self.counts), self.rows, self.past, self.counts):
+            k, v = (x[row, :, : past + count].transpose(0, 1) for x in (keys, values))
+            mask = torch.ones(count, past + count, dtype=torch.bool, device=q.device).tril(past) if past else None
+            outs.append(_cross(piece, k, v, mask))
+        return torch.cat(outs)
+
+
+def _cross(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """New queries (T, H, h) of one row against its keys and values (S, K, h); without a mask S = T and causal."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.transpose(0, 1)[None].repeat_interleave(group, 1) for x in (k, v))
+    out = scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,175 @@
+"""The shape of a model: one frozen dataclass, and its `config.json` in Hugging Face's words.
+
+In: a file of `conf/model/`, or the `config.json` of a model directory. Out: `ModelConfig`, or the dict to write.
+The shapes are Qwen3's (Yang et al. 2025, arXiv:2505.09388): RMSNorm before each block, half-split RoPE, SwiGLU,
+grouped queries, a norm per head on queries and keys, no biases. Two relatives load too: Qwen2 (biases on q, k, v and
+no head norms) and LLaMA (neither).
+
+`to_hf` writes the keys of transformers 4 *and* 5: `rope_theta` and `rope_parameters`, `torch_dtype` and `dtype`. With
+transformers 5's keys alone, transformers 4 and mlx-lm silently take a RoPE base of 10,000.
+
+Not promised: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` refuses them by name.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import ModelError
+
+FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+# Its own type, so that a causal engine refuses a bidirectional model instead of answering nonsense.
+BIDIRECTIONAL = "stagecoach_mdm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a `Transformer`. Raises ValueError where the numbers do not fit together."""
+
+    vocab_size: int  # rows of the embedding; a multiple of 64 in our own models
+    width: int  # of the residual stream
+    layers: int
+    heads: int  # query heads
+    kv_heads: int  # key and value heads; divides `heads`
+    head_dim: int  # even; heads * head_dim need not equal width
+    d_ff: int  # width of SwiGLU's three matrices, taken literally
+    max_context: int  # longest row, in tokens
+    rope_theta: float  # base of the rotary angles
+    tied: bool  # the head is the embedding
+    bias: bool = False  # on q, k, v: the Qwen2 family, which has no head norms
+    qk_norm: bool = True  # RMSNorm on each query and key head, before RoPE; has no effect with `bias`
+    norm_eps: float = 1e-6
+    attention: str = "causal"  # or "bidirectional"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}: expected at least 1, found {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"model.kv_heads: expected a divisor of heads ({self.heads}), found {self.kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim: expected an even number (RoPE turns pairs), found {self.head_dim}")
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            raise ValueError("model.rope_theta and model.norm_eps: expected positive numbers")
+        if self.attention not in ("causal", "bidirectional"):
+            raise ValueError(f"model.attention: expected causal or bidirectional, found {self.attention!r}")
+
+    @property
+    def family(self) -> str:
+        """Hugging Face's `model_type` of the weights' names: qwen3, qwen2 or llama."""
+        return "qwen2" if self.bias else "qwen3" if self.qk_norm else "llama"
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether each query and key head has its own norm."""
+        return self.family == "qwen3"
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that a token is multiplied by: the head counts, the embedding (a lookup) and the norms do not."""
+        d, h = self.width, self.head_dim
+        layer = 2 * d * self.heads * h + 2 * d * self.kv_heads * h + 3 * d * self.d_ff
+        return self.layers * layer + self.vocab_size * d
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights; a tied embedding counts once."""
+        norms = self.layers * (2 * self.width + (2 * self.head_dim if self.head_norms else 0)) + self.width
+        biases = self.layers * (self.heads + 2 * self.kv_heads) * self.head_dim if self.bias else 0
+        return self.matmul_parameters + norms + biases + (0 if self.tied else self.vocab_size * self.width)
+
+    def flops_per_token(self, context: int) -> int:
+        """FLOPs of training one token at this context, as karpathy/nanochat counts: 6 a weight, 12 an attention cell."""
+        return 6 * self.matmul_parameters + 12 * self.layers * self.heads * self.head_dim * context
+
+    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
+        """The architecture's part of `config.json`; the tokenizer's ids (eos, pad) are the caller's to add."""
+        causal = self.attention == "causal"
+        config: dict[str, Any] = {
+            "architectures": [FAMILIES[self.family] if causal else "StagecoachMaskedDiffusion"],
+            "model_type": self.family if causal else BIDIRECTIONAL,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.d_ff,
+            "max_position_embeddings": self.max_context,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_scaling": None,
+            "rms_norm_eps": self.norm_eps,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tied,
+            "attention_bias": self.bias,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "torch_dtype": dtype,
+            "dtype": dtype,
+        }
+        if self.family != "llama":
+            config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": self.layers}
+        if not causal:
+            config["base_model_type"] = self.family  # what the tensors' names and shapes follow
+        return config
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
+        """Read a `config.json`. Raises ModelError naming the key that this model cannot follow."""
+        kind = config.get("model_type")
+        family = config.get("base_model_type", "qwen3") if kind == BIDIRECTIONAL else kind
+        if family not in FAMILIES:
+            raise ModelError(f"config.json: model_type {kind!r} is unknown here; expected one of {', '.join(FAMILIES)}")
+        _refuse_strangers(config, family)
+        try:
+            heads = config["num_attention_heads"]
+            return cls(
+                vocab_size=config["vocab_size"],
+                width=config["hidden_size"],
+                layers=config["num_hidden_layers"],
+                heads=heads,
+                kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
+                d_ff=config["intermediate_size"],
+                max_context=config["max_position_embeddings"],
+                rope_theta=_rope_theta(config),
+                tied=config.get("tie_word_embeddings", False),
+                bias=family == "qwen2",
+                qk_norm=family == "qwen3",
+                norm_eps=config.get("rms_norm_eps", 1e-6),
+                attention="bidirectional" if kind == BIDIRECTIONAL else "causal",
+            )
+        except KeyError as error:
+            raise ModelError(f"config.json: key {error} is missing; it is not a whole {family} configuration") from error
+        except ValueError as error:
+            raise ModelError(f"config.json: {error}") from error
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    """The RoPE base from either generation of keys. Raises ModelError where the two disagree or none is there."""
+    old, new = config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta")
+    if old is not None and new is not None and float(old) != float(new):
+        raise ModelError(f"config.json: rope_theta is {old}, rope_parameters.rope_theta is {new}; which one is right?")
+    theta = new if new is not None else old
+    if theta is None:
+        raise ModelError("config.json: neither rope_theta nor rope_parameters.rope_theta is there; add the RoPE base")
+    return float(theta)
+
+
+def _refuse_strangers(config: dict[str, Any], family: str) -> None:
+    """Raise ModelError where a key asks for something that would silently change what the weights compute."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    wrong = {
+        "rope_type": rope_type if rope_type != "default" else None,
+        "hidden_act": config.get("hidden_act", "silu") if config.get("hidden_act", "silu") != "silu" else None,
+        "use_sliding_window": config.get("use_sliding_window") or None,
+        "mlp_bias": config.get("mlp_bias") or None,
+        "attention_bias": (config.get("attention_bias") or None) if family != "qwen2" else None,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) if rope.get("partial_rotary_factor", 1.0) != 1.0 else None,
+        "quantization_config": config.get("quantization_config"),
+    }
+    for key, value in wrong.items():
+        if value is not None:
+            raise ModelError(f"config.json: {key} = {value!r} is not supported for {family}; convert the model first")

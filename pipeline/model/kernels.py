@@ -1,0 +1,155 @@
+"""Operations that eager PyTorch does slowly on a CPU, with their backward passes written by hand.
+
+`rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467), `rotate` (RoPE, Su et al. 2021, arXiv:2104.09864, in the
+half-split form of GPT-NeoX) and `ragged_attention`: softmax attention within each document of one long line of tokens.
+Measured on one Zen 3 core, 2,048 tokens of nano, forward and backward, in ms: norm 2.9 -> 1.1, heads' norm 5.1 -> 1.6,
+RoPE 2.0 -> 1.0, attention 46 (dense causal), 26 (a fused kernel call per document) -> 15. Tried without gain: a
+hand-written SwiGLU, one matrix for q, k, v or gate and up, oneDNN's matmul.
+
+On other devices, in half precision and under `torch.compile` the first two are the plain formulas: there the compiler
+fuses better. No second derivatives.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+QUERY_BLOCK = 64  # of 64, 128, 256 the fastest: a smaller block sees fewer keys that the causal mask would drop
+
+
+def _by_hand(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32 at least; shape and dtype of `x`."""
+    if _by_hand(x):
+        return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return functional.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + h/2) of each head. `x` (N, H, h); `cos`, `sin` (N, 1, h/2) in float32."""
+    if _by_hand(x):
+        return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale
+        product = (grad * unit).view(-1, x.shape[-1])
+        along = torch.mv(product, weight).view(scale.shape).div_(-x.shape[-1])  # -mean(grad * weight * unit)
+        grad_x = (grad * weight).addcmul_(unit, along).mul_(scale)
+        return grad_x, product.sum(0) if ctx.needs_input_grad[1] else None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Rotation by `sign` times the angle; the backward pass of a rotation is the rotation back."""
+    turned = torch.empty(x.shape, dtype=x.dtype)
+    (first, second), (left, right) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=right).addcmul_(first, sin, value=sign)
+    return turned
+
+
+class _Rotate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _turn(grad, *ctx.saved_tensors, -1.0), None, None
+
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, causal: bool) -> Tensor:
+    """Attention of each token to the tokens of its own document: the earlier ones and itself if `causal`, else all.
+
+    `q` (N, H, h), `k` and `v` (N, K, h) with K dividing H, N = sum of `lengths`: the documents lie one after another.
+    float32 or float64, on a CPU. Returns (N, H, h). Keeps every probability for the backward pass, about
+    H * sum(lengths^2) / 2 numbers, so it is for documents of some hundred tokens.
+    """
+    assert sum(lengths) == q.shape[0], "the documents must cover the line of tokens"
+    return _Ragged.apply(q, k, v, _blocks(lengths, causal), causal)  # pyright: ignore[reportReturnType]
+
+
+Block = tuple[int, int, int, int]  # queries [begin, end) see keys [first, last)
+
+
+def _blocks(lengths: Sequence[int], causal: bool) -> list[Block]:
+    """Cut each document's queries into nearly equal blocks; a causal block sees the keys up to its own end."""
+    blocks: list[Block] = []
+    first = 0
+    for length in lengths:
+        count = -(-length // QUERY_BLOCK) if causal else 1
+        cuts = [first + index * length // count for index in range(count + 1)] if count else []
+        blocks += [(b, e, first, e if causal else first + length) for b, e in zip(cuts, cuts[1:])]
+        first += length
+    return blocks
+
+
+@lru_cache(maxsize=256)
+def _future(length: int, group: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the last `length` keys of a causal block: -inf above the diagonal. (length * group, length)"""
+    mask = torch.full((length, length), float("-inf"), dtype=dtype).triu(1)
+    return mask[:, None].expand(length, group, length).reshape(length * group, length)
+
+
+class _Ragged(Function):
+    """Queries of the G heads that share a key head lie as rows of one matrix, so no key is ever copied or expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], causal: bool) -> Tensor:
+        (tokens, heads, size), kv_heads = q.shape, k.shape[1]
+        group = heads // kv_heads
+        q = (q * size**-0.5).view(tokens, kv_heads, group, size).transpose(0, 1).contiguous()  # (K, N, G, h)
+        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()  # (K, N, h)
+        out = torch.empty_like(q)
+        kept: list[Tensor] = []
+        for begin, end, first, last in blocks:
+            rows = (kv_heads, (end - begin) * group, size)
+            scores = torch.bmm(q[:, begin:end].view(rows), k[:, first:last].transpose(1, 2))
+            if causal:
+                scores[:, :, begin - first :].add_(_future(end - begin, group, q.dtype))
+            probabilities = torch.softmax(scores, dim=-1)
+            torch.bmm(probabilities, v[:, first:last], out=out[:, begin:end].view(rows))
+            kept.append(probabilities)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(q, k, v, out, *kept)
+            ctx.blocks = blocks
+        return out.transpose(0, 1).reshape(tokens, heads, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, *kept = ctx.saved_tensors
+        kv_heads, tokens, group, size = q.shape
+        grad = grad.view(tokens, kv_heads, group, size).transpose(0, 1).contiguous()
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        inner = (grad * out).sum(-1)  # sum_j P_ij dP_ij, which softmax's derivative subtracts
+        for (begin, end, first, last), probabilities in zip(ctx.blocks, kept):
+            rows = (kv_heads, (end - begin) * group, size)
+            upper = grad[:, begin:end].view(rows)
+            grad_v[:, first:last].baddbmm_(probabilities.transpose(1, 2), upper)
+            grad_scores = torch.bmm(upper, v[:, first:last].transpose(1, 2))
+            grad_scores.sub_(inner[:, begin:end].view(kv_heads, -1, 1)).mul_(probabilities)
+            torch.bmm(grad_scores, k[:, first:last], out=grad_q[:, begin:end].view(rows))
+            grad_k[:, first:last].baddbmm_(grad_scores.transpose(1, 2), q[:, begin:end].view(rows))
+        grad_q = grad_q.mul_(size**-0.5).transpose(0, 1).reshape(tokens, kv_heads * group, size)
+        return grad_q, grad_k.transpose(0, 1), grad_v.transpose(0, 1), None, None

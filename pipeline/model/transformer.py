@@ -1,0 +1,258 @@
+"""The model: token ids in, logits out. Qwen3's architecture (arXiv:2505.09388), and Qwen2's and LLaMA's.
+
+    x = embed(ids);  per layer: x += attention(norm(x)), x += swiglu(norm(x));  logits = head(norm(x))
+
+The parameters carry Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`), so `state_dict()` is what
+`model.safetensors` holds. Inside, all tokens of a batch lie on one line (N, D); `attention.py` says who sees whom.
+
+Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (`generation/`). No dropout unless
+`model.dropout` is set.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.model.attention import Cached, Documents, KVCache, Layout, Line, Masked, Rows, positions_in
+from pipeline.model.config import ModelConfig
+from pipeline.model.kernels import rms_norm, rotate
+
+Checkpointing = Literal["none", "full", "every_2"]
+INIT_STD = 0.02
+
+
+class Transformer(nn.Module):
+    """Decoder-only transformer. Without a `generator` its weights are zero, to be loaded.
+
+    `checkpointing` recomputes layers in the backward pass: "full" all, "every_2" each second one. `dropout` is the
+    share of each layer's two outputs that is dropped in training. Both are settings of a run, not of the model.
+    """
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpointing: Checkpointing = "none"
+        self.dropout = 0.0
+        self.model = Body(config)
+        if not config.tied:
+            self.lm_head = Linear(config.width, config.vocab_size)
+        if generator is not None:
+            self.initialise(generator)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V) of every position; arguments as in `hidden`."""
+        return self.logits(self.hidden(input_ids, positions=positions, documents=documents, cache=cache))
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """What the head reads, after the last norm: (B, T, D) for `input_ids` (B, T).
+
+        `documents` (B, T) are ids of the documents packed into each row: tokens see only their own (None: a row is a
+        document). Negative ids are padding; what comes out there has no meaning. `positions` (B, T) count from 0 in
+        each document, and are derived where they are not given. With a `cache` the T tokens follow what each of its B
+        rows holds. Raises ValueError where rows are longer than the context, or a cache meets documents.
+        """
+        batch, time = input_ids.shape
+        causal = self.config.attention == "causal"
+        if time > self.config.max_context:
+            raise ValueError(f"rows of {time} tokens are longer than the model's context of {self.config.max_context}")
+        if cache is not None:
+            if documents is not None or positions is not None or not causal:
+                raise ValueError("a cache holds one causal document a row: give neither documents nor positions with it")
+            layout = Cached(cache, range(batch), [time] * batch)
+            return self.line(input_ids.flatten(), layout.positions, layout).view(batch, time, -1)
+        if documents is None:
+            if positions is None:
+                positions = torch.arange(time, device=input_ids.device).expand(batch, time)
+            return self.line(input_ids.flatten(), positions.flatten(), Rows(batch, causal)).view(batch, time, -1)
+        if input_ids.device.type != "cpu" or self.compiled:
+            if positions is None:
+                positions = positions_in(documents)
+            layout = Masked.of(documents, causal)
+            return self.line(input_ids.flatten(), positions.flatten(), layout).view(batch, time, -1)
+        return self._packed(input_ids, positions, documents, causal)
+
+    def _packed(self, input_ids: Tensor, positions: Tensor | None, documents: Tensor, causal: bool) -> Tensor:
+        """Documents without masks and without padding: the line holds the real tokens alone."""
+        line = Line.of(documents)
+        ids = input_ids.flatten() if line.kept is None else input_ids.flatten()[line.kept]
+        if positions is None:
+            places = line.positions
+        else:
+            places = positions.flatten() if line.kept is None else positions.flatten()[line.kept]
+        x = self.line(ids, places, Documents(line.lengths, causal)) if len(ids) else ids.new_zeros(0, self.config.width)
+        if line.kept is not None:
+            x = x.new_zeros(input_ids.numel(), x.shape[-1]).index_copy(0, line.kept, x)
+        return x.view(*input_ids.shape, -1)
+
+    def line(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """The layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm."""
+        x = self._drop(self.model.embed_tokens(ids))
+        cos, sin = rope_tables(positions, self.config)
+        for index, layer in enumerate(self.model.layers):
+            again = self.checkpointing == "full" or (self.checkpointing == "every_2" and index % 2 == 0)
+            if again and self.training and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, layout, index, self._rate, use_reentrant=False)
+                assert isinstance(x, Tensor)
+            else:
+                x = layer(x, cos, sin, layout, index, self._rate)
+        return self.model.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., V). Ask for the positions that a loss needs only: the head is a third of nano's work."""
+        head = self.model.embed_tokens.weight if self.config.tied else self.lm_head.weight
+        return functional.linear(hidden, head)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the blocks run under torch.compile, which wants shapes that stay equal from batch to batch."""
+        return getattr(self.model.layers[0], "_compiled_call_impl", None) is not None
+
+    @property
+    def _rate(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self._rate) if self._rate else x
+
+    def num_parameters(self) -> int:
+        """All weights; a tied embedding counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, context: int) -> int:
+        """Training FLOPs of one token, see `ModelConfig.flops_per_token`."""
+        return self.config.flops_per_token(context)
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Fresh weights: normal with 0.02, the two projections into the residual stream scaled by 1/sqrt(2 * layers).
+
+        As GPT-2 (Radford et al. 2019, 2.3). Norms one, biases zero. A function of the generator's state alone: weights
+        are drawn on its device, in the order of `state_dict()`.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = INIT_STD / (2 * self.config.layers) ** 0.5 if into_stream else INIT_STD
+            drawn = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
+            parameter.copy_(drawn)
+
+
+def rope_tables(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin (N, 1, h/2) in float32 for `positions` (N,): angle i is position / theta^(2i/h)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=positions.device).float()
+    inverse = 1.0 / (config.rope_theta ** (exponents / config.head_dim))
+    angles = positions.float()[:, None, None] * inverse
+    return angles.cos(), angles.sin()
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that starts at zero: its weights are drawn by `Transformer.initialise`, or loaded."""
+
+    def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
+        super().__init__(num_in, num_out, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; RoPE on queries and keys, after their head norms."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, heads, kv_heads = config.head_dim, config.heads, config.kv_heads
+        self.head_dim = size
+        self.q_proj = Linear(config.width, heads * size, config.bias)
+        self.k_proj = Linear(config.width, kv_heads * size, config.bias)
+        self.v_proj = Linear(config.width, kv_heads * size, config.bias)
+        self.o_proj = Linear(heads * size, config.width)
+        if config.head_norms:
+            self.q_norm = RMSNorm(size, config.norm_eps)
+            self.k_norm = RMSNorm(size, config.norm_eps)
+        self.head_norms = config.head_norms
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
+        """(N, D) -> (N, D)."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, H, h)
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, K, h)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.head_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        return self.o_proj(layout.attend(q, k, v, index).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.width, config.d_ff)
+        self.up_proj = Linear(config.width, config.d_ff)
+        self.down_proj = Linear(config.d_ff, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer: attention, then SwiGLU, each behind a norm and added to the stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.width, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
+        """(N, D) -> (N, D)."""
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
+        x = x + (functional.dropout(attended, dropout) if dropout else attended)
+        widened = self.mlp(self.post_attention_layernorm(x))
+        return x + (functional.dropout(widened, dropout) if dropout else widened)
+
+
+class Body(nn.Module):
+    """All but the head; named as Hugging Face names it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        # Given, so that nn.Embedding draws nothing from the global generator.
+        table = torch.zeros(config.vocab_size, config.width)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width, _weight=table, _freeze=False)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width, config.norm_eps)

@@ -1,0 +1,197 @@
+"""The report card: one self-contained page over the metrics of a run.
+
+    metrics/*.json, metrics/*.csv, metrics/eval/* (+ speed.json of the work directory) -> reports/index.html
+
+No script, no outside reference, no date: built twice it has equal bytes. jinja2 escapes everything, since what a model
+wrote is hostile. Times come from the work directory by key, and are "built elsewhere" when a stage was restored from a
+cache. Not promised: comparison with another commit (`dvc metrics diff`, `dvc exp show` give that).
+"""
+
+import csv
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from pipeline import work
+from pipeline.report import charts
+from pipeline.report.headlines import HEADLINES, Headline, lookup
+
+ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "deploy")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the metrics folder holds."""
+
+    stages: dict[str, dict[str, Any]]  # name -> metrics/<name>.json
+    curves: dict[str, list[dict[str, str]]]  # name -> rows of metrics/<name>.csv
+    evaluations: dict[str, dict[str, Any]]  # model -> metrics/eval/<model>.json
+    items: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # model -> rows of metrics/eval/<model>.jsonl
+
+
+def read(metrics: Path) -> Run:
+    """Everything below `metrics`, in pipeline order."""
+    stages = {
+        p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(metrics.glob("*.json")) if known(p.stem)
+    }
+    order = {name: number for number, name in enumerate(ORDER)}
+    stages = dict(sorted(stages.items(), key=lambda entry: (order.get(entry[0], len(order)), entry[0])))
+    curves = {}
+    for name in stages:
+        path = metrics / f"{name}.csv"
+        if path.is_file():
+            with path.open(encoding="utf-8", newline="") as file:
+                curves[name] = list(csv.DictReader(file))
+    models = [name for name in stages if (metrics / "eval" / f"{name}.json").is_file()]
+    evaluations = {m: json.loads((metrics / "eval" / f"{m}.json").read_text(encoding="utf-8")) for m in models}
+    items = {m: _jsonl(metrics / "eval" / f"{m}.jsonl") for m in models}
+    return Run(stages, curves, evaluations, items)
+
+
+def known(name: str) -> bool:
+    """Whether a metrics file is one of the graph's: a stray file changes no report."""
+    return name in ORDER
+
+
+def _jsonl(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def curve(run: Run, column: str) -> list[charts.Series]:
+    """A series per stage that logged `column`."""
+    found = []
+    for name, rows in run.curves.items():
+        points = [(float(r["step"]), float(r[column])) for r in rows if r.get(column) not in (None, "", "not finite")]
+        if points:
+            found.append(charts.Series(name, points))
+    return found
+
+
+def figures(run: Run) -> list[dict[str, Any]]:
+    """The charts with their titles; each has axis names and units."""
+    found: list[dict[str, Any]] = []
+    loss, validation = curve(run, "loss"), curve(run, "val/bpb")
+    if loss:
+        found.append({"title": "Training loss", "svg": charts.lines(loss, x="step", y="loss (nats per token)")})
+    if validation:
+        found.append({"title": "Validation", "svg": charts.lines(validation, x="step", y="bits per byte")})
+    for headline in HEADLINES:
+        if not headline.chart:
+            continue
+        values = [
+            charts.Bar(model, *(measured[k] for k in ("value", "low", "high")))
+            for model, numbers in run.evaluations.items()
+            if (measured := lookup(numbers, headline)) is not None
+        ]
+        if len(values) > 1:
+            found.append({"title": headline.title, "svg": charts.bars(values, x=headline.axis)})
+    return found
+
+
+def table(run: Run) -> list[dict[str, Any]]:
+    """A row per headline number: a cell per model, with interval and the change from the model before."""
+    rows = []
+    for headline in HEADLINES:
+        cells, before = [], None
+        for numbers in run.evaluations.values():
+            measured = lookup(numbers, headline)
+            cells.append(_cell(headline, measured, before))
+            before = measured or before
+        if any(cell["value"] != "–" for cell in cells):
+            rows.append({"headline": headline, "cells": cells})
+    return rows
+
+
+def _cell(headline: Headline, measured: dict[str, float] | None, before: dict[str, float] | None) -> dict[str, str]:
+    if measured is None:
+        return {"value": "–", "interval": "", "change": "", "kind": ""}
+    value = headline.show(measured["value"])
+    interval = (
+        f"{headline.show(measured['low'])} to {headline.show(measured['high'])}"
+        if measured["low"] != measured["high"]
+        else ""
+    )
+    if before is None:
+        return {"value": value, "interval": interval, "change": "", "kind": ""}
+    apart = measured["low"] > before["high"] or measured["high"] < before["low"]  # only then is the change coloured
+    up = measured["value"] > before["value"]
+    kind = ("better" if up == headline.higher_is_better else "worse") if apart else ""
+    difference = measured["value"] - before["value"]
+    sign = "+" if difference >= 0 else "−"
+    return {"value": value, "interval": interval, "change": f"{sign}{headline.show(abs(difference))}", "kind": kind}
+
+
+def lineage(run: Run) -> list[dict[str, Any]]:
+    """A row per stage: its work key, the hash of its code, what it was made from."""
+    rows = []
+    for name, numbers in run.stages.items():
+        facts = numbers.get("lineage", {})
+        rows.append(
+            {
+                "stage": name,
+                "key": facts.get("key", ""),
+                "code": facts.get("code", ""),
+                "inputs": facts.get("inputs", {}),
+            }
+        )
+    return rows
+
+
+def costs(run: Run) -> list[dict[str, Any]]:
+    """A row per stage with its time and speed, from the work directory of this machine."""
+    rows = []
+    for name, numbers in run.stages.items():
+        key = numbers.get("lineage", {}).get("key", "none")
+        found = sorted(work.root().glob(f"*/{key}/speed.json"))
+        speed = json.loads(found[0].read_text()) if found else {}
+        rows.append({"stage": name, "seconds": speed.get("seconds"), "tokens_per_second": speed.get("tokens_per_second"),
+                     "memory_gb": speed.get("memory_gb"), "gflops": speed.get("gflops"),
+                     "device": speed.get("device", "" if found else "built elsewhere")})  # fmt: skip
+    return rows
+
+
+def samples(run: Run, per_suite: int = 2) -> list[dict[str, Any]]:
+    """For a few fixed items, what each model answered."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for model, rows in run.items.items():
+        count: dict[str, int] = {}
+        for row in rows:
+            suite = row["suite"]
+            if not row.get("output") or count.get(suite, 0) >= per_suite:
+                continue
+            count[suite] = count.get(suite, 0) + 1
+            entry = found.setdefault(
+                (suite, str(row["id"])),
+                {"suite": suite, "id": row["id"], "prompt": row.get("prompt", ""), "answers": []},
+            )
+            entry["answers"].append({"model": model, "output": row["output"], "verdict": row.get("verdict", "")})
+    return list(found.values())
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested numbers as (name, value) rows, without the lineage."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if key == "lineage":
+            continue
+        rows += flat(value, f"{prefix}{key} / ") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return rows
+
+
+def render(metrics: Path) -> str:
+    """The page."""
+    run = read(metrics)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string((Path(__file__).parent / "card.html").read_text(encoding="utf-8"))
+    return template.render(
+        run=run, table=table(run), figures=figures(run), lineage=lineage(run), costs=costs(run), samples=samples(run),
+        details={name: flat(numbers) for name, numbers in run.stages.items()},
+        evaluations={name: flat(numbers) for name, numbers in run.evaluations.items()},
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""The numbers that stand at the top of the report and in the table at the end of `make`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One number of metrics/eval/<model>.json, with its `_low` and `_high` beside it."""
+
+    path: tuple[str, ...]
+    title: str
+    axis: str
+    unit: str  # "share" is shown in per cent
+    higher_is_better: bool
+    chart: bool = False
+
+    def show(self, value: float) -> str:
+        """The value as people read it."""
+        return f"{100 * value:.1f} %" if self.unit == "share" else f"{value:.3f}"
+
+
+HEADLINES = (
+    Headline(("text", "bpb"), "Running text", "bits per byte, lower is better", "bits per byte", False, True),
+    Headline(("stories", "bpb"), "Stories", "bits per byte, lower is better", "bits per byte", False),
+    Headline(("stories", "story_rate"), "Stories that pass every clause", "share of sampled stories", "share", True),
+    Headline(("stories", "end_rate"), "Stories that end", "share of sampled stories", "share", True),
+    Headline(("code", "bpb"), "Source code", "bits per byte, lower is better", "bits per byte", False, True),
+    Headline(("code", "parse_rate"), "Sampled code that parses", "share", "share", True),
+    Headline(
+        ("problems", "easy", "pass_at_1"), "Easy problems, pass@1", "share of problems solved", "share", True, True
+    ),
+    Headline(
+        ("problems", "medium", "pass_at_1"), "Unseen compositions, pass@1", "share of problems solved", "share", True
+    ),
+    Headline(("tools", "ast"), "Tool calls right (AST)", "share of calls right", "share", True, True),
+    Headline(("tools", "ast_unseen"), "Calls of unseen tools right", "share of calls right", "share", True),
+    Headline(("tools", "false_call_rate"), "False calls", "share of prompts without a fitting tool", "share", False),
+)
+
+
+def lookup(numbers: dict[str, Any], headline: Headline) -> dict[str, float] | None:
+    """{"value", "low", "high"} of a headline, or None where the model has no such number."""
+    place: Any = numbers
+    for key in headline.path[:-1]:
+        place = place.get(key) if isinstance(place, dict) else None
+    last = headline.path[-1]
+    if not isinstance(place, dict) or not isinstance(place.get(last), int | float):
+        return None
+    value = float(place[last])
+    return {
+        "value": value,
+        "low": float(place.get(f"{last}_low", value)),
+        "high": float(place.get(f"{last}_high", value)),
+    }

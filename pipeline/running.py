@@ -1,0 +1,267 @@
+"""What happens around a stage's `run`: arguments, key, lock, resume, tracking, publishing, exit codes.
+
+    main(run, inputs={...}, outs={...})        at the end of every stages/<s>.py, called through pipeline.params
+
+A finished key is only exported. An unfinished one goes on where it was. An out appears whole or not at all. Exit codes:
+0 done, 2 wrong configuration or input, 3 a failed gate, 128 + signal when stopped, 1 the rest (`pipeline/errors.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import os
+import sys
+import textwrap
+import time
+import tokenize
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline import codehash, device, launch, tracking, work
+from pipeline.errors import ConfigError, InputError, StagecoachError
+from pipeline.params import Runtime, Settings, Value, is_flat, parse_override, resolve, type_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """Where a stage's inputs and outs lie, relative to the folder of dvc.yaml.
+
+    `{item}` stands for the matrix item, `{key}` for a text key of the stage's parameters.
+    """
+
+    inputs: dict[str, str]
+    outs: dict[str, str]
+    items: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # inputs that may be absent
+    metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
+    trains: bool = False  # has a curve (metrics/<stage>.csv) and may run in several processes
+
+
+def main(run: Callable[..., None], **wiring: Any) -> None:
+    """Run a stage as a command and exit. `wiring`: the fields of Wiring."""
+    start = time.monotonic()
+    module = sys.modules[run.__module__]
+    stage = Path(inspect.getfile(run)).stem
+    try:
+        _run(run, module, stage, Wiring(**wiring), sys.argv[1:], start)
+    except StagecoachError as error:
+        sys.stderr.write(f"stage_{stage}: {error}\n")
+        sys.stderr.flush()
+        _leave(error.exit_code)
+    except OSError as error:
+        if error.errno != 28:  # ENOSPC
+            raise
+        sys.stderr.write(f"stage_{stage}: no space left on the device of {error.filename or 'the work folder'}; ")
+        sys.stderr.write("nothing was published. Free some space and run again: it resumes.\n")
+        _leave(1)
+    _leave(0)
+
+
+def _leave(code: int) -> typing.NoReturn:
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], start: float) -> None:
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write(help_text(module, stage, wiring))
+        return
+    if os.environ.get("DVC_STAGE") and not os.environ.get("LOCAL_RANK"):
+        launch.die_with_parent(os.getppid())
+    item, overrides = split_arguments(argv, stage, wiring)
+    settings = Settings(Path(), overrides)
+    parameters, runtime = resolve(module.Params, settings, stage)
+    names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of stage_deploy
+    names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
+    inputs = {key: Path(path.format(**names)) for key, path in wiring.inputs.items()}
+    _check_inputs(inputs, wiring.optional)
+    job, folder = _make_job(stage, item, settings, parameters, runtime, inputs)
+    with work.locked(folder):
+        if runtime.fresh and not os.environ.get("STAGECOACH_LOCKED"):
+            work.start_over(folder)
+        if not work.is_finished(folder):
+            if wiring.trains and launch.wanted():
+                os.environ["STAGECOACH_LOCKED"] = str(folder)
+                launch.relaunch(f"stages.{stage}", argv)
+            _compute(run, job, parameters, inputs, wiring, names, start)
+        elif job.tracker.rows == []:
+            tracking.say(f"{job.name}: already computed (key {job.key}); exported")
+        if device.rank() == 0:
+            for target, source in out_paths(folder, wiring, names):
+                work.publish(source, target)
+            work.prune_finished(folder.parent, job.key)
+
+
+def _compute(
+    run: Any,
+    job: work.Job,
+    parameters: Any,
+    inputs: dict[str, Path],
+    wiring: Wiring,
+    names: dict[str, str],
+    start: float,
+) -> None:
+    folder = job.folder
+    outs = {key: folder / "out" / path.format(**names) for key, path in wiring.outs.items()}
+    if device.rank() == 0:
+        for path in outs.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            work.remove(path)  # an out that a killed run left half-written
+    if wiring.trains:
+        job.stop.install()
+    run(parameters, job, **inputs, **outs)
+    if device.rank() != 0:
+        return
+    if wiring.metrics:
+        final = job.tracker.final | {"lineage": job.lineage}
+        tracking.write_json(folder / "out" / wiring.metrics.format(**names), final)
+    if wiring.trains:
+        tracking.write_curve(folder / "out" / f"metrics/{names['name']}.csv", job.tracker.rows)
+    job.tracker.speed["seconds"] = round(time.monotonic() - start, 3)
+    work.mark_finished(folder)
+    work.drop_states(folder)
+    job.tracker.finish()
+    tracking.say(summary(job, time.monotonic() - start))
+
+
+def out_paths(folder: Path, wiring: Wiring, names: dict[str, str]) -> list[tuple[Path, Path]]:
+    """(target, source) of everything that a finished key publishes."""
+    paths = [path.format(**names) for path in wiring.outs.values()]
+    if wiring.metrics:
+        paths.append(wiring.metrics.format(**names))
+    if wiring.trains:
+        paths.append(f"metrics/{names['name']}.csv")
+    return [(Path(path), folder / "out" / path) for path in paths]
+
+
+def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | None, list[str]]:
+    """The matrix item and the key=value overrides. Raises ConfigError for anything else."""
+    items = [text for text in argv if "=" not in text]
+    overrides = [text for text in argv if "=" in text]
+    if wiring.items:
+        if len(items) != 1 or items[0] not in wiring.items:
+            raise ConfigError(
+                f"usage: python -m stages.{stage} {{{'|'.join(wiring.items)}}} [key=value ...]; got {items}"
+            )
+        return items[0], overrides
+    if items:
+        raise ConfigError(f"usage: python -m stages.{stage} [key=value ...]; got {items[0]!r}")
+    for text in overrides:
+        parse_override(text)
+    return None, overrides
+
+
+def _check_inputs(inputs: dict[str, Path], optional: tuple[str, ...]) -> None:
+    for name, path in inputs.items():
+        if name not in optional and not path.exists():
+            raise InputError(f"{path} does not exist; make it with: dvc repro {maker(path)}")
+
+
+def maker(path: Path) -> str:
+    """The stage that makes a path, by the layout of the graph."""
+    parts = path.parts
+    if parts[0] == "models":
+        return f"stage_{parts[1]}"
+    if parts[:2] == ("data", "raw"):
+        return "stage_corpus"
+    known = {"tokenizer": "stage_tokenizer", "tokens": "stage_encode", "benchmarks": "", "own": ""}
+    return known.get(parts[1], "stage_tasks") if parts[0] == "data" else ""
+
+
+def _make_job(
+    stage: str, item: str | None, settings: Settings, parameters: Any, runtime: Runtime, inputs: dict[str, Path]
+) -> tuple[work.Job, Path]:
+    resolved = dataclasses.asdict(parameters)
+    code = codehash.closure(Path(), stage)
+    digests = {name: work.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
+    key = work.make_key(stage=stage, item=item, seed=settings.seed(), parameters=resolved, inputs=digests, code=code)
+    lineage = {"key": key, "code": work.canonical_hash(code), "inputs": {str(inputs[k]): v for k, v in digests.items()}}
+    folder = work.root() / (f"{stage}@{item}" if item else stage) / key
+    folder.mkdir(parents=True, exist_ok=True)
+    tags = {"stage": stage, "work.key": key, "dvc.exp": os.environ.get("DVC_EXP_NAME", ""),
+            "dvc.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""), "git.commit": git_commit()}  # fmt: skip
+    done = (folder / "finished.json").is_file() and not runtime.fresh
+    if stage not in ("corpus", "tasks", "encode"):  # those never touch torch
+        tags |= {} if done else device.describe()
+    tracker = tracking.Tracker(f"{stage}@{item}" if item else stage, folder, tags, resolved, quiet=done)
+    job = work.Job(
+        stage=stage, item=item, key=key, seed=settings.seed(), folder=folder, workers=device.workers(runtime.workers),
+        runtime=runtime, tracker=tracker, lineage=lineage, stop=work.StopRequest(),
+    )  # fmt: skip
+    return job, folder
+
+
+def git_commit() -> str:
+    """HEAD's hash read from .git, empty outside a repository (no process is started for it)."""
+    root = Path(os.environ.get("DVC_ROOT", "."))
+    head = root / ".git" / "HEAD"
+    try:
+        text = head.read_text().strip()
+        if text.startswith("ref: "):
+            reference = root / ".git" / text[5:]
+            return reference.read_text().strip() if reference.is_file() else ""
+        return text
+    except OSError:
+        return ""
+
+
+def summary(job: work.Job, seconds: float) -> str:
+    """The closing lines of a stage: what it made, in how long."""
+    flat = tracking.flatten(tracking.clean(job.tracker.final))
+    shown = [f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in flat.items()][:12]
+    return f"{job.name}: done in {seconds:.1f} s (key {job.key})" + (f"\n  {', '.join(shown)}" if shown else "")
+
+
+def help_text(module: Any, stage: str, wiring: Wiring) -> str:
+    """What `--help` prints: the module's docstring, usage, every key."""
+    settings = Settings(Path(), [])
+    item = f" {{{'|'.join(wiring.items)}}}" if wiring.items else ""
+    lines = [inspect.cleandoc(module.__doc__ or ""), "", f"usage: python -m stages.{stage}{item} [key=value ...]", ""]
+    lines += ["inputs:", *(f"  {path}" for path in wiring.inputs.values())]
+    lines += [
+        "outs:",
+        *(f"  {path}" for path in wiring.outs.values()),
+        "keys:",
+        *explain(module.Params, settings, stage),
+    ]
+    lines += ["runtime (changes no result):", *explain(Runtime, settings, "runtime")]
+    return "\n".join(lines) + "\n"
+
+
+def meanings(kind: Any) -> dict[str, str]:
+    """The comment behind each field of a dataclass, as its source gives it."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    found: dict[str, str] = {}
+    name = ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        line = token.line.strip()
+        if token.type == tokenize.COMMENT:
+            head = line.split(":")[0].strip()
+            name = head if head.isidentifier() else name
+            found[name] = f"{found.get(name, '')} {token.string.lstrip('# ')}".strip()
+    return found
+
+
+def explain(kind: Any, settings: Settings, name: str) -> list[str]:
+    """A line per key of the stage: key, type, present value, where it is from, meaning."""
+    values = settings.layers(name)
+    lines = []
+    for field in dataclasses.fields(kind):
+        hint = typing.get_type_hints(kind)[field.name]
+        source = field.metadata.get("from")
+        if source is not None:
+            lines.append(f"  {field.name:24} from {source}")
+        elif is_flat(hint):
+            lines += explain(hint, settings, name)
+        else:
+            default = "" if field.default is dataclasses.MISSING else field.default
+            value = values.get(field.name, Value(default, "default"))
+            head = f"  {name}.{field.name} = {value.raw}"
+            lines.append(
+                f"{head:44} {type_name(hint)}, {value.origin}: {meanings(kind).get(field.name, '')}".rstrip(": ")
+            )
+    return lines

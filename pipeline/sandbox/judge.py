@@ -1,0 +1,332 @@
+"""From a candidate's source and a problem's tests to a verdict. Runs no code: it asks the sandbox and compares data.
+
+    with Judge(config, workers) as judge:
+        for verdict in judge.judge([Program(source, "add", problem.tests)]):
+            verdict.verdict, verdict.score      # "passed", 1.0
+
+Expected values stay in this process; the child gets arguments alone. The reports of a child are claims: a wrong nonce,
+an index out of turn or bad JSON is `unsafe` and scores 0; a value counts only if it equals the expected one.
+
+| verdict | reason |
+|---|---|
+| passed | |
+| wrong | value, opaque (not plain data) |
+| error | exception, exit, crash, output (too much of it, or a source that is too long) |
+| timeout, memory, syntax, no_code | |
+| unsafe | forged |
+| unscorable | harness (a server died twice), unprotected (no test can be judged): score None, never 0 or 1 |
+
+A program's verdict is that of its first test that fails; its score is tests passed / tests that can be judged.
+
+Not promised: that the tests are strong, that hidden inputs stay hidden from the candidate, or a verdict on asserts that
+need more than values (`asserts.py`): they are counted in `unprotected` and take no part in the score.
+"""
+
+import ast
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.errors import DataError
+from pipeline.sandbox import asserts, values
+from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
+
+__all__ = ["Judge", "Limits", "Program", "SandboxConfig", "TestResult", "Verdict"]
+
+VERDICTS = ("passed", "wrong", "error", "timeout", "memory", "syntax", "no_code", "unsafe", "unscorable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A candidate and what is asked of it. Tests are those of `records.Problem`, or `{"stdin", "stdout", "visible"}`."""
+
+    source: str | None  # None or blank: the reply held no code
+    entry_point: str
+    tests: list[dict[str, Any]]
+    cpu_seconds: float | None = None  # of one test; None: the sandbox's default
+    compare: str = "strict"  # how `expected` is compared: strict, python, close (`values.equal`)
+
+    def __post_init__(self) -> None:
+        if self.compare not in values.MODES:
+            raise ValueError(f"compare: expected one of {', '.join(values.MODES)}, got {self.compare!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestResult:
+    """One test. `message` is for people: the exception or the end of the process, control characters escaped."""
+
+    __test__ = False  # no test class, whatever pytest thinks of the name
+
+    verdict: str
+    reason: str
+    visible: bool
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a program."""
+
+    verdict: str
+    reason: str
+    passed: int
+    total: int  # tests that can be judged
+    score: float | None  # passed / total, 0 if unsafe, None if unscorable
+    results: list[TestResult]  # of the tests that can be judged, in their order
+    unprotected: int = 0  # asserts that cannot be judged safely
+    profile: str = "sealed"  # "unsafe": it ran with resource limits only
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One test: the calls (or the stdin) that it sends, and what decides."""
+
+    sends: list[dict[str, str]]
+    visible: bool
+    expected: Any = None  # a lifted value, or the lines of stdout
+    assertion: asserts.Assertion | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a child said to one call: a decoded value, or why there is none."""
+
+    value: Any = None
+    verdict: str = ""  # "" if there is a value
+    reason: str = ""
+    message: str = ""
+
+
+TIMED_OUT = _Answer(verdict="timeout", message="not reached: too many time-outs")
+FORGED = _Answer(verdict="unsafe", reason="forged")
+
+
+class Judge:
+    """Judges programs in the sandbox, `workers` at a time. A context manager: entering starts the servers.
+
+    Entering raises ConfigError where there is no sandbox and `allow_unsafe` is false.
+    """
+
+    def __init__(self, config: SandboxConfig, workers: int) -> None:
+        self.config, self.pool = config, Pool(config, workers)
+
+    def __enter__(self) -> "Judge":
+        self.pool.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.pool.__exit__(*exception)
+
+    @property
+    def enforced(self) -> dict[str, Any]:
+        """What holds the candidates: profile, architecture, landlock (its ABI), uid."""
+        return {key: value for key, value in self.pool.enforced.items() if key != "memory"}
+
+    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
+        """The verdicts in the order of the programs; reads a few programs ahead, so they may be endless.
+
+        Raises DataError for a test that is none.
+        """
+        prepared: list[tuple[Program, list[_Check], int]] = []
+
+        def tasks() -> Iterator[Task | None]:
+            for program in programs:
+                checks, unprotected = self._checks(program)
+                prepared.append((program, checks, unprotected))
+                yield self._task(program, checks)
+
+        for reports in self.pool.map(tasks()):
+            program, checks, unprotected = prepared.pop(0)
+            yield self._verdict(program, checks, unprotected, reports)
+
+    def _checks(self, program: Program) -> tuple[list[_Check], int]:
+        if len(program.tests) > self.config.limits.max_tests:
+            raise DataError(f"{program.entry_point}: expected at most {self.config.limits.max_tests} tests")
+        parsed = [parse_test(test, program.entry_point) for test in program.tests]
+        checks = [check for check in parsed if check is not None]
+        if len({_is_program(check) for check in checks}) > 1:
+            raise DataError(f"{program.entry_point}: tests with stdin and tests with arguments do not mix")
+        return checks, len(parsed) - len(checks)
+
+    def _task(self, program: Program, checks: list[_Check]) -> Task | None:
+        if not checks or _refused(program, self.config.limits) is not None:
+            return None
+        assert program.source is not None
+        entry = None if _is_program(checks[0]) else program.entry_point
+        sends = [send for check in checks for send in check.sends]
+        return Task(program.source, entry, sends, program.cpu_seconds or self.config.limits.cpu_seconds)
+
+    def _verdict(
+        self, program: Program, checks: list[_Check], unprotected: int, reports: list[Report] | None
+    ) -> Verdict:
+        refused = _refused(program, self.config.limits)
+        blank = Verdict(
+            verdict="unscorable",
+            reason="unprotected",
+            passed=0,
+            total=len(checks),
+            score=None,
+            results=[],
+            unprotected=unprotected,
+            profile=self.pool.profile,
+        )
+        if not checks:
+            return blank
+        if refused is not None:
+            results = [TestResult(verdict=refused[0], reason=refused[1], visible=c.visible) for c in checks]
+        elif reports is None:
+            return replace(blank, reason="harness")
+        else:
+            answers = _answers(reports, sum(len(check.sends) for check in checks))
+            results = [self._result(program, check, answers) for check in checks]
+        passed = sum(result.verdict == "passed" for result in results)
+        first = next((result for result in results if result.verdict != "passed"), None)
+        if any(result.verdict == "unsafe" for result in results):
+            results = [replace(result, verdict="unsafe", reason="forged") for result in results]
+            first, passed = results[0], 0
+        return replace(
+            blank,
+            verdict="passed" if first is None else first.verdict,
+            reason="" if first is None else first.reason,
+            passed=passed,
+            score=passed / len(checks),
+            results=results,
+        )
+
+    def _result(self, program: Program, check: _Check, answers: list[_Answer]) -> TestResult:
+        """The result of one test; takes its answers from the front of the list."""
+        mine = [answers.pop(0) for _ in check.sends]
+        failed = next((answer for answer in mine if answer.verdict), None)
+        if failed is not None:
+            return TestResult(
+                verdict=failed.verdict, reason=failed.reason, visible=check.visible, message=_escape(failed.message)
+            )
+        if check.assertion is not None:
+            right = check.assertion.holds([answer.value for answer in mine])
+        elif _is_program(check):
+            right = _lines(mine[0].value) == check.expected
+        else:
+            right = values.equal(check.expected, mine[0].value, program.compare)
+        if right:
+            return TestResult(verdict="passed", reason="", visible=check.visible)
+        opaque = any(values.has_opaque(answer.value) for answer in mine)
+        return TestResult(verdict="wrong", reason="opaque" if opaque else "value", visible=check.visible)
+
+
+def parse_test(test: dict[str, Any], entry_point: str) -> _Check | None:
+    """What a test sends and what decides; None for an assert that cannot be judged safely. Raises DataError."""
+    visible = bool(test.get("visible", False))
+    if isinstance(test.get("stdin"), str) and isinstance(test.get("stdout"), str):
+        return _Check([{"stdin": test["stdin"]}], visible, expected=_lines(test["stdout"]))
+    if isinstance(test.get("assert"), str):
+        assertion = asserts.parse(test["assert"], entry_point)
+        if assertion is None:
+            return None
+        return _Check([vars(call) for call in assertion.calls], visible, assertion=assertion)
+    if isinstance(test.get("args"), str) and isinstance(test.get("expected"), str):
+        if not isinstance(_literal(test["args"], entry_point), list):
+            raise DataError(f"{entry_point}: args: expected the text of a list, found {test['args'][:80]!r}")
+        expected = _literal(test["expected"], entry_point)
+        try:
+            return _Check([{"args": test["args"], "kwargs": "{}"}], visible, expected=values.lift(expected))
+        except ValueError as error:
+            raise DataError(f"{entry_point}: expected: {error}") from error
+    raise DataError(
+        f"{entry_point}: expected a test with args and expected, with assert, or with stdin and stdout (all text), "
+        f"found the keys {sorted(test)}"
+    )
+
+
+def _literal(text: str, entry_point: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise DataError(f"{entry_point}: expected a Python literal, found {text[:80]!r}") from error
+
+
+def _is_program(check: _Check) -> bool:
+    return "stdin" in check.sends[0]
+
+
+def _refused(program: Program, limits: Limits) -> tuple[str, str] | None:
+    """Verdict and reason of a source that is not run at all."""
+    if program.source is None or not program.source.strip():
+        return "no_code", ""
+    if len(program.source.encode("utf-8", "surrogatepass")) > limits.source_kib << 10:
+        return "error", "output"
+    return None
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of an output as they are compared: right-stripped, blank ones at the end dropped."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _escape(text: str) -> str:
+    """Text of the candidate for a person's terminal or page: control characters and lone surrogates escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _answers(reports: list[Report], count: int) -> list[_Answer]:
+    """What was said to each of the `count` calls; a call that no child was given timed out."""
+    answers = [TIMED_OUT] * count
+    for report in reports:
+        answers[report.first : report.first + report.given] = _answers_of(report)
+    return answers
+
+
+def _answers_of(report: Report) -> list[_Answer]:
+    """One child's answers, as many as it was given calls."""
+    said: list[_Answer] = []
+    for index, frame in enumerate(report.frames):
+        try:
+            answer, is_load = _parse_frame(values.parse(frame), report, index)
+        except values.Malformed:
+            answer, is_load = FORGED, True
+        if is_load:  # nothing that follows can count
+            return [answer] * report.given
+        said.append(answer)
+    ending = _ending(report)
+    if ending is None:
+        return said
+    said = said[: report.given - 1]  # all answered, yet its end never said: the last answer was given on the way out
+    return [*said, ending, *[TIMED_OUT if report.timed_out else ending] * (report.given - len(said) - 1)]
+
+
+def _parse_frame(tree: Any, report: Report, index: int) -> tuple[_Answer, bool]:
+    """The answer in a frame, and whether it says that the source did not load. Raises Malformed."""
+    match tree:
+        case (("n", report.nonce), ("i", number), ("v", value)) if type(number) is int and number == index:
+            return _Answer(report.stdout if report.is_program else values.decode(value)), False
+        case (("n", report.nonce), ("i", number), ("e", [str(kind), str(text)])) if number == index:
+            return _raised(kind, text), False
+        case (("n", report.nonce), ("load", "compile"), ("e", [str(kind), str(text)])) if index == 0:
+            return _Answer(verdict="syntax", message=f"{kind}: {text}"), True
+        case (("n", report.nonce), ("load", "run"), ("e", [str(kind), str(text)])) if index == 0:
+            return _raised(kind, text), True
+    raise values.Malformed("not a frame of this job and turn")
+
+
+def _raised(kind: str, text: str) -> _Answer:
+    if kind == "MemoryError":
+        return _Answer(verdict="memory", message=kind)
+    reason = "exit" if kind == "SystemExit" else "exception"
+    return _Answer(verdict="error", reason=reason, message=f"{kind}: {text}" if text else kind)
+
+
+def _ending(report: Report) -> _Answer | None:
+    """What the way in which a child ended says about the calls that it did not answer; None for a proper end."""
+    if report.timed_out:
+        return _Answer(verdict="timeout", message=f"{report.cut} limit")
+    if report.cut == "forged":
+        return FORGED
+    if report.cut is not None:
+        return _Answer(verdict="error", reason="output", message="too much output")
+    if report.signal == signal.SIGKILL:  # it cannot kill itself, and we did not: the kernel was out of memory
+        return _Answer(verdict="memory", message="killed by the kernel")
+    if report.signal is not None:
+        return _Answer(verdict="error", reason="crash", message=f"signal {report.signal}")
+    if report.status is not None:
+        return _Answer(verdict="error", reason="exit", message=f"exit status {report.status}")
+    return None

@@ -1,0 +1,307 @@
+"""Plain Python values as JSON text that comes from an untrusted process, and the three ways to compare them.
+
+The child calls `encode`: exact built-in types only, so a subclass, or an object whose `__eq__` always answers True,
+arrives as an opaque mark. The judge calls `decode` and `equal`: it never runs code of the child and never hashes its
+keys; sets and dicts are compared as sorted lists of canonical texts, so colliding keys cost nothing.
+
+    null true false "text" [list] 12        as they are (integers below 2^53)
+    {"i": hex} {"f": float.hex} {"c": [re, im]} {"b": base64} {"t": tuple} {"s": set} {"z": frozenset} {"d": [[k, v]]}
+    {"o": type}                             opaque: everything else; a value that is too deep, too long or cyclic
+
+Standard library only, and nothing of the project: `jail.py` loads this file by its path.
+
+Not promised: the order of dict keys, identity (two places holding one list), or the sign and payload of a NaN.
+"""
+
+import base64
+import binascii
+import cmath
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+MAX_DEPTH = 32
+MAX_NODES = 100_000
+MAX_BYTES = 1 << 20  # of the encoded text
+MAX_INT_BITS = 1 << 20  # beyond it an integer is opaque: 10^6 digits are an attack on the comparison, not an answer
+PLAIN_INT = 1 << 53  # JSON readers agree on integers below this one
+RELATIVE, ABSOLUTE = 1e-6, 1e-9  # mode "close"
+MODES = ("strict", "python", "close")
+_HEX = re.compile(r"-?0x[0-9a-f]+")
+
+
+class Malformed(ValueError):
+    """The text is not what `encode` writes: somebody forged it."""
+
+
+class _TooLarge(Exception):
+    """A limit was passed while encoding."""
+
+
+class Incomparable(Exception):
+    """The value equals nothing: opaque, or a NaN compared as Python does."""
+
+
+@dataclass(frozen=True)
+class Bag:
+    """A set or a frozenset whose elements were never hashed."""
+
+    items: list[Any]
+    frozen: bool
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A dict whose keys were never hashed: pairs in the order in which they came."""
+
+    pairs: list[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A value of a type that is not plain data; equals nothing."""
+
+    type: str
+
+
+def encode(value: object) -> str:
+    """ASCII JSON text of a value, at most MAX_BYTES long; beyond the limits `{"o": type}`."""
+    try:
+        text = json.dumps(_tree(value, [MAX_NODES, MAX_BYTES], 0), separators=(",", ":"))
+    except _TooLarge:
+        text = ""
+    if 0 < len(text) <= MAX_BYTES:
+        return text
+    return json.dumps({"o": _type_name(value)})
+
+
+def _tree(value: Any, left: list[int], depth: int) -> Any:
+    """The JSON tree; `left` holds the nodes and bytes that may still be spent."""
+    left[0] -= 1
+    if left[0] < 0 or depth > MAX_DEPTH:
+        raise _TooLarge
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is int:
+        if -PLAIN_INT < value < PLAIN_INT:
+            return value
+        if value.bit_length() > MAX_INT_BITS:
+            raise _TooLarge
+        return {"i": _spend(hex(value), left)}
+    if kind is str:
+        return _spend(value, left)
+    if kind is float:
+        return {"f": value.hex()}
+    if kind is list:
+        return [_tree(item, left, depth + 1) for item in value]
+    if kind is tuple:
+        return {"t": [_tree(item, left, depth + 1) for item in value]}
+    if kind is dict:
+        return {"d": [[_tree(k, left, depth + 1), _tree(v, left, depth + 1)] for k, v in value.items()]}
+    if kind is set or kind is frozenset:
+        return {"s" if kind is set else "z": [_tree(item, left, depth + 1) for item in value]}
+    if kind is complex:
+        return {"c": [value.real.hex(), value.imag.hex()]}
+    if kind is bytes:
+        return {"b": base64.b64encode(_spend(value, left)).decode("ascii")}
+    return {"o": _type_name(value)}
+
+
+def _spend(piece: Any, left: list[int]) -> Any:
+    left[1] -= len(piece)
+    if left[1] < 0:
+        raise _TooLarge
+    return piece
+
+
+def _type_name(value: object) -> str:
+    name = type(value).__name__  # a metaclass may lie here: it is only shown to people
+    return name[:80] if type(name) is str else "?"
+
+
+def parse(text: str) -> Any:
+    """JSON with objects as tuples of (key, value) pairs, so that nothing is hashed. Raises Malformed."""
+
+    def refuse(word: str) -> Any:
+        raise Malformed(f"{word[:20]!r} is no value of this protocol")
+
+    if len(text) > 4 * MAX_BYTES or not text.isascii():
+        raise Malformed("not ASCII text of a bounded length")
+    try:
+        return json.loads(text, object_pairs_hook=tuple, parse_float=refuse, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise Malformed("not JSON") from error
+
+
+def decode(tree: Any, depth: int = 0) -> Any:
+    """The value of a parsed tree: plain Python, with Bag, Mapping and Opaque for what must not be hashed.
+
+    Raises Malformed.
+    """
+    if depth > MAX_DEPTH:
+        raise Malformed("deeper than encode writes")
+    if tree is None or isinstance(tree, bool | str):
+        return tree
+    if isinstance(tree, int):
+        if not -PLAIN_INT < tree < PLAIN_INT:
+            raise Malformed("an integer that needs its tag")
+        return tree
+    if isinstance(tree, list):
+        return [decode(item, depth + 1) for item in tree]
+    if len(tree) != 1:
+        raise Malformed("an object with other than one tag")
+    tag, content = tree[0]
+    if tag in ("i", "f", "b", "o"):
+        return _decode_text(tag, content)
+    if not isinstance(content, list):
+        raise Malformed(f"tag {tag!r} without a list")
+    if tag == "t":
+        return tuple(decode(item, depth + 1) for item in content)
+    if tag in ("s", "z"):
+        return Bag([decode(item, depth + 1) for item in content], frozen=tag == "z")
+    if tag == "c" and len(content) == 2:
+        return complex(_decode_text("f", content[0]), _decode_text("f", content[1]))
+    if tag == "d" and all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        return Mapping([(decode(k, depth + 1), decode(v, depth + 1)) for k, v in content])
+    raise Malformed("an unknown tag")
+
+
+def _decode_text(tag: str, content: Any) -> Any:
+    if not isinstance(content, str):
+        raise Malformed(f"tag {tag!r} without a text")
+    try:
+        if tag == "i":
+            if not _HEX.fullmatch(content):
+                raise Malformed("not a hexadecimal integer")
+            return int(content, 16)
+        if tag == "f":
+            value = float.fromhex(content)
+            if value.hex() != content:
+                raise Malformed("not the canonical text of a float")
+            return value
+        return base64.b64decode(content, validate=True) if tag == "b" else Opaque(content[:80])
+    except (ValueError, OverflowError, binascii.Error) as error:
+        raise Malformed("not the text of its tag") from error
+
+
+def lift(value: object) -> Any:
+    """A value of our own in the form that `decode` returns. Raises ValueError when it is not plain data."""
+    lifted = decode(parse(encode(value)))
+    if has_opaque(lifted):
+        raise ValueError(f"expected plain data within the sandbox's limits, found {type(value).__name__}")
+    return lifted
+
+
+def has_opaque(value: Any) -> bool:
+    """Whether any part of a decoded value is opaque."""
+    if isinstance(value, Opaque):
+        return True
+    if isinstance(value, Mapping):
+        return any(has_opaque(k) or has_opaque(v) for k, v in value.pairs)
+    items = value.items if isinstance(value, Bag) else value
+    return isinstance(items, list | tuple) and any(has_opaque(item) for item in items)
+
+
+def equal(expected: Any, actual: Any, mode: str = "strict") -> bool:
+    """Whether two decoded values are equal.
+
+    `strict`: equal types at every level, a NaN equals a NaN, -0.0 differs from 0.0. `python`: as `==` on plain data.
+    `close`: as strict, but a float is met within 1e-6 relative or 1e-9 absolute, also by an int, never by a bool.
+    Opaque equals nothing.
+    """
+    assert mode in MODES, mode
+    try:
+        if mode == "close":
+            return _close(expected, actual)
+        return canonical(expected, mode) == canonical(actual, mode)
+    except Incomparable:
+        return False
+
+
+def canonical(value: Any, mode: str = "strict") -> str:
+    """A text that two values share exactly if they are equal in `strict` or `python` mode."""
+    if value is None:
+        return "N"
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, bytes):
+        return "b" + value.hex()
+    if isinstance(value, bool | int | float | complex):
+        return _canonical_number(value, mode)
+    if isinstance(value, list | tuple):
+        inner = ",".join(canonical(item, mode) for item in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, Bag):
+        inner = ",".join(sorted(canonical(item, mode) for item in value.items))
+        return f"{'z' if value.frozen and mode == 'strict' else 's'}{{{inner}}}"
+    if isinstance(value, Mapping):
+        pairs = sorted((canonical(k, mode), canonical(v, mode)) for k, v in value.pairs)
+        return f"d{{{','.join(f'{k}:{v}' for k, v in pairs)}}}"
+    raise Incomparable
+
+
+def _canonical_number(value: Any, mode: str) -> str:
+    if mode == "python":
+        if value != value:
+            raise Incomparable
+        if isinstance(value, complex) and value.imag == 0:
+            value = value.real
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # exact, so 2.0 meets 2 and 1e23 does not meet 10**23
+        value = int(value) if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return "T" if value else "F"
+    if isinstance(value, int):
+        return hex(value)
+    if isinstance(value, complex):
+        real, imag = (0.0 if mode == "python" and part == 0 else part for part in (value.real, value.imag))
+        return f"c{real.hex()},{imag.hex()}"
+    return "f" + value.hex()
+
+
+def _close(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, float | complex) and isinstance(actual, int | float | complex):
+        return _close_numbers(expected, actual)
+    if type(expected) is not type(actual):
+        return False
+    if isinstance(expected, list | tuple):
+        return len(expected) == len(actual) and all(map(_close, expected, actual))
+    if isinstance(expected, Bag):
+        ordered = map(_close, sorted(expected.items, key=_order), sorted(actual.items, key=_order))
+        return expected.frozen == actual.frozen and len(expected.items) == len(actual.items) and all(ordered)
+    if isinstance(expected, Mapping):
+        if len(expected.pairs) != len(actual.pairs):
+            return False
+        mine, theirs = (sorted((canonical(k), i) for i, (k, _) in enumerate(m.pairs)) for m in (expected, actual))
+        return all(
+            key == other and _close(expected.pairs[i][1], actual.pairs[j][1])
+            for (key, i), (other, j) in zip(mine, theirs, strict=True)
+        )
+    return canonical(expected) == canonical(actual)
+
+
+def _close_numbers(expected: float | complex, actual: complex) -> bool:
+    if isinstance(actual, bool) or (isinstance(actual, complex) and isinstance(expected, float)):
+        return False
+    if expected != expected or actual != actual:
+        return expected != expected and actual != actual
+    try:
+        if isinstance(expected, complex):
+            return cmath.isclose(actual, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        assert not isinstance(actual, complex)
+        return math.isclose(actual, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    except OverflowError:  # an integer beyond the floats
+        return False
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    """Sets of numbers in the order of their size, so that close neighbours meet; the rest by its text."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
+        try:
+            return 0, float(value), ""
+        except OverflowError:
+            return 1, 0.0, hex(int(value))
+    return 2, 0.0, canonical(value)

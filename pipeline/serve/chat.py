@@ -1,0 +1,153 @@
+"""Talk to a model in the terminal, with streaming.
+
+    python -m pipeline.serve.chat models/deploy [--system TEXT] [--tools FILE] [--temperature 0] [--seed 0]
+
+A line is a turn; an empty line or Ctrl-D ends. `/new` forgets the conversation, `/tool TEXT` answers the model's call with
+a result. `--tools` names a JSON file with the tools the model may call (OpenAI form); calls are shown, not run.
+Ctrl-C stops an answer. Not promised: that a small model knows anything.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from pipeline import checkpoint, device
+from pipeline.errors import InputError, StagecoachError
+from pipeline.generation.sampling import Sampling, generate
+from pipeline.model.transformer import Transformer
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
+
+
+class Conversation:
+    """The messages so far, and the model that continues them."""
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, tools: list[dict[str, Any]], system: str) -> None:
+        self.model, self.tokenizer, self.tools, self.system = model, tokenizer, tools, system
+        self.messages: list[dict[str, Any]] = []
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def answer(self, message: dict[str, Any], sampling: Sampling, seed: int, screen: TextIO) -> dict[str, Any]:
+        """Add a user or tool message, stream the assistant's turn to `screen`, add it and return it.
+
+        Raises InputError when the conversation no longer fits the context; nothing is added then.
+        """
+        prompt = chat.render(self.tokenizer, [*self.messages, message], self.tools, generation_prompt=True).ids
+        room = self.model.config.max_context - len(prompt)
+        if room < 16:
+            raise InputError(
+                f"the conversation has {len(prompt)} tokens, the context {self.model.config.max_context}: /new"
+            )
+        stream = Stream(self.tokenizer, screen)
+        limit = Sampling(min(sampling.max_new_tokens, room), sampling.temperature, sampling.top_p, sampling.top_k)
+        stop = (self.tokenizer.turn_end, self.tokenizer.end_of_text)
+        done = generate(self.model, [prompt], limit, stop=stop, seeds=[seed], on_token=stream.token)[0]
+        reply = chat.parse(self.tokenizer.decode(done.ids))
+        said: dict[str, Any] = {"role": "assistant", "content": reply.content}
+        if reply.tool_calls:
+            said["tool_calls"] = [
+                {"id": f"call_{n}", "type": "function",
+                 "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}}
+                for n, call in enumerate(reply.tool_calls)
+            ]  # fmt: skip
+        if done.stop == "length":
+            screen.write(" [cut: token limit]")
+        self.messages += [message, said]
+        return said
+
+
+class Stream:
+    """Writes tokens as they come, holding back bytes that do not yet make a character, and control characters."""
+
+    def __init__(self, tokenizer: Tokenizer, screen: TextIO) -> None:
+        self.tokenizer, self.screen = tokenizer, screen
+        self.waiting = b""
+
+    def token(self, _row: int, token: int) -> None:
+        """Show one more token of the answer."""
+        self.waiting += self.tokenizer.token_bytes[token]
+        try:
+            text = self.waiting.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if len(self.waiting) - error.start < 4:
+                return
+            text = self.waiting.decode("utf-8", errors="replace")
+        self.waiting = b""
+        self.screen.write("".join(c for c in text if c in "\n\t" or c.isprintable()))  # no escape codes from a model
+        self.screen.flush()
+
+
+def load_tools(path: Path | None) -> list[dict[str, Any]]:
+    """The tools of a JSON file. Raises InputError when it is not a list of function tools."""
+    if path is None:
+        return []
+    try:
+        tools = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: expected a JSON list of tools: {error}") from error
+    if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("type") == "function" for t in tools):
+        raise InputError(f'{path}: expected [{{"type": "function", "function": {{...}}}}, ...]')
+    return tools
+
+
+def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: TextIO, screen: TextIO) -> None:
+    """The loop of turns, until the input ends."""
+    turn = 0
+    while True:
+        screen.write("\n> ")
+        screen.flush()
+        line = keyboard.readline()
+        if not line.strip():
+            screen.write("\n")
+            return
+        if line.strip() == "/new":
+            conversation.start_over()
+            continue
+        message: dict[str, Any] = {"role": "user", "content": line.rstrip("\n")}
+        if line.startswith("/tool "):
+            message = {"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": line[6:].rstrip("\n")}
+        try:
+            conversation.answer(message, sampling, device.stable_hash(seed, turn) % 2**32, screen)
+        except KeyboardInterrupt:
+            screen.write(" [stopped]")
+        except InputError as error:
+            screen.write(f"{error}\n")
+        turn += 1
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.serve.chat", description="Talk to a model in the terminal."
+    )
+    parser.add_argument("model", type=Path, help="a model directory, such as models/deploy")
+    parser.add_argument("--system", default="", help="system message")
+    parser.add_argument("--tools", type=Path, help="JSON file with tools the model may call")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--max-new-tokens", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    try:
+        model, tokenizer = checkpoint.load(options.model)
+        tools = load_tools(options.tools)
+    except StagecoachError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    model.train(False)
+    sampling = Sampling(options.max_new_tokens, temperature=options.temperature, top_p=options.top_p)
+    sys.stdout.write(
+        f"{options.model}: {model.num_parameters() / 1e6:.1f} M parameters. /new starts over, an empty line ends.\n"
+    )
+    talk(Conversation(model, tokenizer, tools, options.system), sampling, options.seed, sys.stdin, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""The batch that a model is trained on, and the only place where targets are shifted against inputs.
+
+A packed row holds several pieces (documents, dialogues) side by side:
+
+    tokens     a b c E  d e E  P        E: end of text, P: padding
+    input_ids  a b c E  d e E  P
+    targets    b c E -  e E -  -        -: -100, nothing is trained: no target crosses a document
+    documents  0 0 0 0  1 1 1 -1        attention stays within equal numbers
+    positions  0 1 2 3  0 1 2  0
+
+Curriculum by length: rows are shifted first and split into windows after, so a window's last target is not lost.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100  # torch's ignore_index
+PADDING = -1  # the document number of padding
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """`B` windows of `T` tokens with what is to be predicted at each position."""
+
+    input_ids: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64, -100 where nothing is trained (next document, prompt, padding)
+    documents: Tensor  # (B, T) int32, attention segment within the row; padding is its own segment (-1)
+    positions: Tensor  # (B, T) int64, from 0 in each segment
+    num_bytes: int  # UTF-8 bytes of the trained targets (specials 0)
+
+    @cached_property
+    def num_targets(self) -> int:
+        """Positions with a target; counted on the CPU, before the batch moves."""
+        return int((self.targets >= 0).sum())
+
+    def to(self, device: torch.device | str) -> "TokenBatch":
+        """The same batch on another device, without waiting for the copy."""
+        count = self.num_targets
+        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        moved = replace(self, **tensors)
+        moved.__dict__["num_targets"] = count  # fills the cached property: no device is read
+        return moved
+
+
+_TENSORS = ("input_ids", "targets", "documents", "positions")
+
+
+def concatenate(batches: Sequence[TokenBatch], order: np.ndarray) -> TokenBatch:
+    """Batches of one context under each other, then their rows in the given order (a permutation of all rows)."""
+    index = torch.from_numpy(order)
+    tensors = {name: torch.cat([getattr(batch, name) for batch in batches])[index] for name in _TENSORS}
+    return TokenBatch(**tensors, num_bytes=sum(batch.num_bytes for batch in batches))
+
+
+class Stream(Protocol):
+    """What `fit` takes: batches as a pure function of (seed, step)."""
+
+    fingerprint: str  # changes with the data, the seed and the shape of the rows: a resume with another is refused
+    rows_per_epoch: int  # packed rows
+    tokens_per_epoch: int  # positions in them, padding counted: rows_per_epoch * packed length
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        """Ids of the rows of this step's global batch, (R,) int64; R * context is constant."""
+        ...
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
+        """Those rows, for any subset (a rank's, a micro-batch's): a function of the row ids alone."""
+        ...
+
+    def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
+        """The val split in a fixed order, until `tokens` targets have been given or it ends."""
+        ...
+
+
+class Piece(NamedTuple):
+    """A stretch of one document in a packed row; one token more than the row holds if the document goes on behind it."""
+
+    ids: np.ndarray  # (n,)
+    trained: np.ndarray | bool  # (n,) bool: which ids may be a target
+
+
+def token_batch(
+    rows: Sequence[Sequence[Piece]],
+    windows: np.ndarray,
+    *,
+    packed: int,
+    context: int,
+    pad: int,
+    byte_lengths: np.ndarray,
+    document_mask: bool = True,
+) -> TokenBatch:
+    """Lay pieces out in rows of `packed` tokens, shift, split into windows of `context`, keep the given windows.
+
+    `windows` (n,) counts windows through all rows: row * (packed / context) + window. `byte_lengths` (V,) are the bytes
+    of each id. `document_mask` false makes a row one segment (an ablation); targets stay within documents all the same.
+    """
+    tokens = np.full((len(rows), packed + 1), pad, dtype=np.int64)  # (R, packed + 1): a last column for targets only
+    documents = np.full((len(rows), packed + 1), PADDING, dtype=np.int32)
+    trained = np.zeros((len(rows), packed + 1), dtype=bool)
+    for row, pieces in enumerate(rows):
+        start = 0
+        for number, piece in enumerate(pieces):
+            end = start + len(piece.ids)
+            assert end <= packed or (end == packed + 1 and not start), "pieces do not fit their row"
+            tokens[row, start:end] = piece.ids
+            documents[row, start:end] = number
+            trained[row, start:end] = piece.trained
+            start = end
+    within = (documents[:, 1:] == documents[:, :-1]) & trained[:, 1:]
+    targets = np.where(within, tokens[:, 1:], IGNORED).reshape(-1, context)[windows]  # (n, context)
+    inputs = tokens[:, :-1].reshape(-1, context)[windows]
+    segments = documents[:, :-1].reshape(-1, context)[windows]
+    if not document_mask:
+        segments = np.zeros_like(segments)
+    return TokenBatch(
+        input_ids=torch.from_numpy(inputs),
+        targets=torch.from_numpy(targets),
+        documents=torch.from_numpy(segments),
+        positions=torch.from_numpy(_positions(segments)),
+        num_bytes=int(byte_lengths[targets[targets >= 0]].sum()),
+    )
+
+
+def _positions(segments: np.ndarray) -> np.ndarray:
+    """Distance of each place from the start of its run of equal numbers, (B, T) -> (B, T) int64."""
+    column = np.arange(segments.shape[1], dtype=np.int64)
+    starts = np.ones_like(segments, dtype=bool)
+    np.not_equal(segments[:, 1:], segments[:, :-1], out=starts[:, 1:])
+    return column - np.maximum.accumulate(np.where(starts, column, 0), axis=1)

@@ -1,0 +1,187 @@
+"""Conversations as training batches: loss on what the assistant says, nothing else.
+
+    data/dialogues/{train,val}.jsonl (records.Dialogue)  --chat.render-->  segments, packed in rows
+
+A dialogue that does not fit a row is taken apart where a user speaks: as many groups (user to next user) as fit make a
+segment, each with the system turn and the tools, so each assistant turn is trained once and no answer is cut. A group
+that cannot fit is listed in `too_long`, what trains nothing in `untrained`; nothing else is left out.
+
+Not promised: that a later segment knows what was said in an earlier one.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.errors import DataError
+from pipeline.streams import records
+from pipeline.streams.batch import Piece
+from pipeline.streams.corpus import MixtureStream
+from pipeline.streams.packed import PackedStream
+from pipeline.streams.packing import pack
+from pipeline.streams.records import Dialogue, Message
+from pipeline.text import chat
+from pipeline.text.chat import Rendered
+from pipeline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A dialogue as pieces that each fit a row, and what is left out."""
+
+    rendered: list[Rendered]
+    too_long: list[str] = field(default_factory=list)  # "<dialogue>#<group>" of groups that cannot fit
+    untrained: list[str] = field(
+        default_factory=list
+    )  # "<dialogue>#<last group>" of segments without an assistant turn
+
+    def keep(self, rendered: Rendered, name: str) -> None:
+        """Take a segment in if the assistant speaks in it."""
+        if any(rendered.trained):
+            self.rendered.append(rendered)
+        else:
+            self.untrained.append(name)
+
+
+def segments(tokenizer: Tokenizer, dialogue: Dialogue, context: int) -> Segments:
+    """Render a dialogue into segments of at most `context` tokens. Raises DataError naming the dialogue."""
+    whole = _render(tokenizer, dialogue, dialogue.messages)
+    found = Segments([])
+    if len(whole.ids) <= context:
+        found.keep(whole, dialogue.id)
+        return found
+    system, groups = split_groups(dialogue.messages)
+    held: list[Message] = []  # the groups of the segment that is being filled
+    filled: Rendered | None = None  # what they render to
+    for number, group in enumerate(groups):
+        longer = _render(tokenizer, dialogue, [*system, *held, *group])
+        if len(longer.ids) > context and filled:
+            found.keep(filled, f"{dialogue.id}#{number - 1}")
+            held, filled = [], None
+            longer = _render(tokenizer, dialogue, [*system, *group])
+        if len(longer.ids) > context:
+            found.too_long.append(f"{dialogue.id}#{number}")
+        else:
+            held, filled = [*held, *group], longer
+    if filled:
+        found.keep(filled, f"{dialogue.id}#{len(groups) - 1}")
+    return found
+
+
+def split_groups(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
+    """The opening system turn, if there is one, and the groups: each from a user's message to before the next user's."""
+    opens = bool(messages) and messages[0].get("role") in ("system", "developer")
+    groups: list[list[Message]] = []
+    for message in messages[opens:]:
+        if not groups or message.get("role") == "user":
+            groups.append([])
+        groups[-1].append(message)
+    return list(messages[:opens]), groups
+
+
+def _render(tokenizer: Tokenizer, dialogue: Dialogue, messages: list[Message]) -> Rendered:
+    try:
+        return chat.render(tokenizer, messages, dialogue.tools)
+    except DataError as error:
+        raise DataError(f"dialogue {dialogue.id}: {error}") from error
+
+
+class DialogueSplit:
+    """One split of the dialogues, rendered and packed, in memory: a `packed.Source`."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, *, context: int, kinds: Collection[str] | None) -> None:
+        """Read and render the dialogues of the given kinds. Raises DataError naming the file and what is wrong."""
+        if not path.is_file():
+            raise DataError(f"{path}: expected dialogues here, found none; run dvc repro stage_tasks")
+        ids: list[np.ndarray] = []
+        trained: list[np.ndarray] = []
+        self.too_long: list[str] = []
+        self.untrained: list[str] = []
+        self.num_dialogues = 0
+        for dialogue in records.read(path, Dialogue):
+            if kinds is not None and dialogue.kind not in kinds:
+                continue
+            self.num_dialogues += 1
+            found = segments(tokenizer, dialogue, context)
+            self.too_long += found.too_long
+            self.untrained += found.untrained
+            ids += [np.array(rendered.ids, dtype=np.int32) for rendered in found.rendered]
+            trained += [np.array(rendered.trained, dtype=bool) for rendered in found.rendered]
+        lengths = np.array([len(segment) for segment in ids], dtype=np.int64)
+        self._pieces = [Piece(*both) for both in zip(ids, trained, strict=True)]
+        self._members, self._row_starts = pack(lengths, context)
+        self.num_rows = len(self._row_starts) - 1
+        self.num_tokens = int(lengths.sum())
+
+    def pieces(self, epoch: int, row: int) -> list[Piece]:
+        """The segments in a packed row."""
+        first, last = self._row_starts[row : row + 2]
+        return [self._pieces[member] for member in self._members[first:last]]
+
+    def digest(self) -> str:
+        """A hash of every id and mask, in order."""
+        state = hashlib.sha256()
+        for piece in self._pieces:
+            state.update(len(piece.ids).to_bytes(8, "little"))
+            state.update(piece.ids.astype("<i4").tobytes())
+            state.update(np.asarray(piece.trained).tobytes())
+        return state.hexdigest()
+
+
+class DialogueStream(PackedStream):
+    """Batches of conversations from `data/dialogues/{train,val}.jsonl`; targets only where the assistant speaks."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        *,
+        context: int,
+        tokens_per_step: int,
+        seed: int,
+        kinds: Collection[str] | None = None,
+    ) -> None:
+        """`kinds` keeps dialogues of these kinds only (None: all).
+
+        `too_long` and `untrained` name what the train split could not use. Raises DataError when a file or a dialogue
+        is wrong or the split does not fill one batch, ValueError when sizes do not divide.
+        """
+        train = DialogueSplit(folder / "train.jsonl", tokenizer, context=context, kinds=kinds)
+        val = DialogueSplit(folder / "val.jsonl", tokenizer, context=context, kinds=kinds)
+        self.too_long, self.untrained = train.too_long, train.untrained
+        self.num_dialogues = train.num_dialogues
+        identity = json.dumps([train.digest(), val.digest(), context, tokens_per_step, seed])
+        super().__init__(
+            str(folder),
+            train,
+            val,
+            tokenizer,
+            context=context,
+            tokens_per_step=tokens_per_step,
+            seed=seed,
+            fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
+        )
+
+
+def by_kind(
+    folder: Path, tokenizer: Tokenizer, weights: dict[str, int], *, context: int, tokens_per_step: int, seed: int
+) -> MixtureStream:
+    """Dialogues mixed by kind in whole weights (`{"tools": 45, "code": 35, "story": 20}`), whatever the file holds of each.
+
+    Raises DataError when a kind does not fill one batch.
+    """
+    return MixtureStream(
+        [
+            (
+                weight,
+                DialogueStream(
+                    folder, tokenizer, context=context, tokens_per_step=tokens_per_step, seed=seed, kinds=(kind,)
+                ),
+            )
+            for kind, weight in weights.items()
+        ]
+    )

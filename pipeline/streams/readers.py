@@ -1,0 +1,212 @@
+"""The user's own files (`data=files`) -> records: what `data/own/` holds of text, code, dialogues, problems, preferences.
+
+In: globs below a root folder, one list per kind. A `.jsonl`, `.json`, `.csv` or `.parquet` file is a table, read by
+`streams.formats` and put into records by `streams.shapes`; its shape is the one that fits most of its first 100 rows. Any
+other file is one text. A folder that a glob names is a folder of sources: every text file in it is one document, whatever
+its suffix. Out: (split, record), and the rejected rows in a file; `streams.intake` keeps the books.
+
+Hidden files and `__pycache__` are never read. Binary files are skipped, and their number is said. An empty file is warned
+of; a glob that matches nothing is an error.
+
+Not promised: cleaning. Secrets, generated files and near duplicates leave later, in `stage_corpus`.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.errors import DataError
+from pipeline.streams import formats, shapes
+from pipeline.streams.calls import RowError
+from pipeline.streams.intake import AnyRecord, Intake
+from pipeline.streams.records import Text
+from pipeline.tracking import say
+
+TEXT_KINDS = ("text", "code")
+OWN_LICENCE = "own"  # what a user brings without naming a licence
+_HELD_OUT = re.compile(r"(?:^|[-_.])(?:val|valid|validation)(?:[-_.]|$)")
+
+
+class FilesConfig(Protocol):
+    """What is read of `streams.sources.DataConfig`."""
+
+    @property
+    def text(self) -> Sequence[str]: ...
+    @property
+    def code(self) -> Sequence[str]: ...
+    @property
+    def dialogues(self) -> Sequence[str]: ...
+    @property
+    def problems(self) -> Sequence[str]: ...
+    @property
+    def preferences(self) -> Sequence[str]: ...
+    @property
+    def shape(self) -> str: ...
+    @property
+    def encoding(self) -> str: ...
+    @property
+    def text_field(self) -> Sequence[str]: ...
+    @property
+    def max_rejected(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file to read: where it is, what it is called in messages and records, and how it is read."""
+
+    path: Path
+    name: str  # relative to the root, with "/"
+    group: str  # the first folder below the root and the kind's own folder, or the file: the `source` of its texts
+    is_table: bool
+    split: str | None  # val for a file so called; None: each row by its id
+
+
+def read_files(root: Path, config: FilesConfig, kind: str, rejected: Path) -> Iterator[tuple[str, AnyRecord]]:
+    """(split, record) for every accepted row of `kind` below `root`, files in order of name, rows in order.
+
+    kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair). `rejected`: the JSONL file to
+    write. No globs give nothing. Raises DataError: a glob without a match, more rejected than `max_rejected` of all rows,
+    or no row left; the last two after the last record.
+    """
+    patterns = _globs(config, kind)
+    if not patterns:
+        return
+    sources = find(root, patterns, kind)
+    with Intake(rejected, config.max_rejected, f"{kind} of {root}") as intake:
+        for source in sources:
+            yield from _read(source, config, kind, intake)
+        say(
+            f"{kind}: {intake.num_accepted} rows accepted, {intake.num_duplicates} duplicates, "
+            f"{intake.num_rejected} rejected, from {len(sources)} files"
+        )
+
+
+def _globs(config: FilesConfig, kind: str) -> Sequence[str]:
+    by_kind = {
+        "text": config.text,
+        "code": config.code,
+        "dialogues": config.dialogues,
+        "problems": config.problems,
+        "preferences": config.preferences,
+    }
+    return by_kind[kind]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def find(root: Path, patterns: Sequence[str], kind: str) -> list[Source]:
+    """The files that the globs match, each once, in order of name. Raises DataError for a glob that matches none."""
+    sources: dict[str, Source] = {}
+    for pattern in patterns:
+        matched = _match(root, pattern)
+        if not matched:
+            raise DataError(
+                f"no file matches {root / pattern}: put files there, or write data.{kind}=[] if there are none of this kind"
+            )
+        for path in matched:
+            name = path.relative_to(root).as_posix()
+            if path.is_dir():
+                for file in _walk(path):
+                    inner = file.relative_to(root).as_posix()
+                    sources.setdefault(inner, _source(file, inner, name, kind, direct=False))
+            else:
+                sources[name] = _source(path, name, name, kind, direct=True)
+    binary = [name for name, source in sources.items() if not source.is_table and formats.is_binary(source.path)]
+    if binary:
+        say(f"{kind}: {len(binary)} binary files are skipped, the first {binary[0]}")
+    return [sources[name] for name in sorted(sources.keys() - set(binary))]
+
+
+def _match(root: Path, pattern: str) -> list[Path]:
+    try:
+        paths = sorted(root.glob(pattern))
+    except (ValueError, NotImplementedError, IndexError) as error:  # an empty or absolute pattern, a wrong **
+        raise DataError(f"{pattern!r} is not a glob below {root} ({error})") from error
+    shown = [path for path in paths if not _is_hidden(path.relative_to(root))]
+    files = [path for path in shown if path.is_file()]
+    # `**/*` matches folders too; one whose files it matches anyway is no folder of sources.
+    parents = {parent for file in files for parent in file.parents}
+    return [*files, *(path for path in shown if path.is_dir() and path not in parents and any(_walk(path)))]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    return (p for p in sorted(folder.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(folder)))
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def _source(path: Path, name: str, group: str, kind: str, *, direct: bool) -> Source:
+    is_table = path.suffix.lower() in formats.TABLES and (direct or kind not in TEXT_KINDS)
+    held_out = direct and any(_HELD_OUT.search(part.lower()) for part in name.split("/"))
+    return Source(path=path, name=name, group=group, is_table=is_table, split="val" if held_out else None)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _read(source: Source, config: FilesConfig, kind: str, intake: Intake) -> Iterator[tuple[str, AnyRecord]]:
+    try:
+        if source.path.stat().st_size == 0:
+            say(f"{source.name}: warning: the file is empty")
+            return
+        if source.is_table:
+            yield from _table(source, config, kind, intake)
+        elif kind in TEXT_KINDS:
+            yield from _document(source, config, intake)
+        else:
+            intake.reject(source.name, 1, RowError("file", f"expected {', '.join(formats.TABLES)}"))
+    except OSError as error:
+        raise DataError(f"{source.name}: cannot be read ({error.strerror or error})") from error
+
+
+def _table(source: Source, config: FilesConfig, kind: str, intake: Intake) -> Iterator[tuple[str, AnyRecord]]:
+    columns = shapes.Columns(tuple(config.text_field))
+    try:
+        shape = shapes.named(config.shape, kind)
+    except RowError as error:
+        raise DataError(str(error)) from error
+    rows = formats.rows(source.path, config.encoding)
+    head = list(itertools.islice(rows, shapes.SAMPLE_ROWS))
+    if shape is None:
+        shape = shapes.detect([row for _, row in head if isinstance(row, dict)], kind, columns)
+    for line, row in itertools.chain(head, rows):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            record = _convert(shape, row, columns, kind)
+            if isinstance(record, Text):
+                licence = record.licence or OWN_LICENCE
+                record = replace(record, source=record.source or source.name, licence=licence)
+            accepted = intake.accept(record, source.name, line, source.split)
+        except RowError as error:
+            intake.reject(source.name, line, error)
+        else:
+            yield from accepted
+
+
+def _convert(shape: shapes.Shape | None, row: object, columns: shapes.Columns, kind: str) -> AnyRecord:
+    if shape is None:
+        found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+        raise RowError("row", f"fits no shape of {kind} ({', '.join(shapes.names(kind))}); it has: {found[:200]}")
+    return shapes.convert(shape, row, columns)
+
+
+def _document(source: Source, config: FilesConfig, intake: Intake) -> Iterator[tuple[str, AnyRecord]]:
+    for line, row in formats.document(source.path, config.encoding):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            if not row["text"].strip():
+                raise RowError("text", "is blank")
+            record = Text(text=row["text"], source=source.group, path="", licence=OWN_LICENCE)
+            accepted = intake.accept(record, source.name, line, source.split)
+        except RowError as error:
+            intake.reject(source.name, line, error)
+        else:
+            yield from accepted

@@ -1,0 +1,311 @@
+"""Where the data comes from: the `data` group (`DataConfig`), and the files that this machine has (`data=machine`).
+
+    pyproject.toml -> the closure of its run-time requirements -> their files by RECORD, their READMEs
+    the standard library, shell scripts below /usr, /etc, /opt           -> Found: a file, its package, its licence
+
+Nothing is read here but names and metadata; `cleaning` reads the files. The order of a list of files is by (rank of
+blake2b(path) in its package, blake2b(package)): every package gives its first file before any gives its second, so a
+quota met early holds a little of everything, and the same files lie in the same order on every machine that has them.
+
+Never harvested: extras, development tools, the project itself. Not promised: equal lists on two machines with different
+packages installed; the manifest of `stage_corpus` records the versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import os
+import re
+import sysconfig
+import tomllib
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from pipeline.errors import DataError
+from pipeline.streams import licences
+
+SOURCES = ("machine", "files", "hub")
+LICENCES = ("any", "permissive")
+SHELL_ROOTS = (Path("/usr"), Path("/etc"), Path("/opt"))
+SHELL_SUFFIXES = ("sh", "bash", "dash", "ksh", "zsh")
+SHEBANG = re.compile(rb"#!\s*/\S*(?:/env\s+)?(?:\b(?:ba|da|k|z|a)?sh)\b")
+SUFFIX = re.compile(r"\.([A-Za-z_][A-Za-z0-9_+]*)$")
+TEST_NAMES = ("conftest.py", "test.py", "tests.py")
+DPKG, DOCUMENTS = Path("/var/lib/dpkg/info"), Path("/usr/share/doc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSet:
+    """One data set of the Hugging Face hub, for one kind of record."""
+
+    id: str  # owner/name
+    config: str | None = None  # the data set's configuration, where it has several
+    data_dir: str | None = None  # folder inside the data set
+    revision: str | None = None  # 40 hex digits; none: resolved once, printed and recorded
+    train: str = "train"  # the split that is trained on
+    val: str | None = None  # the split that is held out; none: blake2b(id) mod 50 = 0
+    shape: str = "auto"  # one of streams/shapes.py
+    text_field: str = "text"  # the column of the text, for kinds text and code
+    licence: str = "unknown"  # the licence of every row,
+    licence_field: str | None = None  # or the column that names it
+    level: str | None = None  # for AceCode: easy, medium, hard
+    max_rows: int | None = None  # at most so many rows of each split
+    enabled: bool = True  # gated sets stand here switched off
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """conf/data/<name>.yaml: where text, code, dialogues, problems and preferences come from."""
+
+    source: str  # machine, files, hub
+    licences: str = "any"  # any, or permissive: MIT, BSD, ISC, Apache, PSF, Zlib, CC0 (drops most shell)
+    min_bytes: int = 200  # a shorter document of text or code is dropped
+    max_bytes: int = 1_000_000  # a longer one too
+    text: list[str] = field(default_factory=list)  # files: globs in data/own/, one list per kind
+    code: list[str] = field(default_factory=list)  # files
+    dialogues: list[str] = field(default_factory=list)  # files
+    problems: list[str] = field(default_factory=list)  # files
+    preferences: list[str] = field(default_factory=list)  # files
+    shape: str = "auto"  # files: the shape of the rows; auto takes what fits the first 100
+    encoding: str = "utf-8"  # files: of what is neither UTF-8 nor marked as UTF-16
+    text_field: list[str] = field(default_factory=list)  # files: columns that make the text, joined by blank lines
+    max_rejected: float = 0.01  # files: share of rejected rows above which the stage fails
+    hub: dict[str, list[HubSet]] = field(default_factory=dict)  # hub: kind -> data sets
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"source: expected {', '.join(SOURCES)}, got {self.source!r}")
+        if self.licences not in LICENCES:
+            raise ValueError(f"licences: expected {' or '.join(LICENCES)}, got {self.licences!r}")
+        if not 0 <= self.min_bytes < self.max_bytes:
+            raise ValueError(f"min_bytes, max_bytes: expected 0 <= min < max, got {self.min_bytes}, {self.max_bytes}")
+        if not 0 <= self.max_rejected <= 1:
+            raise ValueError(f"max_rejected: expected a share in [0, 1], got {self.max_rejected}")
+        kinds = ("text", "code", "dialogues", "problems", "preferences")
+        for kind in self.hub:
+            if kind not in kinds:
+                raise ValueError(f"hub: expected the kinds {', '.join(kinds)}, got {kind!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """An installed distribution: what its metadata says, read once because reading takes milliseconds."""
+
+    name: str  # as PEP 503 writes it
+    version: str
+    licence: str
+    base: Path  # what the files of RECORD are relative to
+    files: tuple[str, ...]
+    requirements: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One file of this machine, not yet read."""
+
+    file: Path
+    package: str  # what order, cap and split go by: a distribution, `python/<top module>`, `shell/<Debian package>`
+    path: str  # within the package; the same on every machine that has the package
+    licence: str
+
+
+def digest(text: str) -> int:
+    """64 bits of blake2b: the order and the split of everything harvested."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def split_of(name: str, one_in: int = 20) -> str:
+    """train, or val for one name in so many: a package is wholly in one of them, whatever else is installed."""
+    return "val" if digest(name) % one_in == 0 else "train"
+
+
+def ordered(found: list[Found]) -> list[Found]:
+    """By (rank of blake2b(path) in its package, blake2b(package)): a little of every package first."""
+    packages: dict[str, list[tuple[int, str, Found]]] = {}
+    for entry in found:
+        packages.setdefault(entry.package, []).append((digest(entry.path), entry.path, entry))
+    keyed = []
+    for package, entries in packages.items():
+        entries.sort(key=lambda triple: triple[:2])
+        place = digest(package)
+        keyed += [(rank, place, package, triple[2]) for rank, triple in enumerate(entries)]
+    keyed.sort(key=lambda quadruple: quadruple[:3])
+    return [entry for *_, entry in keyed]
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as PEP 503 writes it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def closure(pyproject: Path) -> list[Package]:
+    """The installed packages that `[project].dependencies` needs at run time, sorted by name, without the project.
+
+    Extras that a requirement line asks for (`fsspec[http]`) are followed, extras nobody asks for are not. Raises DataError
+    when the file is missing or a direct requirement is not installed; a missing indirect one is left out.
+    """
+    try:
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
+        raise DataError(
+            f"{pyproject}: expected a [project] table; run from the repository's folder ({error})"
+        ) from error
+    own = canonical(project["name"])
+    seen: set[tuple[str, str]] = set()
+    installed: dict[str, Package] = {}
+    waiting = [(text, "", True) for text in project.get("dependencies", [])]
+    while waiting:
+        text, extra, direct = waiting.pop()
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonical(requirement.name)
+        fresh = [e for e in ("", *sorted(requirement.extras)) if (name, e) not in seen]
+        if name == own or not fresh:
+            continue
+        try:
+            installed[name] = installed.get(name) or _package(name)
+        except PackageNotFoundError:
+            if direct:
+                raise DataError(f"{pyproject}: {text}: not installed; run `make` to install what is needed") from None
+            continue
+        seen |= {(name, e) for e in fresh}
+        waiting += [(line, e, False) for e in fresh for line in installed[name].requirements]
+    return [installed[name] for name in sorted(installed)]
+
+
+def _package(name: str) -> Package:
+    found = distribution(name)
+    metadata, record = found.metadata, found.read_text("RECORD")
+    if record is not None:
+        files = tuple(row[0] for row in csv.reader(record.splitlines()) if row)
+    else:
+        files = tuple(file.as_posix() for file in found.files or [])
+    return Package(
+        name=name,
+        version=metadata["Version"],
+        licence=licences.of_distribution(metadata),
+        base=Path(str(found.locate_file(""))),
+        files=files,
+        requirements=tuple(metadata.get_all("Requires-Dist") or ()),
+    )
+
+
+def python_files(packages: list[Package], standard_library: Path | None = None) -> list[Found]:
+    """Every `.py` that is no test: of the packages and of the standard library (None: the one that runs this)."""
+    found = [
+        Found(file=place(package.base, path), package=package.name, path=path, licence=package.licence)
+        for package in packages
+        for path in package.files
+        if path.endswith(".py") and not is_test(path)
+    ]
+    library = standard_library or Path(sysconfig.get_paths()["stdlib"])
+    for path in _below(library, skip=("site-packages", "dist-packages", "__pycache__")):
+        if path.endswith(".py") and not is_test(path):
+            top = path.split("/")[0].removesuffix(".py")
+            found.append(Found(file=place(library, path), package=f"python/{top}", path=path, licence="PSF-2.0"))
+    return found
+
+
+def readmes(packages: list[Package]) -> list[Found]:
+    """The METADATA files: their body is the README that the package shows on the index."""
+    return [
+        Found(file=place(package.base, path), package=package.name, path=path, licence=package.licence)
+        for package in packages
+        for path in package.files
+        if re.fullmatch(r"[^/]+\.dist-info/METADATA", path)
+    ]
+
+
+def is_test(path: str) -> bool:
+    """Whether a Python path is a test by its folders or its name."""
+    *folders, name = path.split("/")
+    if {"test", "tests", "_test", "_tests", "idle_test"} & set(folders) or ".." in folders:
+        return True
+    return name.startswith("test_") or name.endswith(("_test.py", "_tests.py")) or name in TEST_NAMES
+
+
+def place(base: Path, path: str) -> Path:
+    """The file of a path that was written in UTF-8, whatever the locale takes file names for."""
+    return base / os.fsdecode(path.encode())
+
+
+def _below(root: Path, skip: tuple[str, ...]) -> list[str]:
+    """Paths of the regular files below a folder, relative, with slashes; links are not followed, odd names are left out."""
+    skipped, base = {os.fsencode(s) for s in skip}, os.fsencode(root)
+    paths, waiting = [], [base]
+    while waiting:
+        for entry in _scan(waiting.pop()):
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name not in skipped and entry.path not in skipped:
+                    waiting.append(entry.path)
+            elif entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(UnicodeDecodeError):
+                    paths.append(entry.path[len(base) + 1 :].decode())
+    return sorted(paths)
+
+
+def _scan(folder: bytes) -> list[os.DirEntry[bytes]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (PermissionError, FileNotFoundError):  # not ours to read, or gone since
+        return []
+
+
+def shell_scripts(project: Path, roots: tuple[Path, ...] = SHELL_ROOTS) -> list[Found]:
+    """Shell scripts below the roots, by suffix or `#!`; the licence from the packager's copyright file.
+
+    A file is opened only when its name has no suffix in letters: opening all files of a machine takes minutes.
+    """
+    paths = []
+    for root in roots:
+        for path in _below(root, skip=("__pycache__", str(project.resolve()))):
+            suffix = SUFFIX.search(path.rsplit("/", 1)[-1])
+            whole = f"{root}/{path}"
+            if (suffix and suffix.group(1) in SHELL_SUFFIXES) or (not suffix and _has_shebang(place(root, path))):
+                paths.append(whole)
+    owners = _owners(set(paths))
+    copyrights: dict[str, str] = {}
+    found = []
+    for path in sorted(paths):
+        owner = owners.get(path)
+        if owner and owner not in copyrights:
+            copyrights[owner] = _debian_licence(owner)
+        package = f"shell/{owner}" if owner else "shell/" + "/".join(path.split("/")[1:3])
+        licence = copyrights[owner] if owner else licences.UNKNOWN
+        found.append(Found(file=place(Path("/"), path[1:]), package=package, path=path, licence=licence))
+    return found
+
+
+def _has_shebang(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return SHEBANG.match(opened.read(128)) is not None
+    except OSError:
+        return False
+
+
+def _owners(paths: set[str]) -> dict[str, str]:
+    """path -> Debian package, from dpkg's lists; both spellings of a merged /usr count. Empty where there is no dpkg."""
+    owners: dict[str, str] = {}
+    for listing in sorted(DPKG.glob("*.list")):
+        package = listing.stem.split(":")[0]
+        for line in listing.read_bytes().decode("utf-8", "replace").splitlines():
+            for path in (line, f"/usr{line}"):
+                if path in paths:
+                    owners.setdefault(path, package)
+    return owners
+
+
+def _debian_licence(package: str) -> str:
+    path = DOCUMENTS / package / "copyright"
+    try:
+        return licences.of_debian(path.read_bytes().decode("utf-8", "replace"))
+    except OSError:
+        return licences.UNKNOWN

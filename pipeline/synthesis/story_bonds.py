@@ -1,0 +1,351 @@
+"""Plots between two, or with oneself: gift, share, contest, brave and mystery.
+
+In: nothing. Out: `BONDS`. A block is one event, a line one wording (`story_world` gives the slots). Every goal wording
+names the wanted thing and matches its `goal_sign`; every ending wording names the thing and matches its `ending_sign`.
+"""
+
+from pipeline.synthesis.story_events import Plot, event
+
+GIFT = Plot(
+    family="gift",
+    things=("treasure", "instrument", "plant"),
+    aims=("get {obj} for {F:name}", "give {obj} to {F:name}", "wrap {obj} up"),
+    goal_sign=r"\b(birthday|present)\b",
+    ending_sign=r"\b(thanked|thank you)\b",
+    holder="F",
+    partner=True,
+    goal=event(
+        "birthday",
+        """
+        Soon {P:his} friend {F:name}, {a F.trait} {F.kind}, had a birthday and wanted {a full}.
+        {P} needed a present for {a F.trait} {F.kind} named {F:name}, and thought of {a full}.
+        On {weekday} was the birthday of {a F.kind} called {F:name}, who wanted {a full}.
+        {P} wanted to give {a full} as a present to {P:his} friend {F:name} the {F.kind}.
+        The best present for {a F.trait} {F.kind} called {F:name} was {a full}.
+        {P} saw {a full} at the {where}, {a fine} present for {a F.kind} named {F:name}.
+        "What birthday present do you want?" {P:name} asked {P:his} friend {F:name}. "I want {a full}!"
+        "My friend {F:name} wants {a full} as a birthday present," said {P:name} {manner}.
+        """,
+        gives="wanting friend",
+        mood="keen",
+    ),
+    attempt=event(
+        "shopping",
+        """
+        {P} {went} to the {where} for {obj}, but there was just some {stuff}.
+        {P} saved {number} coins for {obj}, but that was not enough.
+        {P} asked the {relative} for {obj}, but the {same relative} {did}.
+        {P} looked for {obj} {spot}, because {F} loved {a noun}.
+        {P} wanted to hide {obj} {spot}, but {a animal} saw everything.
+        {P} began to wrap {obj} in some {stuff}, but the {same stuff} was too {age}.
+        "Do you have {a noun}?" {P:name} asked {a animal} at the {where}.
+        "The {noun} must stay a secret," said {P:name} to the {relative}.
+        """,
+        needs="wanting",
+        gives="tried",
+    ),
+    deed=event(
+        "wrapping",
+        """
+        So {P} put {obj} into {a age} box with some {stuff}.
+        {P} carried {obj} {manner} to the {where} of {F:name}.
+        {P} wrapped {obj} in {stuff} and tied a bow of {stuff}.
+        {P} cleaned {obj} with {a make} {tool} until {obj} was {fine}.
+        {P} hid {obj} {spot} and called {F:name} {manner}.
+        With {gear}, {P} made {obj} ready and {went} to {F:name}.
+        """,
+        needs="idea",
+        gives="solved",
+    ),
+    ending=event(
+        "giving",
+        """
+        {F} saw {obj} and thanked {P:name}, who {did} {manner}.
+        At last {F} held {obj} and thanked {P:name} {manner}.
+        {F} {did} at {obj}, thanked {P:name} and shared some {food}.
+        So {F} got {obj} {spot} and thanked {P:name} with some {food}.
+        {F} thanked {P:name} for {obj}, because {a noun} was what {F} wanted.
+        With {obj} {spot}, {F} {did} and thanked {P:name} {manner}.
+        "Oh, thank you for {obj}!" cried {F:name}, and {P:name} {did}.
+        "{a noun}! I thank you, {P:name}," said {F:name}, who thanked the {relative} too.
+        """,
+        needs="solved",
+        gives="ended",
+        mood="glad",
+    ),
+)
+
+SHARE = Plot(
+    family="share",
+    things=("treasure", "craft", "instrument"),
+    aims=("use {obj}", "have {obj} first", "play with {obj}"),
+    goal_sign=r"\b(quarrel|argued)\b",
+    ending_sign=r"\b(turns|shared the)\b",
+    partner=True,
+    goal=event(
+        "quarrel",
+        """
+        {P} wanted {a full}, but {a F.trait} {F.kind} named {F:name} wanted {obj} too, so they argued.
+        One {time}, {P} argued with {P:his} friend {F:name}, {a F.trait} {F.kind}, about {a full}.
+        There was a quarrel about {a full}, for {a F.kind} named {F:name} wanted {obj} as well.
+        {P} saw {a full} {spot} and argued about {obj} with {a F.kind} called {F:name}.
+        There was just one {full}, so {P} argued with {a F.trait} {F.kind} named {F:name}.
+        The {relative} brought {a full}, and {P} argued with {P:his} friend {F:name} the {F.kind}.
+        A quarrel began, because {P} and {P:his} friend {F:name}, {a F.kind}, both wanted {a full}.
+        "The {full} is mine!" cried {P:name}, and argued with {a F.kind} called {F:name}.
+        "I want that {full}!" {P:name} argued. "No, I do," said {P:his} friend {F:name}, {a F.kind}.
+        """,
+        gives="wanting friend",
+        mood="low",
+    ),
+    attempt=event(
+        "tug",
+        """
+        {P} pulled {obj} to one side, and {F} pulled {obj} to the other.
+        {P} hid {obj} {spot}, but {F} saw everything and {did}.
+        {P} {went} to the {new place} with {obj}, so {F} {did} {manner}.
+        {F} took {obj} and {went} {spot}, so {P} {did} {manner}.
+        {P} asked the {relative} who could have {obj}, but the {same relative} {did}.
+        {P} offered {F:name} some {food} for {obj}, but {F} {did}.
+        "Give me {obj}!" said {F:name}, but {P:name} held {obj} {manner}.
+        "I saw {obj} first," said {P:name}, and {F:name} {did} {manner}.
+        """,
+        needs="wanting",
+        gives="tried",
+    ),
+    deed=event(
+        "peace",
+        """
+        So {P} gave {F:name} some {food} and said sorry {manner}.
+        {P} put {obj} {spot}, and they looked at {obj} {manner}.
+        {P} and {F:name} sat {spot} and talked about {obj} {manner}.
+        {F} brought {gear}, so they could use {obj} as a team.
+        {P} {went} to {F:name} with {obj}, because a friend is worth more than {a noun}.
+        With {gear}, {P} marked a time for each of them on the {fixture} by {obj}.
+        """,
+        needs="idea",
+        gives="solved",
+    ),
+    ending=event(
+        "turns",
+        """
+        So {P} and {F:name} took turns with {obj} {spot}.
+        From then on they took turns with {obj}, and the {relative} {did}.
+        At last {P} and {F:name} shared the {noun} and some {food}.
+        {P} shared the {full} with {F:name}, and both of them {did}.
+        {P} had {obj} at {clock} and then {F} had {obj}, so both took turns.
+        They shared the {noun} at the {where} and felt {P.feeling}.
+        "Let us take turns with {obj}," said {P:name}, and {F:name} {did}.
+        "To take turns is fair," said {F:name}, so {P:name} held {obj} {manner}.
+        """,
+        needs="solved",
+        gives="ended",
+        mood="glad",
+    ),
+)
+
+CONTEST = Plot(
+    family="contest",
+    things=("prize",),
+    aims=("win {obj}", "race for {obj}", "get {obj}"),
+    goal_sign=r"\b(contest|race)\b",
+    ending_sign=r"\b(won|winner)\b",
+    goal=event(
+        "call",
+        """
+        There was a contest at the {where}, and {P} wanted to win {a full}.
+        In the {weather} race to the {where}, {P} wanted to win {a full}.
+        The {relative} held a contest for the best {food}, with {a full} as the reward.
+        {P} heard of a race on {weekday} and wanted to win {a full}.
+        {a animal} said that {a full} was the reward of a race, so {P} wanted to run.
+        Each {weather} {time} there was a contest, and {P} wanted to win {a full}.
+        {P} wanted to win {a full} in the {tool} contest of the {relative}.
+        "I want to win {a full} in the race," said {P:name} {manner}.
+        "Come to the contest and win {a full}!" cried the {relative}, so {P:name} {did}.
+        """,
+        gives="wanting",
+        mood="keen",
+    ),
+    attempt=event(
+        "training",
+        """
+        {P} trained for {obj} at the {new place}, but {a animal} was faster.
+        {P} ran {number} times round the {where} for {obj} and {did}.
+        {P} lifted {a age} {fixture} to get strong for {obj}.
+        {P} ate {food} each {time} to get {obj}, but fell {spot}.
+        {P} practiced with {a make} {tool}, because {obj} was hard to get.
+        {P} {went} past the {where} and thought of {obj}, but {a animal} was there first.
+        "Who else wants {obj}?" asked {P:name}, and {a animal} {did}.
+        "For the {noun} I must be fast," said {P:name} {manner}.
+        """,
+        needs="wanting",
+        gives="tried",
+    ),
+    deed=event(
+        "run",
+        """
+        So {P} took {gear} and ran for {obj} {manner}.
+        {P} {went} past {a animal} and past {a age} {fixture} with eyes on {obj}.
+        With {gear}, {P} jumped over {a age} {fixture} toward {obj}.
+        {P} ran {manner} past the {where} until {obj} was near.
+        {P} gave the {relative} with {obj} the best {food} of all.
+        {P} {went} {manner} to the end of the {where} where {obj} was.
+        """,
+        needs="idea",
+        gives="solved",
+    ),
+    ending=event(
+        "victory",
+        """
+        At last {P} won {obj}, and {a animal} {did} {manner}.
+        So {P} was the winner of {obj} and {did} {spot}.
+        The {relative} gave {obj} to the winner, and that was {P:name}.
+        {P} won {obj} {manner}, so the {relative} {did}.
+        Everyone at the {where} {did}, because {P} had won {obj}.
+        {P} held {obj} up, for {P} had won with {gear}.
+        "I have won {obj}!" cried {P:name}, who {did} {spot}.
+        "The winner of {obj} is {P:name}," said the {relative} {manner}.
+        """,
+        needs="solved",
+        gives="ended",
+        mood="glad",
+    ),
+)
+
+BRAVE = Plot(
+    family="brave",
+    things=("treasure", "instrument"),
+    aims=("fetch {obj}", "go and get {obj}", "reach {obj}"),
+    goal_sign=r"\b(afraid|scared)\b",
+    ending_sign=r"\b(no longer|courage)\b",
+    goal=event(
+        "fear",
+        """
+        {P} wanted {a full} from the {where}, but {P} was afraid of the dark there.
+        The {full} lay {spot}, but {P} was too scared to fetch {obj}.
+        {P} wanted to fetch {a full} {spot}, but was afraid of {a animal}.
+        The {relative} asked for {a full} from the {where}, but {P} was scared of the {sound} there.
+        In {a age} {fixture} lay {a full}, which {P} wanted, but {P} was afraid.
+        {P} was scared of the {where}, but {a full} was there, and {P} wanted {obj}.
+        At {clock}, {P} wanted {a full} {spot}, but {a sound} made {P:him} afraid.
+        "I want the {full}, but I am afraid," said {P:name} {spot}.
+        "I am scared of the {sound}," said {P:name}, who wanted {a full} {spot}.
+        """,
+        gives="wanting",
+        mood="low",
+    ),
+    attempt=event(
+        "first steps",
+        """
+        {P} {went} {manner} toward {obj}, but {a sound} came from the {where}.
+        {P} took {number} steps to {obj}, but {a animal} {did} in the dark.
+        {P} looked at {obj} from {a age} {fixture} and {did}.
+        {P} {went} to the {new place} for {obj}, but turned back at the {fixture}.
+        {P} held {a make} {tool} and {went} toward {obj}, but the {same tool} fell with {a sound}.
+        {P} {went} to {obj} in the dark, but hit {a age} {fixture}.
+        "Who is there?" called {P:name} near {obj}, but heard only {a sound}.
+        "The {noun} is just over there," said {P:name}, and {did} {manner}.
+        """,
+        needs="wanting",
+        gives="tried",
+    ),
+    deed=event(
+        "walk",
+        """
+        So {P} took {gear} and {went} {manner} into the dark for {obj}.
+        {P} sang {manner} and {went} past {a age} {fixture} to {obj}.
+        With {gear}, {P} saw that the {sound} was only {a animal} near {obj}.
+        {P} counted to {number} and {went} {manner} toward {obj}.
+        {P} thought of {food} and {went} on past the {where} to {obj}.
+        {P} lit {a make} {tool} and looked {manner} for {obj} {spot}.
+        """,
+        needs="idea",
+        gives="solved",
+    ),
+    ending=event(
+        "courage",
+        """
+        {P} took {obj} and was no longer afraid of the {where}.
+        At last {P} had {obj}, for {P} had shown courage {spot}.
+        With {obj} {spot}, {P} {did} and no longer feared the {sound}.
+        So {P} got {obj} with much courage, and the {relative} {did}.
+        {P} held {obj} {manner} and was no longer scared of {a animal}.
+        The {relative} {did} at {obj}, because {P} had such courage.
+        "I have {obj} and am no longer afraid!" cried {P:name} {manner}.
+        "You had the courage to get {obj}," said the {relative}, so {P:name} {did}.
+        """,
+        needs="solved",
+        gives="ended",
+        mood="glad",
+    ),
+)
+
+MYSTERY = Plot(
+    family="mystery",
+    things=("treasure", "instrument", "prize", "plant"),
+    aims=("learn who took {obj}", "solve the case of {obj}", "get {obj} back"),
+    goal_sign=r"\b(vanished|thief)\b",
+    ending_sign=r"\b(solved|mystery)\b",
+    goal=event(
+        "theft",
+        """
+        One {weather} {time}, {a full} vanished from the {where}, and {P} wanted to know why.
+        {P} had {a full} {spot}, but {obj} vanished with {a sound}.
+        A thief had taken {a full} from the {relative}, so {P} wanted to help.
+        The {full} of the {relative} vanished, and {P} wanted to get {obj} back.
+        {P} saw that {a full} had vanished from {a age} {fixture}.
+        At {clock}, a thief took {a full} {spot}, so {P} wanted to get {obj} back.
+        {P} heard that {a full} had vanished {near} the {where}.
+        "A thief has taken my {full}!" cried {P:name}, who {did} {spot}.
+        "Where is the {full}?" asked the {relative}, for {obj} had vanished, and {P:name} {did}.
+        """,
+        gives="wanting",
+        mood="keen",
+    ),
+    attempt=event(
+        "clues",
+        """
+        {P} looked for clues to {obj} {spot} and saw some {stuff}.
+        {P} asked {a animal} about {obj}, but the {same animal} {did} {manner}.
+        {P} followed {number} prints from {a age} {fixture} to the {where}.
+        {P} wrote down who had been near {obj}: the {relative} and {a animal}.
+        {P} smelled {smell} where {obj} had been and {went} to the {new place}.
+        {P} looked at {obj} in a picture and {did} {manner} {spot}.
+        "Where were you at {clock}?" {P:name} asked {a animal} about {obj}.
+        "This {stuff} is a clue to {obj}," said {P:name} {manner}.
+        """,
+        needs="wanting",
+        gives="tried",
+    ),
+    deed=event(
+        "trap",
+        """
+        So {P} put {gear} {spot} and waited {manner} for {obj}.
+        {P} followed the {smell} to {a age} {fixture} and saw {obj} there.
+        With {gear}, {P} opened {a age} {fixture} and saw {a animal} with {obj}.
+        {P} {went} {manner} behind {a animal} to the {where}, and there was {obj}.
+        {P} put some {food} {spot}, and {a animal} came with {obj}.
+        {P} heard {a sound} {spot} and saw {obj} under some {stuff}.
+        """,
+        needs="idea",
+        gives="solved",
+    ),
+    ending=event(
+        "answer",
+        """
+        So {P} solved the mystery: {a animal} had borne {obj} off to the {where}.
+        The mystery of {obj} was over, because {a animal} said sorry {manner}.
+        At last {P} solved the case and gave {obj} to the {relative}.
+        {P} had solved the mystery of {obj}, and the {relative} {did}.
+        There was just {a animal} who liked {obj}, so the mystery was solved.
+        The {relative} got {obj} back and {did}, for {P} had solved the case.
+        "The mystery of {obj} is solved!" cried {P:name} {manner}.
+        "You have solved the case of {obj}," said the {relative}, so {P:name} {did}.
+        """,
+        needs="solved",
+        gives="ended",
+        mood="glad",
+    ),
+)
+
+BONDS = (GIFT, SHARE, CONTEST, BRAVE, MYSTERY)

@@ -1,0 +1,243 @@
+"""Events: what has to hold before one, what it changes, and its wordings; and the events that all plots share.
+
+In: nothing. Out: `Event`, `Plot`, and the shared events. A line of a wording block is one wording (see `story_world`);
+a wording with a quotation mark is used only in stories with dialogue. A plot gives the events of its own: goal, attempt,
+deed, ending. The checker's patterns for goal and ending stand beside the plot, so that the two cannot drift apart.
+
+No shared wording matches an ending pattern, or a story without its ending could pass; the tests hold that.
+"""
+
+from dataclasses import dataclass
+
+
+def wordings(block: str) -> tuple[str, ...]:
+    """The wordings of a block, one a line."""
+    return tuple(line.strip() for line in block.strip().splitlines())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that can happen once in a story."""
+
+    name: str
+    needs: frozenset[str] = frozenset()  # facts that must hold before
+    bars: frozenset[str] = frozenset()  # facts that must not hold before
+    gives: frozenset[str] = frozenset()  # facts that hold after
+    mood: str | None = None  # the protagonist's feeling after, a key of FEELINGS
+    plain: tuple[str, ...]
+    spoken: tuple[str, ...] = ()
+
+
+def event(name: str, block: str, *, needs: str = "", bars: str = "", gives: str = "", mood: str | None = None) -> Event:
+    """An event from its wording block and its facts as words."""
+    lines = wordings(block)
+    return Event(
+        name=name,
+        needs=frozenset(needs.split()),
+        bars=frozenset(bars.split()),
+        gives=frozenset(gives.split()),
+        mood=mood,
+        plain=tuple(line for line in lines if '"' not in line),
+        spoken=tuple(line for line in lines if '"' in line),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A family of stories: goal and obstacle, and how such a story ends."""
+
+    family: str
+    things: tuple[str, ...]  # keys of THINGS: what the story can be about
+    aims: tuple[str, ...]  # the goal as an infinitive
+    goal_sign: str  # regular expression that only this family's goal matches
+    ending_sign: str  # regular expression that this family's ending matches, and nothing before it
+    goal: Event
+    attempt: Event
+    deed: Event
+    ending: Event
+    holder: str = "P"  # who has the thing at the end
+    partner: bool = False  # the goal itself brings the friend in
+
+
+INTRODUCTION = event(
+    "introduction",
+    """
+    Once there was {a P.trait} {P.kind} named {P:name} who lived {near} the {place}.
+    In {a age} house {near} the {place} lived {a P.trait} {P.kind} called {P:name}.
+    One {weather} {time}, {a P.trait} {P.kind} named {P:name} woke up {near} the {place}.
+    Long ago, {near} the {place}, there lived {a P.trait} {P.kind} called {P:name}.
+    Once upon a time, {a P.trait} {P.kind} named {P:name} lived {near} the {place} and sold {food}.
+    Everyone at the {place} knew {a P.trait} {P.kind} called {P:name}.
+    There once was {a P.trait} {P.kind} named {P:name} who loved {food} and the {place}.
+    {near} the {place}, {a P.trait} {P.kind} called {P:name} shared {a age} home with {a animal}.
+    This is a story about {a P.trait} {P.kind} named {P:name} and {a weather} {time} at the {place}.
+    Far away, {a P.trait} {P.kind} called {P:name} worked for the {relative} {near} the {place}.
+    On {a weather} {time}, {a P.trait} {P.kind} named {P:name} {went} to the {place}.
+    """,
+    gives="introduced",
+)
+
+REASON = event(
+    "reason",
+    """
+    {P} thought about {obj} all {time} long, because nothing else was so {fine}.
+    {P} liked {obj} more than {food}, so {P} could not sit still.
+    Every {time}, {P} dreamed of {obj} and {did}.
+    The {relative} said that {a noun} was {fine}, so {P} could think of nothing else.
+    {P} {did} and thought of {obj} {why}.
+    Without the {noun}, each {weather} {time} felt so long for {P:name}.
+    {P} even drew {obj} on {a age} {fixture} with {stuff}.
+    For {number} days {P} spoke only of {obj}, {why}.
+    {a noun} meant a lot to {a P.trait} {P.kind}, so {P} felt {P.feeling}.
+    "I cannot stop thinking about {obj}," {P:name} told the {relative} {manner}.
+    "No {relative} of mine ever had such {a fine} {noun}," said {P:name} {manner}.
+    "Oh, {obj} is so {fine}!" said {P:name}, who {did} by the {fixture}.
+    "I would give all my {food} for {obj}," said {P:name} to {a animal}.
+    """,
+    needs="wanting",
+    bars="tried",
+    mood="keen",
+)
+
+SETBACK = event(
+    "setback",
+    """
+    But {mishap}, so {P} felt {P.feeling} and could not {aim}.
+    Then {mishap}, and {P} {did} because {obj} seemed so far away.
+    But {mishap}. {P} was too {P.feeling} to {aim}.
+    To {aim} was hard, because {mishap}.
+    Just then {mishap}, so {P} {did} {manner}.
+    But {mishap}, and {P} thought {manner} about {obj}.
+    {P} had almost begun to {aim}, but {mishap}.
+    Then {mishap}. {P} {went} home to the {place}, {P.feeling} about {obj}.
+    But {mishap}. "Now I will never {aim}!" cried {P:name} {manner}.
+    "Oh no, not again!" cried {P:name}, because {mishap}.
+    Then {mishap}. "I am so {P.feeling}," said {P:name} to the {relative}.
+    """,
+    needs="tried",
+    bars="solved idea",
+    gives="failed",
+    mood="low",
+)
+
+GUESS = event(
+    "guess",
+    """
+    {P} guessed that {gear} would help to {aim}, but that was wrong.
+    First {P} thought that {a animal} could {aim}, but the {same animal} only {did}.
+    {P} was sure that the {relative} knew how to {aim}, but the {same relative} only {did}.
+    {P} believed that {food} would help, but {same food} could not {aim}.
+    A sign at the {where} said how to {aim}, but {P} read the sign wrong and felt {P.feeling}.
+    {P} followed {a animal} to {aim}, but the {same animal} {went} the wrong way.
+    {P} looked for help at the {where}, but there was only {a age} {fixture} and some {stuff}.
+    {P} tried {gear}, but that was the wrong way to {aim}.
+    "Surely {a animal} can {aim}," said {P:name}, but the {same animal} just {did}.
+    "I bet that {gear} will help," said {P:name} {manner}, but that was wrong.
+    "Ask the {relative} at the {where}," said {a animal}, but the {same relative} only {did}.
+    """,
+    needs="wanting",
+    bars="solved idea",
+    gives="guessed",
+    mood="low",
+)
+
+MEETING = event(
+    "meeting",
+    """
+    Then {a F.trait} {F.kind} named {F:name} came by with {food} and asked about {obj}.
+    {P} met {a F.trait} {F.kind} called {F:name} by the {fixture} and spoke of {obj}.
+    A neighbor named {F:name}, {a F.trait} {F.kind}, heard about {obj} and {went} over from the {where}.
+    On the way to the {new place}, {P} met {a F.trait} {F.kind} named {F:name}, who carried {gear}.
+    Just then {a F.trait} {F.kind} called {F:name} {went} past with {gear} and saw {P:name}.
+    Near the {where}, {a F.kind} named {F:name} shared {food} with {P:name}, {why}.
+    At {clock}, {a F.trait} {F.kind} named {F:name} {went} out of the {where} and wanted to help.
+    Luckily, {a F.trait} {F.kind} called {F:name} knew a lot about {a noun}.
+    "Can I help you with the {noun}?" asked {a F.trait} {F.kind} named {F:name}.
+    "Why do you look so {P.feeling}?" asked {a F.kind} called {F:name}, who carried {gear}.
+    "I know a thing or two about {a noun}," said {a F.trait} {F.kind} named {F:name}.
+    "Please help me to {aim}," said {P:name} to {a F.trait} {F.kind} called {F:name}.
+    """,
+    needs="wanting",
+    bars="friend solved idea",
+    gives="friend",
+)
+
+ADVICE = event(
+    "advice",
+    """
+    {F} {did} and showed {P:name} how {gear} could help to {aim}.
+    {F} brought {gear} from the {where}, so that {P} could {aim}.
+    {F} gave {P:name} some {food} and {gear}, because one must be strong to {aim}.
+    Then {F} remembered {gear} {spot}, which was just right to {aim}.
+    {F} knew that {gear} might help to {aim}, so {F} {went} to the {where}.
+    {F} told {P:name} about {gear}, and {P} {did} {why}.
+    Because {F} was {F.trait}, {F} lent {P:name} {gear}.
+    {F} and {P:name} sat {spot} and made a plan to {aim}.
+    "We need {gear}," said {F:name}, "and then we can {aim}."
+    "Do not give up," said {F:name}, who held {gear} {manner}.
+    "Have you tried {gear}?" asked {F:name}, and {P:name} {did} {manner}.
+    "I have {gear} {spot}," said {F:name} {manner}. "Let us {aim}!"
+    """,
+    needs="friend tried",
+    bars="solved",
+    gives="idea",
+    mood="keen",
+)
+
+IDEA = event(
+    "idea",
+    """
+    {P} sat {spot} and thought {manner}, until {gear} gave {P:him} an idea.
+    Then {P} saw {gear} {spot} and knew at last how to {aim}.
+    {P} ate some {food} and {did}, and then a plan to {aim} came to mind.
+    In the {where} was {a age} {fixture} with {gear}, so {P} had an idea.
+    {P} asked the {relative} for {gear}, because that might help to {aim}.
+    {a sound} from the {where} gave {P:him} {a fine} idea about {obj}.
+    {P} was {P.trait}, so {P} took {gear} and made a new plan for {obj}.
+    {P} remembered what the {relative} said, so {P} {went} to get {gear}.
+    "I know what to do!" cried {P:name}, who saw {gear} {spot}.
+    "Take {gear}," said the {relative}, "and you can {aim}."
+    "If I use {gear}, I can {aim}," said {P:name} {manner}.
+    """,
+    needs="tried",
+    bars="friend solved",
+    gives="idea",
+    mood="keen",
+)
+
+CODA = event(
+    "coda",
+    """
+    From that {time} on, {H} kept {obj} {spot}.
+    That {time}, {H} fell asleep {spot} with {obj} {near} the {fixture}.
+    {H} was {H.feeling}, because {obj} was so {fine}.
+    Now {H} smiles at {obj} every {weather} {time}.
+    After that, {H} showed {obj} to {a animal} at the {where}, and the {same animal} {did}.
+    {H} ate {food} with the {relative} and looked {manner} at {obj}.
+    So {H} put {obj} {spot} and {did}.
+    Never again did {H} forget {obj}, {why}.
+    At {clock}, {H} sat {spot} with {obj} and some {food}.
+    Even the {relative} {did} at {obj}, and {H} felt {H.feeling}.
+    "What {a fine} {noun}," said {H:name} {manner}, and the {relative} {did}.
+    "This {noun} is {fine}," said {H:name}, and {a animal} {did} {spot}.
+    "I will never forget this {noun}," said {H:name} at the {where}.
+    """,
+    needs="ended",
+    gives="done",
+)
+
+# One more sentence after an event, read from the state alone. Each has at least two lists, or it would come back.
+MOMENTS = wordings(
+    """
+    The {weather} {where} smelled of {smell}, and {P} felt {P.feeling}.
+    {P} was {P.feeling}, so {P} {did} {spot}.
+    {P} {went} past {a age} {fixture} and thought of {obj}.
+    {P} felt {P.feeling}, but the thought of {obj} helped.
+    All {time} long, {P} {did} {why}.
+    {P} {went} from the {place} to the {new place} with some {food}.
+    {a sound} came from the {where}, but {P} thought only of {obj}.
+    The {place} was {weather} that {time}, and {P} {did} {manner}.
+    {P} ate some {food} {spot} and felt {P.feeling}.
+    {P} hummed a song about {obj} and {went} {manner} along the {where}.
+    """
+)

@@ -1,0 +1,301 @@
+"""One tool conversation per category, drawn from a seed.
+
+`build(category, setting)` gives a conversation or None (the draw did not work out; the caller draws again). A `Setting`
+says which tools and which wordings may occur. In training some tools are invented or renamed (`tool_inventions.py`), so
+that names have to be read; validation and test hold real tools alone. Categories and what they teach:
+
+    simple, multiple, parallel, parallel_multiple    one or several calls, one or several tools offered
+    irrelevance, plain                               no offered tool fits, or nothing is asked: an answer without a call
+    relevance                                        small talk around a request that does need a call
+    missing                                          a required value is not there: ask for it, then call
+    later                                            the fitting tool comes in a later user turn
+    dependent                                        the second call needs a value from the first one's result
+    repair                                           the first call fails, its message says how to call again
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+from pipeline.synthesis import tool_requests as requests
+from pipeline.synthesis.tool_inventions import invent, lookup, renamed, sibling, user_of
+from pipeline.synthesis.tool_script import Call, Script
+from pipeline.synthesis.tool_shape import Tool, draw, places, told, words
+from pipeline.synthesis.tool_values import Value, misspelt
+from pipeline.synthesis.toolbox import CHAINS, SEEN, UNSEEN, Chain
+
+INVENTED, RENAMED = 0.5, 0.25  # shares of the training conversations with such tools
+ANSWERED = 0.3  # share of the single-request conversations that go on to result and closing sentence
+NUM_OFFERED = (2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 4, 4, 4, 5, 6)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one conversation may contain."""
+
+    rng: Random
+    unseen_tool: bool = False  # a called tool is of the held-out domains
+    unseen_template: bool = False  # wordings and frames of the held-out families alone
+    invented: bool = False
+    renamed: bool = False
+
+    def target(self) -> Tool:
+        if self.invented:
+            return invent(self.rng)
+        return self.rng.choice(UNSEEN if self.unseen_tool else SEEN)
+
+    def wording(self, tool: Tool) -> str:
+        return requests.family(tool.wordings, self.unseen_template, self.rng)
+
+    def fresh(self, tools: list[Tool]) -> dict[str, Tool]:
+        """The tools by their true name, under new names where the setting asks for it."""
+        return {tool.name: renamed(tool, self.rng) if self.renamed else tool for tool in tools}
+
+
+def build(category: str, setting: Setting) -> Script | None:
+    """A finished script; None if this draw has no conversation of the category. Raises KeyError for another name."""
+    script = BUILDERS[category](setting)
+    names = [tool.name for tool in (*script.tools, *script.late)] if script else []
+    return script if len(set(names)) == len(names) else None
+
+
+def others(setting: Setting, targets: list[Tool], number: int, *, near: bool = True) -> list[Tool]:
+    """Tools to offer beside the targets: one near-duplicate first, then any; no name twice."""
+    rng, found = setting.rng, {tool.name: tool for tool in targets}
+    domains = {tool.domain for tool in targets}
+    pool = (*SEEN, *UNSEEN) if setting.unseen_tool else SEEN
+    close = [tool for tool in pool if tool.domain in domains] if near else []
+    while len(found) < len(targets) + number:
+        first = near and len(found) == len(targets)
+        if setting.invented and rng.random() < 0.8:
+            tool = sibling(targets[0], rng) if first or (near and rng.random() < 0.3) else invent(rng)
+        else:
+            tool = rng.choice(close if first and close else pool)
+        if near or not _alike(tool, targets):
+            found.setdefault(tool.name, tool)
+    return list(found.values())[len(targets) :]
+
+
+def _alike(tool: Tool, targets: list[Tool]) -> bool:
+    """Of the same domain, or with a word of the name in common."""
+    mine = set(tool.name.split("_")) | set(tool.domain.split())
+    return any(mine & (set(other.name.split("_")) | set(other.domain.split())) for other in targets)
+
+
+def _offer(setting: Setting, targets: list[Tool], number: int) -> tuple[Script, list[Tool]]:
+    """A script that offers the targets and `number` others in random order, and the targets under their shown names."""
+    shown = setting.fresh([*targets, *others(setting, targets, number)])
+    offered = list(shown.values())
+    setting.rng.shuffle(offered)
+    return Script(offered), [shown[tool.name] for tool in targets]
+
+
+def _finish(script: Script, rng: Random, share: float = ANSWERED) -> Script:
+    if rng.random() < share:
+        script.answer()
+    return script
+
+
+def _one_call(setting: Setting, num_others: int, before: str = "") -> Script:
+    script, (tool,) = _offer(setting, [setting.target()], num_others)
+    wording, values = setting.wording(tool), draw(tool, setting.rng)
+    values = told(tool, wording, values)
+    text = requests.sentence(words(tool, wording, values, setting.rng), setting.unseen_template, setting.rng)
+    script.user(f"{before} {text}".strip())
+    script.call([(tool, values)])
+    return _finish(script, setting.rng)
+
+
+def simple(setting: Setting) -> Script:
+    return _one_call(setting, 0)
+
+
+def multiple(setting: Setting) -> Script:
+    return _one_call(setting, setting.rng.choice(NUM_OFFERED) - 1)
+
+
+def relevance(setting: Setting) -> Script:
+    chatter = requests.family(requests.CHATTER, setting.unseen_template, setting.rng)
+    return _one_call(setting, setting.rng.randint(1, 2), requests.filled(chatter, setting.rng))
+
+
+def parallel(setting: Setting) -> Script | None:
+    """Two or three calls of one tool."""
+    rng = setting.rng
+    script, (tool,) = _offer(setting, [setting.target()], rng.choice((0, 0, 1)))
+    number, wording = rng.choice((2, 2, 2, 3)), setting.wording(tool)
+    if not places(wording):
+        return None
+    drawn = [told(tool, wording, draw(tool, rng)) for _ in range(number)]
+    shared = [{**drawn[0], places(wording)[-1]: each.get(places(wording)[-1])} for each in drawn]
+    text = requests.coordinated(tool, wording, shared, rng) if rng.random() < 0.6 else None
+    values = shared if text else drawn
+    if any(values[i] == values[j] for i in range(number) for j in range(i)):
+        return None
+    text = text or requests.joined([words(tool, wording, each, rng) for each in values], rng)
+    script.user(requests.sentence(text, setting.unseen_template, rng))
+    script.call([(tool, each) for each in values])
+    return _finish(script, rng, 0.2)
+
+
+def parallel_multiple(setting: Setting) -> Script:
+    """Two or three tools, a call each."""
+    rng = setting.rng
+    targets = {tool.name: tool for tool in (setting.target() for _ in range(rng.choice((2, 2, 2, 3))))}
+    while len(targets) < 2:
+        tool = setting.target()
+        targets[tool.name] = tool
+    script, tools = _offer(setting, list(targets.values()), rng.choice((0, 0, 1)))
+    pieces, calls = [], list[Call]()
+    for tool in tools:
+        wording, values = setting.wording(tool), draw(tool, rng)
+        values = told(tool, wording, values)
+        pieces.append(words(tool, wording, values, rng))
+        calls.append((tool, values))
+    script.user(requests.sentence(requests.joined(pieces, rng), setting.unseen_template, rng))
+    script.call(calls)
+    return _finish(script, rng, 0.2)
+
+
+def irrelevance(setting: Setting) -> Script:
+    """A request for a tool that is not offered, or for something no tool does."""
+    rng = setting.rng
+    if rng.random() < 0.35:
+        tools, text = [setting.target()], requests.family(requests.UNSERVED, setting.unseen_template, rng)
+        tools += others(setting, tools, rng.choice((0, 1, 2)))
+        text = requests.filled(text, rng)
+    else:
+        wanted = setting.target()
+        tools = others(setting, [wanted], rng.choice((1, 1, 2, 3)), near=False)
+        if setting.unseen_tool:  # what is offered has to be unseen
+            tools = [tool for tool in UNSEEN if not _alike(tool, [wanted])]
+            tools = rng.sample(tools, min(len(tools), rng.choice((1, 1, 2, 3))))
+        wording = setting.wording(wanted)
+        text = words(wanted, wording, told(wanted, wording, draw(wanted, rng)), rng)
+        text = requests.sentence(text, setting.unseen_template, rng)
+    script = Script(list(setting.fresh(tools).values()))
+    script.user(text)
+    script.say(rng.choice(requests.REFUSALS))
+    return script
+
+
+def plain(setting: Setting) -> Script:
+    """A greeting: tools are there, none is wanted."""
+    target = setting.target()
+    script, _ = _offer(setting, [target], setting.rng.choice((0, 1)))
+    said, answer = requests.PLAIN[setting.rng.randrange(4) if not setting.unseen_template else 4]
+    state = setting.rng.getstate()
+    script.user(requests.filled(said, setting.rng))
+    setting.rng.setstate(state)  # the same name in the answer
+    script.say(requests.filled(answer, setting.rng))
+    return script
+
+
+def missing(setting: Setting) -> Script | None:
+    """A required value is missing: the assistant asks, the user tells, the assistant calls."""
+    rng = setting.rng
+    script, (tool,) = _offer(setting, [setting.target()], rng.choice((0, 0, 1, 2)))
+    if not tool.missing:
+        return None
+    name, wording = rng.choice(tool.missing)
+    values = draw(tool, rng)
+    known = told(tool, wording, values)
+    if name in known:
+        return None
+    script.user(requests.sentence(words(tool, wording, known, rng), setting.unseen_template, rng))
+    script.say(requests.asking(name, rng))
+    script.user(requests.reply(tool, name, values[name], rng))
+    script.call([(tool, {key: values[key] for key in tool.params if key in known or key == name})])
+    return _finish(script, rng, 0.2)
+
+
+def later(setting: Setting) -> Script:
+    """At first no tool fits; then the user brings one."""
+    rng = setting.rng
+    target = setting.target()
+    shown = setting.fresh([target, *others(setting, [target], rng.choice((1, 1, 2)), near=False)])
+    tool = shown.pop(target.name)
+    script = Script(list(shown.values()))
+    wording = setting.wording(tool)
+    values = told(tool, wording, draw(tool, rng))
+    script.user(requests.sentence(words(tool, wording, values, rng), setting.unseen_template, rng))
+    script.say(rng.choice(requests.REFUSALS))
+    script.announce(tool, rng.choice(requests.NEWS), rng.choice(requests.AGAIN))
+    script.call([(tool, values)])
+    return _finish(script, rng, 0.2)
+
+
+def dependent(setting: Setting) -> Script | None:
+    """Two requests in one turn; the second call's value stands in the first one's result."""
+    rng = setting.rng
+    first, second, chain = _chain(setting)
+    shown = setting.fresh([first, second, *others(setting, [first, second], rng.choice((0, 0, 0, 1)))])
+    first, second = shown[first.name], shown[second.name]
+    offered = list(shown.values())
+    rng.shuffle(offered)
+    script = Script(offered)
+    link = next(name for name in second.params if second.old_names.get(name, name) == chain.param)
+    wording = setting.wording(first)
+    values = told(first, wording, draw(first, rng))
+    tail = requests.family(chain.tails, setting.unseen_template, rng)
+    for before, after in zip((second.old_names.values()), second.params, strict=False):
+        tail = tail.replace(f"{{{before}}}", f"{{{after}}}")
+    more = told(second, tail, draw(second, rng))
+    pieces = [words(first, wording, values, rng), words(second, tail, more, rng)]
+    text = rng.choice((", then ", " and then ")).join(pieces)
+    script.user(requests.sentence(text, setting.unseen_template, rng))
+    (result,) = script.call([(first, values)])
+    if chain.key not in result:
+        return None
+    script.show()
+    linked = {**more, link: result[chain.key]}
+    script.call([(second, {name: linked[name] for name in second.params if name in linked})])
+    return _finish(script, rng)
+
+
+def _chain(setting: Setting) -> tuple[Tool, Tool, Chain]:
+    """Two tools of which the first feeds the second."""
+    rng = setting.rng
+    tools = {tool.name: tool for tool in (*SEEN, *UNSEEN)}
+    if setting.invented:
+        noun = rng.choice(requests.NOUNS)
+        first, second = lookup(rng, noun), user_of(rng, noun)
+        return first, second, Chain(first.name, f"{noun}_id", second.name, f"{noun}_id", second.wordings)
+    fitting = [c for c in CHAINS if (tools[c.second] in UNSEEN) == setting.unseen_tool]
+    chain = rng.choice(fitting)
+    return tools[chain.first], tools[chain.second], chain
+
+
+def repair(setting: Setting) -> Script | None:
+    """The user's slip of the pen makes the first call fail; the error names the right value."""
+    setting = replace(setting, invented=False)  # an invented tool refuses nothing
+    rng = setting.rng
+    target = rng.choice([tool for tool in (UNSEEN if setting.unseen_tool else SEEN) if tool.fragile])
+    script, (tool,) = _offer(setting, [target], rng.choice((0, 0, 1)))
+    wording = setting.wording(tool)
+    values: dict[str, Value] = told(tool, wording, draw(tool, rng))
+    assert tool.fragile is not None
+    values[tool.fragile] = misspelt(values[tool.fragile], rng)
+    script.user(requests.sentence(words(tool, wording, values, rng), setting.unseen_template, rng))
+    (result,) = script.call([(tool, values)])
+    if "error" not in result:
+        return None
+    script.show()
+    right = result["error"].rsplit('did you mean "', 1)[-1].split('"')[0]
+    (result,) = script.call([(tool, {**values, tool.fragile: right})])
+    return None if "error" in result else _finish(script, rng)
+
+
+BUILDERS: dict[str, Callable[[Setting], Script | None]] = {
+    "simple": simple,
+    "multiple": multiple,
+    "parallel": parallel,
+    "parallel_multiple": parallel_multiple,
+    "irrelevance": irrelevance,
+    "relevance": relevance,
+    "missing": missing,
+    "later": later,
+    "dependent": dependent,
+    "repair": repair,
+    "plain": plain,
+}

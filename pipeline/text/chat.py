@@ -1,0 +1,228 @@
+"""Conversations as text and as ids: ChatML turns, Hermes tool calls, and which tokens the assistant is trained on.
+
+    <|im_start|>system ... Tools you can call: <tools> a function JSON per line </tools><|im_end|>
+    <|im_start|>user ...<|im_end|>
+    <|im_start|>assistant content <tool_call> {"name": "f", "arguments": {...}} </tool_call><|im_end|>
+    <|im_start|>tool <tool_response> ... </tool_response><|im_end|>
+
+`render` gives ids and mask together, so nothing searches for substrings later. Its contract: every part of the messages
+appears; a prefix of the messages renders to a prefix of the ids, also with the generation prompt; control tokens come
+from here alone, never from a message's text; the stop token is trained, the line feed after it is not.
+
+Not promised: `parse` cannot tell a control token from text that spells it; it reads text.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pipeline.errors import DataError
+from pipeline.text.template import TEMPLATE
+from pipeline.text.tokenizer import ADDED, SPECIAL, Tokenizer
+
+__all__ = ["TEMPLATE", "Rendered", "Reply", "parse", "render", "render_text"]
+
+Message = dict[str, Any]
+START, END = SPECIAL["turn_start"], SPECIAL["turn_end"]
+CALL, CALL_END = ADDED["tool_call"], ADDED["tool_call_end"]
+RESPONSE, RESPONSE_END = ADDED["tool_response"], ADDED["tool_response_end"]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as the model sees it; `trained[i]` says that the assistant must learn to say `ids[i]`."""
+
+    ids: list[int]  # (T,)
+    trained: list[bool]  # (T,)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One assistant turn taken apart; `error` says why a call could not be read."""
+
+    content: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # {"name": str, "arguments": dict}
+    error: str | None = None
+
+
+class _Part(NamedTuple):
+    text: str
+    control: bool = False  # one added token, not text
+    trained: bool = False
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] = (),
+    *,
+    generation_prompt: bool = False,
+) -> Rendered:
+    """Ids and trained-on mask of a conversation in the OpenAI form; `generation_prompt` opens an assistant turn.
+
+    Raises DataError when a message has another role, a content that is no string, or arguments that are no JSON object.
+    """
+    parts = list(_parts(messages, tools, generation_prompt))
+    encoded = iter(tokenizer.encode_batch([part.text for part in parts if not part.control]))
+    ids: list[int] = []
+    trained: list[bool] = []
+    for part in parts:
+        new = [tokenizer.control_ids[part.text]] if part.control else next(encoded)
+        ids += new
+        trained += [part.trained] * len(new)
+    return Rendered(ids, trained)
+
+
+def render_text(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
+) -> str:
+    """The same conversation as text: what TEMPLATE gives. Raises DataError as `render` does."""
+    return "".join(part.text for part in _parts(messages, tools, generation_prompt))
+
+
+def _parts(messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> Iterator[_Part]:
+    """The conversation cut where the tokenizer must be cut: at control tokens and where the assistant begins to speak."""
+    messages = list(messages)
+    opens = bool(messages) and messages[0].get("role") in ("system", "developer")
+    if opens or tools:
+        opening = _content(messages.pop(0)) if opens else ""
+        yield from _turn("system", "\n\n".join(text for text in (opening, _tool_list(tools)) if text))
+    for message in _in_call_order(messages):
+        role, content = message.get("role"), _content(message)
+        if role not in ROLES:
+            raise DataError(f"a message has the role {role!r}; valid roles: {', '.join(ROLES)}")
+        if role == "assistant":
+            yield from _assistant_turn(content.strip(), message.get("tool_calls") or [])
+        elif role == "tool":
+            body = (_Part(RESPONSE, control=True), _Part(f"\n{content}\n"), _Part(RESPONSE_END, control=True))
+            yield from _turn("tool", "", *body)
+        else:
+            yield from _turn("system" if role == "developer" else role, content)
+    if generation_prompt:
+        yield _Part(START, control=True)
+        yield _Part("assistant\n")
+
+
+def _turn(role: str, text: str, *body: _Part) -> Iterator[_Part]:
+    yield _Part(START, control=True)
+    # One part, not two: white space that a text begins with is joined to the line feed by the split pattern.
+    yield _Part(f"{role}\n{text}")
+    yield from body
+    yield _Part(END, control=True)
+    yield _Part("\n")
+
+
+def _assistant_turn(content: str, calls: list[dict[str, Any]]) -> Iterator[_Part]:
+    yield _Part(START, control=True)
+    yield _Part("assistant\n")  # its own part: stripped content makes the prompt's border a token border
+    if content:
+        yield _Part(content + ("\n" if calls else ""), trained=True)
+    for number, call in enumerate(calls):
+        if number:
+            yield _Part("\n", trained=True)
+        yield _Part(CALL, control=True, trained=True)
+        yield _Part(f"\n{_call_json(call)}\n", trained=True)
+        yield _Part(CALL_END, control=True, trained=True)
+    yield _Part(END, control=True, trained=True)
+    yield _Part("\n")
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    if content is None:
+        return ""
+    if not isinstance(content, str):
+        raise DataError(
+            f"the content of a {message.get('role')} message must be a string, found {type(content).__name__}"
+        )
+    return content
+
+
+def _tool_list(tools: Sequence[dict[str, Any]]) -> str:
+    if not tools:
+        return ""
+    lines = [_dumps(tool.get("function", tool)) for tool in tools]
+    return "\n".join(["Tools you can call:", "<tools>", *lines, "</tools>"])
+
+
+def _call_json(call: dict[str, Any]) -> str:
+    """A call as `{"name": ..., "arguments": {...}}`; arguments on disk are JSON text, here they are written anew."""
+    function = call.get("function", call)
+    name, arguments = function.get("name"), function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = _decoder.decode(arguments)
+        except ValueError as error:
+            raise DataError(f"the arguments of a call to {name!r} are not JSON ({error}): {arguments[:200]}") from error
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise DataError(f"a call needs a name and an object of arguments, found {function!r:.200}")
+    return _dumps({"name": name, "arguments": arguments})
+
+
+def _in_call_order(messages: list[Message]) -> list[Message]:
+    """Results that follow one assistant turn, in the order of its calls; ids are not rendered, so order is the link."""
+    ordered: list[Message] = []
+    place: dict[str, int] = {}
+    run: list[Message] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            run.append(message)
+            continue
+        ordered += sorted(run, key=lambda m: place.get(str(m.get("tool_call_id")), len(place)))
+        run = []
+        place = {str(call.get("id")): n for n, call in enumerate(message.get("tool_calls") or [])}
+        ordered.append(message)
+    return ordered + sorted(run, key=lambda m: place.get(str(m.get("tool_call_id")), len(place)))
+
+
+def parse(text: str) -> Reply:
+    """Read one assistant turn back: content outside the call blocks, the calls, and the first thing wrong with them.
+
+    A call is read as JSON from its opening, so a closing marker inside an argument's string does not end it.
+    """
+    content: list[str] = []
+    calls: list[dict[str, Any]] = []
+    error: str | None = None
+    rest = text
+    while CALL in rest:
+        before, _, rest = rest.partition(CALL)
+        content.append(before.strip())
+        try:
+            call, rest = _read_call(rest)
+            calls.append(call)
+        except (ValueError, RecursionError) as problem:
+            error = error or f"a call that cannot be read: {problem}"
+            broken = rest.partition(CALL)[0]
+            _, closed, behind = broken.partition(CALL_END)
+            rest = (behind if closed else "") + rest[len(broken) :]
+    content.append(rest.strip())
+    return Reply("\n".join(piece for piece in content if piece), calls, error)
+
+
+def _read_call(rest: str) -> tuple[dict[str, Any], str]:
+    """The call at the start of `rest`, and what follows its closing marker. Raises ValueError."""
+    call, end = _decoder.raw_decode(rest, len(rest) - len(rest.lstrip()))
+    behind = rest[end:].lstrip()
+    if not behind.startswith(CALL_END):
+        raise ValueError(f"expected {CALL_END} after its JSON, found {behind[:20]!r}")
+    if not isinstance(call, dict) or set(call) != {"name", "arguments"}:
+        raise ValueError(f"expected an object with name and arguments, found {call!r:.80}")
+    if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
+        raise ValueError(f"expected a name and an object of arguments, found {call!r:.80}")
+    return call, behind[len(CALL_END) :]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _dumps(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"not strict JSON ({error}): {value!r:.200}") from error

@@ -1,0 +1,233 @@
+"""Byte-level BPE with the Qwen2 split pattern, no normaliser, and every control token in a fixed place.
+
+    ids 0-8     special, named by role: end_of_text, pad, turn_start, turn_end, fim_*, mask
+    ids 9-14    added but not special (decoding keeps them): tool calls, tool responses, thinking (reserved)
+    id  15      a spare; then 256 bytes, the merges, spares up to `vocab_size` (a multiple of 64)
+
+`encode` never gives a control token, whatever the text says ("no injection"): it uses a second tokenizer that knows
+none; `chat.render` puts them where they belong. A tokenizer is its `tokenizer.json`: `hash` is the sha256 of those
+bytes, kept byte for byte from stage to stage. Code asks for roles, never for numbers.
+
+Not promised: that lone surrogates survive (they become U+FFFD); an exact round trip for an adopted tokenizer that
+normalises (Qwen's own does NFC).
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from pipeline.errors import ModelError
+from pipeline.text.template import TEMPLATE
+
+# The split pattern of Qwen2 (llama.cpp's pre-tokenizer `qwen2`): each digit alone, line feeds end a piece.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL = {
+    "end_of_text": "<|endoftext|>",
+    "pad": "<|pad|>",
+    "turn_start": "<|im_start|>",
+    "turn_end": "<|im_end|>",
+    "fim_prefix": "<|fim_prefix|>",
+    "fim_middle": "<|fim_middle|>",
+    "fim_suffix": "<|fim_suffix|>",
+    "fim_pad": "<|fim_pad|>",
+    "mask": "<|mask|>",
+}
+ADDED = {
+    "tool_call": "<tool_call>",
+    "tool_call_end": "</tool_call>",
+    "tool_response": "<tool_response>",
+    "tool_response_end": "</tool_response>",
+    "think": "<think>",
+    "think_end": "</think>",
+}
+SPARE = re.compile(r"<\|unused_\d+\|>")
+SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class Tokenizer:
+    """Text to ids and back; `vocab_size` ids, of which the spares at the end never occur in text."""
+
+    vocab_size: int
+    hash: str  # sha256 of tokenizer.json
+    source: str  # where it was loaded from, for messages
+    token_bytes: list[bytes]  # exact bytes of each id; b"" for specials and spares
+    end_of_text: int
+    pad: int
+    turn_start: int
+    turn_end: int
+    fim_prefix: int
+    fim_middle: int
+    fim_suffix: int
+    fim_pad: int
+    mask: int
+    tool_call: int
+    tool_call_end: int
+    tool_response: int
+    tool_response_end: int
+    think: int
+    think_end: int
+
+    def __init__(self, serialized: str, source: str = "this tokenizer") -> None:
+        """Build from the text of a tokenizer.json. Raises ModelError when it is not byte-level BPE or lacks a role."""
+        self._serialized = serialized
+        self.source = source
+        self.hash = hashlib.sha256(serialized.encode()).hexdigest()
+        try:
+            state = json.loads(serialized)
+            added = {entry["content"]: entry for entry in state["added_tokens"]}
+            vocab: dict[str, int] = dict(state["model"]["vocab"])
+            state["added_tokens"] = []
+            self._plain = tokenizers.Tokenizer.from_str(json.dumps(state))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{source}: not a BPE tokenizer.json ({error})") from error
+        if '"ByteLevel"' not in json.dumps(state["decoder"]):
+            raise ModelError(f"{source}: expected byte-level BPE (decoder ByteLevel), found {state['decoder']}")
+        self.control_ids = {content: entry["id"] for content, entry in added.items()}  # every added token by its text
+        for role, content in (SPECIAL | ADDED).items():
+            if content not in self.control_ids:
+                raise ModelError(f"{source}: has no {content} ({role}); take it in with Tokenizer.adopt")
+            setattr(self, role, self.control_ids[content])
+        self.vocab_size = 1 + max(*vocab.values(), *self.control_ids.values())
+        self._fill_bytes(vocab, added)
+
+    def _fill_bytes(self, vocab: dict[str, int], added: dict[str, dict[str, Any]]) -> None:
+        byte_of = _byte_of_character()
+        self._literal = [b""] * self.vocab_size  # of specials too
+        for content, id_ in vocab.items():
+            if content not in added:
+                self._literal[id_] = bytes(byte_of[c] for c in content)
+        self.token_bytes = list(self._literal)
+        self.special_ids = frozenset(entry["id"] for entry in added.values() if entry["special"])
+        for content, entry in added.items():
+            self._literal[entry["id"]] = content.encode()
+            self.token_bytes[entry["id"]] = b"" if entry["special"] else content.encode()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; never an added token, also when the text spells one. Lone surrogates become U+FFFD."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """`encode` of each text, faster; threads of the Rust library unless TOKENIZERS_PARALLELISM is false."""
+        try:
+            encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:  # how the library says that a str is not UTF-8
+            texts = [SURROGATES.sub("\ufffd", text) for text in texts]
+            encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of the ids: their bytes joined, then UTF-8 with U+FFFD for what is not. Tool-call tokens stay visible."""
+        table = self.token_bytes if skip_special else self._literal
+        return b"".join([table[id_] for id_ in ids]).decode("utf-8", errors="replace")
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """UTF-8 bytes that each id stands for, (V,) int64: what bits per byte divides by."""
+        return np.array([len(b) for b in self.token_bytes], dtype=np.int64)
+
+    @cached_property
+    def byte_ids(self) -> list[int]:
+        """The id of each single byte, (256,): spells a fragment that is not valid UTF-8 alone."""
+        known = {literal: id_ for id_, literal in enumerate(self.token_bytes) if len(literal) == 1}
+        return [known[bytes([b])] for b in range(256)]
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read `folder/tokenizer.json`. Raises ModelError when there is none or it does not fit."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path}: expected a tokenizer here, found none; run dvc repro stage_tokenizer")
+        return cls(path.read_bytes().decode(), source=str(path))
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json (the same bytes), tokenizer_config.json and chat_template.jinja, as transformers reads them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_bytes(self._serialized.encode())
+        (folder / "chat_template.jinja").write_bytes(TEMPLATE.encode())
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' Qwen2Tokenizer would put NFC back
+            "clean_up_tokenization_spaces": False,
+            "eos_token": SPECIAL["turn_end"],
+            "pad_token": SPECIAL["pad"],
+            "chat_template": TEMPLATE,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def train(cls, texts: Iterator[str], vocab_size: int) -> "Tokenizer":
+        """Learn the merges from an iterator of texts; spares fill what too little text leaves.
+
+        Raises ValueError when `vocab_size` is not a multiple of 64 or leaves no room for a merge.
+        """
+        first = [*SPECIAL.values(), *ADDED.values(), "<|unused_0|>"]
+        if vocab_size % 64 or vocab_size <= len(first) + 256:
+            raise ValueError(f"vocab_size: expected a multiple of 64 of at least 320, found {vocab_size}")
+        learner = tokenizers.Tokenizer(models.BPE())
+        learner.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        learner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=first,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        learner.train_from_iterator((SURROGATES.sub("\ufffd", text) for text in texts), trainer)
+        state = json.loads(learner.to_str())
+        for entry in state["added_tokens"]:  # the trainer marks all special; parsers would lose the tool calls
+            entry["special"] = entry["content"] not in ADDED.values()
+        _add(state, [], vocab_size)
+        return cls(json.dumps(state, ensure_ascii=False, indent=1))
+
+    @classmethod
+    def adopt(cls, path: Path, vocab_size: int) -> "Tokenizer":
+        """Take in a pretrained byte-level tokenizer.json: it stays, missing roles take rows that the model has to spare.
+
+        `vocab_size` is the rows of the model's embedding. Raises ModelError when they do not suffice.
+        """
+        state = json.loads(path.read_text(encoding="utf-8"))
+        have = {entry["content"] for entry in state["added_tokens"]}
+        missing = [content for content in (SPECIAL | ADDED).values() if content not in have]
+        used = 1 + max(*state["model"]["vocab"].values(), *(entry["id"] for entry in state["added_tokens"]))
+        if used + len(missing) > vocab_size:
+            raise ModelError(
+                f"{path}: {used} ids and {len(missing)} missing control tokens ({' '.join(missing)}) need "
+                f"{used + len(missing)} embedding rows, the model has {vocab_size}; use a model with spare rows"
+            )
+        _add(state, missing, vocab_size)
+        return cls(json.dumps(state, ensure_ascii=False, indent=1), source=str(path))
+
+
+def _add(state: dict[str, Any], contents: list[str], vocab_size: int) -> None:
+    """Append added tokens, then spares until `vocab_size` ids exist."""
+    entries = state["added_tokens"]
+    used = 1 + max(*state["model"]["vocab"].values(), *(entry["id"] for entry in entries))
+    spare = sum(bool(SPARE.fullmatch(entry["content"])) for entry in entries)
+    spares = (f"<|unused_{spare + n}|>" for n in range(vocab_size - used - len(contents)))
+    for content in (*contents, *spares):
+        entries.append(
+            {"id": used, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": content not in ADDED.values()}
+        )  # fmt: skip
+        used += 1
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable character for each byte, inverted: printable Latin-1 stands for itself, the rest from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(rest)}

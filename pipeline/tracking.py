@@ -1,0 +1,282 @@
+"""Numbers that people look at: the step curve, the final metrics, MLflow, the progress bar. Nothing else logs numbers.
+
+    metrics/<stage>.csv    the curve, a row per logged step          (DVC plots)
+    metrics/<stage>.json   final numbers and `lineage`               (DVC metrics)
+    .work/.../speed.json   how fast and where: never in an out
+    MLflow                 one run per built stage, continued when a killed stage resumes
+
+DVC's files hold no clock, id or host: equal runs give equal bytes. A failing MLflow costs one warning, never the run.
+Not promised: that MLflow holds the steps between the last saved state and a `kill -9`; they are logged when redone.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import math
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+Number = float | int | str
+
+
+def clean(value: Any) -> Any:
+    """A number, short string or nested dict as DVC can show it: NaN and infinity become text, floats keep 7 digits."""
+    if isinstance(value, Mapping):
+        return {str(key): clean(entry) for key, entry in value.items()}
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else "not finite"
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a metrics file: sorted keys, two spaces, one line feed at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(clean(value), indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_curve(path: Path, rows: list[dict[str, Number]]) -> None:
+    """Write the curve as CSV: `step` first, then every name that occurs, empty where a row has no value."""
+    names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: clean(value) for name, value in row.items()} for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(buffer.getvalue(), encoding="utf-8")
+
+
+class Progress:
+    """A bar with ETA on a terminal, a line per 30 seconds elsewhere; silent when all is done within two seconds."""
+
+    def __init__(self, total: float | None, desc: str, unit: str, initial: float = 0) -> None:
+        self._bar = tqdm(
+            total=total, desc=desc, unit=unit, initial=initial, delay=2 if sys.stderr.isatty() else 0, unit_scale=True,
+            leave=False, disable=not sys.stderr.isatty() or "LOCAL_RANK" in os.environ, dynamic_ncols=True,
+        )  # fmt: skip
+        self.desc, self.total, self.unit, self.done = desc, total, unit, initial
+        self._initial = initial
+        self._start = self._last = time.monotonic()
+        self._note = ""
+
+    def update(self, amount: float = 1) -> None:
+        """Count `amount` more units as done."""
+        self.done += amount
+        self._bar.update(amount)
+        now = time.monotonic()
+        if self._bar.disable and now - self._last >= 30 and int(os.environ.get("RANK", "0")) == 0:
+            self._last = now
+            elapsed = now - self._start
+            rate = (self.done - self._initial) / elapsed
+            left = f", {(self.total - self.done) / rate:.0f} s left" if self.total and rate else ""
+            whole = f"/{self.total:.0f}" if self.total else ""
+            say(f"{self.desc}: {self.done:.0f}{whole} {self.unit}, {elapsed:.0f} s{left}{self._note}")
+
+    def note(self, text: str) -> None:
+        """Show a short text behind the numbers, such as the loss."""
+        self._note = f", {text}"
+        self._bar.set_postfix_str(text, refresh=False)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.close()
+
+
+@contextmanager
+def progress(*, total: float | None = None, desc: str, unit: str = "it", initial: float = 0) -> Iterator[Progress]:
+    """Progress of a task of `total` units (None: unknown), from `initial` on when resumed."""
+    bar = Progress(total, desc, unit, initial)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+def say(text: str) -> None:
+    """One line to the person at the terminal, above any progress bar; rank 0 only."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        tqdm.write(text, file=sys.stderr)
+        sys.stderr.flush()
+
+
+class Tracker:
+    """The numbers of one stage run. `quiet` (a finished key, ranks other than 0): no MLflow run."""
+
+    def __init__(
+        self, name: str, folder: Path, tags: dict[str, str], parameters: dict[str, Any], *, quiet: bool
+    ) -> None:
+        self.name, self.folder = name, folder
+        self.rows: list[dict[str, Number]] = []
+        self.final: dict[str, Any] = {}
+        self.speed: dict[str, Any] = {}
+        self._logged = 0  # rows already in MLflow
+        quiet = quiet or int(os.environ.get("RANK", "0")) != 0
+        self._mlflow = None if quiet else MlflowRun(name, folder, tags, parameters)
+
+    def log(self, step: int, values: Mapping[str, Number]) -> None:
+        """Add values to the curve at `step`; a second call with the same step adds to the same row."""
+        if self.rows and self.rows[-1]["step"] == step:
+            self.rows[-1].update(values)
+        else:
+            self.rows.append({"step": step, **values})
+
+    def restore(self, rows: list[dict[str, Number]]) -> None:
+        """Continue the curve of a resumed state."""
+        self.rows = list(rows)
+        self._logged = 0  # MlflowRun.log skips the steps that it holds
+
+    def report(self, **numbers: Any) -> None:
+        """Final numbers for metrics/<stage>.json."""
+        self.final.update(numbers)
+
+    def flush(self) -> None:
+        """Bring the curve into MLflow: called after each saved state."""
+        if self._mlflow is not None:
+            self._mlflow.log(self.rows[self._logged :])
+            self._logged = len(self.rows)
+
+    def finish(self) -> None:
+        """Close the run: speed.json, MLflow's final metrics and status."""
+        self.flush()
+        if self._mlflow is not None:
+            write_json(self.folder / "speed.json", self.speed)  # its device and clock belong to no out
+            self._mlflow.finish(flatten(self.final) | {f"speed/{k}": v for k, v in flatten(self.speed).items()})
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as `a/b` names."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+class MlflowRun:
+    """One MLflow run, started in a thread (importing MLflow takes seconds), continued by the id kept in the work folder.
+
+    The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI says otherwise, created under a flock.
+    STAGECOACH_MLFLOW=off switches it off (tests of other things).
+    """
+
+    def __init__(self, name: str, folder: Path, tags: dict[str, str], parameters: dict[str, Any]) -> None:
+        self.name, self.folder, self.tags, self.parameters = name, folder, tags, parameters
+        self.client: Any = None
+        self.run_id = ""
+        self.failed = os.environ.get("STAGECOACH_MLFLOW") == "off"
+        self._last_step = -1
+        self._thread = threading.Thread(target=self._start, daemon=True)
+        if not self.failed:
+            self._thread.start()
+
+    def _start(self) -> None:
+        try:
+            self._open()
+        except Exception as error:  # MLflow raises many types; none of them may cost a training run
+            self._fail(error)
+
+    def _open(self) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("DO_NOT_TRACK", "true")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        root = Path(os.environ.get("DVC_ROOT", ".")).resolve()
+        uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+        (root / ".work").mkdir(exist_ok=True)
+        with warnings.catch_warnings(), (root / ".work" / "mlflow.lock").open("w") as lock:
+            warnings.simplefilter("ignore")
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two first users would both create the tables
+            from mlflow.tracking import MlflowClient
+
+            client = MlflowClient(tracking_uri=uri)
+            experiment = client.get_experiment_by_name("stagecoach")
+            if experiment is None:
+                where = (root / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
+                identity = client.create_experiment("stagecoach", artifact_location=where)
+            else:
+                identity = experiment.experiment_id
+            self.run_id = self._resume(client) or self._create(client, identity)
+        self.client = client
+
+    def _resume(self, client: Any) -> str:
+        note = self.folder / "mlflow.json"
+        if not note.is_file():
+            return ""
+        from mlflow.exceptions import MlflowException
+
+        run_id = json.loads(note.read_text())["run_id"]
+        try:
+            client.update_run(run_id, status="RUNNING")
+            names = client.get_run(run_id).data.metrics
+        except MlflowException:  # the store was deleted or another one is in use now
+            return ""
+        steps = [m.step for name in names for m in client.get_metric_history(run_id, name)]
+        self._last_step = max(steps, default=-1)
+        return run_id
+
+    def _create(self, client: Any, experiment: str) -> str:
+        from mlflow.entities import Param
+
+        run = client.create_run(experiment, run_name=self.name, tags=self.tags)
+        params = [Param(k, str(v)[:500]) for k, v in sorted(flatten(self.parameters).items())]
+        client.log_batch(run.info.run_id, params=params[:100])
+        (self.folder / "mlflow.json").write_text(json.dumps({"run_id": run.info.run_id}))
+        return run.info.run_id
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            say(f"warning: MLflow does not answer ({type(error).__name__}: {first[:200]}); going on without it")
+        self.failed = True
+
+    def _ready(self) -> bool:
+        if self._thread.ident is not None:
+            self._thread.join(timeout=120)
+        return self.client is not None and not self.failed
+
+    def log(self, rows: list[dict[str, Number]]) -> None:
+        """One batch of curve rows; steps that the run holds already are left out."""
+        fresh = [row for row in rows if int(row["step"]) > self._last_step]
+        if not fresh or not self._ready():
+            return
+        fresh = [row for row in fresh if int(row["step"]) > self._last_step]  # _resume may have moved it
+        if fresh:
+            self._send([(k, v, int(row["step"])) for row in fresh for k, v in row.items() if k != "step"])
+            self._last_step = int(fresh[-1]["step"])
+
+    def _send(self, values: list[tuple[str, Any, int]]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(k, float(v), now, step)
+            for k, v, step in values
+            if isinstance(v, int | float) and math.isfinite(v)
+        ]  # fmt: skip
+        try:
+            for first in range(0, len(metrics), 1000):
+                self.client.log_batch(self.run_id, metrics=metrics[first : first + 1000])
+        except Exception as error:  # as in _start
+            self._fail(error)
+
+    def finish(self, final: dict[str, Any]) -> None:
+        """Final metrics under `final/`, and the status FINISHED."""
+        if not self._ready():
+            return
+        last = max(self._last_step, 0)
+        self._send([(f"final/{k}", v, last) for k, v in final.items()])
+        try:
+            self.client.set_terminated(self.run_id, status="FINISHED")
+        except Exception as error:  # as in _start
+            self._fail(error)

@@ -1,0 +1,58 @@
+"""Stage code: continue the language model on source code, with fill-in-the-middle.
+
+    models/language + data/tokens/code (+ data/tokens/text) -> models/code       (Bavarian et al. 2022, arXiv:2207.14255)
+
+A share of the code pieces is cut in three and reordered so that the model learns to fill a gap from both sides; a share of
+the batches is the language stage's text, so that the stories are not forgotten.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import checkpoint
+from pipeline.learning import objectives, scoring
+from pipeline.learning.fit import fit
+from pipeline.learning.objectives import Loss
+from pipeline.learning.settings import FitConfig
+from pipeline.model.transformer import Transformer
+from pipeline.params import main
+from pipeline.streams.batch import TokenBatch
+from pipeline.streams.corpus import CorpusStream
+from pipeline.streams.mixture import MixtureStream
+from pipeline.work import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `code`; its training keys are those of FitConfig."""
+
+    fim_rate: float  # share of code pieces that become fill-in-the-middle
+    code_weight: int  # batches of code
+    text_weight: int  # for so many batches of text; 0: code only
+    fit: FitConfig
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fim_rate <= 1 or self.code_weight < 1 or self.text_weight < 0:
+            raise ValueError("expected fim_rate in [0, 1], code_weight >= 1, text_weight >= 0")
+
+
+def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Path) -> None:
+    """Continue `base` on code and save the model directory `out`."""
+    model, tokenizer = checkpoint.load(base)
+    size = {"context": params.fit.context, "tokens_per_step": params.fit.tokens_per_step}
+    cache = job.folder.parent
+    stream = CorpusStream(code, tokenizer, seed=job.seed, fim_rate=params.fim_rate, cache=cache, **size)
+    if params.text_weight:
+        prose = CorpusStream(text, tokenizer, seed=job.seed, cache=cache, **size)
+        stream = MixtureStream([(params.code_weight, stream), (params.text_weight, prose)])
+
+    def loss(model: Transformer, batch: TokenBatch) -> Loss:
+        return objectives.next_token(*scoring.trained_logits(model, batch))
+
+    fit(model, stream, loss, params.fit, job)
+    checkpoint.save(out, model, tokenizer, job.lineage)
+
+
+if __name__ == "__main__":
+    main(run, inputs={"base": "models/language", "code": "data/tokens/code", "text": "data/tokens/text"},
+         outs={"out": "models/code"}, trains=True)  # fmt: skip

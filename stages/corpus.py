@@ -1,0 +1,195 @@
+"""Stage corpus: collect, clean, deduplicate, decontaminate, split.
+
+    the source named by `data` + data/own + data/benchmarks -> data/raw/{text,code}
+
+`data=machine` gives text (stories from a generator; prose from READMEs and docstrings) and code (Python, shell,
+generated functions), each until its quota is met; `files` and `hub` give all that they hold. Worker processes read and
+clean batches; this process takes the results in order (`streams/selection.py`), so the corpus is the same for any number
+of workers, any locale and any hash seed, on machines with the same packages.
+
+Held out: packages by blake2b(name) mod 20, generated files by blake2b(path) mod 50, stories by number mod 50 and three
+families whole; the user's files and the hub as their readers say.
+"""
+
+import itertools
+import math
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.device import stable_hash
+from pipeline.launch import pool_map
+from pipeline.params import group, main
+from pipeline.streams import harvest, hub, parquet, readers, sources
+from pipeline.streams.cleaning import Document, made_record
+from pipeline.streams.decontamination import Index, benchmark_files, benchmark_items
+from pipeline.streams.harvest import FileBatch, RecordBatch
+from pipeline.streams.records import Text
+from pipeline.streams.selection import Selection
+from pipeline.synthesis import programs, stories
+from pipeline.tracking import progress, write_json
+from pipeline.work import Job, sha256
+
+PARTS = {"text": ("prose", "stories"), "code": ("python", "shell", "generated")}  # of data=machine
+BATCH_NUMBERS, BATCH_CODE_BYTES = 10, 60_000  # numbers of each story family, bytes of generated code
+HELD_OUT_EVERY = 10  # of the numbers of a held-out story family: enough to measure with, little of the quota
+GENERATED_VAL = 50  # one generated file in so many is held out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    stories_mb: float  # quotas of data=machine in 10^6 bytes kept, train and val together: generated stories,
+    prose_mb: float  # English of READMEs and docstrings,
+    python_mb: float  # Python of the standard library and of installed packages,
+    shell_mb: float  # shell scripts,
+    generated_mb: float  # generated functions
+    cap_mb: float  # data=machine: at most so much of one package in each of these
+    near_duplicates: float  # estimated Jaccard similarity from which the later document is dropped
+    data: sources.DataConfig = group("data")
+
+    def __post_init__(self) -> None:
+        for name in ("stories_mb", "prose_mb", "python_mb", "shell_mb", "generated_mb"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        if self.cap_mb <= 0 or not 0 < self.near_duplicates <= 1:
+            raise ValueError(
+                f"cap_mb, near_duplicates: expected more than 0 (and at most 1 for the second), "
+                f"got {self.cap_mb}, {self.near_duplicates}"
+            )
+
+
+@dataclass(frozen=True)
+class StoryBatch:
+    """Stories to tell: these numbers of every family."""
+
+    numbers: range
+
+
+@dataclass(frozen=True)
+class CodeBatch:
+    """Functions to generate: about this much, from this seed."""
+
+    num_bytes: int
+    seed: int
+
+
+Batch = FileBatch | RecordBatch | StoryBatch | CodeBatch
+
+
+def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, code: Path) -> None:
+    parts = job.folder / "parts"
+    shutil.rmtree(parts, ignore_errors=True)
+    index = Index(benchmark_items(benchmarks))
+    corpora = {name: _selection(name, params, index, parts / name) for name in PARTS}
+    versions = {"python": platform.python_version()}
+    if params.data.source == "machine":
+        batches = _machine(params, job.seed, corpora, versions)
+    else:
+        batches = _brought(params.data, own, parts)
+    taker = {part: selection for selection in corpora.values() for part in selection.quotas}
+    wanted = sum(quota for selection in corpora.values() for quota in selection.quotas.values())
+    with progress(total=None if math.isinf(wanted) else wanted, desc="corpus", unit="B") as bar:
+        for document in itertools.chain.from_iterable(pool_map(prepare, batches, job.workers)):
+            bar.update(taker[document.part].offer(document))
+    for name, out in (("text", text), ("code", code)):
+        manifest = _finish(name, corpora[name], out) | {"data": params.data.source, "versions": versions}
+        manifest["benchmarks"] = {
+            "items": len(index),
+            "files": {path.relative_to(benchmarks).as_posix(): sha256(path) for path in benchmark_files(benchmarks)},
+        }
+        write_json(out / "manifest.json", manifest)
+        job.report(**{name: {key: manifest[key] for key in ("documents", "bytes", "dropped")}})
+    shutil.rmtree(parts)
+
+
+def prepare(batch: Batch) -> list[Document]:
+    """What a worker process does with a batch."""
+    if isinstance(batch, StoryBatch):
+        return [_told(path) for path in _story_paths(batch.numbers)]
+    if isinstance(batch, CodeBatch):
+        written = programs.sources(batch.num_bytes, batch.seed)
+        return [made_record(record, "generated", sources.split_of(record.path, GENERATED_VAL)) for record in written]
+    return harvest.clean(batch)
+
+
+def _story_paths(numbers: range) -> list[str]:
+    """The stories of these numbers, family by turns; of the held-out families every tenth only."""
+    return [
+        f"stories/{family}/{number}"
+        for number in numbers
+        for family in stories.FAMILIES
+        if family not in stories.HELD_OUT or number % HELD_OUT_EVERY == 0
+    ]
+
+
+def _told(path: str) -> Document:
+    family = path.split("/")[1]
+    record = Text(text=stories.story(path), source=family, path=path, licence=stories.LICENCE)
+    return made_record(record, "stories", "val" if stories.is_held_out(path) else "train")
+
+
+def _selection(name: str, params: Params, index: Index, folder: Path) -> Selection:
+    """An empty corpus: what it takes, and from when on it takes no more."""
+    machine = params.data.source == "machine"
+    quotas = (
+        {part: getattr(params, f"{part}_mb") * 1e6 for part in PARTS[name]} if machine else {f"own {name}": math.inf}
+    )
+    return Selection(
+        quotas=quotas,
+        cap_bytes=params.cap_mb * 1e6 if machine else math.inf,
+        threshold=params.near_duplicates,
+        min_bytes=params.data.min_bytes,
+        benchmarks=index,
+        folder=folder,
+    )
+
+
+def _machine(params: Params, seed: int, corpora: dict[str, Selection], versions: dict[str, str]) -> Iterator[Batch]:
+    """Work until every quota is met. Files first: they are what may run out."""
+    text, code, data = corpora["text"], corpora["code"], params.data
+    packages = sources.closure(Path("pyproject.toml"))
+    versions |= {package.name: package.version for package in packages}
+    yield from harvest.file_batches(sources.ordered(sources.readmes(packages)), {"prose": text}, data)
+    python = sources.ordered(sources.python_files(packages))
+    yield from harvest.file_batches(python, {"python": code, "prose": text}, data)
+    if code.is_open("shell"):
+        yield from harvest.file_batches(sources.ordered(sources.shell_scripts(Path())), {"shell": code}, data)
+    for number in itertools.takewhile(lambda _: code.is_open("generated"), itertools.count()):
+        yield CodeBatch(BATCH_CODE_BYTES, stable_hash("generated", seed, number) % 2**31)
+    for number in itertools.takewhile(lambda _: text.is_open("stories"), itertools.count()):
+        yield StoryBatch(range(number * BATCH_NUMBERS, (number + 1) * BATCH_NUMBERS))
+
+
+def _brought(data: sources.DataConfig, own: Path, parts: Path) -> Iterator[Batch]:
+    """All that the user's files or the hub's data sets hold, in their order."""
+    for kind in PARTS:
+        if data.source == "files":
+            rows = readers.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl")
+        else:
+            rows = hub.read_hub(data, kind, parts / f"{kind}-hub")
+        records = ((split, record) for split, record in rows if isinstance(record, Text))
+        yield from harvest.record_batches(records, kind, data)
+
+
+def _finish(name: str, selection: Selection, out: Path) -> dict[str, Any]:
+    """Write a corpus from its parts; returns its manifest so far."""
+    files = parquet.mix(selection.close(), out)
+    totals = {
+        key: {split: sum(file[key] for file in files[split]) for split in files} for key in ("documents", "bytes")
+    }
+    manifest = {"corpus": name, **totals, "files": files, **selection.books()}
+    if name == "text":
+        held_out = {family: manifest["sources"][family] for family in stories.HELD_OUT if family in manifest["sources"]}
+        manifest["held_out_families"] = held_out
+    return manifest
+
+
+if __name__ == "__main__":
+    main(
+        run,
+        inputs={"own": "data/own", "benchmarks": "data/benchmarks"},
+        outs={"text": "data/raw/text", "code": "data/raw/code"},
+    )

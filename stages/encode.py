@@ -1,0 +1,51 @@
+"""Stage encode: turn a corpus into token ids that training maps into memory.
+
+    data/tokenizer + data/raw/{text,code} -> data/tokens/{text,code}
+
+One worker process per parquet file; a killed run goes on with the files that are left. No knobs: the result is a function
+of the corpus and the tokenizer.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.launch import pool_map
+from pipeline.params import main
+from pipeline.streams import shards
+from pipeline.text.tokenizer import Tokenizer
+from pipeline.tracking import progress
+from pipeline.work import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    pass
+
+
+def run(params: Params, job: Job, *, tokenizer: Path, corpus: Path, out: Path) -> None:
+    parts = job.folder / "parts"
+    tasks = {
+        split: [shards.EncodeTask(path, tokenizer, parts) for path in shards.files(corpus, split)]
+        for split in shards.SPLITS
+    }
+    counts: dict[str, list[shards.Counts]] = {split: [] for split in shards.SPLITS}
+    everything = [(split, task) for split, listed in tasks.items() for task in listed]
+    with progress(total=len(everything), desc=f"encode {corpus.name}", unit="file") as bar:
+        encoded = pool_map(shards.encode_file, [task for _, task in everything], job.workers)
+        for (split, _), result in zip(everything, encoded, strict=True):
+            counts[split].append(result)
+            bar.update(1)
+    splits = {split: shards.join(split, tasks[split], counts[split], out) for split in shards.SPLITS}
+    shards.write_meta(out, Tokenizer.load(tokenizer), splits)
+    job.report(**{split: {name: value for name, value in entry.items() if name != "sha256"} for split, entry in splits.items()})  # fmt: skip
+    shutil.rmtree(parts)
+
+
+if __name__ == "__main__":
+    main(
+        run,
+        inputs={"tokenizer": "data/tokenizer", "corpus": "data/raw/{item}"},
+        outs={"out": "data/tokens/{item}"},
+        items=("text", "code"),
+    )

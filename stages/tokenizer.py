@@ -1,0 +1,60 @@
+"""Stage tokenizer: learn a byte-level BPE from the code and text that the models will read.
+
+    data/raw/{text,code} -> data/tokenizer        (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
+
+Reports bytes per token on held-out documents of each corpus: more bytes, fewer tokens to read and to write. Of the model
+file only `vocab_size` is tracked, so another width or depth trains no new tokenizer.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.params import main
+from pipeline.streams import shards
+from pipeline.text.tokenizer import Tokenizer
+from pipeline.work import Job
+
+CHARACTERS = 10_000  # of a document: a few giant files must not choose the vocabulary
+HELD_OUT_BYTES = 2_000_000  # of each corpus's val split, for the report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    vocab_size: int = field(metadata={"from": "model.vocab_size"})
+    sample_mb: float  # text that the merges are counted on, in 10^6 bytes
+    text_share: float  # of the sample from the text corpus; the rest is code
+
+    def __post_init__(self) -> None:
+        if self.sample_mb <= 0:
+            raise ValueError(f"sample_mb: expected more than 0, found {self.sample_mb}")
+        if not 0 <= self.text_share <= 1:
+            raise ValueError(f"text_share: expected a share in [0, 1], found {self.text_share}")
+
+
+def run(params: Params, job: Job, *, text: Path, code: Path, out: Path) -> None:
+    size = params.sample_mb * 1e6
+    sample = itertools.chain(
+        shards.texts(text, "train", int(size * params.text_share), CHARACTERS),
+        shards.texts(code, "train", int(size * (1 - params.text_share)), CHARACTERS),
+    )
+    tokenizer = Tokenizer.train(sample, params.vocab_size)
+    tokenizer.save(out)
+    job.report(
+        vocab_size=tokenizer.vocab_size,
+        spare_tokens=sum(not literal for literal in tokenizer.token_bytes),
+        bytes_per_token={name: bytes_per_token(tokenizer, folder) for name, folder in (("text", text), ("code", code))},
+    )
+
+
+def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float:
+    """UTF-8 bytes per token over (a sample of) the corpus's val split."""
+    num_bytes = num_tokens = 0
+    for text in shards.texts(corpus, "val", HELD_OUT_BYTES, CHARACTERS):
+        num_bytes += len(text.encode())
+        num_tokens += len(tokenizer.encode(text))
+    return num_bytes / max(1, num_tokens)
+
+
+if __name__ == "__main__":
+    main(run, inputs={"text": "data/raw/text", "code": "data/raw/code"}, outs={"out": "data/tokenizer"})

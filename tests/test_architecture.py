@@ -1,0 +1,159 @@
+"""The law on floors, circles, file sizes and the one-place table (docs: DESIGN). Change it only together with the design."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(p for folder in ("pipeline", "stages") for p in (ROOT / folder).rglob("*.py"))
+
+# from the ground up; a package may import those before it and its own floor
+FLOORS = [
+    {"errors", "params", "running", "device", "launch", "tracking", "work", "codehash"},
+    {"text"},
+    {"model"},
+    {"streams", "checkpoint"},
+    {"synthesis"},
+    {"generation", "learning", "sandbox"},
+    {"reinforcement", "export"},
+    {"evaluation", "report"},
+    {"serve", "stages"},
+]
+LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
+
+# what -> (pattern, where it may stand)
+ONE_PLACE = {
+    "losses": (r"\bcross_entropy\b|\blogsigmoid\b", ("pipeline/learning/objectives.py",)),
+    "the one-token shift": (r"\[[^\]]*:, ?:-1\]|\[[^\]]*:, ?1:\]", ("pipeline/streams/batch.py",)),
+    "special tokens": (r"<\|[a-z_]+\|>", ("pipeline/text/",)),
+    "the optimiser step": (r"\.backward\(\)|optimi[sz]ers?\.step\(", ("pipeline/learning/fit.py", "pipeline/learning/optim.py")),
+    "weights on disk": (r"torch\.save\(|torch\.load\(|import pickle|\bpickle\.", ()),
+    "reported numbers": (r"\bmlflow\.|^\s*print\(", ("pipeline/tracking.py",)),
+    "untrusted code": (r"(?<![\w.])(exec|eval)\(", ("pipeline/sandbox/",)),
+    "starting processes": (r"\bsubprocess\b|\bos\.exec|\bmultiprocessing\b", ("pipeline/launch.py", "pipeline/sandbox/")),
+    "sampling": (r"\bmultinomial\b", ("pipeline/generation/",)),
+    "devices and seeds": (r"cuda\.is_available|manual_seed", ("pipeline/device.py",)),
+}  # fmt: skip
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[0] if parts[0] == "stages" else (parts[1] if len(parts) > 1 else "")
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of ours that a file imports, in full."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] in ("pipeline", "stages")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down_the_floors_only(path: Path) -> None:
+    mine = name_of(path)
+    if mine in ("", "__init__"):
+        return
+    for module in imported(path):
+        parts = module.split(".")
+        if parts[0] == "stages":
+            assert mine == "stages" and path.stem == "__init__", f"{path}: no stage is imported by anybody"
+        elif len(parts) > 1 and parts[1] in LEVEL:
+            assert LEVEL[parts[1]] <= LEVEL[mine], f"{path} imports {module}, which stands above it"
+            if mine != parts[1] and {mine, parts[1]} <= {"serve", "stages"}:
+                pytest.fail(f"{path}: stages and serve do not import each other")
+
+
+def test_no_import_circle() -> None:
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
+    graph = {name: {m for m in top_level_imports(path) if m in modules and m != name} for name, path in modules.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"circle: {' -> '.join([*trail[trail.index(name) :], name])}"
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+def top_level_imports(path: Path) -> set[str]:
+    """Imports that run when the module is imported (not those inside functions or under TYPE_CHECKING)."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+@pytest.mark.parametrize("thing", ONE_PLACE)
+def test_each_thing_has_its_one_place(thing: str) -> None:
+    pattern, allowed = ONE_PLACE[thing]
+    for path in FILES:
+        where = str(path.relative_to(ROOT))
+        if where.startswith(allowed):
+            continue
+        for number, line in enumerate(code_lines(path), start=1):
+            assert not re.search(pattern, line), (
+                f"{where}:{number}: {thing} belong in {allowed or 'no file'}: {line.strip()}"
+            )
+
+
+def code_lines(path: Path) -> list[str]:
+    """The file's lines with comments and docstrings blanked; other string literals stay."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[number] = ""
+    return [re.sub(r"(^|\s)#.*$", "", line) for line in lines]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400, f"{path} is too long; split it by subject"
+    assert path.stem not in ("utils", "common", "helpers", "misc")
+    if path.stem != "__init__":
+        assert ast.get_docstring(ast.parse(text)), f"{path}: no module docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_public_functions_have_docstrings_and_annotations(path: Path) -> None:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{path}: {node.name} has no docstring"
+            assert node.returns is not None or node.name.startswith("_"), (
+                f"{path}: {node.name} has no return annotation"
+            )
+
+
+def test_data_and_models_hold_no_code() -> None:
+    assert not [p for folder in ("data", "models") for p in (ROOT / folder).rglob("*.py")]
+
+
+def test_oracles_are_never_imported() -> None:
+    for path in FILES:
+        names = {n.split(".")[0] for n in all_imports(path)}
+        assert not names & {"transformers", "peft", "trl"}, path
+
+
+def all_imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found

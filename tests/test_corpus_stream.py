@@ -1,0 +1,356 @@
+"""Streams over token shards: each token once an epoch, any rank alike, no target across documents, infilling undone."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import DataError, ModelError
+from pipeline.streams import shards
+from pipeline.streams.batch import Piece, TokenBatch, token_batch
+from pipeline.streams.corpus import CorpusStream, MixtureStream, round_robin
+from pipeline.streams.infilling import RESERVE, infill
+from pipeline.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+SOURCE = (ROOT / "pipeline/streams/corpus.py").read_text(encoding="utf-8")
+TOKENIZER = Tokenizer.train(iter([SOURCE]), 512)
+CONTEXT, STEP = 64, 256
+some = settings(max_examples=60, deadline=None)  # a shared machine stalls
+
+
+def write_corpus(folder: Path, train: list[str], val: list[str], tokenizer: Tokenizer = TOKENIZER) -> Path:
+    """Parquet files and, beside them, their tokens; returns the token folder."""
+    raw, tokens = folder / "raw", folder / "tokens"
+    raw.mkdir(parents=True)
+    tokenizer.save(folder / "tokenizer")
+    splits = {}
+    for split, documents in (("train", train), ("val", val)):
+        columns = {
+            "text": documents,
+            "source": ["test"] * len(documents),
+            "path": [str(n) for n in range(len(documents))],
+        }
+        pq.write_table(pa.table(columns | {"licence": ["MIT"] * len(documents)}), raw / f"{split}-0.parquet")
+        tasks = [shards.EncodeTask(path, folder / "tokenizer", folder / "parts") for path in shards.files(raw, split)]
+        splits[split] = shards.join(split, tasks, [shards.encode_file(task) for task in tasks], tokens)
+    shards.write_meta(tokens, tokenizer, splits)
+    return tokens
+
+
+def documents(number: int, first: int = 0) -> list[str]:
+    """Documents of 1 to about 300 tokens, all different."""
+    return [f"{n} " + SOURCE[n * 37 % 5000 :][: 3 + (n * n * 13) % 600] for n in range(first, first + number)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"), documents(120), documents(20, first=1000))
+
+
+def stream(folder: Path, **changes: object) -> CorpusStream:
+    values = {"context": CONTEXT, "tokens_per_step": STEP, "seed": 1, "cache": folder.parent / "cache"} | changes
+    return CorpusStream(folder, TOKENIZER, **values)  # type: ignore[arg-type]
+
+
+def token_file(folder: Path, split: str = "train") -> tuple[np.ndarray, np.ndarray]:
+    return np.fromfile(folder / f"{split}.bin", "<u2"), np.fromfile(folder / f"{split}.idx", "<u8").astype(int)
+
+
+def equal(a: TokenBatch, b: TokenBatch) -> bool:
+    names = ("input_ids", "targets", "documents", "positions")
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names) and a.num_bytes == b.num_bytes
+
+
+def test_a_batch_is_the_one_worked_out_by_hand() -> None:
+    rows = [[Piece(np.array([20, 21, 22, 0]), True), Piece(np.array([30, 31, 0]), np.array([False, True, True]))]]
+    lengths = np.where(np.arange(64) < 16, 0, 2)
+    batch = token_batch(rows, np.array([0]), packed=8, context=8, pad=1, byte_lengths=lengths)
+    assert batch.input_ids.tolist() == [[20, 21, 22, 0, 30, 31, 0, 1]]
+    assert batch.targets.tolist() == [[21, 22, 0, -100, 31, 0, -100, -100]]
+    assert batch.documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, -1]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    assert (batch.num_targets, batch.num_bytes) == (5, 6)
+    assert [t.dtype for t in (batch.input_ids, batch.targets, batch.documents, batch.positions)] == [
+        torch.int64,
+        torch.int64,
+        torch.int32,
+        torch.int64,
+    ]
+    short = token_batch(rows, np.array([1, 0]), packed=8, context=4, pad=1, byte_lengths=lengths)
+    assert short.targets.tolist() == [[31, 0, -100, -100], [21, 22, 0, -100]]
+    assert short.positions.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    assert short.to("cpu").num_targets == 5
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_token_but_each_documents_first_is_a_target_once_an_epoch(corpus: Path, world: int) -> None:
+    batches = stream(corpus)
+    assert batches.num_tokens / batches.tokens_per_epoch >= 0.95
+    tokens, offsets = token_file(corpus)
+    given: list[int] = []
+    epoch = batches.at(np.arange(batches.rows_per_epoch), CONTEXT)
+    for start in range(0, len(epoch), 4):
+        step = epoch[start : start + 4]
+        for rank in range(world):
+            if len(step[rank::world]):
+                batch = batches.batch(0, CONTEXT, step[rank::world])
+                given += batch.targets[batch.targets >= 0].tolist()
+    assert Counter(given) == Counter(np.delete(tokens, offsets[:-1]).tolist())
+
+
+def test_inputs_and_targets_follow_each_other_in_one_document(corpus: Path) -> None:
+    tokens, offsets = token_file(corpus)
+    whole = [tuple(tokens[a:b].tolist()) for a, b in zip(offsets, offsets[1:])]
+    joined = {document[i : i + CONTEXT + 1] for document in whole for i in range(0, len(document), CONTEXT)}
+    batches = stream(corpus)
+    for step in range(5):
+        batch = batches.batch(step, CONTEXT, batches.rows(step, CONTEXT))
+        for row in range(len(batch.input_ids)):
+            for number in set(batch.documents[row].tolist()) - {-1}:
+                here = batch.documents[row] == number
+                inputs, targets = batch.input_ids[row][here].tolist(), batch.targets[row][here].tolist()
+                assert inputs[1:] == targets[:-1]
+                piece = (*inputs, targets[-1]) if targets[-1] >= 0 else tuple(inputs)
+                assert piece in joined
+                assert batch.positions[row][here].tolist() == list(range(len(inputs)))
+
+
+def test_bytes_are_those_of_the_targets(corpus: Path) -> None:
+    batches = stream(corpus)
+    batch = batches.batch(0, CONTEXT, batches.rows(0, CONTEXT))
+    text = TOKENIZER.decode(batch.targets[batch.targets >= 0].tolist())
+    assert batch.num_bytes == len(text.encode()) > 100
+
+
+@pytest.mark.parametrize("fim_rate", [0.0, 0.5])
+def test_a_batch_depends_on_its_row_ids_alone(corpus: Path, fim_rate: float) -> None:
+    one, two = stream(corpus, fim_rate=fim_rate), stream(corpus, fim_rate=fim_rate)
+    for step in (0, 7, 400):
+        rows = one.rows(step, CONTEXT)
+        whole = two.batch(0, CONTEXT, rows)
+        for place, row in enumerate(rows):
+            single = one.batch(step, CONTEXT, np.array([row]))
+            assert torch.equal(single.input_ids[0], whole.input_ids[place])
+            assert torch.equal(single.targets[0], whole.targets[place])
+
+
+@pytest.mark.parametrize("context", [32, 16])
+def test_a_shorter_context_splits_the_same_rows_and_keeps_every_target(corpus: Path, context: int) -> None:
+    batches = stream(corpus, fim_rate=0.5)
+    for step in (0, 90):
+        long = batches.batch(step, CONTEXT, batches.rows(step, CONTEXT))
+        short = batches.batch(step, context, batches.rows(step, context))
+        assert short.input_ids.shape == (STEP // context, context)
+        assert torch.equal(short.input_ids.reshape(-1, CONTEXT), long.input_ids)
+        assert torch.equal(short.targets.reshape(-1, CONTEXT), long.targets)
+        assert short.num_bytes == long.num_bytes
+        assert short.positions.max() < context and not short.positions[:, 0].any()
+
+
+def test_evaluation_reads_the_val_split_in_one_order_for_every_seed(corpus: Path) -> None:
+    tokens, offsets = token_file(corpus, "val")
+    one = list(stream(corpus).evaluation(10**9))
+    two = list(stream(corpus, seed=9, fim_rate=1.0).evaluation(10**9))
+    assert len(one) == len(two) and all(map(equal, one, two))
+    given = Counter(t for batch in one for t in batch.targets[batch.targets >= 0].tolist())
+    assert given == Counter(np.delete(tokens, offsets[:-1]).tolist())
+    few = list(stream(corpus).evaluation(300))
+    assert all(map(equal, few, one)) and sum(b.num_targets for b in few[:-1]) < 300 <= sum(b.num_targets for b in few)
+
+
+def test_without_the_document_mask_a_row_is_one_segment_but_targets_stay_within_documents(corpus: Path) -> None:
+    masked, open_ = stream(corpus), stream(corpus, document_mask=False)
+    rows = masked.rows(0, CONTEXT)
+    a, b = masked.batch(0, CONTEXT, rows), open_.batch(0, CONTEXT, rows)
+    assert torch.equal(a.targets, b.targets) and not b.documents.any()
+    assert b.positions.tolist() == [list(range(CONTEXT))] * len(rows)
+    assert masked.fingerprint != open_.fingerprint
+
+
+# Infilling
+
+
+def undo(ids: list[int]) -> bytes:
+    """The document's bytes from PRE p SUF s MID m END or PRE SUF s MID p m END."""
+    pre, suf, mid = TOKENIZER.fim_prefix, TOKENIZER.fim_suffix, TOKENIZER.fim_middle
+    assert ids[0] == pre and ids[-1] == TOKENIZER.end_of_text
+    p, rest = ids[1 : ids.index(suf)], ids[ids.index(suf) + 1 : -1]
+    s, m = rest[: rest.index(mid)], rest[rest.index(mid) + 1 :]
+    parts = p + m + s  # in both orders: with the suffix first, p is empty and m holds prefix and middle
+    assert not {pre, suf, mid} & set(parts)
+    return b"".join(TOKENIZER.token_bytes[i] for i in parts)
+
+
+@some
+@given(st.text(min_size=1, max_size=60), st.integers(0, 2**63))
+def test_infilling_undone_is_the_document(text: str, key: int) -> None:
+    ids = np.array([*TOKENIZER.encode(text), TOKENIZER.end_of_text])
+    out = infill(ids, key, TOKENIZER)
+    assert undo(out.tolist()) == text.encode()
+    assert len(out) <= len(ids) + RESERVE
+    assert np.array_equal(out, infill(ids, key, TOKENIZER))
+
+
+def test_cuts_are_uniform_over_characters_and_both_orders_occur() -> None:
+    text = "abcdefgh" * 8
+    ids = np.array([*TOKENIZER.encode(text), TOKENIZER.end_of_text])
+    cuts, psm = [], 0
+    for key in range(2000):
+        out = infill(ids, key * 7919, TOKENIZER).tolist()
+        suffix = out[out.index(TOKENIZER.fim_suffix) + 1 : out.index(TOKENIZER.fim_middle)]
+        cuts.append(len(TOKENIZER.decode(suffix)) / len(text))
+        psm += out[1] != TOKENIZER.fim_suffix
+    assert abs(np.mean(cuts) - 1 / 3) < 0.02  # the shorter of two uniform cuts, from the end
+    assert 900 < psm < 1100  # (an empty prefix counts as suffix first: 1 in 65)
+
+
+def test_a_document_whose_cut_tokens_take_too_much_room_is_cut_at_token_borders() -> None:
+    wide = Tokenizer.train(iter([" ".join(["pneumonoultramicroscopic"] * 300)]), 320)
+    ids = np.array([*wide.encode("pneumonoultramicroscopic"), wide.end_of_text])
+    assert len(ids) == 2
+    lengths = [len(infill(ids, key * 7919, wide)) for key in range(300)]
+    assert max(lengths) <= len(ids) + RESERVE and min(lengths) == 5
+
+
+def test_half_of_the_documents_that_have_room_are_infilled_and_all_of_it_is_trained(corpus: Path) -> None:
+    batches = stream(corpus, fim_rate=0.5)
+    tokens, offsets = token_file(corpus)
+    whole = Counter(TOKENIZER.decode(tokens[a:b]).encode() for a, b in zip(offsets, offsets[1:]))
+    infilled = 0
+    for row in batches.at(np.arange(batches.rows_per_epoch), CONTEXT):
+        batch = batches.batch(0, CONTEXT, np.array([row]))
+        for number in set(batch.documents[0].tolist()) - {-1}:
+            ids = batch.input_ids[0][batch.documents[0] == number].tolist()
+            if ids[0] == TOKENIZER.fim_prefix:
+                infilled += 1
+                assert whole[undo(ids)] == 1
+                assert batch.targets[0][batch.documents[0] == number].tolist() == [*ids[1:], -100]
+    room = sum(b - a + RESERVE <= CONTEXT for a, b in zip(offsets, offsets[1:]))
+    assert room > 20 and 0.25 * room < infilled < 0.75 * room
+
+
+def test_the_second_epoch_is_cut_elsewhere(corpus: Path) -> None:
+    batches = stream(corpus, fim_rate=1.0)
+    per_epoch = batches.rows_per_epoch
+    same = changed = 0
+    for row in range(per_epoch):
+        a = batches.batch(0, CONTEXT, np.array([row])).input_ids
+        b = batches.batch(0, CONTEXT, np.array([row + per_epoch])).input_ids
+        if TOKENIZER.fim_prefix in a:
+            same, changed = same + torch.equal(a, b), changed + (not torch.equal(a, b))
+    assert changed > same
+
+
+# Errors
+
+
+def test_too_few_tokens_for_one_batch_names_what_works(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path, ["abc " * 40, "x"], ["y"])
+    with pytest.raises(DataError, match="too few tokens for one batch: held") as error:
+        stream(folder, tokens_per_step=1024)
+    text = str(error.value)
+    assert "needed tokens_per_step=1024" in text
+    works = int(text.split("largest tokens_per_step that works is ")[1].split(".")[0])
+    assert stream(folder, tokens_per_step=works).rows_per_epoch * CONTEXT == works
+    with pytest.raises(DataError, match="too few"):
+        stream(folder, tokens_per_step=works + CONTEXT)
+
+
+def test_tokens_of_another_tokenizer_are_refused_with_both_hashes_and_paths(corpus: Path) -> None:
+    other = Tokenizer.train(iter([SOURCE]), 576)
+    with pytest.raises(ModelError) as error:
+        CorpusStream(corpus, other, context=64, tokens_per_step=256, seed=1, cache=corpus.parent / "cache")
+    for expected in (str(corpus / "meta.json"), TOKENIZER.hash[:16], other.hash[:16], "this tokenizer", "stage_encode"):
+        assert expected in str(error.value)
+
+
+def test_missing_and_cut_off_token_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="stage_encode"):
+        stream(tmp_path / "tokens")
+    folder = write_corpus(tmp_path, documents(30), ["y"])
+    with (folder / "train.bin").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(DataError, match=r"train\.bin: expected \d+ tokens"):
+        stream(folder)
+
+
+def test_a_corpus_without_val_says_so_when_it_is_evaluated(tmp_path: Path) -> None:
+    batches = stream(write_corpus(tmp_path, documents(40), [""]))
+    with pytest.raises(DataError, match="val split holds nothing"):
+        next(batches.evaluation(10))
+
+
+# Mixture
+
+
+@some
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=10))
+def test_a_mixture_is_within_one_row_of_its_weights_at_every_place(weights: list[int]) -> None:
+    period = round_robin(weights)
+    slots = np.arange(1, len(period) + 1)
+    for member, weight in enumerate(weights):
+        assert (period == member).sum() == weight
+        assert np.abs(np.cumsum(period == member) - slots * weight / sum(weights)).max() < 1
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[MixtureStream, CorpusStream, CorpusStream]:
+    second = write_corpus(tmp_path_factory.mktemp("second"), documents(60, first=300), documents(5, first=2000))
+    one, two = stream(corpus, fim_rate=0.5), stream(second)
+    return MixtureStream([(3, one), (2, two)]), one, two
+
+
+@pytest.mark.parametrize("context", [64, 32])
+def test_a_mixture_gives_its_members_rows_in_their_own_order(
+    mixture: tuple[MixtureStream, CorpusStream, CorpusStream], context: int
+) -> None:
+    mixed, one, two = mixture
+    windows = CONTEXT // context
+    ids = np.concatenate([mixed.rows(step, context) for step in range(25)])  # 100 packed rows
+    for member, (own, share) in enumerate(((one, 60), (two, 40))):
+        expected = own.at(np.arange(share), context)
+        assert np.array_equal(ids[ids % 2 == member] // 2, expected) and len(expected) == share * windows
+    for step in (0, 7):
+        rows = mixed.rows(step, context)
+        batch = mixed.batch(step, context, rows)
+        assert batch.input_ids.shape == (STEP // context, context)
+        assert batch.num_bytes == sum(mixed.batch(0, context, rows[n : n + 1]).num_bytes for n in range(len(rows)))
+        for place, row in enumerate(rows):
+            single = (one, two)[row % 2].batch(0, context, np.array([row // 2]))
+            assert torch.equal(single.targets[0], batch.targets[place])
+
+
+def test_a_mixture_evaluates_each_member_by_its_weight(
+    mixture: tuple[MixtureStream, CorpusStream, CorpusStream],
+) -> None:
+    mixed, one, two = mixture
+    assert all(map(equal, mixed.evaluation(500), [*one.evaluation(300), *two.evaluation(200)]))
+    assert mixed.rows_per_epoch == one.rows_per_epoch + two.rows_per_epoch
+    assert mixed.fingerprint != MixtureStream([(2, one), (2, two)]).fingerprint
+
+
+def test_a_mixture_of_mixtures_gives_the_innermost_rows(
+    mixture: tuple[MixtureStream, CorpusStream, CorpusStream],
+) -> None:
+    mixed, one, _ = mixture
+    outer = MixtureStream([(1, mixed), (1, one)])
+    rows = outer.rows(3, 32)
+    batch = outer.batch(3, 32, rows)
+    inner = [
+        mixed.batch(0, 32, np.array([r // 2])) if r % 2 == 0 else one.batch(0, 32, np.array([r // 2])) for r in rows
+    ]
+    assert torch.equal(batch.input_ids, torch.cat([b.input_ids for b in inner]))
+
+
+def test_mixtures_that_cannot_be_are_refused(corpus: Path) -> None:
+    with pytest.raises(ValueError, match="whole weights"):
+        MixtureStream([(0, stream(corpus))])
+    with pytest.raises(ValueError, match="same context"):
+        MixtureStream([(1, stream(corpus)), (1, stream(corpus, context=32))])

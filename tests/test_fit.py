@@ -1,0 +1,249 @@
+"""The loop: exact resume, accumulation, early stopping, faults. With a small model so that every case runs in a moment."""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipeline import device
+from pipeline.errors import ConfigError, GateError
+from pipeline.learning import fit as fit_module
+from pipeline.learning import objectives, states
+from pipeline.learning.fit import fit, weights_of
+from pipeline.learning.objectives import Loss
+from pipeline.learning.settings import FitConfig
+from pipeline.params import Runtime
+from pipeline.tracking import Tracker
+from pipeline.work import Job, StopRequest
+
+
+class Batch:
+    def __init__(self, ids: torch.Tensor, targets: torch.Tensor) -> None:
+        self.ids, self.targets = ids, targets
+        self.num_targets = int((targets >= 0).sum())
+        self.num_bytes = 3 * self.num_targets
+
+    def to(self, where: Any) -> "Batch":
+        return self
+
+
+class Rows:
+    """Rows of random tokens with a pattern to learn; every third target is untrained, so rows have unequal counts."""
+
+    fingerprint = "toy"
+    tokens_per_epoch = 640
+    rows_seen: list[list[int]]
+
+    def __init__(self, poison: int = -1) -> None:
+        self.poison, self.rows_seen = poison, []
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        return np.arange(6) + 6 * step
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> Batch:
+        self.rows_seen.append(rows.tolist())
+        made = [self.row(int(row), context) for row in rows]
+        return Batch(torch.stack([a for a, _ in made]), torch.stack([b for _, b in made]))
+
+    def row(self, row: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(0, 13, (context,), generator=device.generator("toy", row))
+        targets = (ids * 3 + 1) % 13
+        targets[:: 2 + row % 3] = -100
+        if row // 6 == self.poison:
+            ids = torch.full_like(ids, 13)  # the row of NaN in the embedding
+        return ids, targets
+
+    def evaluation(self, tokens: int) -> Iterator[Batch]:
+        for row in range(10_000, 10_003):
+            ids, targets = self.row(row, 8)
+            yield Batch(ids[None], targets[None])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed_tokens = nn.Embedding(14, 16)
+        self.hidden = nn.Linear(16, 16, bias=False)
+        self.lm_head = nn.Linear(16, 13, bias=False)
+        with torch.no_grad():
+            self.embed_tokens.weight[13] = float("nan")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(torch.relu(self.hidden(self.embed_tokens(ids))))
+
+
+class Dropping(Net):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(nn.functional.dropout(self.hidden(self.embed_tokens(ids)), 0.3, self.training))
+
+
+def loss(model: nn.Module, batch: Batch) -> Loss:
+    chosen = batch.targets >= 0
+    return objectives.next_token(model(batch.ids)[chosen], batch.targets[chosen])
+
+
+def config(**changes: Any) -> FitConfig:
+    values: dict[str, Any] = {"steps": 12, "tokens_per_step": 48, "context": 8, "learning_rate": 0.02, "eval_steps": 4,
+                              "warmup_steps": 2, "optimizer": "muon"}  # fmt: skip
+    return FitConfig(**(values | changes))
+
+
+def job(folder: Path, **runtime: Any) -> Job:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Job(stage="toy", item=None, key="k", seed=1, folder=folder, workers=1,
+               runtime=Runtime(**({"logging_steps": 3, "precision": "fp32"} | runtime)),
+               tracker=Tracker("toy", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(weights_of(a).values(), weights_of(b).values(), strict=True)
+    return all(torch.equal(x.nan_to_num(9), y.nan_to_num(9)) for x, y in pairs)
+
+
+class Stopped(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Net, Dropping])
+@pytest.mark.parametrize("micro_batch", [6, 2])
+def test_a_run_killed_at_any_step_ends_with_the_bits_of_an_uninterrupted_one(
+    tmp_path: Path, kind: type[Net], micro_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = kind()
+    first = job(tmp_path / "whole", micro_batch=micro_batch)
+    fit(whole, Rows(), loss, config(), first)
+    original = fit_module.Run._one_step
+    for kill_at in (0, 1, 4, 5, 11):
+        part, folder = kind(), tmp_path / f"killed{kill_at}"
+
+        def step(self: Any, kill_at: int = kill_at) -> None:
+            if self.course.step == kill_at:
+                raise Stopped
+            original(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fit_module.Run, "_one_step", step)
+            with pytest.raises(Stopped):
+                fit(part, Rows(), loss, config(), job(folder, micro_batch=micro_batch, save_steps=1))
+        again, second = kind(), job(folder, micro_batch=micro_batch)
+        fit(again, Rows(), loss, config(), second)
+        assert equal(whole, again), kill_at
+        assert second.tracker.rows == first.tracker.rows
+        assert second.tracker.final == first.tracker.final
+
+
+def test_accumulation_changes_nothing_but_the_order_of_sums(tmp_path: Path) -> None:
+    models = []
+    for micro in (6, 4, 1):
+        model = Net()
+        fit(model, Rows(), loss, config(), job(tmp_path / str(micro), micro_batch=micro))
+        models.append(model)
+    for other in models[1:]:
+        for x, y in zip(weights_of(models[0]).values(), weights_of(other).values(), strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
+def test_the_gradient_is_that_of_the_mean_over_trained_tokens(tmp_path: Path) -> None:
+    """Against the obvious computation: one forward over all rows, mean over targets, one SGD-like look at the gradient."""
+    model, stream = Net(), Rows()
+    batch = stream.batch(0, 8, stream.rows(0, 8))
+    chosen = batch.targets >= 0
+    value = nn.functional.cross_entropy(model(batch.ids)[chosen], batch.targets[chosen])
+    value.backward()
+    run = fit_module.Run(Net(), Rows(), loss, config(), job(tmp_path, micro_batch=2), False)
+    parts = [stream.batch(0, 8, stream.rows(0, 8)[i : i + 2]) for i in (0, 2, 4)]
+    total = run._backward(parts, batch.num_targets)
+    assert total / batch.num_targets == pytest.approx(value.item(), rel=1e-6)
+    for x, y in zip(model.parameters(), run.plain.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad, atol=1e-7, rtol=1e-5)
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    model, one = Net(), job(tmp_path)
+    fit(model, Rows(), loss, config(steps=150, optimizer="adamw"), one)
+    assert one.tracker.final["best"]["val_loss"] < 0.2
+
+
+def test_zero_learning_rate_moves_nothing(tmp_path: Path) -> None:
+    model = Net()
+    fit(model, Rows(), loss, config(learning_rate=0.0), job(tmp_path))
+    assert equal(model, Net())
+
+
+def test_a_batch_that_is_not_finite_changes_no_weight_and_three_stop(tmp_path: Path) -> None:
+    one = job(tmp_path / "a")
+    fit(Net(), Rows(poison=5), loss, config(), one)
+    assert one.tracker.rows[-1]["skipped"] == 1
+    original = Rows.row
+    bad = Rows()
+    bad.row = lambda row, context: original(Rows(poison=row // 6 if 3 <= row // 6 < 9 else -1), row, context)  # type: ignore[method-assign]
+    with pytest.raises(GateError, match=r"not finite \(3 in a row.*learning_rate"):
+        fit(Net(), bad, loss, config(), job(tmp_path / "b"))
+
+
+def test_a_signal_saves_a_state_and_exits_with_its_number(tmp_path: Path) -> None:
+    one = job(tmp_path)
+    one.stop.signal = signal.SIGTERM
+    with pytest.raises(SystemExit) as stopped:
+        fit(Net(), Rows(), loss, config(), one)
+    assert stopped.value.code == 143
+    assert states.newest(tmp_path) is not None
+
+
+def test_patience_stops_and_the_best_weights_are_published(tmp_path: Path) -> None:
+    one = job(tmp_path)
+    model = Net()
+    fit(model, Rows(), loss, config(steps=400, patience=2, threshold=10.0), one)
+    assert one.tracker.rows[-1]["step"] == 12  # the first evaluation moves the anchor, two more do not
+    best = states.weights_at(tmp_path, one.tracker.final["published_step"])
+    assert torch.equal(best["hidden.weight"], model.hidden.weight)
+
+
+def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
+    fit(Net(), Rows(), loss, config(), job(tmp_path))
+    other = Rows()
+    other.fingerprint = "else"
+    with pytest.raises(ConfigError, match="trained on other data"):
+        fit(Net(), other, loss, config(), job(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens_per_step": 50}, "not a multiple of context 8; try 48"),
+        ({"tokens": 100}, "exactly one of steps, tokens, epochs; got steps, tokens"),
+        ({"steps": None}, "got none"),
+        ({"warmup_ratio": 0.1}, "at most one of warmup"),
+        ({"optimizer": "sgd"}, "expected one of adamw, muon"),
+    ],
+)
+def test_settings_that_contradict_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_tokens_and_epochs_become_steps() -> None:
+    assert config(steps=None, tokens=480).resolve_steps(640) == 10
+    assert config(steps=None, epochs=3.0).resolve_steps(640) == 40
+
+
+def test_a_group_without_gradient_is_named(tmp_path: Path) -> None:
+    class Cut(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.lm_head(self.embed_tokens(ids)) + 0 * self.hidden.weight.sum()
+
+    with pytest.raises(GateError, match=r"group hidden: no gradient arrives at hidden\.weight"):
+        fit(Cut(), Rows(), loss, config(), job(tmp_path))
+
+
+def test_a_resumed_state_of_another_micro_batch_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Net(), Rows(), loss, config(), job(tmp_path))
+    fit(Net(), Rows(), loss, config(), replace(job(tmp_path, micro_batch=3)))
+    assert "not bit-exact" in capsys.readouterr().err

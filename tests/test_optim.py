@@ -1,0 +1,96 @@
+"""Muon against torch's own, groups, and states by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.learning.optim import Muon, OptimizerConfig, Optimizers, groups, orthogonalise
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(11, 8)
+        self.hidden = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)])
+        self.lm_head = nn.Linear(8, 11, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(ids)
+        for layer in self.hidden:
+            x = torch.tanh(layer(x))
+        return self.lm_head(x)
+
+
+def config(name: str) -> OptimizerConfig:
+    return OptimizerConfig(optimizer=name, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def train(model: Net, optimizers: Optimizers, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        ids = (torch.arange(20) * (step + 3)) % 11
+        model(ids).square().mean().backward()
+        optimizers.step(1.0)
+
+
+def test_each_parameter_is_in_exactly_one_group() -> None:
+    model = Net()
+    found = groups(model)
+    names = [name for members in found.values() for name in members]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert list(found["norm_bias"]) == ["hidden.1.bias"]
+    assert set(found["hidden"]) == {"hidden.0.weight", "hidden.1.weight", "hidden.2.weight"}
+
+
+def test_batched_muon_equals_torch_muon() -> None:
+    torch.manual_seed(0)
+    shapes = [(6, 6), (6, 6), (4, 9), (9, 4)]
+    mine = [nn.Parameter(torch.randn(s)) for s in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in mine]
+    ours = Muon(mine, lr=0.02, weight_decay=0.1, dtype=torch.bfloat16)
+    oracle = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for a, b in zip(mine, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        ours.step()
+        oracle.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=0)  # bf16 sums in another order
+
+
+def test_orthogonalise_brings_every_singular_value_near_one() -> None:
+    matrices = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonalise(matrices, steps=5, coefficients=(3.4445, -4.775, 2.0315), eps=1e-7))
+    assert values.min() > 0.5 and values.max() < 1.5
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_restored_states_continue_bit_for_bit(name: str) -> None:
+    torch.manual_seed(0)
+    whole, part = Net(), Net()
+    part.load_state_dict(whole.state_dict())
+    a, b = Optimizers(whole, config(name), fast_bf16=False), Optimizers(part, config(name), fast_bf16=False)
+    train(whole, a, 5)
+    train(part, b, 3)
+    again = Net()
+    again.load_state_dict(part.state_dict())
+    c = Optimizers(again, config(name), fast_bf16=False)
+    c.load_state_tensors(b.state_tensors())
+    train(again, c, 2, first=3)
+    for x, y in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_state_of_another_parameter_is_refused() -> None:
+    optimizers = Optimizers(Net(), config("adamw"), fast_bf16=False)
+    with pytest.raises(ValueError, match=r"layers\.9"):
+        optimizers.load_state_tensors({"layers.9/exp_avg": torch.zeros(2)})
+
+
+def test_zero_rate_moves_nothing() -> None:
+    model = Net()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers = Optimizers(model, config("muon"), fast_bf16=False)
+    model(torch.arange(11)).square().mean().backward()
+    optimizers.step(0.0)
+    assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))

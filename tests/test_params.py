@@ -1,0 +1,196 @@
+"""Configuration: precedence, strictness, messages; params.yaml as DVC and Hydra both read it."""
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from ruamel.yaml import YAML
+
+from pipeline.errors import ConfigError
+from pipeline.params import Runtime, Settings, Value, block, build, group, parse_override, stage_names, stage_params
+from pipeline.running import meanings
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float  # how fast
+    steps: int | None = None  # how long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    kl: float = 0.1  # pull
+    name: str = "a"
+    width: int = group("model.width")
+    fit: Inner
+
+
+@pytest.fixture()
+def repository(tmp_path: Path) -> Path:
+    for name in ("model/nano", "model/tiny", "scale/demo", "data/machine"):
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "conf/model/nano.yaml").write_text("width: 8\n")
+    (tmp_path / "conf/model/tiny.yaml").write_text("width: 16\n")
+    (tmp_path / "conf/scale/demo.yaml").write_text("# @package _global_\nrlhf: {kl: 0.2, rate: 0.5, steps: 7}\n")
+    (tmp_path / "conf/data/machine.yaml").write_text("source: machine\n")
+    shutil.copy(ROOT / "conf/config.yaml", tmp_path / "conf/config.yaml")
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages/rlhf.py").write_text("")
+    write(tmp_path, "rlhf: {kl: null, rate: 1e-3}")
+    return tmp_path
+
+
+def write(root: Path, text: str) -> None:
+    (root / "params.yaml").write_text(f"seed: 1\nmodel: nano\nscale: demo\ndata: machine\n{text}\n")
+
+
+def resolved(root: Path, *overrides: str) -> Params:
+    settings = Settings(root, list(overrides))
+    return build(Params, settings.layers("rlhf"), "rlhf", settings)
+
+
+def test_command_line_beats_params_beats_scale_beats_default(repository: Path) -> None:
+    found = resolved(repository, "rlhf.steps=3")
+    assert (found.fit.steps, found.fit.rate, found.kl, found.name) == (3, 1e-3, 0.2, "a")
+    assert resolved(repository, "rlhf.kl=1").kl == 1.0
+
+
+def test_preset_lies_between_params_and_scale(repository: Path) -> None:
+    (repository / "conf/preset/rlhf").mkdir(parents=True)
+    (repository / "conf/preset/rlhf/paper.yaml").write_text("kl: 0.7\nrate: 9.0\n")
+    write(repository, "rlhf: {preset: paper, kl: null, rate: 1e-3}")
+    assert (resolved(repository).kl, resolved(repository).fit.rate) == (0.7, 1e-3)
+    with pytest.raises(ConfigError, match=r"rlhf\.preset.*options: paper"):
+        resolved(repository, "rlhf.preset=papr")
+
+
+def test_a_key_of_the_selected_model_file_arrives(repository: Path) -> None:
+    assert resolved(repository).width == 8
+    assert resolved(repository, "model=tiny").width == 16
+    assert resolved(repository, "model.width=5").width == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "rlhf: {kll: 1}",
+            r"params\.yaml: rlhf: unknown key 'kll' \(did you mean 'kl'\?\); valid keys: kl, name, rate, steps",
+        ),
+        ("rlhf: {kl: high}", r'params\.yaml: rlhf\.kl: expected float, got "high"'),
+        ("rlhf: {steps: 1.5}", r"params\.yaml: rlhf\.steps: expected int or none"),
+        ("rlhf: {name: 3}", r"rlhf\.name: expected str"),
+        ("rlhf: 3", r"rlhf: expected a block of keys"),
+        ("rlhg: {kl: 1}", r"unknown key 'rlhg' \(did you mean 'rlhf'\?\)"),
+        ("rlhf: {kl: 1", r"params\.yaml: not valid YAML"),
+        ("rlhf: {name: '${seed}'}", r"not allowed here"),
+    ],
+)
+def test_a_wrong_params_file_is_named_with_key_and_remedy(repository: Path, text: str, message: str) -> None:
+    write(repository, text)
+    with pytest.raises(ConfigError, match=message):
+        resolved(repository)
+
+
+def test_a_missing_key_names_its_type(repository: Path) -> None:
+    (repository / "conf/scale/demo.yaml").write_text("# @package _global_\nrlhf: {kl: 1}\n")
+    write(repository, "rlhf: {kl: 1}")
+    with pytest.raises(ConfigError, match=r"rlhf\.rate: missing: expected float"):
+        resolved(repository)
+
+
+def test_an_unknown_option_lists_those_that_exist(repository: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'tiny'.*options: nano, tiny"):
+        resolved(repository, "model=tinny")
+
+
+def test_an_override_without_equals_sign_is_refused() -> None:
+    with pytest.raises(ConfigError, match="key=value"):
+        parse_override("language.steps")
+
+
+def test_floats_accept_text_and_integers_but_ints_no_floats() -> None:
+    assert build(Inner, {"rate": Value("1e-3", "x")}, "w").rate == 1e-3
+    assert build(Inner, {"rate": Value(2, "x")}, "w").rate == 2.0
+    with pytest.raises(ConfigError):
+        build(Inner, {"rate": Value(True, "x")}, "w")
+
+
+def test_post_init_errors_name_block_and_file() -> None:
+    with pytest.raises(ConfigError, match=r"p\.yaml: runtime: precision: expected auto"):
+        build(Runtime, {"precision": Value("fp8", "p.yaml")}, "runtime")
+
+
+def test_comments_beside_fields_are_their_meaning() -> None:
+    assert meanings(Inner) == {"rate": "how fast", "steps": "how long"}
+
+
+def test_block_fields_read_other_blocks() -> None:
+    assert block("sandbox").metadata["from"] == "sandbox"
+
+
+# -- the repository's own files ------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_every_stage_resolve_for_every_scale_and_model(in_repository: Path) -> None:
+    for scale in ("smoke", "demo", "full"):
+        for model in sorted(p.stem for p in Path("conf/model").glob("*.yaml")):
+            settings = Settings(Path(), [f"scale={scale}", f"model={model}"])
+            for stage in stage_names(Path()):
+                assert dataclasses.is_dataclass(stage_params(stage, settings))
+
+
+def test_dvc_and_hydra_read_the_same_trees(in_repository: Path) -> None:
+    for path in [Path("params.yaml"), *sorted(Path("conf").rglob("*.yaml"))]:
+        as_dvc = YAML(typ="safe", pure=True).load(path.read_text())
+        as_hydra = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        assert as_dvc == as_hydra, path
+
+
+def test_params_yaml_has_no_interpolation_and_no_stray_block(in_repository: Path) -> None:
+    Settings(Path(), [])
+    assert "${" not in Path("params.yaml").read_text()
+
+
+def test_what_each_stage_reads_is_what_dvc_tracks(in_repository: Path) -> None:
+    graph = yaml.safe_load(Path("dvc.yaml").read_text())["stages"]
+    for stage in stage_names(Path()):
+        tracked = tracked_blocks(graph[f"stage_{stage}"].get("params", []))
+        assert tracked == read_blocks(stage), stage
+
+
+def tracked_blocks(params: list[object]) -> set[str]:
+    names: set[str] = set()
+    for entry in params:
+        if isinstance(entry, str):
+            names.add(entry)
+        else:
+            assert isinstance(entry, dict)
+            for file, keys in entry.items():
+                kind = file.split("/")[1] if file.startswith("conf/") else file
+                names |= {f"{kind}:{key}" for key in keys} if keys else {f"{kind}:*"}
+    return names
+
+
+def read_blocks(stage: str) -> set[str]:
+    import importlib
+
+    module = importlib.import_module(f"stages.{stage}")
+    names = {"seed"} if "job.seed" in Path(f"stages/{stage}.py").read_text() else set()
+    for field in dataclasses.fields(module.Params):
+        source = field.metadata.get("from")
+        if source is None:
+            names |= {stage, "scale", f"scale:{stage}"}
+            continue
+        which, _, key = source.partition(".")
+        if which in ("model", "data"):
+            names |= {which, f"{which}:{key or '*'}"}
+        else:
+            names |= {which, "scale", f"scale:{which}"}
+    return names

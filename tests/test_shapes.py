@@ -1,0 +1,405 @@
+"""The shapes of rows: each one good and broken, detection, and the promise that nothing but RowError is raised."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.streams import calls, shapes, turns
+from pipeline.streams.calls import RowError
+from pipeline.streams.records import Dialogue, Pair, Problem, Text
+
+NONE = shapes.Columns()
+
+
+def read(row: dict[str, Any], kind: str, columns: shapes.Columns = NONE) -> Any:
+    shape = shapes.detect([row], kind, columns)
+    assert shape is not None
+    return shapes.convert(shape, row, columns)
+
+
+def shape_of(row: dict[str, Any], kind: str) -> str | None:
+    shape = shapes.detect([row], kind, NONE)
+    return shape.name if shape else None
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+
+
+def call(number: int, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+XLAM = {
+    "id": 7,
+    "query": "Weather in Rome and Oslo?",
+    "tools": json.dumps(
+        [
+            {
+                "name": "weather",
+                "description": "Now",
+                "parameters": {
+                    "city": {"type": "str", "description": "Where"},
+                    "days": {"type": "int, optional", "description": "How many", "default": 1},
+                    "tags": {"type": "List[Union[int, float]], optional", "description": ""},
+                },
+            }
+        ]
+    ),
+    "answers": '[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "weather", "arguments": {"city": "Oslo"}}]',
+}
+GLAIVE = {
+    "system": "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
+    '{"name": "price", "description": "d", "parameters": {"type": "object", "properties": {"s": {"type": "string"}}}}\n\n'
+    '{"name": "other", "description": "", "parameters": {}}',
+    "chat": "USER: Price of Bob's?\n\n\nASSISTANT: One moment. <functioncall> "
+    '{"name": "price", "arguments": \'{"s": "Bob\\\'s"}\'} <|endoftext|>\n\n\n'
+    'FUNCTION RESPONSE: {"p": 1}\n\n\nASSISTANT: It is 1. <|endoftext|>\n\n\n',
+}
+TOOLACE = {
+    "system": "You are an expert in composing functions. The current time is 2024-05-01 10:00:00.Here is a list of functions "
+    'in JSON format that you can invoke:\n[{"name": "Market Trends API", "description": "d", "parameters": {"type": "dict", '
+    '"properties": {"kind": {"type": "float", "description": "k"}, "all": {"type": "bool"}}, "required": ["kind"]}, '
+    '"required": null}, {"name": "g", "parameters": {}}].\nPut it in the format of [func1(name=value), func2(params)]',
+    "conversations": [
+        {"from": "user", "value": "Trends?"},
+        {"from": "assistant", "value": '[Market Trends API(kind=-1.5, all=true, note="a, (b) = [c]"), g()]'},
+        {
+            "from": "tool",
+            "value": '[{"name": "Market Trends API", "results": {"up": 1}}, {"name": "g", "results": "no"}]',
+        },
+        {"from": "assistant", "value": "Up."},
+    ],
+}
+
+
+def test_text_keeps_its_licence_and_id() -> None:
+    found = read({"text": "a b", "license": "MIT", "id": 3}, "text")
+    assert found == Text(text="a b", source="", path="3", licence="MIT")
+
+
+def test_named_columns_join_the_filled_ones_by_blank_lines_and_answer_with_the_last() -> None:
+    columns = shapes.Columns(("title", "body", "reply"))
+    row = {"title": "T", "body": None, "reply": "R"}
+    assert read(row, "text", columns).text == "T\n\nR"
+    messages = read({**row, "body": "B"}, "dialogues", columns).messages
+    assert messages == [{"role": "user", "content": "T\n\nB"}, {"role": "assistant", "content": "R"}]
+
+
+def test_xlam_calls_become_one_turn_and_flat_parameters_become_a_schema() -> None:
+    found = read(XLAM, "dialogues")
+    assert shape_of(XLAM, "dialogues") == "xlam"
+    assert found == Dialogue(
+        id="7",
+        kind="tools",
+        category="xlam",
+        messages=[
+            {"role": "user", "content": "Weather in Rome and Oslo?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [call(0, "weather", '{"city": "Rome"}'), call(1, "weather", '{"city": "Oslo"}')],
+            },
+        ],
+        tools=[
+            {
+                "type": "function",
+                "function": {
+                    "name": "weather",
+                    "description": "Now",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {
+                            "city": {"type": "string", "description": "Where"},
+                            "days": {"type": "integer", "description": "How many", "default": 1},
+                            "tags": {"type": "array", "items": {"type": "number"}, "description": ""},
+                        },
+                        "required": ["city"],
+                    },
+                },
+            }
+        ],
+    )
+
+
+def test_glaive_transcript_keeps_the_text_before_the_call_and_reads_single_quoted_arguments() -> None:
+    found = read(GLAIVE, "dialogues")
+    assert found.messages == [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "Price of Bob's?"},
+        {"role": "assistant", "content": "One moment.", "tool_calls": [call(0, "price", '{"s": "Bob\'s"}')]},
+        {"role": "tool", "tool_call_id": "call_0", "name": "price", "content": '{"p": 1}'},
+        {"role": "assistant", "content": "It is 1."},
+    ]
+    assert [t["function"]["name"] for t in found.tools] == ["price", "other"]
+
+
+def test_toolace_calls_with_spaces_in_names_are_read_and_the_system_text_keeps_only_the_date() -> None:
+    found = read(TOOLACE, "dialogues")
+    arguments = '{"kind": -1.5, "all": true, "note": "a, (b) = [c]"}'
+    assert found.messages == [
+        {"role": "system", "content": "The current time is 2024-05-01 10:00:00."},
+        {"role": "user", "content": "Trends?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call(0, "Market Trends API", arguments), call(1, "g", "{}")],
+        },
+        {"role": "tool", "tool_call_id": "call_0", "name": "Market Trends API", "content": '{"up": 1}'},
+        {"role": "tool", "tool_call_id": "call_1", "name": "g", "content": "no"},
+        {"role": "assistant", "content": "Up."},
+    ]
+    parameters = found.tools[0]["function"]["parameters"]
+    assert parameters == {
+        "type": "object",
+        "properties": {"kind": {"type": "number", "description": "k"}, "all": {"type": "boolean"}},
+        "required": ["kind"],
+    }
+
+
+def test_sharegpt_roles_and_openai_messages_give_the_same_dialogue() -> None:
+    tools = [tool("f", x={"type": "integer"})]
+    share = {
+        "system": "S",
+        "tools": json.dumps([tools[0]["function"]]),
+        "conversations": [
+            {"from": "human", "value": "Q"},
+            {"from": "gpt", "value": "Let me see."},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "A"},
+        ],
+    }
+    openai = {
+        "tools": tools,
+        "messages": [
+            {"role": "developer", "content": "S"},
+            {"role": "user", "content": [{"type": "text", "text": "Q"}]},
+            {"role": "assistant", "content": "Let me see.", "tool_calls": [call(9, "f", '{"x":1}')]},
+            {"role": "tool", "tool_call_id": "call_9", "content": "2"},
+            {"role": "assistant", "content": "A"},
+        ],
+    }
+    assert read(share, "dialogues") == read(openai, "dialogues")
+
+
+def test_results_follow_the_ids_they_name_else_the_order_of_the_calls() -> None:
+    both = {"role": "assistant", "content": None, "tool_calls": [call(5, "f", "{}"), call(6, "g", "{}")]}
+    named = [both, {"role": "tool", "tool_call_id": "call_6", "content": "G"}, {"role": "tool", "content": "F"}]
+    found = turns.from_list(named, "messages")
+    assert [(m["name"], m["tool_call_id"], m["content"]) for m in found[1:]] == [
+        ("g", "call_1", "G"),
+        ("f", "call_0", "F"),
+    ]
+
+
+def test_alpaca_puts_the_input_after_a_blank_line() -> None:
+    row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
+    assert read(row, "dialogues").messages[0]["content"] == "Add.\n\n1, 2"
+    assert read({**row, "input": ""}, "dialogues").messages[0]["content"] == "Add."
+
+
+@pytest.mark.parametrize("names", [("question", "answer"), ("prompt", "response")])
+def test_question_and_answer_become_two_turns(names: tuple[str, str]) -> None:
+    assert read(dict(zip(names, ("Q", "A"), strict=True)), "dialogues").messages == turns.question("Q", "A")
+
+
+def test_problem_takes_the_name_most_asserts_call_and_both_forms_of_tests() -> None:
+    row = {
+        "question": "Sum",
+        "tests": ["assert sorted(f([1])) == [1]", {"assert": "assert f([]) == 0", "visible": True}],
+    }
+    assert read(row, "problems") == Problem(
+        id="",
+        level=3,
+        group="own",
+        key="",
+        question="Sum",
+        entry_point="f",
+        signature="",
+        tests=[
+            {"assert": "assert sorted(f([1])) == [1]", "visible": False},
+            {"assert": "assert f([]) == 0", "visible": True},
+        ],
+    )
+    literal = {
+        "prompt": "P",
+        "entry_point": "f",
+        "test_cases": [{"args": [1, "a"], "expected": "'b'"}],
+        "response": "def f",
+    }
+    found = read(literal, "problems")
+    assert found.tests == [{"args": "[1, 'a']", "expected": "'b'", "visible": False}] and found.answer == "def f"
+
+
+def test_pairs_of_strings_of_lists_and_of_whole_conversations_are_the_same_pair() -> None:
+    user, good, bad = ({"role": r, "content": c} for r, c in (("user", "Q"), ("assistant", "G"), ("assistant", "B")))
+    expected = Pair(id="", source="", kind="chat", prompt=[user], chosen=[good], rejected=[bad])
+    assert read({"prompt": "Q", "chosen": "G", "rejected": "B"}, "preferences") == expected
+    assert read({"prompt": [user], "chosen": [good], "rejected": [bad]}, "preferences") == expected
+    assert read({"prompt": "Q", "chosen": [user, good], "rejected": [user, bad]}, "preferences") == expected
+    assert read({"chosen": [user, good], "rejected": [user, bad]}, "preferences") == expected
+    transcripts = {"chosen": "\n\nHuman: Q\n\nAssistant: G", "rejected": "\n\nHuman: Q\n\nAssistant: B"}
+    assert read(transcripts, "preferences") == expected
+
+
+def test_transcripts_that_part_before_the_last_turn_keep_their_later_turns() -> None:
+    row = {
+        "chosen": "\n\nHuman: Q\n\nAssistant: G\n\nHuman: R\n\nAssistant: H",
+        "rejected": "\n\nHuman: Q\n\nAssistant: B",
+    }
+    found = read(row, "preferences")
+    assert [m["content"] for m in found.prompt] == ["Q"]
+    assert [m["content"] for m in found.chosen] == ["G", "R", "H"] and [m["content"] for m in found.rejected] == ["B"]
+
+
+BROKEN = [
+    ("text", {"text": 3}, "text"),
+    ("text", {"text": " "}, "text"),
+    ("dialogues", {"messages": []}, "messages"),
+    ("dialogues", {"messages": "["}, "messages"),
+    ("dialogues", {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ("dialogues", {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    ("dialogues", {"messages": [{"role": "user", "content": "Q"}]}, "messages"),
+    ("dialogues", {"messages": [{"role": "assistant", "content": ""}]}, "messages[0].content"),
+    ("dialogues", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+    ("dialogues", {"messages": [{"role": "assistant", "tool_calls": [call(0, "f", "{}")]}]}, "messages[0]"),
+    (
+        "dialogues",
+        {"messages": [{"role": "assistant", "tool_calls": [call(0, "f", "{")]}]},
+        "messages[0].tool_calls.arguments",
+    ),
+    ("dialogues", {"conversations": [{"from": "function_call", "value": "f(1)"}]}, "conversations[0]"),
+    ("dialogues", {**XLAM, "answers": "[]"}, "answers"),
+    ("dialogues", {**XLAM, "answers": '[{"name": "snow", "arguments": {}}]'}, "messages[1]"),
+    ("dialogues", {**XLAM, "tools": '[{"description": "no name"}]'}, "tools[0]"),
+    ("dialogues", {**GLAIVE, "chat": 'USER: q\n\nASSISTANT: <functioncall> {"name": '}, "chat[1]"),
+    ("dialogues", {**GLAIVE, "chat": "FUNCTION RESPONSE: 1"}, "chat[0]"),
+    ("dialogues", {**GLAIVE, "chat": "hello"}, "chat"),
+    ("dialogues", {**GLAIVE, "system": 'SYSTEM: x {"name": '}, "system"),
+    ("dialogues", {**TOOLACE, "conversations": [{"from": "assistant", "value": "[g(1)]"}]}, "conversations[0]"),
+    ("dialogues", {**TOOLACE, "conversations": [{"from": "assistant", "value": "[g(a=open(1))]"}]}, "conversations[0]"),
+    ("dialogues", {"instruction": "", "output": "x"}, "instruction"),
+    ("dialogues", {"question": "Q", "answer": 4}, "answer"),
+    ("dialogues", {"question": "Q", "answer": "A", "tests": []}, "tests"),
+    ("problems", {"question": "Q", "tests": []}, "tests"),
+    ("problems", {"question": "Q", "tests": ["f(1)"]}, "tests[0].assert"),
+    ("problems", {"question": "Q", "tests": ["assert f("]}, "tests[0]"),
+    ("problems", {"question": "Q", "tests": [{"args": "[1]", "expected": "2"}]}, "entry_point"),
+    ("problems", {"question": "Q", "entry_point": "f", "tests": [{"args": "1", "expected": "2"}]}, "tests[0].args"),
+    (
+        "problems",
+        {"question": "Q", "entry_point": "f", "tests": [{"args": "[1]", "expected": "abc"}]},
+        "tests[0].expected",
+    ),
+    ("problems", {"question": "Q", "tests": ["assert f(1)"], "level": 9}, "level"),
+    ("preferences", {"prompt": "Q", "chosen": "A", "rejected": "A"}, "rejected"),
+    ("preferences", {"prompt": "Q", "chosen": "A", "rejected": ""}, "rejected"),
+    ("preferences", {"chosen": "A", "rejected": "B"}, "chosen"),
+    ("preferences", {"prompt": "Q", "chosen": "A", "rejected": "B", "gold_chosen": 2}, "gold_chosen"),
+    ("preferences", {"prompt": [], "chosen": "A", "rejected": "B"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "field"), BROKEN)
+def test_a_broken_row_names_its_field(kind: str, row: dict[str, Any], field: str) -> None:
+    with pytest.raises(RowError) as caught:
+        read(row, kind)
+    assert caught.value.field == field
+
+
+def test_a_particular_shape_wins_over_a_general_one() -> None:
+    assert shape_of(TOOLACE, "dialogues") == "toolace"
+    assert shape_of({**TOOLACE, "system": "Be kind."}, "dialogues") == "messages"
+    assert shape_of({"query": "x"}, "dialogues") is None
+
+
+def test_the_shape_that_fits_most_rows_is_taken() -> None:
+    rows = [{"instruction": "a", "output": "b"}] * 2 + [{"question": "a", "answer": "b"}] * 3
+    shape = shapes.detect(rows, "dialogues", NONE)
+    assert shape is not None and shape.name == "question"
+
+
+def test_a_shape_for_another_kind_leaves_this_kind_to_detection_and_an_unknown_one_is_an_error() -> None:
+    assert shapes.named("xlam", "text") is None
+    with pytest.raises(RowError, match="xlam"):
+        shapes.named("xlm", "dialogues")
+
+
+@pytest.mark.parametrize(
+    ("written", "schema", "optional"),
+    [
+        ("str", {"type": "string"}, False),
+        ("int, optional", {"type": "integer"}, True),
+        ("Optional[str]", {"anyOf": [{"type": "string"}, {"type": "null"}]}, True),
+        (
+            "typing.List[Tuple[int, float]]",
+            {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
+            False,
+        ),
+        ("Dict[str, int]", {"type": "object"}, False),
+        ("int | str", {"anyOf": [{"type": "integer"}, {"type": "string"}]}, False),
+        ("Literal['a', 'b']", {"enum": ["a", "b"]}, False),
+        ("Callable[[float], float]", {}, False),
+        ("str or int, optional", {}, True),
+        (None, {}, False),
+    ],
+)
+def test_python_types_become_json_schema(written: Any, schema: dict[str, Any], optional: bool) -> None:
+    assert calls.python_type(written) == (schema, optional)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z]\w{0,5}", fullmatch=True), json_values, max_size=3))
+def test_bracket_calls_give_back_what_was_written(arguments: dict[str, Any]) -> None:
+    finite = json.loads(json.dumps(arguments).replace("Infinity", "0"))
+    written = ", ".join(f"{name}={value!r}" for name, value in finite.items())
+    assert calls.bracket_calls(f"[Do it({written}), g()]", "x") == [calls.Call("Do it", finite), calls.Call("g", {})]
+
+
+FIELDS = """text messages conversations system tools functions query answers chat instruction input output question answer
+prompt response tests test_cases entry_point level chosen rejected gold_chosen id kind role content from value name arguments
+tool_calls function_call function parameters type properties args expected assert"""
+names = st.sampled_from(FIELDS.split())
+pieces = st.sampled_from(
+    [
+        "user",
+        "assistant",
+        "tool",
+        "function_call",
+        "[f(a=1)]",
+        "[f(",
+        '[{"name": "f"}]',
+        '{"name": "f"}',
+        "assert f(1)",
+        "Human: x",
+    ]
+)
+rows = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | pieces | st.text(max_size=6) | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=5),
+    max_leaves=14,
+)
+
+
+@given(rows, st.sampled_from(shapes.SHAPES))
+def test_no_row_raises_anything_but_row_error(row: Any, shape: shapes.Shape) -> None:
+    named: list[str] = []
+    for columns in (NONE, shapes.Columns(("text", "query"))):
+        try:
+            record = shapes.convert(shape, row, columns)
+        except RowError as error:
+            named.append(error.field)
+        else:
+            assert isinstance(record, Text | Dialogue | Problem | Pair)
+    assert all(named)

@@ -1,0 +1,122 @@
+"""Training states on disk: whole or absent, the newest good one wins, the best is kept."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.errors import StagecoachError
+from pipeline.learning import states
+
+
+def save(folder: Path, step: int) -> None:
+    tensors = {"w": torch.full((50, 3), float(step))}
+    states.save(folder, step, weights=tensors, optimizer={"w/exp_avg": tensors["w"] / 2}, meta={"tokens": step},
+                curve=[{"step": s, "loss": 1.0} for s in range(step)])  # fmt: skip
+
+
+def test_a_saved_state_comes_back(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    state = states.newest(tmp_path)
+    assert state is not None
+    assert (state.step, state.meta["tokens"], len(state.curve)) == (3, 3, 3)
+    assert torch.equal(state.weights()["w"], torch.full((50, 3), 3.0))
+    assert torch.equal(state.optimizer()["w/exp_avg"], torch.full((50, 3), 1.5))
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "optimizer.safetensors", "state.json", "curve.jsonl", "manifest.json"]
+)
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
+def test_a_damaged_newest_state_gives_the_one_before(tmp_path: Path, name: str, damage: str) -> None:
+    save(tmp_path, 3)
+    save(tmp_path, 5)
+    path = tmp_path / states.name_of(5) / name
+    content = path.read_bytes()
+    if damage == "delete":
+        path.unlink()
+    else:
+        changed = (
+            content[: len(content) // 2]
+            if damage == "truncate"
+            else content[:-2] + bytes([content[-2] ^ 1, content[-1]])
+        )
+        path.write_bytes(changed)
+    state = states.newest(tmp_path)
+    assert state is not None
+    assert state.step == 3
+
+
+def test_no_good_state_is_none(tmp_path: Path) -> None:
+    assert states.newest(tmp_path) is None
+    (tmp_path / states.name_of(9)).mkdir()
+    assert states.newest(tmp_path) is None
+
+
+def test_retention_keeps_newest_and_best_and_sweeps_leftovers(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step)
+    (tmp_path / "step-00000099.part").mkdir()
+    states.retain(tmp_path, keep=2, protect=[3])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [states.name_of(s) for s in (3, 5, 6)]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_at_any_write_leaves_the_old_or_the_new_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fsync, rename and removal of a save is a place where the process may die."""
+    (tmp_path / "model").mkdir()
+    save(tmp_path / "model", 1)
+    at, died = 0, True
+    seen = set()
+    while died:
+        work = tmp_path / f"try{at}"
+        shutil.copytree(tmp_path / "model", work)
+        calls = 0
+
+        def hook(original, at=at):  # type: ignore[no-untyped-def]
+            def wrapped(*arguments, **named):  # type: ignore[no-untyped-def]
+                nonlocal calls
+                calls += 1
+                if calls > at:
+                    raise Killed
+                return original(*arguments, **named)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            for owner, name in (
+                (os, "fsync"),
+                (Path, "rename"),
+                (Path, "write_text"),
+                (states, "save_file"),
+                (states, "remove"),
+            ):
+                patch.setattr(owner, name, hook(getattr(owner, name)))
+            try:
+                save(work, 2)
+                died = False
+            except Killed:
+                pass
+        state = states.newest(work)
+        assert state is not None
+        assert torch.equal(state.weights()["w"], torch.full((50, 3), float(state.step)))
+        seen.add(state.step)
+        save(work, 2)  # and a second try always works
+        assert states.newest(work).step == 2  # type: ignore[union-attr]
+        at += 1
+    assert at > 10
+    assert seen == {1, 2}
+
+
+def test_no_space_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    with pytest.raises(StagecoachError, match="no space: .* MB needed"):
+        save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == [states.name_of(1)]

@@ -1,0 +1,146 @@
+"""The keyed work directory: keys, digests, locks, publishing, pruning."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline import work
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
+    monkeypatch.delenv("STAGECOACH_LOCKED", raising=False)
+
+
+def key(**changes: object) -> str:
+    values = {
+        "stage": "code",
+        "item": None,
+        "seed": 1,
+        "parameters": {"a": 1.0},
+        "inputs": {"x": "h"},
+        "code": {"m": "c"},
+    }
+    return work.make_key(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_the_key_depends_on_everything_and_on_no_order() -> None:
+    keys = {
+        key(),
+        key(stage="x"),
+        key(item="a"),
+        key(seed=2),
+        key(parameters={"a": 2.0}),
+        key(inputs={"x": "i"}),
+        key(code={"m": "d"}),
+    }
+    assert len(keys) == 7
+    assert key(parameters={"a": 1, "b": 2}) == key(parameters={"b": 2, "a": 1})
+
+
+def test_a_digest_sees_contents_and_names_but_not_times(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a").write_text("1")
+    first = work.digest(folder)
+    os.utime(folder / "a", (1, 1))
+    assert work.digest(folder) == first
+    (folder / "a").write_text("2")
+    assert work.digest(folder) != first
+    (folder / "a").write_text("1")
+    (folder / "a").rename(folder / "b")
+    assert work.digest(folder) != first
+
+
+def finished(folder: Path, text: str = "model") -> Path:
+    out = folder / "out/models/x"
+    out.mkdir(parents=True)
+    (out / "weights").write_text(text)
+    work.mark_finished(folder)
+    return out
+
+
+def test_finished_means_every_file_has_its_hash(tmp_path: Path) -> None:
+    folder = tmp_path / "k"
+    out = finished(folder)
+    assert work.is_finished(folder)
+    (out / "weights").write_text("modem")
+    assert not work.is_finished(folder)
+
+
+def test_publish_replaces_the_whole_folder(tmp_path: Path) -> None:
+    out = finished(tmp_path / "k")
+    target = tmp_path / "models/x"
+    target.mkdir(parents=True)
+    (target / "stale").write_text("old")
+    leftover = tmp_path / "models/.x.999999999.part"
+    leftover.mkdir()
+    work.publish(out, target)
+    assert [p.name for p in target.iterdir()] == ["weights"]
+    assert [p.name for p in target.parent.iterdir()] == ["x"]
+
+
+def test_publishing_again_never_writes_through_a_link(tmp_path: Path) -> None:
+    first, second = finished(tmp_path / "k1", "one"), finished(tmp_path / "k2", "two")
+    target, cached = tmp_path / "models/x", tmp_path / "cache"
+    work.publish(first, target)
+    os.link(target / "weights", cached)
+    work.publish(second, target)
+    assert (cached.read_text(), (target / "weights").read_text()) == ("one", "two")
+    assert work.is_finished(tmp_path / "k1")
+
+
+def test_a_second_holder_of_a_lock_waits_and_a_killed_holder_frees_it(tmp_path: Path) -> None:
+    folder = tmp_path / "k"
+    program = f"from pipeline import work; from pathlib import Path\nwith work.locked(Path({str(folder)!r})): print('in', flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"in\n"
+    waiter = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, cwd=ROOT)  # fmt: skip
+    assert waiter.stderr is not None
+    assert waiter.stdout is not None
+    assert str(holder.pid) in waiter.stderr.readline().decode()
+    holder.kill()
+    assert waiter.stdout.readline() == b"in\n"
+    for process in (holder, waiter):
+        process.communicate()
+
+
+def test_pruning_keeps_the_newest_the_current_and_speed(tmp_path: Path) -> None:
+    stage = work.root() / "code"
+    for number in range(7):
+        finished(stage / f"k{number}")
+        (stage / f"k{number}/speed.json").write_text("{}")
+        old = time.time() - 40 * 86400 + number
+        os.utime(stage / f"k{number}/finished.json", (old, old))
+    work.prune_finished(stage, "k0")
+    left = {p.parent.name for p in stage.glob("*/finished.json")}
+    assert left == {"k0", "k3", "k4", "k5", "k6"}
+    assert len(list(stage.glob("*/speed.json"))) == 7
+
+
+def test_prune_removes_unfinished_work_that_nobody_holds(tmp_path: Path) -> None:
+    for name in ("done", "left", "held"):
+        folder = work.root() / "code" / name
+        folder.mkdir(parents=True)
+        (folder / "lock").write_text("")
+    (work.root() / "code/done/finished.json").write_text(json.dumps({}))
+    with work.locked(work.root() / "code/held"):
+        assert [p.name for p in work.prune_unfinished()] == ["left"]
+
+
+def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    path.write_text("1")
+    first = work.digest(path)
+    monkeypatch.setattr(work, "sha256", lambda _: pytest.fail("read again"))
+    assert work.digest(path) == first
