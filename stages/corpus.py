@@ -34,6 +34,7 @@ from pipeline.tracking import progress, write_json
 from pipeline.work import Job, sha256
 
 PARTS = {"text": ("prose", "stories"), "code": ("python", "shell", "generated")}  # of data=machine
+HARVESTED = ("prose", "python", "shell")  # by package; a generator has no package that could take over
 BATCH_NUMBERS, BATCH_CODE_BYTES = 10, 60_000  # numbers of each story family, bytes of generated code
 HELD_OUT_EVERY = 10  # of the numbers of a held-out story family: enough to measure with, little of the quota
 GENERATED_VAL = 50  # one generated file in so many is held out
@@ -81,14 +82,14 @@ Batch = FileBatch | RecordBatch | StoryBatch | CodeBatch
 
 def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, code: Path) -> None:
     parts = job.folder / "parts"
-    shutil.rmtree(parts, ignore_errors=True)
+    shutil.rmtree(parts / "kept", ignore_errors=True)  # what a killed run fetched from the hub stays
     index = Index(benchmark_items(benchmarks))
-    corpora = {name: _selection(name, params, index, parts / name) for name in PARTS}
+    corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
     versions = {"python": platform.python_version()}
     if params.data.source == "machine":
         batches = _machine(params, job.seed, corpora, versions)
     else:
-        batches = _brought(params.data, own, parts)
+        batches = _brought(params.data, own, parts, versions)
     taker = {part: selection for selection in corpora.values() for part in selection.quotas}
     wanted = sum(quota for selection in corpora.values() for quota in selection.quotas.values())
     with progress(total=None if math.isinf(wanted) else wanted, desc="corpus", unit="B") as bar:
@@ -139,7 +140,7 @@ def _selection(name: str, params: Params, index: Index, folder: Path) -> Selecti
     )
     return Selection(
         quotas=quotas,
-        cap_bytes=params.cap_mb * 1e6 if machine else math.inf,
+        caps=dict.fromkeys(HARVESTED, params.cap_mb * 1e6),
         threshold=params.near_duplicates,
         min_bytes=params.data.min_bytes,
         benchmarks=index,
@@ -157,19 +158,30 @@ def _machine(params: Params, seed: int, corpora: dict[str, Selection], versions:
     yield from harvest.file_batches(python, {"python": code, "prose": text}, data)
     if code.is_open("shell"):
         yield from harvest.file_batches(sources.ordered(sources.shell_scripts(Path())), {"shell": code}, data)
-    for number in itertools.takewhile(lambda _: code.is_open("generated"), itertools.count()):
+    # Bounded, so that a generator that runs out of new things ends the stage and does not hang it.
+    for number in range(_most(params.generated_mb)):
+        if not code.is_open("generated"):
+            break
         yield CodeBatch(BATCH_CODE_BYTES, stable_hash("generated", seed, number) % 2**31)
-    for number in itertools.takewhile(lambda _: text.is_open("stories"), itertools.count()):
+    for number in range(_most(params.stories_mb)):
+        if not text.is_open("stories"):
+            break
         yield StoryBatch(range(number * BATCH_NUMBERS, (number + 1) * BATCH_NUMBERS))
 
 
-def _brought(data: sources.DataConfig, own: Path, parts: Path) -> Iterator[Batch]:
+def _most(quota_mb: float) -> int:
+    """Batches after which a generator has given four times its quota: it is repeating itself."""
+    return 4 + int(4 * quota_mb * 1e6 / BATCH_CODE_BYTES)
+
+
+def _brought(data: sources.DataConfig, own: Path, parts: Path, versions: dict[str, str]) -> Iterator[Batch]:
     """All that the user's files or the hub's data sets hold, in their order."""
     for kind in PARTS:
         if data.source == "files":
             rows = readers.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl")
         else:
-            rows = hub.read_hub(data, kind, parts / f"{kind}-hub")
+            versions |= hub.revisions(data, kind, parts / "hub")
+            rows = hub.read_hub(data, kind, parts / "hub")
         records = ((split, record) for split, record in rows if isinstance(record, Text))
         yield from harvest.record_batches(records, kind, data)
 

@@ -1,0 +1,122 @@
+"""Stage evaluate: the same measurements for every checkpoint, on held-out data, with intervals.
+
+    models/<model>, data/raw, data/dialogues, data/problems -> metrics/eval/<model>.{json,jsonl,csv}
+
+json: the numbers. jsonl: a row per item with what the model answered. csv: curves. Generated code runs in the sandbox and
+nowhere else; where there is none, the problems say "skipped: no sandbox".
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+from pipeline import checkpoint
+from pipeline.errors import ConfigError
+from pipeline.evaluation import suites
+from pipeline.evaluation.suites import Result, Settings, Subject
+from pipeline.params import block, main
+from pipeline.sandbox.judge import Judge, SandboxConfig
+from pipeline.streams.records import Dialogue, Problem, Text, read
+from pipeline.synthesis import stories
+from pipeline.tracking import progress, say, write_curve, write_json
+from pipeline.work import Job
+
+FAMILIES = frozenset(stories.FAMILIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `evaluate`."""
+
+    settings: Settings
+    sandbox: SandboxConfig = block("sandbox")
+
+
+def run(
+    params: Params, job: Job, *, model: Path, text: Path, code: Path, dialogues: Path, problems: Path,
+    summary: Path, items: Path, curves: Path,
+) -> None:  # fmt: skip
+    """Measure `model` and write the three files."""
+    settings = params.settings
+    loaded, tokenizer = checkpoint.load(model)
+    subject = Subject(loaded.train(False), tokenizer, settings, job.seed)
+    prose, told, unseen = split_texts(held_out(text))
+    sources = held_out(code)
+    talks = list(read(dialogues / "test.jsonl", Dialogue))
+    asked = list(read(problems / "test.jsonl", Problem))
+    plan = {
+        "text": lambda: suites.documents(subject, prose[: settings.documents]),
+        "stories": lambda: suites.documents(subject, told[: settings.documents]),
+        "stories_held_out": lambda: suites.documents(subject, unseen[: settings.documents]),
+        "stories sampled": lambda: suites.sampled_stories(subject, told),
+        "code": lambda: suites.documents(subject, sources[: settings.documents]),
+        "code gaps": lambda: suites.gaps(subject, sources),
+        "problems": lambda: solve(subject, asked, params.sandbox, job.workers),
+        "tools": lambda: suites.called(subject, [d for d in talks if d.kind == "tools"]),
+        "answers": lambda: suites.answered(subject, talks),
+    }
+    numbers: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    with progress(total=len(plan), desc=job.name, unit="suite") as bar:
+        for name, suite in plan.items():
+            bar.note(name)
+            result = suite()
+            numbers[name.split()[0]] = numbers.get(name.split()[0], {}) | result.numbers
+            rows += result.rows
+            bar.update()
+    write_json(summary, {**numbers, "settings": asdict(settings) | {"seed": job.seed}, "lineage": job.lineage})
+    items.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    write_curve(curves, curve_rows(numbers))
+
+
+def solve(subject: Subject, problems: list[Problem], sandbox: SandboxConfig, workers: int) -> Result:
+    """The problems suite, or why it was skipped."""
+    try:
+        judge = Judge(sandbox, workers)
+        with judge:
+            return suites.solved(subject, problems, judge)
+    except ConfigError as error:
+        say(f"problems are skipped: {error}")
+        return Result({"skipped": "skipped: no sandbox"})
+
+
+def held_out(corpus: Path) -> list[Text]:
+    """The validation documents of a corpus, in file order."""
+    found = []
+    for path in sorted(corpus.glob("val-*.parquet")):
+        found += [Text(**row) for row in pyarrow.parquet.read_table(path).to_pylist()]
+    return found
+
+
+def split_texts(texts: list[Text]) -> tuple[list[Text], list[Text], list[Text]]:
+    """Prose, stories of families that were trained on, stories of families that were not."""
+    prose = [t for t in texts if t.source not in FAMILIES]
+    told = [t for t in texts if t.source in FAMILIES and t.source not in stories.HELD_OUT]
+    return prose, told, [t for t in texts if t.source in stories.HELD_OUT]
+
+
+def curve_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """pass@k against k, where there are samples."""
+    found = []
+    for k in suites.PASS_AT:
+        value = numbers.get("problems", {}).get(f"pass_at_{k}")
+        if value is not None:
+            found.append({"step": k, "curve": "pass_at_k", "value": value,
+                          "low": numbers["problems"][f"pass_at_{k}_low"],
+                          "high": numbers["problems"][f"pass_at_{k}_high"]})  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    main(
+        run,
+        inputs={"model": "models/{item}", "text": "data/raw/text", "code": "data/raw/code",
+                "dialogues": "data/dialogues", "problems": "data/problems"},
+        outs={"summary": "metrics/eval/{item}.json", "items": "metrics/eval/{item}.jsonl",
+              "curves": "metrics/eval/{item}.csv"},
+        items=("language", "code", "tools"),
+        metrics=None,
+    )  # fmt: skip

@@ -1,0 +1,213 @@
+"""Stage tasks: conversations, programming problems and preference pairs, with known truth.
+
+    data/raw, data/own, feedback/preferences.jsonl -> data/{dialogues,problems,preferences}/{train,val,test}.jsonl
+
+`data: machine` generates all three. `data: files` and `data: hub` bring their own where they name some, and the rest is
+generated. Test items whose text stands in the training data are dropped here, so that no knob of this stage retrains the
+language model. Pairs that people gave on the web page join the training pairs.
+"""
+
+import itertools
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.params import block, group, main
+from pipeline.sandbox.judge import Judge, Program, SandboxConfig
+from pipeline.streams import hub, readers, screening, sources
+from pipeline.streams.records import Dialogue, Pair, Problem, write
+from pipeline.synthesis import preferences, programs, stories, tools, wording
+from pipeline.tracking import progress
+from pipeline.work import Job
+
+SHARES = {"tools": 0.45, "code": 0.35, "story": 0.20}  # of the dialogues
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `tasks`."""
+
+    dialogues: int  # conversations to train on
+    problems: int  # programming problems with a known answer
+    rl_problems: int  # problems for reinforcement learning: tests, no answer
+    pairs: int  # preference pairs to train on
+    test_items: int  # held-out items of each kind
+    label_noise: float  # share of the training pairs whose answers are swapped
+    data: sources.DataConfig = group("data")
+    sandbox: SandboxConfig = block("sandbox")
+
+    def __post_init__(self) -> None:
+        if min(self.dialogues, self.problems, self.rl_problems, self.pairs, self.test_items) < 1:
+            raise ValueError("dialogues, problems, rl_problems, pairs, test_items: expected at least 1")
+        if not 0 <= self.label_noise < 0.5:
+            raise ValueError(f"label_noise: expected a share in [0, 0.5), got {self.label_noise}")
+
+
+Splits = dict[str, list[Any]]  # train, val, test (and rl) -> records
+
+
+def run(
+    params: Params, job: Job, *, own: Path, text: Path, code: Path, feedback: Path,
+    dialogues: Path, problems: Path, pairs: Path,
+) -> None:  # fmt: skip
+    """Write the three folders."""
+    parts = job.folder / "parts"
+    with progress(total=5, desc="tasks", unit="step") as bar:
+        brought = {kind: _brought(kind, params.data, own, parts) for kind in ("dialogues", "problems", "preferences")}
+        bar.update()
+        made = _problems(params, job.seed) if brought["problems"] is None else brought["problems"]
+        bar.update()
+        talks = _dialogues(params, job.seed, made) if brought["dialogues"] is None else brought["dialogues"]
+        bar.update()
+        dropped = _screen(talks, made, text, code, job.workers)
+        bar.update()
+        judged = _pairs(params, job) if brought["preferences"] is None else brought["preferences"]
+        judged["train"] += _feedback(feedback, params.data, parts)
+        bar.update()
+    for folder, splits in ((dialogues, talks), (problems, made), (pairs, judged)):
+        folder.mkdir(parents=True)
+        for split, records in splits.items():
+            write(folder / f"{split}.jsonl", records)
+    for rejected in parts.glob("*-rejected.jsonl"):
+        target = {"dialogues": dialogues, "problems": problems}.get(rejected.stem.split("-")[0], pairs)
+        shutil.copy(rejected, target / "rejected.jsonl")
+    job.report(
+        dialogues=_counts(talks), problems=_counts(made), preferences=_counts(judged), dropped_test_items=dropped,
+        kinds=dict(sorted(Counter(d.kind for d in talks["train"]).items())),
+        chosen_is_longer=_longer(judged["train"]),
+    )  # fmt: skip
+
+
+def _counts(splits: Splits) -> dict[str, int]:
+    return {split: len(records) for split, records in splits.items()}
+
+
+def _longer(pairs: list[Pair]) -> float:
+    lengths = [(len(str(p.chosen)), len(str(p.rejected))) for p in pairs]
+    unequal = [a > b for a, b in lengths if a != b]
+    return sum(unequal) / len(unequal) if unequal else 0.5
+
+
+def _brought(kind: str, data: sources.DataConfig, own: Path, parts: Path) -> Splits | None:
+    """The user's records of a kind; None where none are named. Every second held-out row is for the test."""
+    if data.source == "files" and getattr(data, kind):
+        parts.mkdir(parents=True, exist_ok=True)
+        rows: Iterator[tuple[str, Any]] = readers.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl")
+    elif data.source == "hub" and any(entry.enabled for entry in data.hub.get(kind, [])):
+        rows = hub.read_hub(data, kind, parts / "hub")
+    else:
+        return None
+    splits: Splits = {"train": [], "val": [], "test": []}
+    held_out = 0
+    for split, record in rows:
+        if split == "val":
+            split = ("val", "test")[held_out % 2]
+            held_out += 1
+        splits[split].append(record)
+    if kind == "problems":  # what has no reference answer can only be learnt from its tests
+        splits["rl"] = [p for p in splits["train"] if p.answer is None]
+        splits["train"] = [p for p in splits["train"] if p.answer is not None]
+    return splits
+
+
+def _feedback(folder: Path, data: sources.DataConfig, parts: Path) -> list[Pair]:
+    """Pairs that people gave on the page; each line is checked as a user's own file is."""
+    path = folder / "preferences.jsonl"
+    if not path.is_file() or path.stat().st_size == 0:
+        return []
+    parts.mkdir(parents=True, exist_ok=True)
+    config = replace(data, preferences=[path.name], shape="auto")
+    rows = readers.read_files(folder, config, "preferences", parts / "feedback-rejected.jsonl")
+    return [replace(record, source="feedback") for _, record in rows if isinstance(record, Pair)]
+
+
+def _problems(params: Params, seed: int) -> Splits:
+    counts = {"train": params.problems, "val": max(10, params.problems // 50), "rl": params.rl_problems,
+              "test": 2 * params.test_items}  # fmt: skip
+    return {split: list(programs.problems(split, count, seed)) for split, count in counts.items()}
+
+
+def _dialogues(params: Params, seed: int, problems: Splits) -> Splits:
+    """Tools, code and stories in their shares, in an order in which every stretch holds all three."""
+    splits: Splits = {}
+    held_out = max(20, params.dialogues // 40)
+    for split, count in (("train", params.dialogues), ("val", held_out), ("test", params.test_items)):
+        number = {kind: round(count * share) for kind, share in SHARES.items()}
+        with_answer = [p for p in problems[split] if p.answer is not None]
+        kinds = [
+            list(tools.dialogues(split, count if split == "test" else number["tools"], seed)),
+            [programs.dialogue(p) for p in with_answer[: number["code"]]] if split != "test" else [],
+            [preferences.story_dialogue(path) for path in _paths(split, number["story"])],
+        ]
+        splits[split] = _interleave(kinds)
+    return splits
+
+
+def _interleave(lists: list[list[Dialogue]]) -> list[Dialogue]:
+    placed = [((n + 0.5) / len(one), k, d) for k, one in enumerate(lists) for n, d in enumerate(one)]
+    return [d for _, _, d in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def _paths(split: str, count: int) -> list[str]:
+    """Story paths of a split: val and test are numbers and families that no training text holds."""
+    families = [f for f in stories.FAMILIES if split != "train" or f not in stories.HELD_OUT]
+    step = {"train": 0, "val": 50, "test": 100}[split]
+    found = []
+    for number in itertools.count(1):
+        for family in families:
+            path = f"stories/{family}/{number if split == 'train' else number * 100 + step - 50}"
+            if stories.is_held_out(path) == (split != "train"):
+                found.append(path)
+            if len(found) == count:
+                return found
+    return found
+
+
+def _screen(talks: Splits, problems: Splits, text: Path, code: Path, workers: int) -> dict[str, int]:
+    """Drop test items that the training data hold; how many of each kind."""
+    items = [(f"dialogues {d.id}", d.messages[0]["content"]) for d in talks["test"] if d.kind != "story"]
+    items += [(f"problems {p.id}", wording.unfenced(p.answer)) for p in problems["test"] if p.answer]
+    trained = [m["content"] for d in talks["train"] for m in d.messages if m["role"] in ("user", "assistant")]
+    hits = screening.found_in(items, [text, code], trained, workers)
+    dropped = {}
+    for kind, splits in (("dialogues", talks), ("problems", problems)):
+        kept = [record for record in splits["test"] if f"{kind} {record.id}" not in hits]
+        dropped[kind] = len(splits["test"]) - len(kept)
+        splits["test"] = kept
+    return dropped
+
+
+def _pairs(params: Params, job: Job) -> Splits:
+    splits: Splits = {}
+    with Judge(params.sandbox, job.workers) as judge:
+
+        def scores(sources: list[tuple[Problem, str]]) -> Iterator[float | None]:
+            asked = (
+                Program(source=wording.unfenced(content), entry_point=problem.entry_point,
+                        tests=[test for test in problem.tests if not test["visible"]])
+                for problem, content in sources
+            )  # fmt: skip
+            for verdict in judge.judge(asked):
+                yield verdict.score
+
+        for split, count in (("train", params.pairs), ("val", params.test_items), ("test", params.test_items)):
+            more = 2 * count + 100  # what gives no pair is passed over
+            made = preferences.pairs(
+                (p for p in programs.problems(split, more, job.seed + 1) if p.answer),
+                tools.dialogues(split, more, job.seed + 1), _paths(split, more),
+                count=count, seed=job.seed, split=split, judge=scores,
+            )  # fmt: skip
+            splits[split] = list(made)
+    splits["train"] = list(preferences.flip(splits["train"], params.label_noise, job.seed))
+    return splits
+
+
+if __name__ == "__main__":
+    main(
+        run,
+        inputs={"own": "data/own", "text": "data/raw/text", "code": "data/raw/code", "feedback": "feedback"},
+        outs={"dialogues": "data/dialogues", "problems": "data/problems", "pairs": "data/preferences"},
+    )

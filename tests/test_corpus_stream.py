@@ -1,5 +1,6 @@
 """Streams over token shards: each token once an epoch, any rank alike, no target across documents, infilling undone."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from pipeline.errors import DataError, ModelError
 from pipeline.streams import shards
 from pipeline.streams.batch import Piece, TokenBatch, token_batch
-from pipeline.streams.corpus import CorpusStream, MixtureStream, round_robin
+from pipeline.streams.corpus import CorpusStream
 from pipeline.streams.infilling import RESERVE, infill
+from pipeline.streams.mixture import MixtureStream, round_robin
 from pipeline.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -107,7 +109,7 @@ def test_every_token_but_each_documents_first_is_a_target_once_an_epoch(corpus: 
 
 def test_inputs_and_targets_follow_each_other_in_one_document(corpus: Path) -> None:
     tokens, offsets = token_file(corpus)
-    whole = [tuple(tokens[a:b].tolist()) for a, b in zip(offsets, offsets[1:])]
+    whole = [tuple(tokens[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
     joined = {document[i : i + CONTEXT + 1] for document in whole for i in range(0, len(document), CONTEXT)}
     batches = stream(corpus)
     for step in range(5):
@@ -222,7 +224,7 @@ def test_a_document_whose_cut_tokens_take_too_much_room_is_cut_at_token_borders(
 def test_half_of_the_documents_that_have_room_are_infilled_and_all_of_it_is_trained(corpus: Path) -> None:
     batches = stream(corpus, fim_rate=0.5)
     tokens, offsets = token_file(corpus)
-    whole = Counter(TOKENIZER.decode(tokens[a:b]).encode() for a, b in zip(offsets, offsets[1:]))
+    whole = Counter(TOKENIZER.decode(tokens[a:b]).encode() for a, b in itertools.pairwise(offsets))
     infilled = 0
     for row in batches.at(np.arange(batches.rows_per_epoch), CONTEXT):
         batch = batches.batch(0, CONTEXT, np.array([row]))
@@ -232,7 +234,7 @@ def test_half_of_the_documents_that_have_room_are_infilled_and_all_of_it_is_trai
                 infilled += 1
                 assert whole[undo(ids)] == 1
                 assert batch.targets[0][batch.documents[0] == number].tolist() == [*ids[1:], -100]
-    room = sum(b - a + RESERVE <= CONTEXT for a, b in zip(offsets, offsets[1:]))
+    room = sum(b - a + RESERVE <= CONTEXT for a, b in itertools.pairwise(offsets))
     assert room > 20 and 0.25 * room < infilled < 0.75 * room
 
 

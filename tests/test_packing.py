@@ -1,5 +1,6 @@
 """Cutting and packing: nothing lost, nothing doubled, nothing cut that fits; the order of rows is a bijection."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_every_piece_is_in_exactly_one_row_and_no_row_overflows(lengths: list[in
     array = np.array(lengths, dtype=np.int64)
     members, row_starts = pack(array, capacity)
     assert sorted(members.tolist()) == list(range(len(lengths)))
-    rows = [members[a:b] for a, b in zip(row_starts, row_starts[1:])]
+    rows = [members[a:b] for a, b in itertools.pairwise(row_starts)]
     assert all(len(row) and array[row].sum() <= capacity for row in rows)
     assert len(rows) == slow_best_fit(lengths, capacity)
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.streams import calls, shapes, turns
@@ -360,6 +360,7 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.from_regex(r"[a-z]\w{0,5}", fullmatch=True), json_values, max_size=3))
 def test_bracket_calls_give_back_what_was_written(arguments: dict[str, Any]) -> None:
     finite = json.loads(json.dumps(arguments).replace("Infinity", "0"))

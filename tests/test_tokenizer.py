@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ModelError
+from pipeline.text import words
 from pipeline.text.tokenizer import ADDED, PATTERN, SPECIAL, Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,28 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert b"".join(TOKENIZER.token_bytes[i] for i in ids) == text.encode()
     assert TOKENIZER.byte_lengths[ids].sum() == len(text.encode())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(
+        st.sampled_from("aZſK1²٣ \t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u2028\u3000'sStTreVEmlLd.#_\u0301é日🙂"), max_size=30
+    )
+)
+def test_encoding_by_words_equals_the_librarys_pipeline(text: str) -> None:
+    library = TOKENIZER._plain.encode(text, add_special_tokens=False).ids
+    assert TOKENIZER._words is not None and TOKENIZER.encode(text) == library
+    ascii_ = text.encode("ascii", "ignore").decode()
+    assert TOKENIZER.encode(ascii_) == TOKENIZER._plain.encode(ascii_, add_special_tokens=False).ids
+
+
+def test_the_memory_for_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "MOST", 50)
+    tokenizer = Tokenizer.train(iter([TEXT]), 512)
+    assert tokenizer.encode(TEXT) == TOKENIZER.encode(TEXT)
+    assert tokenizer._words is not None and len(tokenizer._words) <= 50
+    tokenizer.encode("x" * 100)
+    assert "x" * 100 not in tokenizer._words
 
 
 def test_lone_surrogates_become_the_replacement_character() -> None:
@@ -137,6 +160,10 @@ def test_an_adopted_tokenizer_keeps_its_ids_and_gets_the_missing_roles_in_spare_
     assert adopted.vocab_size == 576 and adopted.end_of_text == 0 and adopted.think == 13
     assert adopted.encode(TEXT) == TOKENIZER.encode(TEXT)
     assert sorted([adopted.pad, adopted.tool_call, adopted.mask]) == [512, 519, 520]
+    state["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\S+|\s+"
+    path.write_text(json.dumps(state))
+    other = Tokenizer.adopt(path, 576)  # another pattern: the library's way
+    assert other._words is None and other.decode(other.encode(TEXT)) == TEXT
     with pytest.raises(ModelError, match="need 525 embedding rows, the model has 520"):
         Tokenizer.adopt(path, 520)
 

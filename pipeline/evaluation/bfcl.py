@@ -162,7 +162,7 @@ def _parameter(name: str, value: Value, schema: dict[str, Any], accepted: list[V
 
 def _check_type(value: Value, accepted: list[Value], expected: type, nested: type | None) -> tuple[bool, bool]:
     """(does the type fit, is it another type than the schema's: a "variable" in the original's words)."""
-    answer = next((type(a) for a in accepted if a != ""), None)
+    answer = next((type(a) for a in accepted if a != "" and a is not None), None)
     if type(value) is expected:
         if nested is None:
             return True, answer is not None and answer is not expected

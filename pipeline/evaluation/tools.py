@@ -116,7 +116,7 @@ def _form(
     functions: list[dict[str, Any]], reply: chat.Reply, right: list[bfcl.Truth], wanted: list[tuple[str, Any]]
 ) -> Row:
     """JSON, schema, names, arguments."""
-    schemas = {function["name"]: function["parameters"] for function in functions}
+    schemas = {function["name"]: function.get("parameters", {}) for function in functions}
     made = [(call["name"], call["arguments"]) for call in reply.tool_calls]
     json_valid = bool(made) and reply.error is None
     given, expected = _triples(schemas, made), _triples(schemas, wanted)

@@ -70,7 +70,7 @@ class Documents:
     causal: bool
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        if q.dtype in (torch.float32, torch.float64) and max(self.lengths) <= KEPT_PROBABILITIES:
+        if q.dtype in (torch.float32, torch.float64) and max(self.lengths, default=0) <= KEPT_PROBABILITIES:
             return ragged_attention(q, k, v, self.lengths, causal=self.causal)
         pieces = zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
         return torch.cat([_dense(*piece, 1, None, self.causal) for piece in pieces])
@@ -183,7 +183,9 @@ class Cached:
         cache.reserve(self.longest)
         places = [past + i for past, count in zip(self.past, self.counts) for i in range(count)]
         self.positions = torch.tensor(places, device=device)  # (N,)
-        self.row_of = torch.tensor([row for row, count in zip(self.rows, self.counts) for _ in range(count)], device=device)
+        self.row_of = torch.tensor(
+            [row for row, count in zip(self.rows, self.counts) for _ in range(count)], device=device
+        )
         self.decoding = all(count == 1 for count in self.counts)
         for row, count in zip(self.rows, self.counts):
             cache.lengths[row] += count

@@ -136,12 +136,14 @@ class ModelConfig:
                 rope_theta=_rope_theta(config),
                 tied=config.get("tie_word_embeddings", False),
                 bias=family == "qwen2",
-                qk_norm=family == "qwen3",
+                qk_norm=family != "llama",
                 norm_eps=config.get("rms_norm_eps", 1e-6),
                 attention="bidirectional" if kind == BIDIRECTIONAL else "causal",
             )
         except KeyError as error:
-            raise ModelError(f"config.json: key {error} is missing; it is not a whole {family} configuration") from error
+            raise ModelError(
+                f"config.json: key {error} is missing; it is not a whole {family} configuration"
+            ) from error
         except ValueError as error:
             raise ModelError(f"config.json: {error}") from error
 
@@ -167,7 +169,9 @@ def _refuse_strangers(config: dict[str, Any], family: str) -> None:
         "use_sliding_window": config.get("use_sliding_window") or None,
         "mlp_bias": config.get("mlp_bias") or None,
         "attention_bias": (config.get("attention_bias") or None) if family != "qwen2" else None,
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) if rope.get("partial_rotary_factor", 1.0) != 1.0 else None,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0)
+        if rope.get("partial_rotary_factor", 1.0) != 1.0
+        else None,
         "quantization_config": config.get("quantization_config"),
     }
     for key, value in wrong.items():

@@ -12,6 +12,7 @@ fuses better. No second derivatives.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class _Rotate(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _turn(grad, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1.0), None, None
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, causal: bool) -> Tensor:
@@ -100,7 +102,7 @@ def _blocks(lengths: Sequence[int], causal: bool) -> list[Block]:
     for length in lengths:
         count = -(-length // QUERY_BLOCK) if causal else 1
         cuts = [first + index * length // count for index in range(count + 1)] if count else []
-        blocks += [(b, e, first, e if causal else first + length) for b, e in zip(cuts, cuts[1:])]
+        blocks += [(b, e, first, e if causal else first + length) for b, e in pairwise(cuts)]
         first += length
     return blocks
 

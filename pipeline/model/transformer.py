@@ -49,9 +49,17 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
+        select: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of every position; arguments as in `hidden`."""
-        return self.logits(self.hidden(input_ids, positions=positions, documents=documents, cache=cache))
+        """Logits (B, T, V) of every position, or (n, V) of the n places where `select` (B, T) is True, row by row.
+
+        The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work.
+        """
+        x, kept = self._encode(input_ids, positions, documents, cache)
+        if select is None:
+            return self.logits(_spread(x, kept, input_ids))
+        places = select.flatten() if kept is None else select.flatten()[kept]
+        return self.logits(x if bool(places.all()) else x.index_select(0, places.nonzero().squeeze(1)))
 
     def hidden(
         self,
@@ -66,40 +74,40 @@ class Transformer(nn.Module):
         `documents` (B, T) are ids of the documents packed into each row: tokens see only their own (None: a row is a
         document). Negative ids are padding; what comes out there has no meaning. `positions` (B, T) count from 0 in
         each document, and are derived where they are not given. With a `cache` the T tokens follow what each of its B
-        rows holds. Raises ValueError where rows are longer than the context, or a cache meets documents.
+        rows holds. Raises ValueError where rows are longer than the context, a cache meets documents, or a row of
+        `documents` comes back to an earlier id.
         """
+        x, kept = self._encode(input_ids, positions, documents, cache)
+        return _spread(x, kept, input_ids)
+
+    def _encode(
+        self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states (N, D) of the tokens that are computed, and their flat places (N,); None: all B * T."""
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
         if time > self.config.max_context:
             raise ValueError(f"rows of {time} tokens are longer than the model's context of {self.config.max_context}")
         if cache is not None:
             if documents is not None or positions is not None or not causal:
-                raise ValueError("a cache holds one causal document a row: give neither documents nor positions with it")
-            layout = Cached(cache, range(batch), [time] * batch)
-            return self.line(input_ids.flatten(), layout.positions, layout).view(batch, time, -1)
+                raise ValueError("a cache holds one causal document a row: give neither documents nor positions")
+            cached = Cached(cache, range(batch), [time] * batch)
+            return self.line(input_ids.flatten(), cached.positions, cached), None
         if documents is None:
             if positions is None:
                 positions = torch.arange(time, device=input_ids.device).expand(batch, time)
-            return self.line(input_ids.flatten(), positions.flatten(), Rows(batch, causal)).view(batch, time, -1)
+            return self.line(input_ids.flatten(), positions.flatten(), Rows(batch, causal)), None
         if input_ids.device.type != "cpu" or self.compiled:
-            if positions is None:
-                positions = positions_in(documents)
-            layout = Masked.of(documents, causal)
-            return self.line(input_ids.flatten(), positions.flatten(), layout).view(batch, time, -1)
-        return self._packed(input_ids, positions, documents, causal)
-
-    def _packed(self, input_ids: Tensor, positions: Tensor | None, documents: Tensor, causal: bool) -> Tensor:
-        """Documents without masks and without padding: the line holds the real tokens alone."""
-        line = Line.of(documents)
-        ids = input_ids.flatten() if line.kept is None else input_ids.flatten()[line.kept]
-        if positions is None:
-            places = line.positions
-        else:
-            places = positions.flatten() if line.kept is None else positions.flatten()[line.kept]
-        x = self.line(ids, places, Documents(line.lengths, causal)) if len(ids) else ids.new_zeros(0, self.config.width)
-        if line.kept is not None:
-            x = x.new_zeros(input_ids.numel(), x.shape[-1]).index_copy(0, line.kept, x)
-        return x.view(*input_ids.shape, -1)
+            positions = positions_in(documents) if positions is None else positions
+            return self.line(input_ids.flatten(), positions.flatten(), Masked.of(documents, causal)), None
+        # On a CPU: no mask, and the line holds the tokens that are not padding.
+        packed = Line.of(documents)
+        ids = input_ids.flatten()
+        places = packed.positions if positions is None else positions.flatten()
+        if packed.kept is not None:
+            ids = ids[packed.kept]
+            places = places if positions is None else places[packed.kept]
+        return self.line(ids, places, Documents(packed.lengths, causal)), packed.kept
 
     def line(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """The layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm."""
@@ -115,7 +123,7 @@ class Transformer(nn.Module):
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., V). Ask for the positions that a loss needs only: the head is a third of nano's work."""
+        """(..., D) -> (..., V)."""
         head = self.model.embed_tokens.weight if self.config.tied else self.lm_head.weight
         return functional.linear(hidden, head)
 
@@ -154,6 +162,13 @@ class Transformer(nn.Module):
             std = INIT_STD / (2 * self.config.layers) ** 0.5 if into_stream else INIT_STD
             drawn = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
             parameter.copy_(drawn)
+
+
+def _spread(x: Tensor, kept: Tensor | None, input_ids: Tensor) -> Tensor:
+    """(N, D) -> (B, T, D), zeros where padding was left out."""
+    if kept is not None:
+        x = x.new_zeros(input_ids.numel(), x.shape[-1]).index_copy(0, kept, x)
+    return x.view(*input_ids.shape, -1)
 
 
 def rope_tables(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ HEADLINES = (
         ("problems", "medium", "pass_at_1"), "Unseen compositions, pass@1", "share of problems solved", "share", True
     ),
     Headline(("tools", "ast"), "Tool calls right (AST)", "share of calls right", "share", True, True),
-    Headline(("tools", "ast_unseen"), "Calls of unseen tools right", "share of calls right", "share", True),
+    Headline(("tools", "ast_unseen_tool"), "Calls of unseen tools right", "share of calls right", "share", True),
     Headline(("tools", "false_call_rate"), "False calls", "share of prompts without a fitting tool", "share", False),
 )
 

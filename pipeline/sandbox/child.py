@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import kernel
 import values
@@ -42,7 +42,7 @@ def enter(layers: tuple[str, ...], memory: int, cpu_seconds: float, parent: int)
         kernel.install_seccomp()
 
 
-def prepare_streams() -> list[TextIO]:
+def prepare_streams() -> list[Any]:
     """Text streams on descriptors 0 to 2, made in the server because that is dear: children fill the descriptors in.
 
     Pipes stand there meanwhile, so that the streams learn that they cannot seek.

@@ -43,18 +43,20 @@ import trial
 
 sys.path.pop(0)
 
-# What a candidate may import: nothing can be loaded once the doors are closed.
+# What a candidate may import: nothing can be loaded once the doors are closed. Each shared library makes every fork
+# dearer, so those that cannot work in here (asyncio, subprocess, multiprocessing) and OpenSSL stay out.
 MODULES = """
-abc argparse array ast asyncio base64 binascii bisect builtins calendar cmath codecs collections collections.abc colorsys
+abc argparse array ast base64 binascii bisect builtins calendar cmath codecs collections collections.abc colorsys
 concurrent.futures contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib enum errno
 fileinput fnmatch fractions functools gc glob graphlib hashlib heapq hmac html html.parser inspect io ipaddress itertools
 json keyword linecache locale logging math numbers operator os pathlib pickle platform pprint queue random re reprlib
-secrets select shlex signal socket stat statistics string stringprep struct subprocess sys tempfile textwrap threading
-time timeit tokenize traceback types typing unicodedata unittest urllib.parse uuid warnings weakref zlib
-multiprocessing encodings.ascii encodings.cp1252 encodings.hex_codec encodings.idna encodings.latin_1 encodings.punycode
-encodings.raw_unicode_escape encodings.rot_13 encodings.unicode_escape encodings.utf_16 encodings.utf_16_be
-encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodings.utf_8_sig encodings.base64_codec _strptime
+secrets select shlex signal socket stat statistics string stringprep struct sys tempfile textwrap threading
+time timeit tokenize traceback types typing unicodedata unittest urllib.parse warnings weakref zlib _strptime
+encodings.ascii encodings.base64_codec encodings.cp1252 encodings.hex_codec encodings.idna encodings.latin_1
+encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unicode_escape encodings.utf_16
+encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodings.utf_8_sig
 """
+WITHOUT_OPENSSL = "_hashlib"  # hashlib falls back to its own implementations
 TICK = 0.05  # seconds between two looks at a child's clock, at most
 
 
@@ -89,6 +91,7 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
     os.environ |= {"TZ": "UTC0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     time.tzset()
     sys.path += paths
+    sys.modules[WITHOUT_OPENSSL] = None  # pyright: ignore[reportArgumentType]
     for name in [*MODULES.split(), *preload]:
         try:
             importlib.import_module(name)

@@ -107,34 +107,53 @@ def prctl(option: int, value: int = 0) -> int:
 
 
 def filter_program(machine: Architecture) -> list[Instruction]:
-    """The seccomp filter of profile `sealed`, as classic BPF."""
-    permitted = (RETURN, 0, 0, ALLOW)
-    forbidden = (RETURN, 0, 0, ERRNO | EPERM)
+    """The seccomp filter of profile `sealed`, as classic BPF.
+
+    The number is found by halving: the kernel tries a new filter on every number, so a chain of comparisons would
+    cost each child half a millisecond.
+    """
+    permitted, forbidden = [(RETURN, 0, 0, ALLOW)], [(RETURN, 0, 0, ERRNO | EPERM)]
+    unknown = [(RETURN, 0, 0, ERRNO | ENOSYS)]
+    actions = {numbers[machine.column]: permitted for numbers in ALLOWED.values()}
+    actions |= {CHECKED[name][machine.column]: block for name, block in _checks().items()}
+    actions[CLONE3] = unknown
+    pieces: list[tuple[int, list[Instruction]]] = []  # (first number, what becomes of it and of those up to the next)
+    for number in range(LAST_KNOWN + 1):
+        action = actions.get(number, forbidden)
+        if not pieces or pieces[-1][1] is not action:
+            pieces.append((number, action))
+    pieces.append((LAST_KNOWN + 1, unknown))
     program = [(LOAD, 0, 0, 4), (JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine.column == 0:  # x32 calls carry this bit under the same architecture word
         program += [(JUMP_SET, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
-    for numbers in ALLOWED.values():
-        number = numbers[machine.column]
-        if number is not None:
-            program += [(JUMP_EQ, 0, 1, number), permitted]
-    checks: dict[str, list[Instruction]] = {
-        "ioctl": [(LOAD, 0, 0, 24), *_one_of(IOCTL_REQUESTS)],
-        "fcntl": [(LOAD, 0, 0, 24), *_one_of(FCNTL_COMMANDS)],
+    return program + _search(pieces)
+
+
+def _search(pieces: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
+    if len(pieces) == 1:
+        return pieces[0][1]
+    middle = len(pieces) // 2
+    below, above = _search(pieces[:middle]), _search(pieces[middle:])
+    assert len(below) < 256, "a jump of classic BPF spans a byte"
+    return [(JUMP_GE, len(below), 0, pieces[middle][0]), *below, *above]
+
+
+def _checks() -> dict[str, list[Instruction]]:
+    """What decides about the calls of CHECKED, by their arguments."""
+    forbidden = (RETURN, 0, 0, ERRNO | EPERM)
+    return {
+        "ioctl": [(LOAD, 0, 0, 24), *_one_of(IOCTL_REQUESTS), forbidden],
+        "fcntl": [(LOAD, 0, 0, 24), *_one_of(FCNTL_COMMANDS), forbidden],
         "clone": [
             *[(LOAD, 0, 0, 16), (JUMP_SET, 1, 0, CLONE_THREAD), forbidden],
-            *[(AND, 0, 0, 0xFFFFFFFF & ~CLONE_OF_THREADS), *_one_of((0,))],
+            *[(AND, 0, 0, 0xFFFFFFFF & ~CLONE_OF_THREADS), *_one_of((0,)), forbidden],
         ],
-        "sched_getaffinity": [(LOAD, 0, 0, 16), *_one_of((0,))],  # of itself
+        "sched_getaffinity": [(LOAD, 0, 0, 16), *_one_of((0,)), forbidden],  # of itself
         "prlimit64": [  # of itself, and the pointer to new limits must be null in both halves
             *[(LOAD, 0, 0, 16), (JUMP_EQ, 1, 0, 0), forbidden, (LOAD, 0, 0, 32), (JUMP_EQ, 1, 0, 0), forbidden],
-            *[(LOAD, 0, 0, 36), *_one_of((0,))],
+            *[(LOAD, 0, 0, 36), *_one_of((0,)), forbidden],
         ],
     }
-    for name, block in checks.items():
-        program += [(JUMP_EQ, 0, len(block) + 1, CHECKED[name][machine.column]), *block, forbidden]
-    unknown = (RETURN, 0, 0, ERRNO | ENOSYS)
-    program += [(JUMP_EQ, 0, 1, CLONE3), unknown, (JUMP_GE, 0, 1, LAST_KNOWN + 1), unknown, forbidden]
-    return program
 
 
 def _one_of(constants: tuple[int, ...]) -> list[Instruction]:
@@ -143,7 +162,7 @@ def _one_of(constants: tuple[int, ...]) -> list[Instruction]:
 
 
 @functools.cache
-def _filter_code() -> tuple[bytes, ctypes.Array[ctypes.c_char]]:
+def filter_code() -> tuple[bytes, ctypes.Array[ctypes.c_char]]:
     """The filter as the kernel reads it, made once before any fork: struct sock_fprog, and the code it points to."""
     program = b"".join(struct.pack("=HBBI", *step) for step in filter_program(architecture()))
     code = ctypes.create_string_buffer(program, len(program))
@@ -152,7 +171,7 @@ def _filter_code() -> tuple[bytes, ctypes.Array[ctypes.c_char]]:
 
 def install_seccomp() -> None:
     """Filter the system calls of this process from now on. Needs no_new_privs. Raises Refused or OSError."""
-    call(architecture().seccomp, 1, 0, _filter_code()[0])
+    call(architecture().seccomp, 1, 0, filter_code()[0])
 
 
 @functools.cache
@@ -258,9 +277,9 @@ def faults(memory: int) -> list[str]:
     return [name for name, wrong in found.items() if wrong]
 
 
-def trace_me() -> None:
-    """ptrace(PTRACE_TRACEME), for the self-test. Raises OSError when refused."""
-    if _libc.ptrace(0, 0, None, None) < 0:
+def trace(pid: int) -> None:
+    """ptrace(PTRACE_CONT) on a process that we do not trace, for the self-test. Raises OSError: ESRCH, or refused."""
+    if _libc.ptrace(7, pid, None, None) < 0:
         raise OSError(ctypes.get_errno(), "ptrace")
 
 

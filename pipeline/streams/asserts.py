@@ -64,6 +64,8 @@ def entry_point(sources: Sequence[str]) -> str:
     calls: Counter[str] = Counter()
     for source in sources:
         nodes = [node for node in ast.walk(_parse(source, "tests")) if isinstance(node, ast.Call)]
-        calls.update(list(dict.fromkeys(node.func.id for node in nodes if isinstance(node.func, ast.Name))))  # once per assert
+        calls.update(
+            list(dict.fromkeys(node.func.id for node in nodes if isinstance(node.func, ast.Name)))
+        )  # once per assert
     own = [name for name in calls if not hasattr(builtins, name)]
     return max(own or calls, key=lambda name: calls[name], default="")

@@ -24,6 +24,7 @@ from pipeline.streams.sources import DataConfig, Found, split_of
 LONGEST_LINE, MEAN_LINE, ALPHANUMERIC, ESCAPES = 1000, 100, 0.25, 0.05
 HEAD_LINES = 15
 MARKS = ("generated", "do not edit")
+SURROGATE = re.compile("[\ud800-\udfff]")
 LETTERS_AND_DIGITS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum())
 
 # Each pattern with a literal that it cannot do without: looking for that first is a hundred times faster.
@@ -35,7 +36,8 @@ SECRETS = tuple(
         ("ASIA", r"\bASIA[0-9A-Z]{16}\b"),
         ("ecret", r"(?i:aws_?secret(?:_?access)?_?key)\W{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
         ("ECRET", r"AWS_?SECRET(?:_?ACCESS)?_?KEY\W{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
-        ("gh", r"\bgh[pousr]_[A-Za-z0-9]{36,}|\bgithub_pat_[A-Za-z0-9_]{22,}"),
+        ("gh", r"\bgh[pousr]_[A-Za-z0-9]{36,}"),
+        ("github_pat_", r"\bgithub_pat_[A-Za-z0-9_]{22,}"),
         ("xox", r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}"),  # Slack
         ("hooks.slack.com", r"hooks\.slack\.com/services/T\w+/B\w+/\w{16,}"),
         ("AIza", r"\bAIza[0-9A-Za-z_-]{35}"),  # Google
@@ -102,7 +104,7 @@ def decode(raw: bytes) -> str:
 def normalise(text: str) -> str:
     """A text without BOM, with `\\n` line ends. Raises Dropped("encoding") for NUL and lone surrogates."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    if "\0" in text or (not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)):
+    if "\0" in text or (not text.isascii() and SURROGATE.search(text)):
         raise Dropped("encoding")
     return text
 
@@ -195,7 +197,8 @@ def docstrings(body: list[ast.stmt]) -> list[str]:
         if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.append(ast.get_docstring(statement) or "")
         for name in ("body", "orelse", "handlers", "finalbody", "cases"):
-            found += docstrings(getattr(statement, name, []))
+            if inner := getattr(statement, name, None):
+                found += docstrings(inner)
     return found
 
 

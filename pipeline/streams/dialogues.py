@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.streams import records
 from pipeline.streams.batch import Piece
-from pipeline.streams.corpus import MixtureStream
+from pipeline.streams.mixture import MixtureStream
 from pipeline.streams.packed import PackedStream
 from pipeline.streams.packing import pack
 from pipeline.streams.records import Dialogue, Message
@@ -164,6 +164,7 @@ class DialogueStream(PackedStream):
             tokens_per_step=tokens_per_step,
             seed=seed,
             fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
+            left_out=f"{len(self.too_long)} groups of messages do not fit {context} tokens." if self.too_long else "",
         )
 
 

@@ -6,7 +6,7 @@ the row's number in parquet. UTF-8 with or without a mark, UTF-16 and UTF-32 by 
 fits none names its offset in the file. A row over 64 MB is dropped while it is read, so it costs no memory.
 
 Not promised: little memory for `.json`, which is read whole (use `.jsonl`); rows after the first error inside a `.json`
-list, in UTF-16 or UTF-32, or after a quote that stays open for 64 MB of CSV: these become one rejected row.
+list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one rejected row.
 """
 
 import codecs
@@ -36,6 +36,14 @@ _MARKS = (  # UTF-32 before UTF-16: the mark of the one begins with the mark of 
 )
 
 Rows = Iterator[tuple[int, Any]]
+
+
+class BadByte(RowError):
+    """A line that cannot be decoded; `text` is the line read as Latin-1, so that its quotes can be counted."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__("text", reason)
+        self.text = text
 
 
 def rows(path: Path, encoding: str) -> Rows:
@@ -130,7 +138,7 @@ def _byte_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, 
                 yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
             except UnicodeError as error:
                 start = getattr(error, "start", 0)
-                yield number, _bad_byte(raw[start : start + 1], offset + start, codec)
+                yield number, _bad_byte(raw[start : start + 1], offset + start, codec, raw.decode("latin-1"))
         offset = file.tell()
 
 
@@ -138,30 +146,30 @@ def _decoded_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[in
     """Where a line feed is more than one byte: decode first. An error ends the file, for the lines after it are lost."""
     decoder = codecs.getincrementaldecoder(codec)()
     number, pending, too_long = 1, "", False
-    while True:
+    failure: RowError | None = None
+    chunk = b"first"
+    while chunk and failure is None:
         chunk = file.read(CHUNK_BYTES)
         offset += len(chunk)
         try:
             pending += decoder.decode(chunk, final=not chunk)
         except UnicodeError as error:
             start, given = getattr(error, "start", 0), getattr(error, "object", b"")
-            yield number, _bad_byte(given[start : start + 1], offset - len(given) + start, codec)
-            return
+            pending += given[:start].decode(codec)
+            failure = _bad_byte(given[start : start + 1], offset - len(given) + start, codec)
         *complete, pending = pending.split("\n")
         for text in complete:
-            yield number, _too_long() if too_long else text.removesuffix("\r") + "\n"
+            yield number, _too_long() if too_long or len(text) > ROW_BYTES else text.removesuffix("\r") + "\n"
             number, too_long = number + 1, False
         if len(pending) > ROW_BYTES:
             pending, too_long = "", True
-        if not chunk:
-            if pending or too_long:
-                yield number, _too_long() if too_long else pending
-            return
+    if failure or pending or too_long:
+        yield number, failure or (_too_long() if too_long else pending)
 
 
-def _bad_byte(byte: bytes, offset: int, codec: str) -> RowError:
+def _bad_byte(byte: bytes, offset: int, codec: str, text: str = "") -> BadByte:
     shown = f"byte 0x{byte.hex()} at offset {offset}" if byte else f"the end of the file at offset {offset}"
-    return RowError("text", f"{shown} is not {codec}; save the file as UTF-8 or set `encoding`")
+    return BadByte(f"{shown} is not {codec}; save the file as UTF-8 or set `encoding`", text)
 
 
 def _too_long() -> RowError:
@@ -188,13 +196,14 @@ def _parse_json(text: str) -> Any:
 
 def _json(path: Path, encoding: str) -> Rows:
     """A list of rows, one object, or (many sets are called .json and hold this) a row on each line."""
-    parts = []
-    for number, text in lines(path, encoding):
-        if isinstance(text, RowError):
-            yield number, text
-            return
-        parts.append(text)
-    whole = "".join(parts)
+    codec, start = _codec(path, encoding)
+    raw = path.read_bytes()[start:]
+    try:
+        whole = raw.decode(codec)
+    except UnicodeError as error:
+        at = getattr(error, "start", 0)
+        yield raw.count(b"\n", 0, at) + 1, _bad_byte(raw[at : at + 1], start + at, codec)
+        return
     if whole.lstrip().startswith("["):
         yield from _json_list(whole)
     elif whole.strip():
@@ -261,9 +270,12 @@ class _Feed:
             self.ended = True
             raise StopIteration
         self.number, text = next(self._lines)
-        if isinstance(text, RowError):
+        if isinstance(text, BadByte):
             self.failure = self.failure or text
-            text = "\n"  # keeps the reader in step when the line stands inside a quoted field
+            text = text.text
+        elif isinstance(text, RowError):  # too long: whether it held a quote, nobody knows
+            self.failure, self.ended = text, True
+            raise StopIteration
         self.size += len(text)
         return text
 
@@ -279,6 +291,8 @@ def _csv(path: Path, encoding: str) -> Rows:
         try:
             row = next(reader)
         except StopIteration:
+            if feed.failure:
+                yield first, feed.failure
             return
         except csv.Error as error:
             row = RowError("row", f"not CSV ({error})")

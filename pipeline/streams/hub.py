@@ -178,10 +178,8 @@ def _retry(entry: HubSet, action: Callable[[], Result]) -> Result:
             wait = FIRST_WAIT * 2**attempt
             say(f"{entry.id}: {_first_line(error)}; retry {attempt + 1} of {NUM_RETRIES} in {wait:g} s")
             time.sleep(wait)
-        except (
-            pa.ArrowException,
-            ValueError,
-        ) as error:  # no such split or configuration; a file that is not what it says
+        # No such split or configuration, or a file that is not what it says.
+        except (DatasetsError, pa.ArrowException, ValueError) as error:
             raise DataError(f"{entry.id}: {_first_line(error)}") from error
     raise AssertionError("the last attempt returns or raises")
 

@@ -18,14 +18,11 @@ ROUNDS = 4
 
 
 def mix(values: np.ndarray, key: int) -> np.ndarray:
-    """A 64-bit hash of each value under a key, uint64 of the same shape (the finaliser of SplitMix64, twice)."""
-    h = values.astype(np.uint64) ^ np.uint64(key)
-    for _ in range(2):
-        h = h + np.uint64(0x9E3779B97F4A7C15)
-        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        h = h ^ (h >> np.uint64(31))
-    return h
+    """A 64-bit hash of each value under a key, uint64 of the same shape (the finaliser of SplitMix64)."""
+    h = (values.astype(np.uint64) ^ np.uint64(key)) + np.uint64(0x9E3779B97F4A7C15)
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:

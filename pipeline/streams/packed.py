@@ -50,8 +50,12 @@ class PackedStream:
         seed: int,
         fingerprint: str,
         document_mask: bool = True,
+        left_out: str = "",
     ) -> None:
-        """`name` is said in errors. Raises DataError when `train` does not fill one batch, ValueError for bad sizes."""
+        """`name` is said in errors, with what was `left_out` of it.
+
+        Raises DataError when `train` does not fill one batch, ValueError when sizes do not divide.
+        """
         self.name = name
         self.context = context
         self.tokens_per_step = tokens_per_step
@@ -67,7 +71,7 @@ class PackedStream:
             raise DataError(
                 f"{name}: too few tokens for one batch: held {train.num_tokens} tokens in {train.num_rows} packed rows of "
                 f"{context}, needed tokens_per_step={tokens_per_step}; the largest tokens_per_step that works is {best}. "
-                "Set it, shorten the context, or add data."
+                f"Set it, change the context, or add data. {left_out}".rstrip()
             )
 
     def at(self, positions: np.ndarray, context: int) -> np.ndarray:

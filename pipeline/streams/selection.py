@@ -10,6 +10,7 @@ reason: found = kept + dropped.
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,15 @@ class Selection:
         self,
         *,
         quotas: dict[str, float],
-        cap_bytes: float,
+        caps: dict[str, float],
         threshold: float,
         min_bytes: int,
         benchmarks: Index,
         folder: Path,
     ) -> None:
-        """`quotas`: bytes to keep of each part (inf: all of it); `cap_bytes`: of one package in one part (inf: no cap);
+        """`quotas`: bytes to keep of each part (inf: all of it); `caps`: of one package in a part;
         `threshold`: estimated similarity from which a later document leaves; `folder`: for the parts."""
-        self.quotas, self.cap_bytes, self.min_bytes, self.benchmarks = quotas, cap_bytes, min_bytes, benchmarks
+        self.quotas, self.caps, self.min_bytes, self.benchmarks = quotas, caps, min_bytes, benchmarks
         self.full: set[tuple[str, str]] = set()  # (part, package) whose cap is reached
         self.found: dict[str, Tally] = {part: Tally() for part in quotas}
         self.kept: dict[str, dict[str, Tally]] = {part: {split: Tally() for split in SPLITS} for part in quotas}
@@ -110,7 +111,7 @@ class Selection:
             self._near.add(document.signature)
         num_bytes = len(document.record.text.encode())
         held = self._packages.get(package, 0)
-        if held + num_bytes > self.cap_bytes:
+        if held + num_bytes > self.caps.get(document.part, math.inf):
             self.full.add(package)
             return "cap", document
         if hits := self.benchmarks.hits(document.record.text):

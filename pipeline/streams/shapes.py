@@ -135,7 +135,7 @@ def _text(row: Row, columns: Columns) -> Text:
 def _columns_text(row: Row, columns: Columns) -> Text:
     parts = columns.filled(row)
     if not parts:
-        raise RowError(",".join(columns.names), "no text in these columns")
+        raise RowError(",".join(columns.names) or "text_field", "no text in these columns")
     return _document(row, "\n\n".join(parts))
 
 
@@ -162,14 +162,16 @@ def _dialogue(row: Row, shape: str, messages: list[Message], tool_list: list[dic
 def _columns_dialogue(row: Row, columns: Columns) -> Dialogue:
     parts = columns.filled(row)
     if len(columns.names) < 2 or len(parts) < 2 or not _optional(row, columns.names[-1]):
-        raise RowError(",".join(columns.names), "expected a question and, in the last column, its answer")
+        raise RowError(
+            ",".join(columns.names) or "text_field", "expected a question and, in the last column, its answer"
+        )
     return _dialogue(row, "columns", turns.question("\n\n".join(parts[:-1]), parts[-1]), [])
 
 
 def _messages(row: Row, columns: Columns) -> Dialogue:
     name = "messages" if row.get("messages") is not None else "conversations"
     tool_list = tools(row.get("tools", row.get("functions")))
-    messages = turns.from_list(_list(row[name], name), name)
+    messages = turns.from_list(_list(row.get(name), name), name)
     system = _optional(row, "system")
     if system and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -185,7 +187,7 @@ def _toolace(row: Row, columns: Columns) -> Dialogue:
     if not _is_toolace(row, columns):
         raise RowError("system", "expected a text that holds a JSON list of functions")
     system, tool_list = turns.toolace_system(row["system"])
-    messages = turns.toolace(_list(row["conversations"], "conversations"), "conversations")
+    messages = turns.toolace(_list(row.get("conversations"), "conversations"), "conversations")
     if system:
         messages.insert(0, {"role": "system", "content": system})
     return _dialogue(row, "toolace", messages, tool_list)

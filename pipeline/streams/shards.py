@@ -102,7 +102,7 @@ def encode_file(task: EncodeTask) -> Counts:
     done = task.part.with_name(task.part.name + ".json")
     if done.is_file():
         return Counts(**json.loads(done.read_text()))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores; threads would fight over them
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # for an adopted tokenizer: the processes share the cores already
     tokenizer = Tokenizer.load(task.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_text], dtype=dtype)

@@ -80,19 +80,17 @@ INTRODUCTION = event(
 REASON = event(
     "reason",
     """
-    {P} thought about {obj} all {time} long, because nothing else was so {fine}.
-    {P} liked {obj} more than {food}, so {P} could not sit still.
-    Every {time}, {P} dreamed of {obj} and {did}.
-    The {relative} said that {a noun} was {fine}, so {P} could think of nothing else.
-    {P} {did} and thought of {obj} {why}.
-    Without the {noun}, each {weather} {time} felt so long for {P:name}.
-    {P} even drew {obj} on {a age} {fixture} with {stuff}.
-    For {number} days {P} spoke only of {obj}, {why}.
-    {a noun} meant a lot to {a P.trait} {P.kind}, so {P} felt {P.feeling}.
-    "I cannot stop thinking about {obj}," {P:name} told the {relative} {manner}.
-    "No {relative} of mine ever had such {a fine} {noun}," said {P:name} {manner}.
-    "Oh, {obj} is so {fine}!" said {P:name}, who {did} by the {fixture}.
-    "I would give all my {food} for {obj}," said {P:name} to {a animal}.
+    {P} wanted to {aim}, because nothing else was so {fine}.
+    {P} liked {obj} more than {food}, so {P} wanted to {aim} by {clock}.
+    Every {time}, {P} dreamed of {obj} and wanted to {aim}.
+    The {relative} said that {a noun} was {fine}, so {P} had to {aim}.
+    {P} {did} and wanted to {aim} {why}.
+    For {number} days {P} wanted to {aim}, {why}.
+    {P} told the {relative} about {obj} and wanted to {aim}.
+    To {aim} meant a lot to {P:name}, {why}.
+    "I have to {aim}," {P:name} told the {relative} {manner}.
+    "To {aim} would be {fine}," said {P:name} {manner}.
+    "I would give all my {food} to {aim}," said {P:name} to {a animal}.
     """,
     needs="wanting",
     bars="tried",
@@ -103,16 +101,15 @@ SETBACK = event(
     "setback",
     """
     But {mishap}, so {P} felt {P.feeling} and could not {aim}.
-    Then {mishap}, and {P} {did} because {obj} seemed so far away.
-    But {mishap}. {P} was too {P.feeling} to {aim}.
-    To {aim} was hard, because {mishap}.
-    Just then {mishap}, so {P} {did} {manner}.
-    But {mishap}, and {P} thought {manner} about {obj}.
+    Then {mishap}, and {P} {did} because {P} could not {aim}.
+    But {mishap}, and {P} was too {P.feeling} to {aim}.
+    {P} could not {aim}, because {mishap}.
+    Just then {mishap}, so {P} did not {aim} and {did} {manner}.
     {P} had almost begun to {aim}, but {mishap}.
-    Then {mishap}. {P} {went} home to the {place}, {P.feeling} about {obj}.
+    {P} tried to {aim} again, but {mishap}.
     But {mishap}. "Now I will never {aim}!" cried {P:name} {manner}.
-    "Oh no, not again!" cried {P:name}, because {mishap}.
-    Then {mishap}. "I am so {P.feeling}," said {P:name} to the {relative}.
+    "Oh no, I cannot {aim}!" cried {P:name}, because {mishap}.
+    Then {mishap}. "I am too {P.feeling} to {aim}," said {P:name}.
     """,
     needs="tried",
     bars="solved idea",
@@ -126,14 +123,14 @@ GUESS = event(
     {P} guessed that {gear} would help to {aim}, but that was wrong.
     First {P} thought that {a animal} could {aim}, but the {same animal} only {did}.
     {P} was sure that the {relative} knew how to {aim}, but the {same relative} only {did}.
-    {P} believed that {food} would help, but {same food} could not {aim}.
-    A sign at the {where} said how to {aim}, but {P} read the sign wrong and felt {P.feeling}.
+    {P} believed that {food} would help to {aim}, but that was wrong.
+    {P} saw a sign that said how to {aim}, but {P} read the sign wrong and felt {P.feeling}.
     {P} followed {a animal} to {aim}, but the {same animal} {went} the wrong way.
-    {P} looked for help at the {where}, but there was only {a age} {fixture} and some {stuff}.
+    {P} {went} to the {where} to {aim}, but there was only {a age} {fixture}.
     {P} tried {gear}, but that was the wrong way to {aim}.
     "Surely {a animal} can {aim}," said {P:name}, but the {same animal} just {did}.
-    "I bet that {gear} will help," said {P:name} {manner}, but that was wrong.
-    "Ask the {relative} at the {where}," said {a animal}, but the {same relative} only {did}.
+    "I bet that {gear} will help to {aim}," said {P:name}, but that was wrong.
+    "The {relative} can {aim}," said {P:name}, but the {same relative} only {did}.
     """,
     needs="wanting",
     bars="solved idea",
@@ -144,17 +141,17 @@ GUESS = event(
 MEETING = event(
     "meeting",
     """
-    Then {a F.trait} {F.kind} named {F:name} came by with {food} and asked about {obj}.
-    {P} met {a F.trait} {F.kind} called {F:name} by the {fixture} and spoke of {obj}.
-    A neighbor named {F:name}, {a F.trait} {F.kind}, heard about {obj} and {went} over from the {where}.
-    On the way to the {new place}, {P} met {a F.trait} {F.kind} named {F:name}, who carried {gear}.
+    Then {a F.trait} {F.kind} named {F:name} came by with {food} and wanted to help {P:name} {aim}.
+    {P} met {a F.trait} {F.kind} called {F:name} by the {fixture}, who also wanted to {aim}.
+    A neighbor named {F:name}, {a F.trait} {F.kind}, {went} over from the {where} to help {P:name} {aim}.
+    On the way to the {new place}, {P} met {a F.trait} {F.kind} named {F:name}, who could help to {aim}.
     Just then {a F.trait} {F.kind} called {F:name} {went} past with {gear} and saw {P:name}.
-    Near the {where}, {a F.kind} named {F:name} shared {food} with {P:name}, {why}.
-    At {clock}, {a F.trait} {F.kind} named {F:name} {went} out of the {where} and wanted to help.
-    Luckily, {a F.trait} {F.kind} called {F:name} knew a lot about {a noun}.
-    "Can I help you with the {noun}?" asked {a F.trait} {F.kind} named {F:name}.
+    Near the {where}, {a F.kind} named {F:name} shared {food} with {P:name} and wanted to help {aim}.
+    At {clock}, {a F.trait} {F.kind} named {F:name} {went} out of the {where} to help {P:name} {aim}.
+    Luckily, {a F.trait} {F.kind} called {F:name} knew how to {aim} and told {P:name}.
+    "Can I help you to {aim}?" asked {a F.trait} {F.kind} named {F:name}.
     "Why do you look so {P.feeling}?" asked {a F.kind} called {F:name}, who carried {gear}.
-    "I know a thing or two about {a noun}," said {a F.trait} {F.kind} named {F:name}.
+    "I know how to {aim}," said {a F.trait} {F.kind} named {F:name} to {P:name}.
     "Please help me to {aim}," said {P:name} to {a F.trait} {F.kind} called {F:name}.
     """,
     needs="wanting",
@@ -170,13 +167,13 @@ ADVICE = event(
     {F} gave {P:name} some {food} and {gear}, because one must be strong to {aim}.
     Then {F} remembered {gear} {spot}, which was just right to {aim}.
     {F} knew that {gear} might help to {aim}, so {F} {went} to the {where}.
-    {F} told {P:name} about {gear}, and {P} {did} {why}.
-    Because {F} was {F.trait}, {F} lent {P:name} {gear}.
+    {F} told {P:name} about {gear} and how to {aim}.
+    Because {F} was {F.trait}, {F} lent {P:name} {gear} to {aim}.
     {F} and {P:name} sat {spot} and made a plan to {aim}.
     "We need {gear}," said {F:name}, "and then we can {aim}."
-    "Do not give up," said {F:name}, who held {gear} {manner}.
-    "Have you tried {gear}?" asked {F:name}, and {P:name} {did} {manner}.
-    "I have {gear} {spot}," said {F:name} {manner}. "Let us {aim}!"
+    "Do not give up," said {F:name}, who held {gear} to {aim}.
+    "Have you tried {gear} to {aim}?" asked {F:name}, and {P:name} {did}.
+    "With {gear} we can {aim}," said {F:name} to {P:name} {manner}.
     """,
     needs="friend tried",
     bars="solved",
@@ -187,15 +184,15 @@ ADVICE = event(
 IDEA = event(
     "idea",
     """
-    {P} sat {spot} and thought {manner}, until {gear} gave {P:him} an idea.
+    {P} sat {spot} and thought {manner}, until {gear} gave {P:him} an idea how to {aim}.
     Then {P} saw {gear} {spot} and knew at last how to {aim}.
     {P} ate some {food} and {did}, and then a plan to {aim} came to mind.
-    In the {where} was {a age} {fixture} with {gear}, so {P} had an idea.
+    {P} saw {gear} in the {where} and had an idea how to {aim}.
     {P} asked the {relative} for {gear}, because that might help to {aim}.
-    {a sound} from the {where} gave {P:him} {a fine} idea about {obj}.
-    {P} was {P.trait}, so {P} took {gear} and made a new plan for {obj}.
-    {P} remembered what the {relative} said, so {P} {went} to get {gear}.
-    "I know what to do!" cried {P:name}, who saw {gear} {spot}.
+    {a sound} from the {where} gave {P:him} {a fine} idea how to {aim}.
+    {P} was {P.trait}, so {P} took {gear} and made a new plan to {aim}.
+    {P} remembered what the {relative} said and got {gear} to {aim}.
+    "I know how to {aim}!" cried {P:name}, who saw {gear} {spot}.
     "Take {gear}," said the {relative}, "and you can {aim}."
     "If I use {gear}, I can {aim}," said {P:name} {manner}.
     """,
@@ -229,15 +226,14 @@ CODA = event(
 # One more sentence after an event, read from the state alone. Each has at least two lists, or it would come back.
 MOMENTS = wordings(
     """
-    The {weather} {where} smelled of {smell}, and {P} felt {P.feeling}.
-    {P} was {P.feeling}, so {P} {did} {spot}.
-    {P} {went} past {a age} {fixture} and thought of {obj}.
-    {P} felt {P.feeling}, but the thought of {obj} helped.
-    All {time} long, {P} {did} {why}.
-    {P} {went} from the {place} to the {new place} with some {food}.
-    {a sound} came from the {where}, but {P} thought only of {obj}.
-    The {place} was {weather} that {time}, and {P} {did} {manner}.
-    {P} ate some {food} {spot} and felt {P.feeling}.
+    The {weather} {where} smelled of {smell}, and {P} felt {P.feeling} about {obj}.
+    {P} was {P.feeling}, so {P} {did} {spot} and thought of {obj}.
+    {P} {went} past {a age} {fixture} and thought of how to {aim}.
+    {P} felt {P.feeling}, but still wanted to {aim}.
+    All {time} long, {P} {did} and thought of {obj} {why}.
+    {P} {went} from the {place} to the {new place} to {aim}.
+    {a sound} came from the {where}, but {P} still wanted to {aim}.
+    {P} ate some {food} {spot} and thought of {obj}.
     {P} hummed a song about {obj} and {went} {manner} along the {where}.
     """
 )

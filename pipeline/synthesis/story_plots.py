@@ -33,8 +33,8 @@ from pipeline.synthesis.story_world import PHRASES, World, new_world, realise
 PLOTS: dict[str, Plot] = {plot.family: plot for plot in QUESTS + CRAFTS + BONDS}
 
 SPOKEN = 0.55  # share of the events of such a story that are told in speech
-MOMENT = 0.22  # how often an event is followed by a sentence about the state
-OPTIONAL = ((REASON, 0.4), (SETBACK, 0.55), (GUESS, 0.4), (MEETING, 0.5))
+MOMENT = 0.12  # how often an event is followed by a sentence about the state
+OPTIONAL = ((REASON, 0.4), (SETBACK, 0.5), (GUESS, 0.4), (MEETING, 0.3))
 MAX_OPTIONAL = 3  # seven events are always there: ten at most
 MIN_WORDS, MAX_WORDS = 64, 260
 _PRONOUN = re.compile(rf"\b({'|'.join(PRONOUNS)})\b", re.IGNORECASE)

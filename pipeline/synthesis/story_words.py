@@ -13,12 +13,12 @@ def words(block: str) -> tuple[str, ...]:
     return tuple(block.split())
 
 
-HE_NAMES = words("""Alvin Amos Barney Ben Boris Bruno Casper Cedric Clyde Dennis Dexter Duncan Edgar Ezra Felix Finn Floyd Gilbert
-    Gus Hank Homer Hugo Igor Ivan Jasper Jonas Julian Kurt Leo Lionel Louis Magnus Marco Max Milo Ned Nigel Orson Oscar
-    Otto Owen Pablo Percy Ralph Roland Rufus Sam Silas Simon Theo Toby Tom Victor Vito Walter Wendell""")
-SHE_NAMES = words("""Agnes Alma Anna Bella Betty Celia Clara Cora Daisy Delia Dora Edith Ella Emma Fiona Flora Freda Gina Gloria Greta
-    Hanna Hazel Heidi Ida Iris Ivy Jade Joan Juno Katie Kira Lena Lily Luna Mabel Maya Mia Nelly Nina Nora Olive Opal
-    Penny Rita Rosa Ruby Sally Stella Tessa Tilda Ursula Vera Violet Wanda Willa Yara Zelda Zoe""")
+HE_NAMES = words("""
+Ben Bruno Felix Finn Gus Hugo Jack Leo Max Milo Ned Oscar Otto Sam Simon Theo Tim Tom Victor Walter
+    """)
+SHE_NAMES = words("""
+Anna Clara Daisy Ella Emma Ida Iris Lily Luna Maya Mia Nina Nora Penny Rosa Ruby Stella Tessa Vera Zoe
+    """)
 PRONOUN_OF = dict.fromkeys(HE_NAMES, "he") | dict.fromkeys(SHE_NAMES, "she")
 # subject, object, possessive of each pronoun
 CASES = {"he": {"he": "he", "him": "him", "his": "his"}, "she": {"he": "she", "him": "her", "his": "her"}}
@@ -34,18 +34,20 @@ KINDS = words("""ant badger bat bear beaver bee beetle camel cat crab cricket cr
 
 # What a story can be about, by the kind of plot that can use it.
 THINGS: dict[str, tuple[str, ...]] = {
-    "treasure": words("""ball balloon basket bell blanket bracelet button cap cloak compass crown doll goblet hat kettle lamp lantern
-        locket marble mask medallion mitten mirror necklace pillow pipe pouch puppet purse puzzle sandal satchel scarf
-        shawl shell slipper statue sweater teapot thimble umbrella vase wallet wand whistle yo-yo"""),
-    "craft": words("""birdhouse boat bookshelf bridge canoe cart chair cradle dollhouse fence hammock kite oven pinwheel raft
-        rocket scarecrow scooter shed signpost sled sledge stool swing table tent toolbox treehouse wagon wheelbarrow
-        windmill"""),
-    "instrument": words("""accordion banjo bagpipe cello clarinet drum fiddle flute guitar harmonica harp lute mandolin oboe organ piano
-        saxophone tambourine trombone trumpet tuba ukulele violin xylophone"""),
-    "plant": words("""bean cabbage carrot cherry cucumber daffodil fern gourd grapevine lavender lemon lettuce marigold melon
-        mushroom orchid peach pear peony pepper plum poppy potato pumpkin radish rose sunflower thistle tomato tulip
-        turnip"""),
-    "prize": words("badge banner cup flag garland medal plaque ribbon rosette sash shield trophy wreath"),
+    "treasure": words("""
+ball basket bell blanket button cap cloak compass crown doll hat kettle lamp marble mask mirror pillow pouch
+        puppet puzzle scarf shell sweater umbrella vase wand
+    """),
+    "craft": words("""
+birdhouse boat bridge cart chair fence hammock kite raft rocket scooter sled table tent treehouse wagon
+    """),
+    "instrument": words("""
+banjo cello drum fiddle flute guitar harp piano trumpet violin
+    """),
+    "plant": words("""
+bean cabbage carrot cherry lemon melon orchid pepper poppy potato pumpkin rose sunflower tomato tulip turnip
+    """),
+    "prize": words("badge banner cup flag medal ribbon shield trophy"),
 }
 WANTED = frozenset(word for group in THINGS.values() for word in group)
 

@@ -34,7 +34,7 @@ from pipeline.synthesis.story_words import (
     TRAITS,
 )
 
-NAME_AGAIN = 0.5  # how often a sentence repeats the name where a pronoun would do: a small model needs names at hand
+NAME_AGAIN = 0.75  # how often a sentence repeats the name where a pronoun would do: a small model needs names at hand
 NOUN_ALONE = 0.7  # how often "the kite" rather than "the red kite"
 
 SPOTS = ("{prep} the {age} {fixture}", "{prep} {a age} {fixture}", "{prep} the {age} {fixture} at the {where}")

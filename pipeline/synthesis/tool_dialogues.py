@@ -26,7 +26,7 @@ from pipeline.synthesis.toolbox import CHAINS, SEEN, UNSEEN, Chain
 
 INVENTED, RENAMED = 0.5, 0.25  # shares of the training conversations with such tools
 ANSWERED = 0.3  # share of the single-request conversations that go on to result and closing sentence
-NUM_OFFERED = (2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 4, 4, 4, 5, 6)
+NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema costs some 50 tokens
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,13 @@ class Setting:
     renamed: bool = False
 
     def target(self) -> Tool:
+        """A tool to call."""
         if self.invented:
             return invent(self.rng)
         return self.rng.choice(UNSEEN if self.unseen_tool else SEEN)
 
     def wording(self, tool: Tool) -> str:
+        """One of the tool's wordings that the setting allows."""
         return requests.family(tool.wordings, self.unseen_template, self.rng)
 
     def fresh(self, tools: list[Tool]) -> dict[str, Tool]:
@@ -107,14 +109,17 @@ def _one_call(setting: Setting, num_others: int, before: str = "") -> Script:
 
 
 def simple(setting: Setting) -> Script:
+    """One call, one tool offered."""
     return _one_call(setting, 0)
 
 
 def multiple(setting: Setting) -> Script:
+    """One call, two to six tools offered."""
     return _one_call(setting, setting.rng.choice(NUM_OFFERED) - 1)
 
 
 def relevance(setting: Setting) -> Script:
+    """Small talk before a request that needs a call."""
     chatter = requests.family(requests.CHATTER, setting.unseen_template, setting.rng)
     return _one_call(setting, setting.rng.randint(1, 2), requests.filled(chatter, setting.rng))
 

@@ -115,7 +115,7 @@ def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Too
     verb, noun = verb or rng.choice(VERBS), noun or rng.choice(NOUNS)
     parts: list[Part] = []
     taken: set[str] = set()
-    target = rng.choice((1, 1, 1, 2, 2, 2, 3))
+    target = rng.choice((1, 1, 1, 1, 2, 2, 2, 3))
     while len(taken) < target:
         part = _part(rng, noun)
         if taken & _names(part):
@@ -233,7 +233,7 @@ def _part(rng: Random, noun: str) -> Part:
     name = rng.choice(concept.names)
     if name in ("id", "name") and rng.random() < 0.7:
         name = f"{noun}_{name}"
-    about = f"{_spoken(name)} of the {noun}" if rng.random() < 0.25 else ""
+    about = f"{_spoken(name)} of the {noun}" if rng.random() < 0.15 else ""
     one = param(concept.type, concept.kind, about)
     if rng.random() < 0.15:
         default = rng.randint(1, 9) if concept.type != "string" else rng.choice((None, "", "any"))

@@ -32,6 +32,7 @@ class Script:
     results: list[Value] = field(default_factory=list)  # all scalars of results so far
 
     def user(self, text: str) -> None:
+        """A user turn."""
         self.messages.append({"role": "user", "content": text})
         self.said += text + "\n"
 
@@ -42,6 +43,7 @@ class Script:
         self.messages.append({"role": "user", "content": f"{before}\n<tools>\n{line}\n</tools>\n{after}"})
 
     def say(self, text: str) -> None:
+        """An assistant turn without calls."""
         self.messages.append({"role": "assistant", "content": text})
 
     def call(self, calls: list[Call]) -> list[Result]:

@@ -136,7 +136,7 @@ def truth(dialogue: Dialogue, turn: int) -> list[dict[str, dict[str, list[Value]
         raise ValueError(
             f"{dialogue.id}: message {turn} is from the {dialogue.messages[turn]['role']}, not the assistant"
         )
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools_at(dialogue, turn)}
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools_at(dialogue, turn)}
     return [{name: accepted(schemas.get(name, {}), arguments)} for name, arguments in calls(dialogue.messages[turn])]
 
 
@@ -177,7 +177,7 @@ def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float
         return float(not made and bool(message["content"].strip()) and "<tool_call>" not in message["content"])
     if not made:
         return 0.0
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools_at(dialogue, turn)}
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools_at(dialogue, turn)}
     is_json = all(isinstance(arguments, dict) for _, arguments in made)
     fits = is_json and all(name in schemas and not problems(schemas[name], arguments) for name, arguments in made)
     made = made[:8]
@@ -234,25 +234,26 @@ def wrong_answers(dialogue: Dialogue, seed: int, turn: int | None = None) -> lis
     functions = {tool["function"]["name"]: tool["function"] for tool in tools_at(dialogue, turn)}
     if not right:
         name = rng.choice(sorted(functions))
-        properties = functions[name]["parameters"]["properties"]
-        required = functions[name]["parameters"]["required"]
-        arguments = {key: _plausible(properties[key], _spans(dialogue, turn), rng) for key in required}
+        parameters = functions[name].get("parameters", {})
+        properties, spans = parameters.get("properties", {}), _spans(dialogue, turn)
+        arguments = {key: _plausible(properties.get(key, {}), spans, rng) for key in parameters.get("required", [])}
         return [("needless_call", _message([(name, arguments)]))]
     place = rng.randrange(len(right))
     name, arguments = right[place]
-    parameters = functions[name]["parameters"]
+    parameters = functions[name].get("parameters", {})
+    properties = parameters.get("properties", {})
     made: list[tuple[str, tuple[str, Value]]] = [("wrong_tool", (_other_name(name, sorted(functions), rng), arguments))]
     if arguments:
         key = rng.choice(list(arguments))
         chosen = list(arguments) if len(right) > 1 else [key]
-        changed = {k: _other_value(arguments, k, parameters["properties"][k], rng) for k in chosen}
+        changed = {k: _other_value(arguments, k, properties.get(k, {}), rng) for k in chosen}
         made.append(("wrong_value", (name, {**arguments, **changed})))
         made.append(("wrong_type", (name, {**arguments, key: _other_type(arguments[key])})))
-    dropped = [key for key in parameters["required"] if key in arguments]
+    dropped = [key for key in parameters.get("required", []) if key in arguments]
     if dropped:
         key = rng.choice(dropped)
         made.append(("missing", (name, {k: value for k, value in arguments.items() if k != key})))
-    free = [noun for noun in NOUNS if noun not in parameters["properties"]]
+    free = [noun for noun in NOUNS if noun not in properties]
     made.append(("invented", (name, {**arguments, rng.choice(free): rng.choice(NOUNS)})))
     answers = [(kind, _message([*right[:place], call, *right[place + 1 :]])) for kind, call in made]
     answers.append(("refusal", {"role": "assistant", "content": rng.choice(REFUSALS)}))
@@ -311,11 +312,12 @@ def _spans(dialogue: Dialogue, turn: int) -> list[str]:
 
 def _plausible(schema: dict[str, Any], spans: list[str], rng: Random) -> Value:
     """A value that fits the schema, of the user's words where it is a string."""
-    type_ = schema["type"][0] if isinstance(schema["type"], list) else schema["type"]
+    type_ = schema.get("type", "string")
+    type_ = type_[0] if isinstance(type_, list) else type_
     if schema.get("enum"):
         return rng.choice(schema["enum"])
     if type_ == "array":
-        return [_plausible(schema["items"], spans, rng)]
+        return [_plausible(schema.get("items", {}), spans, rng)]
     if type_ == "object":
-        return {key: _plausible(item, spans, rng) for key, item in schema["properties"].items()}
+        return {key: _plausible(item, spans, rng) for key, item in schema.get("properties", {}).items()}
     return {"string": rng.choice(spans), "boolean": True}.get(type_, rng.randint(1, 99))

@@ -1,6 +1,6 @@
 """Sixteen tools around a person: contacts, tasks, home, files. All four domains occur in training; most keep state."""
 
-from pipeline.synthesis import tool_world as world
+from pipeline.synthesis import tool_functions as functions
 from pipeline.synthesis.tool_shape import Tool, array, nested, optional, param
 from pipeline.synthesis.tool_values import (
     CODE,
@@ -29,7 +29,7 @@ CONTACTS = (
         domain="contacts",
         description="Find the phone number of a person.",
         params={"name": param("string", PERSON)},
-        run=world.find_phone,
+        run=functions.find_phone,
         wordings=(
             "find the phone number of {name}",
             "get the phone number for {name}",
@@ -46,7 +46,7 @@ CONTACTS = (
         domain="contacts",
         description="Find the email address of a person.",
         params={"name": param("string", PERSON)},
-        run=world.find_email,
+        run=functions.find_email,
         wordings=(
             "find the email address of {name}",
             "get the email of {name}",
@@ -67,7 +67,7 @@ CONTACTS = (
             "phone": param("string", PHONE),
             "email": optional(param(["string", "null"], EMAIL), None),
         },
-        run=world.add_contact,
+        run=functions.add_contact,
         wordings=(
             "add the contact {name} with phone {phone}",
             "add {name}, phone {phone}, email {email}, to my contacts",
@@ -83,7 +83,7 @@ CONTACTS = (
         domain="contacts",
         description="Delete a contact.",
         params={"name": param("string", PERSON, "full name")},
-        run=world.delete_contact,
+        run=functions.delete_contact,
         wordings=(
             "delete the contact {name}",
             "remove {name} from my contacts",
@@ -106,7 +106,7 @@ TASKS = (
             "title": param("string", TITLE),
             "priority": optional(param("string", one_of(*PRIORITIES), enum=PRIORITIES), "normal"),
         },
-        run=world.add_task,
+        run=functions.add_task,
         wordings=(
             "add the task {title}",
             "add the task {title} with priority {priority}",
@@ -122,7 +122,7 @@ TASKS = (
         domain="tasks",
         description="Set the due date of a task.",
         params={"task_id": param("string", CODE), "date": param("string", DATE)},
-        run=world.set_due_date,
+        run=functions.set_due_date,
         wordings=(
             "set the due date of task {task_id} to {date}",
             "make task {task_id} due on {date}",
@@ -138,7 +138,7 @@ TASKS = (
         domain="tasks",
         description="Remind the user after some minutes.",
         params={"text": param("string", TEXT), "minutes": param("integer", integer(2, 120))},
-        run=world.set_reminder,
+        run=functions.set_reminder,
         wordings=(
             "remind me to {text} in {minutes} minutes",
             "set a reminder {text} in {minutes} minutes",
@@ -157,7 +157,7 @@ TASKS = (
             "minutes": param("integer", integer(2, 90)),
             "label": optional(param("string", LABEL, "name of the timer"), "timer"),
         },
-        run=world.start_timer,
+        run=functions.start_timer,
         wordings=(
             "start a timer for {minutes} minutes",
             "start a {minutes} minutes timer with label {label}",
@@ -176,7 +176,7 @@ HOME = (
         domain="home",
         description="Set the light in a room.",
         params={"room": param("string", ROOM), "brightness": param("integer", integer(2, 100), "0 to 100")},
-        run=world.set_light,
+        run=functions.set_light,
         wordings=(
             "set the light in the {room} to {brightness}",
             "set the {room} light to brightness {brightness}",
@@ -193,7 +193,7 @@ HOME = (
         domain="home",
         description="Set the heating in a room.",
         params={"room": param("string", ROOM), "degrees": param("number", integer(14, 26))},
-        run=world.set_heating,
+        run=functions.set_heating,
         wordings=(
             "set the heating in the {room} to {degrees}",
             "heat the {room} to {degrees} degrees",
@@ -210,7 +210,7 @@ HOME = (
         domain="home",
         description="Play a song in a room.",
         params={"song": param("string", TITLE), "room": optional(param("string", ROOM), "kitchen")},
-        run=world.play_music,
+        run=functions.play_music,
         wordings=(
             "play the song {song}",
             "play the song {song} in the {room}",
@@ -229,7 +229,7 @@ HOME = (
             "name": param("string", LABEL),
             "settings": nested({"light": ("integer", integer(0, 100)), "heating": ("integer", integer(14, 26))}),
         },
-        run=world.save_scene,
+        run=functions.save_scene,
         wordings=(
             "save the scene {name} with light {light} and heating {heating}",
             "save a scene {name}: light {light}, heating {heating}",
@@ -248,7 +248,7 @@ FILES = (
         domain="files",
         description="Create a file.",
         params={"path": param("string", PATH), "content": optional(param("string", TEXT), "")},
-        run=world.create_file,
+        run=functions.create_file,
         wordings=(
             "create the file {path}",
             "create the file {path} with content {content}",
@@ -264,7 +264,7 @@ FILES = (
         domain="files",
         description="Read a file.",
         params={"path": param("string", PATH)},
-        run=world.read_file,
+        run=functions.read_file,
         wordings=(
             "read the file {path}",
             "read {path}",
@@ -280,7 +280,7 @@ FILES = (
         domain="files",
         description="Rename a file.",
         params={"path": param("string", PATH), "new_path": param("string", PATH)},
-        run=world.rename_file,
+        run=functions.rename_file,
         wordings=(
             "rename the file {path} to {new_path}",
             "rename {path} to {new_path}",
@@ -296,7 +296,7 @@ FILES = (
         domain="files",
         description="Move files to a folder.",
         params={"paths": array("string", several(PATH, 2, 3)), "folder": param("string", FOLDER)},
-        run=world.move_files,
+        run=functions.move_files,
         wordings=(
             "move the files {paths} to the folder {folder}",
             "move {paths} to the folder {folder}",

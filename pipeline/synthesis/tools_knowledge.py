@@ -1,6 +1,6 @@
 """Sixteen tools without state: numbers, text, dates, weather. All four domains occur in training."""
 
-from pipeline.synthesis import tool_world as world
+from pipeline.synthesis import tool_functions as functions
 from pipeline.synthesis.tool_shape import Tool, array, optional, param
 from pipeline.synthesis.tool_values import CITY, DATE, NUMBER, TEXT, TIME, WORD, Kind, integer, one_of, several
 
@@ -13,7 +13,7 @@ NUMBERS = (
         domain="numbers",
         description="Raise a base to an exponent.",
         params={"base": param("number", NUMBER), "exponent": param("integer", integer(2, 6))},
-        run=world.power,
+        run=functions.power,
         wordings=(
             "raise {base} to the power {exponent}",
             "compute {base} to the power of {exponent}",
@@ -29,7 +29,7 @@ NUMBERS = (
         domain="numbers",
         description="Take a percentage of a value.",
         params={"percent": param("number", integer(1, 99)), "value": param("number", NUMBER)},
-        run=world.percentage,
+        run=functions.percentage,
         wordings=(
             "compute {percent} percent of {value}",
             "take {percent} percent of {value}",
@@ -45,7 +45,7 @@ NUMBERS = (
         domain="numbers",
         description="Mean of some numbers.",
         params={"numbers": array("number", several(integer(1, 99), 2, 4))},
-        run=world.mean,
+        run=functions.mean,
         wordings=(
             "find the mean of {numbers}",
             "compute the mean of the numbers {numbers}",
@@ -65,7 +65,7 @@ NUMBERS = (
             "from_unit": param("string", one_of(*UNITS), enum=UNITS),
             "to_unit": param("string", one_of(*UNITS), enum=UNITS),
         },
-        run=world.convert_length,
+        run=functions.convert_length,
         wordings=(
             "convert {value} {from_unit} to {to_unit}",
             "turn {value} {from_unit} into {to_unit}",
@@ -84,7 +84,7 @@ TEXTS = (
         domain="text",
         description="Count the words of a text.",
         params={"text": param("string", SENTENCE)},
-        run=world.count_words,
+        run=functions.count_words,
         wordings=(
             "count the words in {text}",
             "count the words of {text}",
@@ -100,7 +100,7 @@ TEXTS = (
         domain="text",
         description="Reverse a text.",
         params={"text": param("string", TEXT, "text to reverse")},
-        run=world.reverse_text,
+        run=functions.reverse_text,
         wordings=(
             "reverse {text}",
             "reverse the text {text}",
@@ -116,7 +116,7 @@ TEXTS = (
         domain="text",
         description="Replace a word in a text.",
         params={"text": param("string", SENTENCE), "old": param("string", WORD), "new": param("string", WORD)},
-        run=world.replace_word,
+        run=functions.replace_word,
         wordings=(
             "in {text} replace {old} with {new}",
             "take the text {text} and replace {old} by {new}",
@@ -136,7 +136,7 @@ TEXTS = (
             "times": param("integer", integer(2, 9)),
             "separator": optional(param("string", one_of("-", "+", "/", "*"), "put between"), " "),
         },
-        run=world.repeat_text,
+        run=functions.repeat_text,
         wordings=(
             "repeat {text} {times} times",
             "write {text} {times} times with separator {separator}",
@@ -155,7 +155,7 @@ DATES = (
         domain="dates",
         description="Add days to a date.",
         params={"date": param("string", DATE), "days": param("integer", integer(2, 90))},
-        run=world.add_days,
+        run=functions.add_days,
         wordings=(
             "add to {date} {days} days",
             "add {days} days to {date}",
@@ -171,7 +171,7 @@ DATES = (
         domain="dates",
         description="Days from a start to an end date.",
         params={"start": param("string", DATE), "end": param("string", DATE)},
-        run=world.days_between,
+        run=functions.days_between,
         wordings=(
             "count the days from {start} to {end}",
             "count the days between {start} and {end}",
@@ -187,7 +187,7 @@ DATES = (
         domain="dates",
         description="Weekday of a date.",
         params={"date": param("string", DATE, "as 2025-03-14")},
-        run=world.get_weekday,
+        run=functions.get_weekday,
         wordings=(
             "find the weekday of {date}",
             "get the weekday of the date {date}",
@@ -203,7 +203,7 @@ DATES = (
         domain="dates",
         description="Add minutes to a time.",
         params={"time": param("string", TIME), "minutes": param("integer", integer(2, 180))},
-        run=world.add_minutes,
+        run=functions.add_minutes,
         wordings=(
             "add {minutes} minutes to {time}",
             "take the time {time} and add {minutes} minutes",
@@ -226,7 +226,7 @@ WEATHER = (
             "city": param("string", CITY),
             "unit": optional(param("string", one_of(*DEGREES), enum=DEGREES), "celsius"),
         },
-        run=world.get_weather,
+        run=functions.get_weather,
         wordings=(
             "get the weather in {city}",
             "tell me the weather in {city} in {unit}",
@@ -243,7 +243,7 @@ WEATHER = (
         domain="weather",
         description="Weather forecast for the next days.",
         params={"city": param("string", CITY), "days": optional(param("integer", integer(2, 9)), 3)},
-        run=world.get_forecast,
+        run=functions.get_forecast,
         wordings=(
             "get the forecast for {city}",
             "get the weather forecast for {city} for {days} days",
@@ -260,7 +260,7 @@ WEATHER = (
         domain="weather",
         description="Wind speed in a city.",
         params={"city": param("string", CITY)},
-        run=world.get_wind,
+        run=functions.get_wind,
         wordings=(
             "get the wind in {city}",
             "find the wind speed in {city}",
@@ -277,7 +277,7 @@ WEATHER = (
         domain="weather",
         description="Find the warmest of some cities.",
         params={"cities": array("string", several(CITY, 2, 3), "city names")},
-        run=world.warmest_city,
+        run=functions.warmest_city,
         wordings=(
             "find the warmest city of {cities}",
             "find the warmest of the cities {cities}",

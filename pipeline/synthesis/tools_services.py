@@ -1,6 +1,6 @@
 """Sixteen tools of services: shop (in training), travel, bank and messages (held out: no training conversation offers them)."""
 
-from pipeline.synthesis import tool_world as world
+from pipeline.synthesis import tool_functions as functions
 from pipeline.synthesis.tool_shape import Param, Tool, array, nested, optional, param
 from pipeline.synthesis.tool_values import (
     AMOUNT,
@@ -48,7 +48,7 @@ SHOP = (
         domain="shop",
         description="Find a product by name.",
         params={"name": param("string", PRODUCT)},
-        run=world.find_product,
+        run=functions.find_product,
         wordings=(
             "find the product {name}",
             "look up the product {name}",
@@ -69,7 +69,7 @@ SHOP = (
             "quantity": optional(param("integer", integer(2, 20)), 1),
             "gift": optional(param("boolean", YES), False),
         },
-        run=world.order_product,
+        run=functions.order_product,
         wordings=(
             "order the product {product_id}",
             "order {quantity} of product {product_id}",
@@ -85,7 +85,7 @@ SHOP = (
         domain="shop",
         description="Track an order.",
         params={"order_id": param("string", CODE, "id of the order")},
-        run=world.track_order,
+        run=functions.track_order,
         wordings=(
             "track the order {order_id}",
             "track order {order_id}",
@@ -101,7 +101,7 @@ SHOP = (
         domain="shop",
         description="Order several items at once.",
         params={"items": ITEMS},
-        run=world.order_items,
+        run=functions.order_items,
         wordings=(
             "order the items {items}",
             "order these items: {items}",
@@ -120,7 +120,7 @@ TRAVEL = (
         domain="travel",
         description="Find a flight between two cities.",
         params={"from_city": param("string", CITY), "to_city": param("string", CITY), "date": param("string", DATE)},
-        run=world.find_flight,
+        run=functions.find_flight,
         wordings=(
             "find a flight from {from_city} to {to_city} on {date}",
             "find a flight from {from_city} to {to_city} with date {date}",
@@ -140,7 +140,7 @@ TRAVEL = (
         domain="travel",
         description="Book seats on a flight.",
         params={"flight_id": param("string", CODE), "seats": optional(param("integer", integer(2, 9)), 1)},
-        run=world.book_flight,
+        run=functions.book_flight,
         wordings=(
             "book the flight {flight_id}",
             "book {seats} seats on flight {flight_id}",
@@ -160,7 +160,7 @@ TRAVEL = (
             "nights": param("integer", integer(2, 14)),
             "stars": optional(param("integer", integer(2, 5)), 3),
         },
-        run=world.book_hotel,
+        run=functions.book_hotel,
         wordings=(
             "book a hotel in {city} for {nights} nights",
             "book a hotel in {city} for {nights} nights with {stars} stars",
@@ -180,7 +180,7 @@ TRAVEL = (
             "address": nested({"street": ("string", STREET), "number": ("integer", integer(2, 250))}),
             "time": param("string", TIME),
         },
-        run=world.book_taxi,
+        run=functions.book_taxi,
         wordings=(
             "book a taxi to street {street} number {number} at {time}",
             "book a taxi to {street}, number {number}, at {time}",
@@ -199,7 +199,7 @@ BANK = (
         domain="bank",
         description="Find the account of an owner.",
         params={"owner": param("string", PERSON)},
-        run=world.find_account,
+        run=functions.find_account,
         wordings=(
             "find the account of {owner}",
             "look up the account of {owner}",
@@ -216,7 +216,7 @@ BANK = (
         domain="bank",
         description="Get the balance of an account.",
         params={"account": param("string", CODE)},
-        run=world.get_balance,
+        run=functions.get_balance,
         wordings=(
             "get the balance of {account}",
             "get the balance of the account {account}",
@@ -236,7 +236,7 @@ BANK = (
             "to_account": param("string", CODE),
             "amount": param("number", AMOUNT),
         },
-        run=world.transfer_money,
+        run=functions.transfer_money,
         wordings=(
             "transfer from {from_account} to {to_account} the amount {amount}",
             "transfer {amount} from {from_account} to {to_account}",
@@ -259,7 +259,7 @@ BANK = (
             "from_currency": param("string", one_of(*CURRENCIES), enum=CURRENCIES),
             "to_currency": param("string", one_of(*CURRENCIES), enum=CURRENCIES),
         },
-        run=world.convert_currency,
+        run=functions.convert_currency,
         wordings=(
             "convert {amount} {from_currency} to {to_currency}",
             "convert the amount {amount} from {from_currency} to {to_currency}",
@@ -282,7 +282,7 @@ MESSAGES = (
             "subject": param("string", TITLE),
             "body": optional(param(["string", "null"], TEXT), None),
         },
-        run=world.send_email,
+        run=functions.send_email,
         wordings=(
             "send an email to {to} with subject {subject}",
             "send an email to {to} with subject {subject} and body {body}",
@@ -298,7 +298,7 @@ MESSAGES = (
         domain="messages",
         description="Send a text message to a phone.",
         params={"phone": param("string", PHONE), "text": param("string", TEXT)},
-        run=world.send_sms,
+        run=functions.send_sms,
         wordings=(
             "send to the phone {phone} the text {text}",
             "send the text {text} to {phone}",
@@ -318,7 +318,7 @@ MESSAGES = (
             "people": array("string", several(FIRST, 2, 3)),
             "time": param("string", TIME),
         },
-        run=world.schedule_meeting,
+        run=functions.schedule_meeting,
         wordings=(
             "schedule the meeting {title} with {people} at {time}",
             "schedule a meeting with title {title} for the people {people} at {time}",
@@ -338,7 +338,7 @@ MESSAGES = (
             "text": param("string", TEXT),
             "urgent": optional(param("boolean", YES), False),
         },
-        run=world.post_message,
+        run=functions.post_message,
         wordings=(
             "post in the channel {channel} the text {text}",
             "post {text} in the channel {channel}",

@@ -55,7 +55,10 @@ def tests(program: Program, draw: Draw) -> list[dict[str, Any]] | None:
 
 
 def visible_cases(program: Program, draw: Draw, count: int = NUM_VISIBLE) -> list[Case] | None:
-    """Short inputs with different short outputs, as a question or a docstring shows them; None if there are too few."""
+    """Short inputs with different short outputs, as a question or a docstring shows them; None if there are too few.
+
+    At least one is not its own output: "keep the last 8 numbers" is not shown on lists of five.
+    """
     found: list[Case] = []
     spare: list[Case] = []
     for value in draw.sample(pool(program.takes).short, 24):
@@ -66,8 +69,9 @@ def visible_cases(program: Program, draw: Draw, count: int = NUM_VISIBLE) -> lis
         (spare if case.expected == repr(value) else found).append(case)
         if len(found) == count:
             return found
-    found += spare[: count - len(found)]
-    return found if len(found) == count else None
+    if not found or len(found) + len(spare) < count:
+        return None
+    return found + spare[: count - len(found)]
 
 
 def _case(program: Program, value: Any, draw: Draw) -> Case:

@@ -26,11 +26,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from pipeline.errors import ModelError
 from pipeline.text.template import TEMPLATE
+from pipeline.text.words import PATTERN, Words, fits
 
-# The split pattern of Qwen2 (llama.cpp's pre-tokenizer `qwen2`): each digit alone, line feeds end a piece.
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 SPECIAL = {
     "end_of_text": "<|endoftext|>",
     "pad": "<|pad|>",
@@ -90,6 +87,7 @@ class Tokenizer:
             self._plain = tokenizers.Tokenizer.from_str(json.dumps(state))
         except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{source}: not a BPE tokenizer.json ({error})") from error
+        self._words = Words(self._plain) if fits(state["pre_tokenizer"]) and not state["normalizer"] else None
         if '"ByteLevel"' not in json.dumps(state["decoder"]):
             raise ModelError(f"{source}: expected byte-level BPE (decoder ByteLevel), found {state['decoder']}")
         self.control_ids = {content: entry["id"] for content, entry in added.items()}  # every added token by its text
@@ -117,13 +115,16 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each text, faster; threads of the Rust library unless TOKENIZERS_PARALLELISM is false."""
+        """`encode` of each text. Another split pattern than ours goes through the library, in its threads."""
         try:
-            encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+            return self._encode_valid(texts)
         except TypeError:  # how the library says that a str is not UTF-8
-            texts = [SURROGATES.sub("\ufffd", text) for text in texts]
-            encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+            return self._encode_valid([SURROGATES.sub("\ufffd", text) for text in texts])
+
+    def _encode_valid(self, texts: list[str]) -> list[list[int]]:
+        if self._words is not None:
+            return [self._words.encode(text) for text in texts]
+        return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of the ids: their bytes joined, then UTF-8 with U+FFFD for what is not. Tool-call tokens stay visible."""

@@ -1,0 +1,306 @@
+"""The measurements that every causal model gets, on the same held-out items with the same settings and seeds.
+
+    text, stories, code     bits per byte, sampled stories, gaps filled
+    problems                pass@k of generated programs, judged in the sandbox
+    tools                   tool calls, scored as BFCL scores them
+    answers                 BLEU, chrF, ROUGE of answers in words
+
+Each suite gives its numbers (with `_low`, `_high`) and a row per item. A sample's seed is hashed from (seed, suite, id,
+sample), so batch size, order and processes change nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeline.device import generator, stable_hash
+from pipeline.evaluation import code, codebleu, likelihood, text, tools
+from pipeline.evaluation.intervals import Interval, ratio, wilson
+from pipeline.generation.sampling import Completion, Sampling, generate
+from pipeline.model.transformer import Transformer
+from pipeline.sandbox.judge import Judge
+from pipeline.streams.records import Dialogue, Problem, Text
+from pipeline.synthesis import stories
+from pipeline.synthesis import tools as tool_synthesis
+from pipeline.synthesis.story_check import check
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
+
+CUT = 2000  # characters of an output that are kept
+PASS_AT = (1, 5, 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The block `evaluate`: how much is measured, and how answers are sampled."""
+
+    documents: int  # of each kind for bits per byte
+    stories: int  # sampled from the openings of held-out stories
+    problems: int
+    samples: int  # answers to each problem besides the greedy one; 0: greedy only
+    dialogues: int
+    gaps: int  # lines of held-out code to fill in
+    max_new_tokens: int  # of an answer
+    story_tokens: int  # of a story
+    temperature: float  # of sampled answers and stories
+    top_p: float
+    context: int  # window of the likelihoods
+    bootstrap: int  # resamples of the items
+
+    def __post_init__(self) -> None:
+        if min(self.documents, self.max_new_tokens, self.story_tokens, self.bootstrap) < 1:
+            raise ValueError("documents, max_new_tokens, story_tokens, bootstrap: expected at least 1")
+        if self.context % 2 or self.context < 2:
+            raise ValueError(f"context: expected an even number, got {self.context}")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model under test."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    settings: Settings
+    seed: int
+
+    def complete(
+        self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
+    ) -> dict[str, Completion]:
+        """One completion for each prompt, by id; prompts that leave no room in the context are left out."""
+        room = self.model.config.max_context - 8
+        fitting = {name: ids for name, ids in prompts.items() if 0 < len(ids) < room}
+        sampling = Sampling(tokens, temperature=temperature, top_p=self.settings.top_p if temperature else 1.0)
+        seeds = [stable_hash(self.seed, suite, name, sample) % 2**63 for name in fitting]
+        stop = {self.tokenizer.turn_end, self.tokenizer.end_of_text}
+        done = generate(self.model, list(fitting.values()), sampling, stop=stop, seeds=seeds, batch_rows=64)
+        return dict(zip(fitting, done, strict=True))
+
+    def bootstrap(self, tops: Sequence[float], bottoms: Sequence[float] | None = None) -> Interval:
+        """A mean or ratio with its interval over items."""
+        draws = generator("bootstrap", self.seed, len(tops))
+        return ratio(tops, bottoms, generator=draws, resamples=self.settings.bootstrap)
+
+
+@dataclass
+class Result:
+    """Numbers of a suite, and a row per item."""
+
+    numbers: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def measure(self, name: str, value: Interval) -> None:
+        """Keep a number with its interval."""
+        self.numbers |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+
+    def item(self, suite: str, name: str, completion: Completion, output: str, **more: Any) -> None:
+        """Keep what was answered to one item."""
+        row = {
+            "suite": suite,
+            "id": name,
+            "output": output[:CUT],
+            "stop": completion.stop,
+            "tokens": len(completion.ids),
+        }
+        self.rows.append(row | more)
+
+
+def documents(subject: Subject, texts: Sequence[Text]) -> Result:
+    """Bits per byte over whole documents."""
+    result = Result()
+    scored = likelihood.likelihood(
+        subject.model, subject.tokenizer, [t.text for t in texts], context=subject.settings.context
+    )
+    if scored.documents:
+        bits = [d.nats / math.log(2) for d in scored.documents]
+        result.measure("bpb", subject.bootstrap(bits, [d.bytes for d in scored.documents]))
+        result.numbers |= {
+            "perplexity": scored.perplexity,
+            "documents": len(scored.documents),
+            "left_out": scored.left_out,
+        }
+    return result
+
+
+def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
+    """Stories continued from held-out openings, and what the checker says of them."""
+    result, settings = Result(), subject.settings
+    chosen = {t.path: stories.opening(t.text) for t in texts[: settings.stories]}
+    if not chosen:
+        return result
+    start = [subject.tokenizer.end_of_text]
+    prompts = {path: start + subject.tokenizer.encode(opening) for path, opening in chosen.items()}
+    done = subject.complete("stories", prompts, tokens=settings.story_tokens, temperature=settings.temperature)
+    whole, clauses = [], dict[str, int]()
+    for path, completion in done.items():
+        story = chosen[path] + subject.tokenizer.decode(completion.ids)
+        verdicts = check(story)
+        whole.append(all(verdicts.values()))
+        for clause, holds in verdicts.items():
+            clauses[clause] = clauses.get(clause, 0) + holds
+        failed = ", ".join(clause for clause, holds in verdicts.items() if not holds)
+        result.item("stories", path, completion, story, prompt=chosen[path], verdict=failed or "passes every clause")
+    result.measure("story_rate", wilson(sum(whole), len(whole)))
+    result.measure("end_rate", wilson(sum(c.stop == "stop" for c in done.values()), len(done)))
+    result.measure("repeat_4", subject.bootstrap([text.repeat_4(c.ids) for c in done.values()]))
+    result.numbers["clauses"] = {clause: count / len(done) for clause, count in clauses.items()}
+    return result
+
+
+def gaps(subject: Subject, texts: Sequence[Text]) -> Result:
+    """Lines of held-out code filled in from both sides, greedily; exact means the very line."""
+    result, tokenizer = Result(), subject.tokenizer
+    prompts, wanted = {}, {}
+    for document in texts:
+        lines = document.text.splitlines(keepends=True)[:40]
+        places = [n for n, line in enumerate(lines) if len(line.strip()) >= 12 and 2 < n < len(lines) - 2]
+        if not places or len(prompts) >= subject.settings.gaps:
+            continue
+        place = places[stable_hash(subject.seed, "gap", document.path) % len(places)]
+        before, after = "".join(lines[max(0, place - 15) : place]), "".join(lines[place + 1 : place + 11])
+        prompts[document.path] = [
+            tokenizer.fim_prefix, *tokenizer.encode(before), tokenizer.fim_suffix, *tokenizer.encode(after),
+            tokenizer.fim_middle,
+        ]  # fmt: skip
+        wanted[document.path] = lines[place]
+    if not prompts:
+        return result
+    done = subject.complete("gaps", prompts, tokens=64, temperature=0.0)
+    for path, completion in done.items():
+        filled = tokenizer.decode(completion.ids)
+        right = filled.strip("\n") == wanted[path].strip("\n")
+        result.item("gaps", path, completion, filled, reference=wanted[path], verdict="exact" if right else "differs")
+    result.measure("fim_exact_match", wilson(sum(r["verdict"] == "exact" for r in result.rows), len(result.rows)))
+    return result
+
+
+def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Result:
+    """Programming problems: greedy pass@1, pass@k from samples, form; by group and over all."""
+    result, settings = Result(), subject.settings
+    problems = problems[: settings.problems]
+    prompts = {p.id: _user(subject.tokenizer, p.question) for p in problems}
+    if not prompts:
+        return result
+    greedy = subject.complete("problems", prompts, tokens=settings.max_new_tokens, temperature=0.0)
+    problems = [p for p in problems if p.id in greedy]
+    answers = {name: subject.tokenizer.decode(c.ids) for name, c in greedy.items()}
+    judged = code.judge_answers(judge, problems, [[answers[p.id]] for p in problems])
+    sampled: list[code.Judged] = []
+    if settings.samples:
+        drawn = [
+            subject.complete(
+                "problems", prompts, tokens=settings.max_new_tokens, temperature=settings.temperature, sample=s
+            )
+            for s in range(1, settings.samples + 1)
+        ]
+        texts = [[subject.tokenizer.decode(d[p.id].ids) for d in drawn] for p in problems]
+        sampled = code.judge_answers(judge, problems, texts)
+    for group in ("", *sorted({p.group for p in problems})):
+        ids = {p.id for p in problems if group in ("", p.group)}
+        part = Result()
+        mine = [j for j in judged if j.problem in ids]
+        part.measure("pass_at_1_greedy", wilson(sum(j.verdict == "passed" for j in mine), len(mine)))
+        for k in PASS_AT:
+            rows = code.pass_rows((j for j in sampled if j.problem in ids), k)
+            if rows:
+                part.measure(f"pass_at_{k}", subject.bootstrap(list(rows.values())))
+        part.numbers["n"] = len(mine)
+        result.numbers |= {group: part.numbers} if group else part.numbers
+    result.numbers |= code.rates(judged)
+    _references(result, problems, judged)
+    for problem, one in zip(problems, judged, strict=True):
+        result.item("problems", problem.id, greedy[problem.id], answers[problem.id], prompt=problem.question,
+                    verdict=one.verdict, score=one.score, group=problem.group)  # fmt: skip
+    return result
+
+
+def _references(result: Result, problems: Sequence[Problem], judged: Sequence[code.Judged]) -> None:
+    """How near the greedy answers are to the reference solutions."""
+    pairs = [(j.source or "", code.extract(p.answer) or "") for p, j in zip(problems, judged, strict=True) if p.answer]
+    if not pairs:
+        return
+    result.measure("exact_match", wilson(sum(code.exact_match(a, b) for a, b in pairs), len(pairs)))
+    result.numbers["codebleu_py"] = asdict(codebleu.codebleu([a for a, _ in pairs], [b for _, b in pairs]))
+
+
+def called(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
+    """Tool calls of every scored turn, given the true conversation before it; greedy."""
+    result = Result()
+    asked: list[tuple[Dialogue, int]] = [
+        (d, turn) for d in dialogues[: subject.settings.dialogues] for turn in tool_synthesis.turns(d)
+    ]
+    prompts = {
+        f"{d.id}#{turn}": chat.render(subject.tokenizer, d.messages[:turn], d.tools, generation_prompt=True).ids
+        for d, turn in asked
+    }
+    if not prompts:
+        return result
+    done = subject.complete("tools", prompts, tokens=subject.settings.max_new_tokens, temperature=0.0)
+    kept = [(d, turn) for d, turn in asked if f"{d.id}#{turn}" in done]
+    replies = [subject.tokenizer.decode(done[f"{d.id}#{turn}"].ids) for d, turn in kept]
+    rows, summary = tools.score([(d, turn, reply) for (d, turn), reply in zip(kept, replies, strict=True)])
+    result.numbers = dict(summary)
+    for name, low_high in _tool_intervals(rows, subject).items():
+        result.numbers |= {f"{name}_low": low_high[0], f"{name}_high": low_high[1]}
+    for (dialogue, turn), row, reply in zip(kept, rows, replies, strict=True):
+        name = f"{dialogue.id}#{turn}"
+        result.item("tools", name, done[name], reply, prompt=_last(dialogue.messages[:turn]), category=row["category"],
+                    tool=row["tool"], verdict="right" if row["valid"] else row["error"])  # fmt: skip
+    return result
+
+
+def _tool_intervals(rows: list[dict[str, Any]], subject: Subject) -> dict[str, tuple[float, float]]:
+    """Percentile bootstrap over whole dialogues; every measure is formed anew in each resample."""
+    by_dialogue: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_dialogue.setdefault(row["id"], []).append(row)
+    groups = list(by_dialogue.values())
+    draws = np.random.default_rng(stable_hash(subject.seed, "tools bootstrap") % 2**63)
+    found: dict[str, list[float]] = {}
+    for _ in range(min(subject.settings.bootstrap, 500)):  # a summary costs a millisecond; 500 give the 2.5 % point
+        drawn = [row for place in draws.integers(len(groups), size=len(groups)) for row in groups[place]]
+        for name, value in tools.summarise(drawn).items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: (float(np.percentile(values, 2.5)), float(np.percentile(values, 97.5)))
+        for name, values in found.items()
+        if name not in ("n", "greedy_disagreements")
+    }
+
+
+def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
+    """Answers in words against the reference: turns of the test conversations that call nothing; greedy."""
+    result = Result()
+    chosen: list[tuple[str, Dialogue, int]] = []
+    for dialogue in dialogues:
+        places = [n for n, m in enumerate(dialogue.messages) if m["role"] == "assistant" and not m.get("tool_calls")]
+        if places and dialogue.kind != "story" and len(chosen) < subject.settings.dialogues // 2:
+            chosen.append((f"{dialogue.id}#{places[-1]}", dialogue, places[-1]))
+    prompts = {
+        name: chat.render(subject.tokenizer, d.messages[:turn], d.tools, generation_prompt=True).ids
+        for name, d, turn in chosen
+    }
+    if not prompts:
+        return result
+    done = subject.complete("answers", prompts, tokens=subject.settings.max_new_tokens, temperature=0.0)
+    given, references = [], []
+    for name, dialogue, turn in chosen:
+        if name in done:
+            given.append(chat.parse(subject.tokenizer.decode(done[name].ids)).content)
+            references.append(dialogue.messages[turn]["content"])
+            result.item(
+                "answers", name, done[name], given[-1], prompt=_last(dialogue.messages[:turn]), reference=references[-1]
+            )
+    if given:
+        result.numbers = dict(text.text_scores(given, references)) | {"n": len(given)}
+    return result
+
+
+def _user(tokenizer: Tokenizer, content: str) -> list[int]:
+    return chat.render(tokenizer, [{"role": "user", "content": content}], generation_prompt=True).ids
+
+
+def _last(messages: Sequence[dict[str, Any]]) -> str:
+    return str(messages[-1]["content"])[:CUT]

@@ -1,0 +1,267 @@
+"""Left-to-right decoding: prompts in, completions out. RL, evaluation and the server share the `Decoder`.
+
+A token is chosen by one uniform number, a hash of (seed, token index), through the inverse of the cumulative
+distribution in float64. So a sample depends only on (model, prompt, sampling, its seed): not on its neighbours in the
+batch, their number or their order. What remains is float arithmetic: a matmul of another height may round the logits
+differently (about 1e-6), which moves a sample only where a number falls that close to a border.
+
+Cached and uncached logits agree to 1e-5, the log-probabilities equal teacher forcing. Not here: grammars
+(`constrain.py`), tool execution (`tools.py`), the server's queue and threads (`serve/engine.py`).
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.generation.noise import uniforms
+from pipeline.model.attention import Cached, KVCache
+from pipeline.model.transformer import Transformer
+
+PREFILL_TOKENS = 8192  # prompt tokens that one forward takes; bounds memory
+COMPACT_BELOW = 0.75  # of the rows alive: below it, the dead ones are dropped from the cache
+NUCLEUS_PROBE = 64  # most nuclei lie within so many tokens; only rows that need more are sorted whole
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Raises ValueError."""
+
+    max_new_tokens: int
+    temperature: float = 0.0  # 0 takes the most likely token
+    top_p: float = 1.0  # keep the most likely tokens that hold this share; 1 keeps all
+    top_k: int = 0  # keep so many; 0 keeps all
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected at least 1, found {self.max_new_tokens}")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(f"expected temperature >= 0, 0 < top_p <= 1, top_k >= 0, found {self}")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer. `logprobs` are those of the model at the sampling temperature (at 1 where it is 0), before
+    top-p and top-k, one for each sampled token, the stop token included: what a policy gradient needs."""
+
+    ids: list[int]  # without the stop token
+    logprobs: list[float]  # natural logarithms; one more than `ids` where it stopped by a stop token
+    stop: Literal["stop", "length"]
+
+
+class Decoder:
+    """The engine's core: a cache of rows, and one step that feeds any new tokens to any of them."""
+
+    def __init__(self, model: Transformer, rows: int) -> None:
+        """Raises ValueError for a bidirectional model: it has no left to right."""
+        if model.config.attention != "causal":
+            raise ValueError("a bidirectional model cannot be decoded left to right; use generation/denoising.py")
+        self.model = model
+        table = model.model.embed_tokens.weight
+        self.cache = KVCache(model.config, rows, dtype=table.dtype, device=table.device)
+
+    @torch.no_grad()
+    def feed(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append `tokens[i]` (at least one each) to row `rows[i]`; logits (len(rows), V) after each one's last token.
+
+        All new tokens lie on one line: the linear layers run once, attention once a row (once in all where every row
+        gets one token). Raises ValueError where a row would outgrow the model's context.
+        """
+        counts = [len(piece) for piece in tokens]
+        if not all(counts):
+            raise ValueError("each row needs at least one token: an empty prompt has no next token")
+        layout = Cached(self.cache, rows, counts)
+        ids = torch.tensor([token for piece in tokens for token in piece], device=layout.positions.device)
+        hidden = self.model.line(ids, layout.positions, layout)
+        ends = torch.tensor(counts, device=ids.device).cumsum(0) - 1
+        return self.model.logits(hidden[ends])
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds, so that a new prompt can take it."""
+        self.cache.lengths[row] = 0
+
+
+def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Next tokens (R,) int64 and their log-probabilities (R,) float64 from `logits` (R, V).
+
+    `numbers` (R,) float64 in [0, 1), one a row; not read at temperature 0. Tokens stand in id order in the cumulative
+    distribution; tokens that tie with the last one kept by top-k or top-p are kept too, so no order among them matters.
+    """
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+        wide = logits.double()
+        return tokens, wide.gather(1, tokens[:, None]).squeeze(1) - wide.logsumexp(-1)
+    assert numbers is not None, "sampling needs a uniform number a row"
+    scaled = logits.double() / sampling.temperature
+    scaled -= scaled.amax(-1, keepdim=True)
+    weights = scaled.exp()
+    total = weights.sum(-1)
+    kept = _truncate(weights, sampling)
+    cumulative = kept.cumsum(-1)
+    target = numbers.to(cumulative.device)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    # u * total can round up to the total itself: then it is the last token that has any weight.
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(1)
+    tokens = torch.minimum(tokens, last)
+    return tokens, scaled.gather(1, tokens[:, None]).squeeze(1) - total.log()
+
+
+def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
+    """Set to 0 what top-k, then top-p of the rest, leave out. `weights` (R, V) are unnormalised probabilities."""
+    if 0 < sampling.top_k < weights.shape[1]:
+        floor = weights.topk(sampling.top_k, dim=-1).values[:, -1:]
+        weights = weights.where(weights >= floor, 0.0)
+    if sampling.top_p == 1:
+        return weights
+    wanted = sampling.top_p * weights.sum(-1, keepdim=True)
+    best = weights.topk(min(NUCLEUS_PROBE, weights.shape[1]), dim=-1).values  # falling
+    floors = _nucleus_floor(best, wanted)
+    wide = (best.sum(-1) < wanted.squeeze(1)).nonzero().squeeze(1)
+    if len(wide):  # rare in a trained model; a whole sort costs ten probes
+        floors[wide] = _nucleus_floor(weights[wide].sort(dim=-1, descending=True).values, wanted[wide])
+    return weights.where(weights >= floors, 0.0)
+
+
+def _nucleus_floor(falling: Tensor, wanted: Tensor) -> Tensor:
+    """The weight (R, 1) of the first token with which the sum of `falling` (R, n) reaches `wanted` (R, 1)."""
+    end = (falling.cumsum(-1) < wanted).sum(-1, keepdim=True).clamp_max(falling.shape[1] - 1)
+    return falling.gather(1, end)
+
+
+@dataclass
+class _Row:
+    """A sample in the making."""
+
+    index: int  # place among the prompts
+    budget: int
+    numbers: np.ndarray  # (budget,) its uniform numbers
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop: Literal["stop", "length"] | None = None
+
+
+def generate(
+    model: Transformer,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    *,
+    stop: Collection[int],
+    seeds: list[int],
+    batch_rows: int = 32,
+    on_token: Callable[[int, int], None] | None = None,
+) -> list[Completion]:
+    """Complete each prompt; results in the order of the prompts, one seed each.
+
+    A row ends with a token of `stop`, after `max_new_tokens`, or where the context is full ("length"). Equal prompts
+    are read once and shared. `on_token(index, token)` is called as each token of prompt `index` is sampled, stop token
+    included. Raises ValueError for an empty prompt, one that fills the context, or unequal numbers of seeds.
+    """
+    if len(seeds) != len(prompts):
+        raise ValueError(f"expected a seed for each of the {len(prompts)} prompts, found {len(seeds)}")
+    context = model.config.max_context
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < context:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; expected 1 to {context - 1} (the context less one)"
+            )
+    was_training = model.training
+    model.train(False)
+    try:
+        return _generate(model, prompts, sampling, frozenset(stop), seeds, batch_rows, on_token)
+    finally:
+        model.train(was_training)
+
+
+def _generate(
+    model: Transformer,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    stop: frozenset[int],
+    seeds: list[int],
+    batch_rows: int,
+    on_token: Callable[[int, int], None] | None,
+) -> list[Completion]:
+    """Rows that end make room for waiting prompts; when none wait, the cache shrinks to the rows alive."""
+    # Longest last in the list and so first out; equal prompts lie together. Completions do not depend on this order.
+    waiting = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), prompts[index], -index))
+    results: list[Completion | None] = [None] * len(prompts)
+    num_slots = min(batch_rows, len(prompts))
+    decoder = Decoder(model, num_slots)
+    live: dict[int, _Row] = {}  # by slot
+
+    def advance(slots: list[int], logits: Tensor) -> None:
+        rows = [live[slot] for slot in slots]
+        numbers = torch.from_numpy(np.array([row.numbers[len(row.logprobs)] for row in rows]))
+        tokens, logprobs = choose(logits, numbers, sampling)
+        for slot, row, token, logprob in zip(slots, rows, tokens.tolist(), logprobs.tolist()):
+            _append(row, token, logprob, stop)
+            if on_token is not None:
+                on_token(row.index, token)
+            if row.stop is not None:
+                results[row.index] = Completion(row.ids, row.logprobs, row.stop)
+                del live[slot]
+
+    while waiting or live:
+        free = [slot for slot in range(num_slots) if slot not in live]
+        if waiting and (not live or len(free) >= max(1, num_slots // 4)):
+            admitted = _admit(waiting, free, prompts)
+            for slot, index in admitted:
+                budget = min(sampling.max_new_tokens, model.config.max_context - len(prompts[index]))
+                live[slot] = _Row(index, budget, uniforms(seeds[index], 0, budget))
+            advance([slot for slot, _ in admitted], _prefill(decoder, admitted, prompts))
+            continue
+        if not waiting and len(live) < COMPACT_BELOW * num_slots:
+            kept = sorted(live)
+            decoder.cache.select(kept)
+            live = {place: live[slot] for place, slot in enumerate(kept)}
+            num_slots = len(kept)
+        slots = sorted(live)
+        advance(slots, decoder.feed(slots, [live[slot].ids[-1:] for slot in slots]))
+    assert all(result is not None for result in results)
+    return [result for result in results if result is not None]
+
+
+def _append(row: _Row, token: int, logprob: float, stop: frozenset[int]) -> None:
+    """Count a sampled token in, and see whether the row ends."""
+    row.logprobs.append(logprob)
+    if token in stop:
+        row.stop = "stop"
+        return
+    row.ids.append(token)
+    if len(row.ids) == row.budget:
+        row.stop = "length"
+
+
+def _admit(waiting: list[int], free: list[int], prompts: list[list[int]]) -> list[tuple[int, int]]:
+    """Take prompts from the end of `waiting` for the free slots, up to PREFILL_TOKENS; (slot, prompt index) each."""
+    admitted: list[tuple[int, int]] = []
+    tokens = 0
+    for slot in free:
+        if not waiting or (admitted and tokens + len(prompts[waiting[-1]]) > PREFILL_TOKENS):
+            break
+        index = waiting.pop()
+        if not admitted or prompts[admitted[-1][1]] != prompts[index]:
+            tokens += len(prompts[index])
+        admitted.append((slot, index))
+    return admitted
+
+
+def _prefill(decoder: Decoder, admitted: list[tuple[int, int]], prompts: list[list[int]]) -> Tensor:
+    """Read the admitted prompts, each distinct one once; logits (len(admitted), V)."""
+    firsts: list[int] = []  # slots that read
+    place: list[int] = []  # of each admitted, its reader's row of the logits
+    for number, (slot, index) in enumerate(admitted):
+        decoder.clear(slot)
+        if number == 0 or prompts[admitted[number - 1][1]] != prompts[index]:
+            firsts.append(slot)
+        place.append(len(firsts) - 1)
+    read = {slot: prompts[index] for slot, index in admitted if slot in set(firsts)}
+    logits = decoder.feed(firsts, [read[slot] for slot in firsts])
+    for reader, slot in enumerate(firsts):
+        sharers = [other for (other, _), row in zip(admitted, place) if row == reader and other != slot]
+        if sharers:
+            decoder.cache.copy(slot, sharers)
+    return logits[torch.tensor(place, device=logits.device)]

@@ -1,0 +1,113 @@
+"""Weights in and out of Hugging Face directories: Qwen3, Qwen2 and LLaMA, from local safetensors.
+
+Our parameters carry Hugging Face's names, so converting is checking: no key missing, none over, every shape right.
+Only two things may differ: a stored copy of a tied head is compared and dropped, and old checkpoints' rotary buffers
+(`rotary_emb.inv_freq`, derived from the base) are left out.
+
+Not here: writing directories (`checkpoint.py`), tokenizers, downloads. Nothing is unpickled: `.bin` files are refused.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipeline.errors import ModelError
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Transformer
+
+INDEX = "model.safetensors.index.json"
+
+
+def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of a Hugging Face directory, weights cast to `dtype`. Raises ModelError naming file or key."""
+    with torch.device("meta"):
+        model = Transformer(read_config(folder))
+    model.to_empty(device="cpu")
+    model.to(dtype)
+    load_weights(model, folder)
+    return model
+
+
+def load_weights(model: Transformer, folder: Path) -> None:
+    """Fill `model` with the weights of a directory. Raises ModelError naming file or key."""
+    load_state(model, read_weights(folder), source=str(folder))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """`config.json` of a directory. Raises ModelError."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is missing: {folder} is not a model directory") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not JSON ({error})") from error
+    return ModelConfig.from_hf(values)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of `model.safetensors`, or of the shards that its index names. Raises ModelError."""
+    index = folder / INDEX
+    if index.exists():
+        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(places.values()))
+    else:
+        places, names = {}, ["model.safetensors"]
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        path = folder / name
+        if Path(name).name != name or not path.exists():
+            raise ModelError(f"{path} is missing; expected safetensors (a .bin checkpoint must be converted first)")
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a dict: it has no iterator)
+                    if key in tensors or places.get(key, name) != name:
+                        raise ModelError(f"{path}: {key} stands in more than one shard, or not where {INDEX} says")
+                    tensors[key] = file.get_tensor(key)
+        except SafetensorError as error:
+            raise ModelError(f"{path}: damaged ({error}); fetch or build it again") from error
+    if missing := sorted(set(places) - set(tensors)):
+        raise ModelError(f"{folder}: {INDEX} names {missing[0]} and {len(missing) - 1} more that no shard holds")
+    return tensors
+
+
+def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str = "the weights") -> None:
+    """Copy weights under Hugging Face's names into `model`, cast to its dtype.
+
+    Raises ModelError where a key is missing, unknown, or has another shape than the configuration asks for.
+    """
+    config = model.config
+    state = _without_derived(state, config, source)
+    parameters = dict(model.named_parameters())
+    missing, extra = sorted(set(parameters) - set(state)), sorted(set(state) - set(parameters))
+    if missing or extra:
+        found = [
+            f"{len(keys)} keys {what} ({', '.join(keys[:3])})"
+            for what, keys in (("missing", missing), ("unknown", extra))
+            if keys
+        ]
+        raise ModelError(f"{source}: {' and '.join(found)}; config.json says {config.family}, {config.layers} layers")
+    for name, parameter in parameters.items():
+        if state[name].shape != parameter.shape:
+            asked, has = list(parameter.shape), list(state[name].shape)
+            raise ModelError(f"{source}: {name} has shape {has}, config.json asks for {asked}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[name])
+
+
+def _without_derived(state: Mapping[str, Tensor], config: ModelConfig, source: str) -> dict[str, Tensor]:
+    """Drop a tied head that equals the embedding, and rotary buffers. Raises ModelError for a head that differs."""
+    kept = {key: tensor for key, tensor in state.items() if not key.endswith("rotary_emb.inv_freq")}
+    head, table = kept.get("lm_head.weight"), kept.get("model.embed_tokens.weight")
+    if config.tied and head is not None and table is not None:
+        if not torch.equal(head, table):
+            raise ModelError(
+                f"{source}: config.json ties the head to the embedding, but lm_head.weight differs from it"
+            )
+        del kept["lm_head.weight"]
+    return kept

@@ -1,0 +1,244 @@
+"""Candidates that try to get out, to stay, or to pass without being right; data for `test_jail.py`.
+
+`CHEATS`: name, source of `f(x)`, the verdicts and reasons that may follow. The one test is f(2) == 4, three times.
+`REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did.
+Standard library only: `python attacks.py` judges all of them as whoever runs it and prints JSON.
+"""
+
+import json
+import platform
+import sys
+
+RIGHT = "def f(x): return x * x\n"
+TESTS = [{"args": f"[{n}]", "expected": str(n * n), "visible": n == 2} for n in (2, 3, 4)]
+FAST = {"cpu_seconds": 0.25, "wall_extra_seconds": 0.4, "timeouts": 1, "memory_mib": 64}
+NO_PASS = ("wrong", "error", "timeout", "unsafe")
+
+FRAME = r"""
+import os, struct, sys
+def nonce():
+    frame = sys._getframe()
+    while frame:
+        if "job" in frame.f_locals:
+            return frame.f_locals["job"]["nonce"]
+        frame = frame.f_back
+def send(body):
+    os.write(3, struct.pack("<I", len(body)) + body)
+def answer(index, value, key=None):
+    send(b'{"n":"%s","i":%d,"v":%s}' % ((key or nonce()).encode(), index, value))
+"""
+
+CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
+    ("honest", RIGHT, ("passed",), ("",)),
+    ("__eq__ always true", "class A:\n def __eq__(s, o): return True\ndef f(x): return A()", ("wrong",), ("opaque",)),
+    ("hostile subclass", "class A(int):\n def __eq__(s, o): return True\ndef f(x): return A(4)", ("wrong",), ("opaque",)),
+    (
+        "frame walk and gc search for expected values",
+        "import gc, sys\ndef f(x):\n found = []\n fr = sys._getframe()\n"
+        " while fr:\n  found.append(fr.f_locals.get('expected'))\n  fr = fr.f_back\n"
+        " for o in gc.get_objects():\n  if type(o) is dict and 'expected' in o: found.append(o['expected'])\n"
+        " return next((v for v in found if v is not None), None)",
+        NO_PASS,
+        ("value", "opaque"),
+    ),
+    ("prints passed", "print('passed', flush=True)\ndef f(x):\n print('{\"v\": 4}')\n return 0", ("wrong",), ("value",)),
+    ("frames on stdout", FRAME + "def f(x):\n os.write(1, b'4')\n return 0", ("wrong",), ("value",)),
+    (
+        "writes to every fd",
+        "import os\ndef f(x):\n for fd in range(32):\n  try: os.write(fd, b'passed')\n  except OSError: pass\n return 4",
+        ("unsafe",),
+        ("forged",),
+    ),
+    ("one stray byte", "import os\ndef f(x):\n os.write(3, b'x')\n return 4", ("unsafe",), ("forged",)),
+    ("repeated frame", FRAME + "def f(x):\n answer(0, b'4')\n return x * x", ("unsafe",), ("forged",)),
+    ("early frame", FRAME + "answer(0, b'4'); answer(1, b'9')\n" + RIGHT, ("unsafe",), ("forged",)),
+    ("frame with a wrong nonce", FRAME + "def f(x):\n answer(0, b'4', '0' * 32)\n return 4", ("unsafe",), ("forged",)),
+    ("end at once", FRAME + "def f(x):\n send(b'{\"n\":\"%s\",\"end\":true}' % nonce().encode())", NO_PASS, ("forged",)),
+    ("sys.exit(0) at import", "import sys\nsys.exit(0)", ("error",), ("exit",)),
+    ("sys.exit(0) in the call", "import sys\ndef f(x): sys.exit(0)", ("error",), ("exit",)),
+    ("os._exit(0) after one answer", "import os\ndef f(x):\n if x > 2: os._exit(0)\n return 4", ("error",), ("exit",)),
+    (
+        "answers at exit and from __del__",
+        FRAME + "import atexit\natexit.register(answer, 0, b'4')\nclass D:\n def __del__(s): answer(0, b'4')\nd = D()\n"
+        "def f(x): return 0",
+        NO_PASS,
+        ("value", "forged"),
+    ),
+    (
+        "answers from a late thread",
+        FRAME + "import threading, time\nkey = nonce()\ndef late():\n time.sleep(0.01)\n"
+        " for i in range(3): answer(i, b'4', key)\n"
+        "def f(x):\n threading.Thread(target=late, daemon=True).start()\n time.sleep(0.02)\n return 0",
+        NO_PASS,
+        ("value", "forged", "exception"),
+    ),
+    (
+        "patches builtins, json, os.write and the encoder",
+        "import builtins, json, os, sys\nbuiltins.type = lambda v: int\njson.dumps = lambda *a, **k: '4'\n"
+        "os.write = lambda fd, b: len(b)\nfor m in list(sys.modules.values()):\n"
+        "  if hasattr(m, 'MAX_NODES'): m.encode = lambda v: '4'\ndef f(x): return 0",
+        NO_PASS,
+        ("value", "opaque", "exception", "exit", "", "forged"),
+    ),
+    (
+        "catches BaseException for ever",
+        "def f(x):\n while True:\n  try:\n   while True: pass\n  except BaseException: pass",
+        ("timeout",),
+        ("",),
+    ),
+    ("cyclic value", "a = []\na.append(a)\ndef f(x): return a", ("wrong",), ("opaque",)),
+    ("deep value", "d = 0\nfor _ in range(10**5): d = [d]\ndef f(x): return d", ("wrong",), ("opaque",)),
+    ("huge integer", "def f(x): return 1 << 3321928", ("wrong",), ("opaque",)),
+    ("knows only the public test", "def f(x): return 4", ("wrong",), ("value",)),
+    ("endless loop", "def f(x):\n while True: pass", ("timeout",), ("",)),
+    ("endless C call", "def f(x): return sum(iter(int, 1))", ("timeout",), ("",)),
+    ("sleep", "import time\ndef f(x): time.sleep(3600)", ("timeout",), ("",)),
+    (
+        "ignores the signals",
+        "import signal\nfor s in (15, 24, 14, 2): signal.signal(s, signal.SIG_IGN)\ndef f(x):\n while True: pass",
+        ("timeout",),
+        ("",),
+    ),
+    ("closes its channel and sleeps", "import os, time\ndef f(x):\n os.close(3)\n time.sleep(3600)", ("timeout",), ("",)),
+    ("1 GB at once", "def f(x): return len(bytearray(1 << 30))", ("memory",), ("",)),
+    ("growing list", "def f(x):\n a = []\n while True: a.append(bytearray(1 << 24))", ("memory",), ("",)),
+    (
+        "recursion through C",
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return sorted([1, 2], key=f)",
+        ("error",),
+        ("crash",),
+    ),
+    ("stdout flood", "def f(x):\n while True: print('x' * 4096)", ("error",), ("output",)),
+    ("stderr flood", "import sys\ndef f(x):\n while True: sys.stderr.write('x' * 4096)", ("error",), ("output",)),
+    ("result flood", FRAME + "def f(x):\n while True: os.write(3, bytes(65536))", NO_PASS, ("forged", "output")),
+    (
+        "thread bomb",
+        "import threading, time\ndef f(x):\n while True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+        ("error",),
+        ("exception",),
+    ),
+    ("inherited descriptors", "import os\nfor fd in range(4, 64):\n try:\n  os.fstat(fd)\n  K = 0\n  break\n except OSError: K = 1\n"
+     "def f(x): return x * x * K", ("passed",), ("",)),
+    ("environment", "import os\ndef f(x): return x * x if not os.environ else dict(os.environ)", ("passed",), ("",)),
+]  # fmt: skip
+if platform.machine() == "x86_64":
+    LEGACY = "libc = ctypes.CDLL(None)\ndef f(x): return libc.syscall(0x40000000 | 39)"
+    CHEATS += [
+        ("x32 call", f"import ctypes\n{LEGACY}", ("error",), ("crash",)),
+        (
+            "32-bit call",
+            "import ctypes\nlibc = ctypes.CDLL(None)\n"
+            "libc.mmap.restype = ctypes.c_void_p\ndef f(x):\n"
+            " place = libc.mmap(None, 4096, 7, 0x22, -1, 0)\n"
+            " ctypes.memmove(place, b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3', 8)  # getpid by int 0x80\n"
+            " return ctypes.CFUNCTYPE(ctypes.c_int)(place)()",
+            ("error",),
+            ("crash",),
+        ),
+    ]
+
+PRELUDE = r"""
+import ctypes, fcntl, os, resource, signal, socket
+libc = ctypes.CDLL(None, use_errno=True)
+REFUSALS = (1, 13, 38)
+def refused(call, *args):
+    try:
+        call(*args)
+    except OSError as error:
+        return error.errno in REFUSALS
+    return False
+def raw(number, *args):
+    ctypes.set_errno(0)
+    wide = [a if isinstance(a, bytes) else ctypes.c_long(a) for a in args]
+    return libc.syscall(ctypes.c_long(number), *wide) == -1 and ctypes.get_errno() in REFUSALS
+P = os.getppid()
+"""
+X86 = platform.machine() == "x86_64"
+
+
+def _nr(x86: int, arm: int) -> int:
+    return x86 if X86 else arm
+
+
+REFUSED: list[tuple[str, str]] = [
+    ("fork", "refused(os.fork)"),
+    ("vfork", "raw(58)" if X86 else "raw(220, 17, 0)"),
+    ("clone", f"raw({_nr(56, 220)}, 17, 0, 0, 0, 0)"),
+    ("clone of a thread in new namespaces", f"raw({_nr(56, 220)}, 0x10010000 | 0x3d0f00, 0, 0, 0, 0)"),
+    ("clone3", "raw(435, bytes(88), 88)"),
+    ("execve", "refused(os.execv, '/bin/sh', ['sh'])"),
+    ("execveat", f"raw({_nr(322, 281)}, 0, b'', 0, 0, 0x1000)"),
+    ("memfd", "refused(os.memfd_create, 'a')"),
+    ("system by ctypes", "libc.system(b'true') != 0"),
+    ("reads /etc/passwd", "refused(open, '/etc/passwd')"),
+    ("lists the root", "refused(os.listdir, '/')"),
+    ("stat", "refused(os.stat, '/etc/passwd')"),
+    ("openat2", "raw(437, -100, b'/etc/passwd', bytes(24), 24)"),
+    ("writes outside", "refused(open, '/tmp/escaped', 'w')"),
+    ("writes /dev/shm", "refused(os.open, '/dev/shm/escaped', 66)"),
+    ("symlink", "refused(os.symlink, '/etc/passwd', '/tmp/l')"),
+    ("hard link", "refused(os.link, '/etc/passwd', '/tmp/l')"),
+    ("chdir and unlink", "refused(os.chdir, '/tmp') and refused(os.unlink, '/tmp/x')"),
+    ("/proc/self/environ", "refused(open, '/proc/self/environ', 'rb')"),
+    ("parent's environ", "refused(open, f'/proc/{P}/environ', 'rb')"),
+    ("parent's mem", "refused(open, f'/proc/{P}/mem', 'rb')"),
+    ("parent's maps and fd", "refused(open, f'/proc/{P}/maps') and refused(os.listdir, f'/proc/{P}/fd')"),
+    ("inet", "refused(socket.socket, socket.AF_INET)"),
+    ("unix", "refused(socket.socket, socket.AF_UNIX)"),
+    ("netlink", "refused(socket.socket, 16, socket.SOCK_RAW, 0)"),
+    ("socketpair", "refused(socket.socketpair)"),
+    ("connects its channel", f"raw({_nr(42, 203)}, 3, b'\\x01\\x00\\x00a', 4)"),
+    ("passes descriptors", f"raw({_nr(46, 211)}, 3, bytes(56), 0)"),
+    ("io_uring", "raw(425, 8, bytes(120)) and raw(426, 3, 1, 1, 0, 0) and raw(427, 3, 0, 0, 0)"),
+    ("kill the parent", "refused(os.kill, P, 9)"),
+    ("kill everyone", "refused(os.kill, -1, 9)"),
+    ("kill itself", "refused(os.kill, os.getpid(), 9)"),
+    ("tgkill", f"raw({_nr(234, 131)}, P, P, 9)"),
+    ("pidfd", "raw(434, P, 0) and raw(424, 3, 9, 0, 0) and raw(438, 3, 0, 0)"),
+    ("sigqueue", f"raw({_nr(129, 138)}, P, 9, bytes(128))"),
+    ("F_SETOWN", "refused(fcntl.fcntl, 3, fcntl.F_SETOWN, P)"),
+    ("F_SETSIG", "refused(fcntl.fcntl, 3, 10, 9)"),
+    ("FIOASYNC, FIOSETOWN", "refused(fcntl.ioctl, 3, 0x5452, b'1234') and refused(fcntl.ioctl, 3, 0x8901, b'1234')"),
+    ("prlimit on the server", "refused(resource.prlimit, P, resource.RLIMIT_CPU, (1, 1))"),
+    ("raises its own limit", f"raw({_nr(302, 261)}, 0, 7, bytes(16), 0) and raw({_nr(160, 164)}, 7, bytes(16))"),
+    ("ptrace", f"raw({_nr(101, 117)}, 16, P, 0, 0)"),
+    ("process_vm_readv, writev", f"raw({_nr(310, 270)}, P, 0, 0, 0, 0, 0) and raw({_nr(311, 271)}, P, 0, 0, 0, 0, 0)"),
+    ("setsid", "refused(os.setsid)"),
+    ("setpgid", "refused(os.setpgid, 0, 0)"),
+    ("unshare", f"raw({_nr(272, 97)}, 0x10000000)"),
+    ("setns", f"raw({_nr(308, 268)}, 0, 0)"),
+    ("mount", f"raw({_nr(165, 40)}, b'none', b'/', b'tmpfs', 0, 0)"),
+    ("chroot", "refused(os.chroot, '/')"),
+    ("bpf", f"raw({_nr(321, 280)}, 0, bytes(64), 64)"),
+    ("perf", f"raw({_nr(298, 241)}, bytes(128), 0, -1, -1, 0)"),
+    ("userfaultfd", f"raw({_nr(323, 282)}, 0)"),
+    ("keyctl", f"raw({_nr(250, 219)}, 0, -3, 0, 0, 0)"),
+    ("modules", f"raw({_nr(175, 105)}, b'', 0, b'')"),
+    ("ids back to 0", "refused(os.setresuid, 0, 0, 0) and refused(os.setresgid, 0, 0, 0)"),
+    ("nice", "refused(os.nice, 1)"),
+    ("affinity", "refused(os.sched_setaffinity, 0, {0})"),
+    ("TIOCSTI", "refused(fcntl.ioctl, 0, 0x5412, b'x')"),
+    ("seccomp again", f"raw({_nr(317, 277)}, 1, 0, bytes(16))"),
+    ("prctl", "libc.prctl(4, 1, 0, 0, 0) == -1"),
+    ("unknown call", "raw(4000)"),
+]
+
+
+def programs() -> list[tuple[str, str]]:
+    """(name, source of f(x)) of all; those of REFUSED answer right exactly if the kernel refused."""
+    refusals = [(name, f"{PRELUDE}def f(x): return x * x if {test} else 'it worked'\n") for name, test in REFUSED]
+    return [(name, source) for name, source, _, _ in CHEATS] + refusals
+
+
+def judge_all() -> dict[str, tuple[str, str, float | None]]:
+    """name -> (verdict, reason, score), two candidates at a time."""
+    from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
+
+    with Judge(SandboxConfig(limits=Limits(**FAST)), 2) as judge:
+        verdicts = judge.judge(Program(source=s, entry_point="f", tests=TESTS) for _, s in programs())
+        return {name: (v.verdict, v.reason, v.score) for (name, _), v in zip(programs(), verdicts, strict=True)}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    sys.stdout.write(json.dumps(judge_all()))

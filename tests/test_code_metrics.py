@@ -1,0 +1,203 @@
+"""Code and text scores against enumeration, the libraries themselves, and cases worked out by hand."""
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+
+import pytest
+import sacrebleu
+from rouge_score import rouge_scorer
+
+from pipeline.evaluation import code, codebleu, text
+from pipeline.evaluation.code import Judged, exact_match, extract, formatted, judge_answers, pass_at_k, pass_rows, rates
+from pipeline.sandbox.judge import Program, Verdict
+from pipeline.streams.records import Problem
+
+ADD = "def add(a, b):\n    total = a + b\n    return total\n"
+
+
+def fenced(source: str, language: str = "python") -> str:
+    return f"Here it is:\n\n```{language}\n{source}```"
+
+
+def test_pass_at_k_gives_the_known_numbers() -> None:
+    assert [pass_at_k(5, 2, k) for k in (1, 2, 3, 4)] == pytest.approx([0.4, 0.7, 0.9, 1.0])
+
+
+def test_pass_at_k_equals_enumeration() -> None:
+    for n in range(1, 9):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                draws = list(combinations([True] * c + [False] * (n - c), k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(3, 4, 1), (3, 1, 4), (3, 1, 0), (3, -1, 1)])
+def test_pass_at_k_refuses_the_impossible(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=r"pass@k"):
+        pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize(
+    ("answer", "source", "form"),
+    [
+        (fenced(ADD), ADD, True),
+        (fenced(ADD) + "\n\n", ADD, True),
+        (fenced(ADD, "py"), ADD, True),
+        (fenced(ADD, ""), ADD, False),  # no language: judged, but not the form
+        (fenced(ADD) + "\nIt adds.", ADD, False),  # does not end the answer
+        (fenced(ADD) + "\n" + fenced(ADD), None, False),  # which one?
+        (fenced("echo hi\n", "bash"), None, False),
+        (fenced(ADD)[:-3], None, False),  # never closed
+        (ADD, ADD, False),  # bare code
+        ("I cannot do that.", None, False),
+        ("no", None, False),  # parses, but is no code
+        ("", None, False),
+        ("```python\n```", "", True),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n", True),
+    ],
+)
+def test_the_code_of_an_answer(answer: str, source: str | None, form: bool) -> None:
+    assert extract(answer) == source
+    assert formatted(answer) is form
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "equal"),
+    [
+        (ADD, "def add(a,b):\n  # sum\n  total = (a+b)\n  return total", True),
+        ('def f():\n    """Doc."""\n    return 1\n', "def f():\n    return 1\n", True),
+        ('def f():\n    """Doc."""\n', "def f():\n    pass\n", True),
+        ('"""Module."""\nx = "a"\n', "x = 'a'\n", True),
+        (ADD, ADD.replace("total", "result"), False),
+        ("x = 1", "x = 1.0", False),
+        ("x = ", "x = ", False),
+        ("x = 1\0", "x = 1", False),
+        ("(" * 5000, "(" * 5000, False),
+    ],
+)
+def test_exact_match_compares_trees_without_docstrings(mine: str, theirs: str, equal: bool) -> None:
+    assert exact_match(mine, theirs) is equal
+
+
+class FakeJudge:
+    """Passes whatever returns something; runs nothing."""
+
+    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
+        for program in programs:
+            name = "no_code" if program.source is None else "passed" if "return" in program.source else "wrong"
+            score = {"passed": 1.0, "wrong": 0.5, "no_code": 0.0}[name]
+            yield Verdict(verdict=name, reason="", passed=0, total=2, score=score, results=[])
+
+
+def problem(name: str) -> Problem:
+    return Problem(
+        id=name, level=1, group="easy", key=name, question="?", entry_point="add", signature="def add(a, b):",
+        tests=[{"args": "[1, 2]", "expected": "3", "visible": True}],
+    )  # fmt: skip
+
+
+def test_answers_are_judged_in_order_and_counted() -> None:
+    answers = [[fenced(ADD), "no"], [fenced("x = (\n"), fenced("x = 1\n")]]
+    judged = judge_answers(FakeJudge(), [problem("p"), problem("q")], answers)  # type: ignore[arg-type]
+    assert [(j.problem, j.sample, j.verdict) for j in judged] == [
+        ("p", 0, "passed"), ("p", 1, "no_code"), ("q", 0, "wrong"), ("q", 1, "wrong"),
+    ]  # fmt: skip
+    assert [j.parses for j in judged] == [True, False, False, True]
+    assert pass_rows(judged, 1) == {"p": 0.5, "q": 0.0}
+    assert pass_rows(judged, 2) == {"p": 1.0, "q": 0.0}
+    expected = {
+        "parse_rate": 0.5,
+        "format_rate": 0.75,
+        "verdicts/no_code": 1,
+        "verdicts/passed": 1,
+        "verdicts/wrong": 2,
+    }
+    assert rates(judged) == expected
+
+
+def test_unscorable_samples_count_neither_way() -> None:
+    one = Judged("p", 0, ADD, True, True, "passed", "", 1.0)
+    lost = Judged("p", 1, ADD, True, True, "unscorable", "harness", None)
+    assert pass_rows([one, lost], 1) == {"p": 1.0}
+    assert pass_rows([one, lost], 2) == {}
+
+
+def test_codebleu_of_identical_code_is_one() -> None:
+    result = codebleu.codebleu([ADD, "x = 1\n"], [ADD, "x = 1\n"])
+    assert result.score == pytest.approx(1.0) and result.parts == 4
+
+
+def test_renaming_variables_keeps_syntax_and_dataflow() -> None:
+    renamed = "def add(first, second):\n    s = first + second\n    return s\n"
+    result = codebleu.codebleu([renamed], [ADD])
+    assert result.syntax == result.dataflow == 1.0
+    assert result.bleu < 0.9
+    other = codebleu.codebleu([ADD.replace("a + b", "a + a")], [ADD])
+    assert other.syntax == 1.0 and other.dataflow is not None and other.dataflow < 1.0
+
+
+def test_dataflow_edges_of_a_small_function() -> None:
+    """v0 = a, v1 = b by first appearance; total is v2."""
+    module = code.tree(ADD)
+    assert module is not None
+    assert dict(codebleu.edges(module)) == {"v2<-v0": 1, "v2<-v1": 1, "Return<-v2": 1}
+
+
+def test_unparsable_code_earns_nothing_in_syntax_and_dataflow() -> None:
+    result = codebleu.codebleu([ADD + "\nreturn ("], [ADD])
+    assert result.syntax == 0.0 and result.dataflow == 0.0
+    assert result.bleu > 0.3
+
+
+def test_without_edges_in_any_reference_the_mean_is_of_three() -> None:
+    result = codebleu.codebleu(["print(1)\n"], ["print(1)\n"])
+    assert result.dataflow is None and result.parts == 3 and result.score == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("change", [("total", "result"), ("a + b", "b * a - 1"), ("return total", "print(total)")])
+def test_part_one_equals_sacrebleu_on_the_tokens(change: tuple[str, str]) -> None:
+    sources = [ADD.replace(*change), "for i in range(3):\n    print(i)\n"]
+    references = [ADD, "for k in range(4):\n    print(k, k)\n"]
+    joined = [[" ".join(codebleu.tokens(s)) for s in side] for side in (sources, references)]
+    expected = sacrebleu.BLEU(tokenize="none", force=True).corpus_score(joined[0], [joined[1]]).score
+    assert 100 * codebleu.codebleu(sources, references).bleu == pytest.approx(expected)
+
+
+def test_keywords_weigh_five_times_as_much() -> None:
+    """Candidate `return x`, reference `return y`: 1 of 1.2 by weight, 1 of 2 by count."""
+    pair = [(["return", "x"], ["return", "y"])]
+    # Order 2 has no match: half a match of one, exponential smoothing. Longer orders do not exist.
+    assert codebleu.corpus_bleu(pair, weighted=True) == pytest.approx((1 / 1.2 * 0.5) ** 0.5)
+    assert codebleu.corpus_bleu(pair, weighted=False) == pytest.approx((1 / 2 * 0.5) ** 0.5)
+
+
+def test_nothing_in_common_is_zero() -> None:
+    assert codebleu.corpus_bleu([(["a", "b", "c", "d"], ["e", "f"])], weighted=False) == 0.0
+    assert codebleu.corpus_bleu([([], ["e"])], weighted=False) == 0.0
+
+
+def test_text_scores_equal_the_libraries() -> None:
+    answers = ["The cat sat on the mat.\nIt slept well.", "A dog ran away quickly from here"]
+    references = ["The cat sat on a mat.\nIt was sleeping.", "The dogs ran away from here fast"]
+    scores = text.text_scores(answers, references)
+    assert scores["bleu"] == sacrebleu.corpus_bleu(answers, [references]).score
+    assert scores["chrf"] == sacrebleu.corpus_chrf(answers, [references]).score
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=True)
+    for name in text.ROUGE:
+        expected = [scorer.score(r, a)[name].fmeasure for a, r in zip(answers, references)]
+        assert scores[name] == pytest.approx(sum(expected) / 2)
+    assert scores["exact_match"] == 0.0 and "version:" in str(scores["bleu_signature"])
+    with pytest.raises(ValueError, match="found 1 and 0"):
+        text.text_scores(["a"], [])
+
+
+def test_text_exact_match_collapses_spaces_and_composes() -> None:
+    assert text.exact_match("cafe\u0301  au\nlait ", "caf\u00e9 au lait")
+    assert not text.exact_match("Cafe", "cafe")
+
+
+def test_repeat_4_counts_repeated_runs() -> None:
+    assert text.repeat_4([1, 2, 3]) == 0.0
+    assert text.repeat_4(list(range(20))) == 0.0
+    assert text.repeat_4([7] * 10) == pytest.approx(1 - 1 / 7)
+    assert text.repeat_4([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 - 4 / 5)

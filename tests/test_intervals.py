@@ -1,0 +1,80 @@
+"""Intervals against numbers worked out by hand and against their promised coverage."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.evaluation.intervals import paired_difference, ratio, wilson
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [(0, 10, 0.0, 0.27753), (5, 10, 0.23659, 0.76341), (10, 10, 0.72247, 1.0)],
+)
+def test_wilson_gives_the_known_intervals(successes: int, n: int, low: float, high: float) -> None:
+    interval = wilson(successes, n)
+    assert (interval.low, interval.high) == (pytest.approx(low, abs=5e-6), pytest.approx(high, abs=5e-6))
+    assert interval.value == successes / n and interval.n == n
+    assert 0 <= interval.low <= interval.value <= interval.high <= 1
+
+
+def test_the_bootstrap_covers_the_truth_about_95_times_in_100() -> None:
+    random = np.random.default_rng(0)
+    covered = 0
+    for trial in range(400):
+        values = random.exponential(1.0, 80)  # mean 1
+        interval = ratio(values.tolist(), generator=seeded(trial), resamples=500)
+        covered += interval.low <= 1.0 <= interval.high
+    # An exponential's mean is covered a little less than 95 %: 0.93 +- 3.5 standard errors.
+    assert 0.89 <= covered / 400 <= 0.98
+
+
+def test_a_ratio_is_formed_anew_in_each_resample() -> None:
+    """All documents have two bits a byte, whatever their size: the ratio has no spread at all."""
+    sizes = np.arange(1.0, 40)
+    interval = ratio((2 * sizes).tolist(), sizes.tolist(), generator=seeded())
+    assert (interval.value, interval.low, interval.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert interval.n == 39
+
+
+def test_percentiles_are_those_of_enumerated_resamples() -> None:
+    """Items 0 and 1: resampled means are 0, 1/2, 1 with chances 1/4, 1/2, 1/4."""
+    interval = ratio([0.0, 1.0], generator=seeded(), resamples=2000)
+    assert (interval.value, interval.low, interval.high) == (0.5, 0.0, 1.0)
+
+
+def test_pairing_removes_what_both_models_share() -> None:
+    random = np.random.default_rng(1)
+    hard = random.normal(0, 10, 200)  # items differ much
+    first = (hard + random.normal(0, 0.1, 200)).tolist()
+    second = (hard + 0.5 + random.normal(0, 0.1, 200)).tolist()
+    paired = paired_difference((first, None), (second, None), generator=seeded(), resamples=2000)
+    assert paired.low < 0.5 < paired.high and paired.high - paired.low < 0.1
+    alone = ratio(first, generator=seeded())
+    assert alone.high - alone.low > 1
+    same = paired_difference((first, None), (first, None), generator=seeded(), resamples=100)
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+
+
+def test_equal_generators_give_equal_intervals_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(2).normal(size=50).tolist()
+    whole = ratio(values, generator=seeded(3))
+    assert whole == ratio(values, generator=seeded(3)) != ratio(values, generator=seeded(4))
+    monkeypatch.setattr("pipeline.evaluation.intervals.CHUNK", 1000)
+    assert ratio(values, generator=seeded(3)) == whole
+
+
+def test_what_has_no_interval_is_refused() -> None:
+    for successes, n in ((0, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="wilson"):
+            wilson(successes, n)
+    with pytest.raises(ValueError, match="at least one item"):
+        ratio([], generator=seeded())
+    with pytest.raises(ValueError, match="one each an item"):
+        ratio([1.0], [1.0, 2.0], generator=seeded())
+    with pytest.raises(ValueError, match="the same items"):
+        paired_difference(([1.0], None), ([1.0, 2.0], None), generator=seeded())

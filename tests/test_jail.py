@@ -1,0 +1,321 @@
+"""The sandbox holds what a model wrote: every attack of `attacks.py`, as root and as nobody; no survivors, no secrets."""
+
+import ast
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import attacks
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.sandbox import pool as pool_module
+from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
+from pipeline.sandbox.pool import Pool, Task
+
+ROOT = Path(__file__).parents[1]
+SANDBOX = ROOT / "pipeline" / "sandbox"
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+ADD = Program(source="def add(a, b): return a + b", entry_point="add", tests=[{"args": "[1, 2]", "expected": "3"}])
+
+
+def unprivileged_python() -> str | None:
+    """An interpreter of 3.11 or newer that another user may execute; ours, unless it lies in somebody's home."""
+    for name in [sys.executable, *(shutil.which(n, path="/usr/local/bin:/usr/bin") or "" for n in ("python3",))]:
+        if name:
+            code = "import sys; sys.exit(sys.version_info < (3, 11))"
+            try:
+                if (
+                    subprocess.run([name, "-c", code], user=65534, group=65534, extra_groups=[], cwd="/").returncode
+                    == 0
+                ):
+                    return name
+            except OSError:
+                continue
+    return None
+
+
+def judged_as_nobody() -> dict[str, list]:
+    python = unprivileged_python()
+    if python is None:
+        pytest.skip("no Python 3.11 that another user may execute")
+    script = [python, "-B", str(ROOT / "tests" / "attacks.py"), str(ROOT)]
+    return json.loads(subprocess.check_output(script, user=65534, group=65534, extra_groups=[], cwd="/"))
+
+
+WHO = ["root", pytest.param("nobody", marks=pytest.mark.slow)] if os.getuid() == 0 else ["user"]
+
+
+@pytest.fixture(scope="module", params=WHO)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list]:
+    """What became of every attack."""
+    return judged_as_nobody() if request.param == "nobody" else {k: list(v) for k, v in attacks.judge_all().items()}
+
+
+def test_no_cheat_passes_and_each_gets_its_reason(outcomes: dict[str, list]):
+    wrong = {
+        name: outcomes[name]
+        for name, _, verdicts, reasons in attacks.CHEATS
+        if outcomes[name][0] not in verdicts or outcomes[name][1] not in reasons
+    }
+    assert not wrong
+
+
+def test_the_kernel_refuses_every_dangerous_call(outcomes: dict[str, list]):
+    assert not {name: outcomes[name] for name, _ in attacks.REFUSED if outcomes[name][0] != "passed"}
+
+
+def test_forgeries_score_nothing(outcomes: dict[str, list]):
+    assert all(score == 0 for verdict, _, score in outcomes.values() if verdict == "unsafe")
+
+
+def test_the_jail_imports_nothing_of_the_project():
+    for name in ("jail", "child", "kernel", "trial", "values"):
+        tree = ast.parse((SANDBOX / f"{name}.py").read_text(encoding="utf-8"))
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not {top for top in imported if top.split(".")[0] in ("pipeline", "stages")}
+        assert {top.split(".")[0] for top in imported} <= {
+            *sys.stdlib_module_names,
+            "child",
+            "kernel",
+            "trial",
+            "values",
+        }
+
+
+REMOVED = {
+    "seccomp": "kernel.install_seccomp = lambda: None",
+    "landlock": "kernel.install_landlock = lambda: None",
+    "limits": "kernel.fixed_limits = lambda f=kernel.fixed_limits: {} if sys._getframe(1).f_code.co_name == 'harden' else f()",
+    "memory": "kernel.limit = lambda which, value, f=kernel.limit: which == kernel.resource.RLIMIT_AS or f(which, value)",
+    "session": "os.setsid = lambda: None",
+    "prctl": "kernel.prctl = lambda option, value=0, f=kernel.prctl: f(option, value) if option in (3, 38, 39) else 0",
+    "no_new_privs": "kernel.prctl = lambda option, value=0, f=kernel.prctl: f(option, value) if option != 38 else 0",
+    "identity": "kernel.drop_identity = os.getuid",
+}
+
+
+@pytest.mark.parametrize("layer", REMOVED)
+def test_the_self_test_refuses_when_a_layer_is_removed(layer: str):
+    if layer == "identity" and os.getuid() != 0:
+        pytest.skip("only root has an identity to drop")
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(SANDBOX)!r})
+import jail, kernel
+if {layer!r} == "landlock" and not kernel.landlock_version(): sys.exit(3)
+{REMOVED[layer]}
+try:
+    jail.prepare([], [], "sealed")
+except (kernel.Refused, OSError):
+    os._exit(7)
+os._exit(0)
+"""
+    assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode in (7, 3)
+
+
+def test_the_probe_names_what_is_enforced():
+    output = subprocess.check_output([sys.executable, "-m", "pipeline.sandbox.jail", "--probe"], cwd=ROOT)
+    report = json.loads(output)
+    assert report["profiles"] == ["sealed"] and report["uid"] != 0
+    assert {"architecture", "landlock", "bwrap"} <= set(report)
+
+
+def test_a_machine_without_a_sandbox_is_refused_with_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(pool_module, "JAIL", _broken_jail(tmp_path))
+    with (
+        pytest.raises(ConfigError, match=r"needs Linux with seccomp.*allow_unsafe.*no seccomp here"),
+        Judge(SandboxConfig(), 1),
+    ):
+        pass
+
+
+def test_allow_unsafe_runs_and_marks_the_verdicts(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(pool_module, "JAIL", _broken_jail(tmp_path))
+    with Judge(SandboxConfig(allow_unsafe=True), 1) as judge:
+        (verdict,) = judge.judge([ADD])
+    assert (verdict.verdict, verdict.profile) == ("passed", "unsafe")
+    assert "resource limits only" in caplog.text
+
+
+def _broken_jail(folder: Path) -> Path:
+    """A copy of the server that cannot have the filter."""
+    for name in ("child", "kernel", "trial", "values", "jail"):
+        shutil.copy(SANDBOX / f"{name}.py", folder)
+    folder.chmod(0o755)
+    kernel = folder / "kernel.py"
+    text = kernel.read_text(encoding="utf-8")
+    changed = re.sub(r"(def filter_code\(\).*?:\n)", r'\1    raise Refused("no seccomp here")\n', text, count=1)
+    assert changed != text
+    kernel.write_text(changed, encoding="utf-8")
+    return folder / "jail.py"
+
+
+def test_a_killed_server_loses_no_job():
+    with Judge(SandboxConfig(), 2) as judge:
+
+        def programs():
+            for number in range(30):
+                if number == 10:
+                    server = judge.pool._servers[0].process
+                    assert server is not None
+                    server.kill()
+                yield ADD
+
+        assert [v.verdict for v in judge.judge(programs())] == ["passed"] * 30
+        assert judge.pool.num_restarts >= 1
+
+
+def test_a_server_that_dies_twice_makes_the_candidate_unscorable(monkeypatch, caplog):
+    with Judge(SandboxConfig(), 1) as judge:
+
+        def fail(self, job, seconds):
+            raise pool_module.HarnessError("gone")
+
+        monkeypatch.setattr(pool_module.Server, "call", fail)
+        (verdict,) = judge.judge([ADD])
+    assert (verdict.verdict, verdict.reason, verdict.score) == ("unscorable", "harness", None)
+    assert "unscorable" in caplog.text
+
+
+def test_nothing_is_alive_a_second_after_the_trainer_was_killed():
+    code = """
+import sys, threading
+from pipeline.sandbox.pool import Pool, SandboxConfig, Task
+pool = Pool(SandboxConfig(), 2).__enter__()
+task = Task("import time\\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 10.0)
+for _ in range(2): threading.Thread(target=pool.run, args=(task,), daemon=True).start()
+print(*[s.process.pid for s in pool._servers], flush=True)
+threading.Event().wait()
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    servers = [int(pid) for pid in trainer.stdout.readline().split()]
+    children = []
+    while len(children) < 2:
+        children = [int(p) for s in servers for p in Path(f"/proc/{s}/task/{s}/children").read_text().split()]
+    watched = [os.pidfd_open(pid) for pid in (*servers, *children)]
+    trainer.send_signal(signal.SIGKILL)
+    trainer.communicate()
+    for fd in watched:
+        assert select.select([fd], [], [], 5.0)[0], "a process outlived the trainer"
+        os.close(fd)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may read the memory of others")
+def test_no_secret_of_the_trainer_is_in_the_memory_of_server_or_child(monkeypatch):
+    monkeypatch.setenv("STAGECOACH_SECRET", "environment-5a7c0ffee")
+    expected = "expected-" + os.urandom(8).hex()
+    program = Program(
+        source="import time\ndef f(x): time.sleep(x)",
+        entry_point="f",
+        tests=[{"args": "[60]", "expected": repr(expected)}],
+    )
+    with (
+        Judge(SandboxConfig(limits=Limits(cpu_seconds=0.2, wall_extra_seconds=0.5)), 1) as judge,
+        ThreadPoolExecutor(1) as other_thread,
+    ):
+        server = judge.pool._servers[0].process
+        assert server is not None
+        verdicts = judge.judge([program])
+        future = other_thread.submit(next, verdicts)
+        children = []
+        while not children:
+            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        memory = _memory(server.pid) + _memory(int(children[0]))
+        environment = Path(f"/proc/{server.pid}/environ").read_bytes()
+        assert future.result().verdict == "timeout"
+    assert b"time.sleep(x)" in memory  # we did read the right thing
+    assert expected.encode() not in memory and b"environment-5a7c0ffee" not in memory
+    assert environment.replace(b"\0", b"").startswith(b"PYTHONHASHSEED=0") or not environment.strip(b"\0")
+
+
+def _memory(pid: int) -> bytes:
+    found = bytearray()
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, rights, *_ = line.split()
+            if "rw" in rights and "[v" not in line:
+                start, end = (int(part, 16) for part in span.split("-"))
+                try:
+                    memory.seek(start)
+                    found += memory.read(end - start)
+                except OSError:
+                    continue
+    return bytes(found)
+
+
+def test_a_program_reads_its_stdin_and_its_time_out_stops_no_other_test():
+    source = "import sys\nn = int(input())\nwhile n < 0: pass\nprint(sum(map(int, sys.stdin.read().split())) + n)"
+    tests = [
+        {"stdin": "1\n2 3\n", "stdout": "6\n"},
+        {"stdin": "-1\n", "stdout": "0"},
+        {"stdin": "1\n" + "1 " * 100_000, "stdout": "100001  \n\n"},
+        {"stdin": "", "stdout": ""},
+    ]
+    with Judge(SandboxConfig(), 1) as judge:
+        (verdict,) = judge.judge([Program(source=source, entry_point="", tests=tests)])
+    assert [r.verdict for r in verdict.results] == ["passed", "timeout", "passed", "error"]
+    assert verdict.results[3].message == "EOFError: EOF when reading a line"
+
+
+def test_a_fresh_child_goes_on_after_a_time_out_and_the_rest_time_out_after_three():
+    source = "seen = []\ndef f(x):\n seen.append(x)\n while x in BAD: pass\n return len(seen)"
+    config = SandboxConfig(limits=Limits(cpu_seconds=0.1))
+    tests = [{"args": f"[{n}]", "expected": e} for n, e in zip(range(6), ["1", "2", "0", "1", "2", "3"], strict=True)]
+    with Judge(config, 2) as judge:
+        bad = ("BAD = {2}\n", "BAD = {0, 1, 3}\n")
+        one, three = judge.judge(Program(source=b + source, entry_point="f", tests=tests) for b in bad)
+    assert [r.verdict for r in one.results] == ["passed", "passed", "timeout", "passed", "passed", "passed"]
+    assert [r.verdict for r in three.results] == ["timeout", "timeout", "wrong", "timeout", "timeout", "timeout"]
+
+
+def test_runs_are_alike_whatever_the_hash_seed_and_the_time_zone(monkeypatch):
+    source = (
+        "import random, time\ndef f(): return [random.random(), list({'a', 'b', 'c', 'd'}), time.localtime(0).tm_hour]"
+    )
+    frames = []
+    for seed, zone in (("1", "Asia/Tokyo"), ("2", "America/Lima")):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        monkeypatch.setenv("TZ", zone)
+        with Pool(SandboxConfig(), 1) as pool:
+            reports = pool.run(Task(source, "f", [{"args": "[]", "kwargs": "{}"}], 0.5))
+        assert reports is not None
+        frames.append([json.loads(frame)["v"] for frame in reports[0].frames])
+    assert frames[0] == frames[1] and frames[0][0][2] == 0
+
+
+def test_a_preloaded_module_can_be_imported_and_another_cannot():
+    source = "import jinja2\ndef f(): return jinja2.Template('{{ a }}').render(a=3)"
+    program = Program(source=source, entry_point="f", tests=[{"args": "[]", "expected": "'3'"}])
+    verdicts = []
+    for preload in ((), ("jinja2",)):
+        with Judge(SandboxConfig(preload=preload), 1) as judge:
+            verdicts += judge.judge([program])
+    assert [v.verdict for v in verdicts] == ["error", "passed"]
+    assert "ModuleNotFoundError" in verdicts[0].results[0].message
+
+
+@pytest.mark.slow
+def test_a_thousand_jobs_leave_no_process_descriptor_or_server_memory():
+    with Judge(SandboxConfig(), 2) as judge:
+        servers = [server.process.pid for server in judge.pool._servers if server.process is not None]
+
+        def state() -> list[int]:
+            return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in servers if os.getuid() == 0]
+
+        def children() -> str:
+            return "".join(Path(f"/proc/{pid}/task/{pid}/children").read_text() for pid in servers)
+
+        assert all(v.verdict == "passed" for v in judge.judge([ADD] * 20))
+        before = state()
+        assert all(v.verdict == "passed" for v in judge.judge([ADD] * 1000))
+        assert state() == before and not children() and judge.pool.num_restarts == 0

@@ -1,0 +1,217 @@
+"""Decoding against teacher forcing and against one row at a time; the noise against published numbers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.generation.noise import philox, uniforms
+from pipeline.generation.sampling import Completion, Decoder, Sampling, choose, generate
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Transformer
+
+CONFIG = ModelConfig(
+    vocab_size=96, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48, max_context=320, rope_theta=1e4, tied=True
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    model = Transformer(CONFIG, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return model
+
+
+def some_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 40, (count,), generator=generator).tolist()
+    return [torch.randint(0, 96, (length,), generator=generator).tolist() for length in lengths]
+
+
+def test_philox_gives_the_published_numbers() -> None:
+    """Known answers of Random123's philox4x32-10."""
+    cases = [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ]
+    for counter, key, expected in cases:
+        words = philox(np.array(counter, dtype=np.uint64)[:, None], key)
+        assert tuple(int(word) for word in words[:, 0]) == expected
+
+
+def test_uniform_numbers_are_a_function_of_seed_and_index() -> None:
+    numbers = uniforms(12345678901234, 0, 4000)
+    assert np.array_equal(numbers[100:200], uniforms(12345678901234, 100, 100))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.02 and abs(numbers.var() - 1 / 12) < 0.005
+    assert not np.intersect1d(numbers, uniforms(12345678901235, 0, 4000)).size
+
+
+def test_a_token_is_the_inverse_of_the_cumulative_distribution() -> None:
+    """Probabilities 0.1, 0.2, 0.3, 0.4: borders at 0.1, 0.3, 0.6."""
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    numbers = torch.tensor([0.0, 0.09, 0.11, 0.29, 0.31, 0.59, 0.61, 1 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = choose(logits.expand(8, 4), numbers, Sampling(1, temperature=1.0))
+    assert tokens.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert torch.allclose(logprobs.float(), logits[tokens], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(1, temperature=1.0, top_k=2), {2, 3}),
+        (Sampling(1, temperature=1.0, top_p=0.3), {3}),
+        (Sampling(1, temperature=1.0, top_p=0.45), {2, 3}),
+        (Sampling(1, temperature=1.0, top_p=0.95), {0, 1, 2, 3}),
+        (Sampling(1, temperature=1.0, top_k=2, top_p=0.5), {3}),
+        (Sampling(1, temperature=1.0, top_k=9), {0, 1, 2, 3}),
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest(sampling: Sampling, kept: set[int]) -> None:
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(1000, 4)
+    numbers = torch.from_numpy(uniforms(0, 0, 1000))
+    tokens, logprobs = choose(logits, numbers, sampling)
+    assert set(tokens.tolist()) == kept
+    assert torch.allclose(logprobs.float(), logits[0][tokens], atol=1e-6), "of the whole distribution"
+
+
+def test_a_wide_nucleus_needs_the_whole_sort_and_gets_it() -> None:
+    logits = torch.linspace(0, 1, 90).expand(2000, 90)
+    numbers = torch.from_numpy(uniforms(0, 0, 2000))
+    tokens, _ = choose(logits, numbers, Sampling(1, temperature=1.0, top_p=0.9))
+    falling = logits[0].double().softmax(0).flip(0).cumsum(0)
+    size = int((falling < 0.9).sum()) + 1
+    assert size > 64 and tokens.min() == 90 - size
+
+
+def test_samples_follow_the_distribution() -> None:
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    tokens, _ = choose(
+        logits.expand(40_000, 20), torch.from_numpy(uniforms(7, 0, 40_000)), Sampling(1, temperature=0.7)
+    )
+    counts = torch.bincount(tokens, minlength=20)
+    expected = (logits / 0.7).softmax(0) * 40_000
+    assert ((counts - expected) ** 2 / expected).sum() < 43.8  # chi-squared, 19 degrees, p = 0.001
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_equal_teacher_forcing(model: Transformer, temperature: float) -> None:
+    prompts = some_prompts(9)
+    done = generate(
+        model, prompts, Sampling(30, temperature, top_p=0.9), stop={3, 4}, seeds=list(range(9)), batch_rows=4
+    )
+    for prompt, completion in zip(prompts, done):
+        ids = prompt + completion.ids
+        with torch.no_grad():
+            expected = (model(torch.tensor([ids]))[0] / (temperature or 1.0)).log_softmax(-1)
+        for t, token in enumerate(completion.ids):
+            assert abs(completion.logprobs[t] - expected[len(prompt) - 1 + t, token].item()) < 1e-5
+        if completion.stop == "stop":
+            assert len(completion.logprobs) == len(completion.ids) + 1
+            assert min(abs(completion.logprobs[-1] - expected[-1, stop].item()) for stop in (3, 4)) < 1e-5
+        else:
+            assert len(completion.ids) == len(completion.logprobs) == 30
+
+
+@pytest.mark.parametrize("sampling", [Sampling(12), Sampling(12, 0.8, top_p=0.95, top_k=30)])
+def test_a_sample_does_not_depend_on_its_batch(model: Transformer, sampling: Sampling) -> None:
+    prompts = some_prompts(10)
+    prompts[5] = prompts[9] = prompts[2]  # shared when read
+    seeds = [100 + i for i in range(10)]
+    together = generate(model, prompts, sampling, stop={1, 2, 3}, seeds=seeds)
+    for batch_rows in (1, 3):
+        again = generate(model, prompts, sampling, stop={1, 2, 3}, seeds=seeds, batch_rows=batch_rows)
+        assert [(c.ids, c.stop) for c in again] == [(c.ids, c.stop) for c in together]
+    backwards = generate(model, prompts[::-1], sampling, stop={1, 2, 3}, seeds=seeds[::-1])[::-1]
+    assert [c.ids for c in backwards] == [c.ids for c in together]
+    assert len({tuple(together[i].ids) for i in (2, 5, 9)}) == (1 if sampling.temperature == 0 else 3)
+
+
+def slow_greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_greedy_equals_running_the_whole_text_again(model: Transformer) -> None:
+    prompts = some_prompts(3)
+    done = generate(model, prompts, Sampling(20), stop=(), seeds=[0] * 3)
+    assert [c.ids for c in done] == [slow_greedy(model, prompt, 20) for prompt in prompts]
+
+
+def test_a_full_context_ends_the_row(model: Transformer) -> None:
+    prompt = [5] * 310
+    assert len(generate(model, [prompt], Sampling(64), stop=(), seeds=[0])[0].ids) == 10
+
+
+def test_tokens_are_streamed_as_they_come(model: Transformer) -> None:
+    seen: dict[int, list[int]] = {}
+    done = generate(
+        model, some_prompts(5), Sampling(20, 1.0), stop={1, 2}, seeds=[1, 2, 3, 4, 5], batch_rows=2,
+        on_token=lambda index, token: seen.setdefault(index, []).append(token),
+    )  # fmt: skip
+    for index, completion in enumerate(done):
+        assert seen[index][: len(completion.ids)] == completion.ids
+        assert len(seen[index]) == len(completion.logprobs)
+
+
+def test_training_mode_is_left_as_it_was(model: Transformer) -> None:
+    model.train(True)
+    model.dropout = 0.5
+    try:
+        first, second = (generate(model, [[1, 2]], Sampling(9), stop=(), seeds=[0])[0] for _ in range(2))
+        assert model.training and first == second
+    finally:
+        model.dropout = 0.0
+
+
+def test_rows_of_the_decoder_go_on_alone(model: Transformer) -> None:
+    """Feed rows at different times and in different pieces; each sees its own text."""
+    decoder = Decoder(model, 3)
+    texts = [some_prompts(8)[i][:12] * 2 for i in (0, 3, 4)]
+    decoder.feed([2], [texts[2][:5]])
+    decoder.feed([0, 2], [texts[0][:3], texts[2][5:6]])
+    decoder.feed([0, 2], [texts[0][3:4], texts[2][6:7]])
+    decoder.feed([1], [[9, 9, 9]])
+    decoder.clear(1)
+    logits = decoder.feed([2, 1, 0], [texts[2][7:], texts[1], texts[0][4:]])
+    for row, text in zip(logits, (texts[2], texts[1], texts[0])):
+        with torch.no_grad():
+            assert torch.allclose(row, model(torch.tensor([text]))[0, -1], atol=1e-4)
+
+
+def test_no_prompts_give_no_completions(model: Transformer) -> None:
+    assert generate(model, [], Sampling(4), stop=(), seeds=[]) == []
+
+
+def test_what_cannot_be_sampled_is_refused(model: Transformer) -> None:
+    for prompts, seeds, message in [
+        ([[]], [0], "0 tokens"),
+        ([[1] * 320], [0], "320 tokens"),
+        ([[1]], [], "a seed for each"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            generate(model, prompts, Sampling(4), stop=(), seeds=seeds)
+    for wrong in ({"max_new_tokens": 0}, {"max_new_tokens": 1, "temperature": -1}, {"max_new_tokens": 1, "top_p": 0}):
+        with pytest.raises(ValueError, match="expected"):
+            Sampling(**wrong)
+    with pytest.raises(ValueError, match="bidirectional"):
+        Decoder(Transformer(ModelConfig(**{**CONFIG.__dict__, "attention": "bidirectional"})), 1)
+
+
+def test_uniform_model_has_uniform_logprobs() -> None:
+    done = generate(Transformer(CONFIG), [[1]], Sampling(8, 1.0), stop=(), seeds=[3])
+    assert isinstance(done[0], Completion)
+    assert all(math.isclose(value, -math.log(96), abs_tol=1e-12) for value in done[0].logprobs)
+    assert done[0].ids == [int(u * 96) for u in uniforms(3, 0, 8)]
