@@ -20,18 +20,23 @@ from pipeline.model import convert
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.work import need_space
 
 
 def save(folder: Path, model: Transformer, tokenizer: Tokenizer, lineage: dict[str, Any]) -> None:
-    """Write a model directory. Weights over 5 GB are sharded. Raises ModelError when the tokenizer has more ids."""
+    """Write a model directory. Weights over 5 GB are sharded.
+
+    Raises ModelError when the tokenizer has more ids, StagecoachError before writing when the disk is too full.
+    """
     check_vocabulary(model.config, tokenizer, folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    need_space(folder, sum(tensor.numel() * tensor.element_size() for tensor in state.values()) + 20_000_000)
     save_torch_state_dict(state, folder, max_shard_size="5GB", metadata={"format": "pt"})
     ids = {"pad_token_id": tokenizer.pad, "bos_token_id": None, "eos_token_id": tokenizer.turn_end}
     _write(folder / "config.json", model.config.to_hf() | ids)
-    generation = {"do_sample": False, "eos_token_id": [tokenizer.turn_end, tokenizer.end_of_text], "pad_token_id": tokenizer.pad}
-    _write(folder / "generation_config.json", generation)
+    stops = {"eos_token_id": [tokenizer.turn_end, tokenizer.end_of_text], "pad_token_id": tokenizer.pad}
+    _write(folder / "generation_config.json", {"do_sample": False} | stops)
     _write(folder / "lineage.json", lineage | {"tokenizer": tokenizer.hash})
     tokenizer.save(folder)
 
@@ -46,13 +51,7 @@ def load(folder: Path) -> tuple[Transformer, Tokenizer]:
     Raises ModelError for a directory that is not whole: a missing file, a tensor too many, too few or of another shape,
     a tokenizer with more ids than the embedding has rows.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder}: no config.json; expected a model directory such as models/language")
-    try:
-        config = ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path}: not JSON ({error.msg} in line {error.lineno})") from error
+    config = convert.read_config(folder)
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(config, tokenizer, folder)
     model = Transformer(config)

@@ -11,6 +11,8 @@ count are bit-equal on CPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -79,10 +81,21 @@ class Hardware:
         return torch.autocast(self.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision])
 
 
+@functools.cache
+def keep_freed_memory() -> None:
+    """Tell glibc not to give large blocks back to the system: the 33 MB of logits would be mapped afresh every step."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    for option, value in ((-3, 1 << 30), (-1, 2**31 - 1), (-2, 64 << 20)):  # M_MMAP_THRESHOLD, M_TRIM_..., M_TOP_PAD
+        libc.mallopt(option, value)
+
+
 def hardware(precision: str = "auto") -> Hardware:
     """Choose device and precision (`auto`: CUDA bf16 or fp16; CPU bf16 only where the CPU computes in it, else fp32)."""
     import torch
 
+    keep_freed_memory()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         best = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
@@ -116,11 +129,11 @@ def accelerator(precision: str, folder: str) -> Accelerator:
     return Accelerator(mixed_precision=mixed, cpu=chosen.device.type == "cpu", project_dir=folder, log_with=None)
 
 
-def describe() -> dict[str, str]:
+def describe(precision: str = "auto") -> dict[str, str]:
     """Versions and device for the tracker: facts about the run that never enter an out."""
     import torch
 
-    chosen = hardware()
+    chosen = hardware(precision)
     name = torch.cuda.get_device_name() if chosen.device.type == "cuda" else cpu_name()
     return {
         "device": f"{name} ({chosen.device.type})",

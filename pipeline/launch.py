@@ -80,7 +80,7 @@ def relaunch(module: str, argv: list[str]) -> None:
     asked = wanted()
     if asked in ("", "1"):
         return
-    if asked.isdecimal():
+    if asked.isdecimal() and int(asked) > 0:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         command = ["torch.distributed.run", "--standalone", "--nproc_per_node", asked, "-m", module, *argv]
     elif Path(asked).is_file():
@@ -134,7 +134,11 @@ def run_parallel(jobs: int, target: str | None) -> int:
                 running[name] = subprocess.Popen(command)
         if not running:
             return code
-        name = _first_ended(running)
+        try:
+            name = _first_ended(running)
+        except KeyboardInterrupt:  # the stages got the signal too: they save and end
+            code = code or 128 + signal.SIGINT
+            continue
         status = running.pop(name).returncode
         code = code or status
         done.add(name)
@@ -157,10 +161,12 @@ def main() -> int:
     parser.add_argument("-j", "--jobs", type=int, default=2, help="stages at a time (default 2)")
     parser.add_argument("target", nargs="?", help="a stage of dvc.yaml; without it the whole graph")
     arguments = parser.parse_args()
+    if arguments.jobs < 1:
+        parser.error(f"--jobs: expected at least 1, got {arguments.jobs}")
     try:
         return run_parallel(arguments.jobs, arguments.target)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return error.exit_code
 
 

@@ -9,9 +9,11 @@ A finished key is only exported. An unfinished one goes on where it was. An out 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
 import io
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -53,11 +55,16 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
         sys.stderr.flush()
         _leave(error.exit_code)
     except OSError as error:
-        if error.errno != 28:  # ENOSPC
+        if error.errno != errno.ENOSPC:
             raise
-        sys.stderr.write(f"stage_{stage}: no space left on the device of {error.filename or 'the work folder'}; ")
-        sys.stderr.write("nothing was published. Free some space and run again: it resumes.\n")
+        sys.stderr.write(
+            f"stage_{stage}: no space left on the device of {error.filename or 'the work folder'}. Nothing was published; "
+            "free some space (python -m pipeline.work prune removes unfinished work) and run again: it resumes.\n"
+        )
         _leave(1)
+    except KeyboardInterrupt:  # data stages; a training stage handles the signal itself
+        sys.stderr.write(f"stage_{stage}: interrupted; the same command resumes\n")
+        _leave(128 + signal.SIGINT)
     _leave(0)
 
 
@@ -79,21 +86,25 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
     inputs = {key: Path(path.format(**names)) for key, path in wiring.inputs.items()}
     _check_inputs(inputs, wiring.optional)
-    job, folder = _make_job(stage, item, settings, parameters, runtime, inputs)
+    name = f"{stage}@{item}" if item else stage
+    resolved = dataclasses.asdict(parameters)
+    lineage = _lineage(stage, item, settings.seed(), resolved, inputs)
+    folder = work.root() / name / lineage["key"]
     with work.locked(folder):
         if runtime.fresh and not os.environ.get("STAGECOACH_LOCKED"):
             work.start_over(folder)
-        if not work.is_finished(folder):
+        if work.is_finished(folder):
+            tracking.say(f"{name}: already computed (key {lineage['key']}); exported")
+        else:
             if wiring.trains and launch.wanted():
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
                 launch.relaunch(f"stages.{stage}", argv)
+            job = _make_job(stage, item, settings.seed(), resolved, runtime, folder, lineage)
             _compute(run, job, parameters, inputs, wiring, names, start)
-        elif job.tracker.rows == []:
-            tracking.say(f"{job.name}: already computed (key {job.key}); exported")
         if device.rank() == 0:
             for target, source in out_paths(folder, wiring, names):
                 work.publish(source, target)
-            work.prune_finished(folder.parent, job.key)
+            work.prune_finished(folder.parent, lineage["key"])
 
 
 def _compute(
@@ -113,7 +124,11 @@ def _compute(
             work.remove(path)  # an out that a killed run left half-written
     if wiring.trains:
         job.stop.install()
-    run(parameters, job, **inputs, **outs)
+    try:
+        run(parameters, job, **inputs, **outs)
+    except BaseException as error:
+        job.tracker.abandon("KILLED" if isinstance(error, SystemExit | KeyboardInterrupt) else "FAILED")
+        raise
     if device.rank() != 0:
         return
     if wiring.metrics:
@@ -158,41 +173,49 @@ def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | 
 def _check_inputs(inputs: dict[str, Path], optional: tuple[str, ...]) -> None:
     for name, path in inputs.items():
         if name not in optional and not path.exists():
-            raise InputError(f"{path} does not exist; make it with: dvc repro {maker(path)}")
+            raise InputError(f"{path} does not exist; {remedy(path)}")
 
 
-def maker(path: Path) -> str:
-    """The stage that makes a path, by the layout of the graph."""
-    parts = path.parts
-    if parts[0] == "models":
-        return f"stage_{parts[1]}"
-    if parts[:2] == ("data", "raw"):
-        return "stage_corpus"
-    known = {"tokenizer": "stage_tokenizer", "tokens": "stage_encode", "benchmarks": "", "own": ""}
-    return known.get(parts[1], "stage_tasks") if parts[0] == "data" else ""
+def remedy(path: Path) -> str:
+    """What to do about a missing input: the `dvc repro` that makes it, by the layout of the graph."""
+    top, *rest = path.parts
+    made_by = {"raw": "corpus", "tokenizer": "tokenizer", "tokens": "encode", "dialogues": "tasks", "problems": "tasks",
+               "preferences": "tasks"}  # fmt: skip
+    if top == "data" and rest and rest[0] in made_by:
+        return f"make it with: dvc repro stage_{made_by[rest[0]]}"
+    if top == "models":
+        if Path(f"stages/{rest[0]}.py").is_file():
+            return f"make it with: dvc repro stage_{rest[0]}"
+        return f"models/ holds: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"
+    return (
+        "make it with: dvc repro" if top == "metrics" else "it belongs to the repository: restore it with git checkout"
+    )
+
+
+def _lineage(
+    stage: str, item: str | None, seed: int, resolved: dict[str, Any], inputs: dict[str, Path]
+) -> dict[str, Any]:
+    """What the run is computed from: its key, the hash of its code, the digest of each input."""
+    code = codehash.closure(Path(), stage)
+    digests = {name: work.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
+    key = work.make_key(stage=stage, item=item, seed=seed, parameters=resolved, inputs=digests, code=code)
+    return {"key": key, "code": work.canonical_hash(code), "inputs": {str(inputs[k]): v for k, v in digests.items()}}
 
 
 def _make_job(
-    stage: str, item: str | None, settings: Settings, parameters: Any, runtime: Runtime, inputs: dict[str, Path]
-) -> tuple[work.Job, Path]:
-    resolved = dataclasses.asdict(parameters)
-    code = codehash.closure(Path(), stage)
-    digests = {name: work.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
-    key = work.make_key(stage=stage, item=item, seed=settings.seed(), parameters=resolved, inputs=digests, code=code)
-    lineage = {"key": key, "code": work.canonical_hash(code), "inputs": {str(inputs[k]): v for k, v in digests.items()}}
-    folder = work.root() / (f"{stage}@{item}" if item else stage) / key
-    folder.mkdir(parents=True, exist_ok=True)
-    tags = {"stage": stage, "work.key": key, "dvc.exp": os.environ.get("DVC_EXP_NAME", ""),
+    stage: str, item: str | None, seed: int, resolved: dict[str, Any], runtime: Runtime, folder: Path,
+    lineage: dict[str, Any],
+) -> work.Job:  # fmt: skip
+    """The job of an unfinished key. Its lock must be held: this opens the key's MLflow run."""
+    tags = {"stage": stage, "work.key": lineage["key"], "dvc.exp": os.environ.get("DVC_EXP_NAME", ""),
             "dvc.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""), "git.commit": git_commit()}  # fmt: skip
-    done = (folder / "finished.json").is_file() and not runtime.fresh
     if stage not in ("corpus", "tasks", "encode"):  # those never touch torch
-        tags |= {} if done else device.describe()
-    tracker = tracking.Tracker(f"{stage}@{item}" if item else stage, folder, tags, resolved, quiet=done)
-    job = work.Job(
-        stage=stage, item=item, key=key, seed=settings.seed(), folder=folder, workers=device.workers(runtime.workers),
+        tags |= device.describe(runtime.precision)
+    tracker = tracking.Tracker(f"{stage}@{item}" if item else stage, folder, tags, resolved, quiet=False)
+    return work.Job(
+        stage=stage, item=item, key=lineage["key"], seed=seed, folder=folder, workers=device.workers(runtime.workers),
         runtime=runtime, tracker=tracker, lineage=lineage, stop=work.StopRequest(),
     )  # fmt: skip
-    return job, folder
 
 
 def git_commit() -> str:
@@ -201,10 +224,13 @@ def git_commit() -> str:
     head = root / ".git" / "HEAD"
     try:
         text = head.read_text().strip()
-        if text.startswith("ref: "):
-            reference = root / ".git" / text[5:]
-            return reference.read_text().strip() if reference.is_file() else ""
-        return text
+        if not text.startswith("ref: "):
+            return text
+        reference = root / ".git" / text[5:]
+        if reference.is_file():
+            return reference.read_text().strip()
+        packed = (root / ".git" / "packed-refs").read_text().splitlines()
+        return next((line.split(" ")[0] for line in packed if line.endswith(f" {text[5:]}")), "")
     except OSError:
         return ""
 

@@ -148,6 +148,11 @@ class Tracker:
             self._mlflow.log(self.rows[self._logged :])
             self._logged = len(self.rows)
 
+    def abandon(self, status: str) -> None:
+        """Say in MLflow that the run ended early: "KILLED" (it resumes) or "FAILED"."""
+        if self._mlflow is not None:
+            self._mlflow.end(status)
+
     def finish(self) -> None:
         """Close the run: speed.json, MLflow's final metrics and status."""
         self.flush()
@@ -164,10 +169,21 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+WAIT = 120.0  # seconds
+DEFAULTS = {  # MLflow's own would retry for four minutes and warn at each try
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+
+
 class MlflowRun:
     """One MLflow run, started in a thread (importing MLflow takes seconds), continued by the id kept in the work folder.
 
-    The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI says otherwise, created under a flock.
+    The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI says otherwise, created under a flock. The
+    first log waits up to WAIT seconds for it; a store that does not answer by then, or later, costs one warning.
     STAGECOACH_MLFLOW=off switches it off (tests of other things).
     """
 
@@ -188,9 +204,8 @@ class MlflowRun:
             self._fail(error)
 
     def _open(self) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("DO_NOT_TRACK", "true")
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        for variable, value in DEFAULTS.items():
+            os.environ.setdefault(variable, value)
         root = Path(os.environ.get("DVC_ROOT", ".")).resolve()
         uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
         (root / ".work").mkdir(exist_ok=True)
@@ -229,9 +244,10 @@ class MlflowRun:
         from mlflow.entities import Param
 
         run = client.create_run(experiment, run_name=self.name, tags=self.tags)
-        params = [Param(k, str(v)[:500]) for k, v in sorted(flatten(self.parameters).items())]
-        client.log_batch(run.info.run_id, params=params[:100])
         (self.folder / "mlflow.json").write_text(json.dumps({"run_id": run.info.run_id}))
+        params = [Param(k, str(v)[:500]) for k, v in sorted(flatten(self.parameters).items())]
+        for first in range(0, len(params), 100):  # as many as one batch takes
+            client.log_batch(run.info.run_id, params=params[first : first + 100])
         return run.info.run_id
 
     def _fail(self, error: Exception) -> None:
@@ -241,8 +257,10 @@ class MlflowRun:
         self.failed = True
 
     def _ready(self) -> bool:
-        if self._thread.ident is not None:
-            self._thread.join(timeout=120)
+        if self._thread.ident is not None and not self.failed:
+            self._thread.join(timeout=WAIT)
+            if self._thread.is_alive():
+                self._fail(TimeoutError(f"no answer within {WAIT:.0f} s"))
         return self.client is not None and not self.failed
 
     def log(self, rows: list[dict[str, Number]]) -> None:
@@ -272,11 +290,16 @@ class MlflowRun:
 
     def finish(self, final: dict[str, Any]) -> None:
         """Final metrics under `final/`, and the status FINISHED."""
+        if self._ready():
+            last = max(self._last_step, 0)
+            self._send([(f"final/{k}", v, last) for k, v in final.items()])
+            self.end("FINISHED")
+
+    def end(self, status: str) -> None:
+        """Set the run's status."""
         if not self._ready():
             return
-        last = max(self._last_step, 0)
-        self._send([(f"final/{k}", v, last) for k, v in final.items()])
         try:
-            self.client.set_terminated(self.run_id, status="FINISHED")
+            self.client.set_terminated(self.run_id, status=status)
         except Exception as error:  # as in _start
             self._fail(error)

@@ -32,6 +32,7 @@ class Params:
     fit: FitConfig
 
     def __post_init__(self) -> None:
+        """Refuse shares and weights that cannot be."""
         if not 0 <= self.fim_rate <= 1 or self.code_weight < 1 or self.text_weight < 0:
             raise ValueError("expected fim_rate in [0, 1], code_weight >= 1, text_weight >= 0")
 
@@ -39,12 +40,14 @@ class Params:
 def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Path) -> None:
     """Continue `base` on code and save the model directory `out`."""
     model, tokenizer = checkpoint.load(base)
-    size = {"context": params.fit.context, "tokens_per_step": params.fit.tokens_per_step}
-    cache = job.folder.parent
-    stream = CorpusStream(code, tokenizer, seed=job.seed, fim_rate=params.fim_rate, cache=cache, **size)
+
+    def corpus(folder: Path, fim_rate: float) -> CorpusStream:
+        return CorpusStream(folder, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
+                            seed=job.seed, fim_rate=fim_rate, cache=job.folder.parent)  # fmt: skip
+
+    stream = corpus(code, params.fim_rate)
     if params.text_weight:
-        prose = CorpusStream(text, tokenizer, seed=job.seed, cache=cache, **size)
-        stream = MixtureStream([(params.code_weight, stream), (params.text_weight, prose)])
+        stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, 0.0))])
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
         return objectives.next_token(*scoring.trained_logits(model, batch))

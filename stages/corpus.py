@@ -8,7 +8,7 @@ clean batches; this process takes the results in order (`streams/selection.py`),
 of workers, any locale and any hash seed, on machines with the same packages.
 
 Held out: packages by blake2b(name) mod 20, generated files by blake2b(path) mod 50, stories by number mod 50 and three
-families whole; the user's files and the hub as their readers say.
+families, of which only every tenth number is told; the user's files and the hub as their readers say.
 """
 
 import itertools
@@ -42,6 +42,8 @@ GENERATED_VAL = 50  # one generated file in so many is held out
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
+    """Block `corpus` of params.yaml, and the files of conf/data/."""
+
     stories_mb: float  # quotas of data=machine in 10^6 bytes kept, train and val together: generated stories,
     prose_mb: float  # English of READMEs and docstrings,
     python_mb: float  # Python of the standard library and of installed packages,
@@ -52,6 +54,7 @@ class Params:
     data: sources.DataConfig = group("data")
 
     def __post_init__(self) -> None:
+        """Refuse sizes and a similarity that cannot be."""
         for name in ("stories_mb", "prose_mb", "python_mb", "shell_mb", "generated_mb"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
@@ -81,6 +84,7 @@ Batch = FileBatch | RecordBatch | StoryBatch | CodeBatch
 
 
 def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, code: Path) -> None:
+    """Build both corpora; raises DataError for files that cannot be read and for a corpus with nothing in it."""
     parts = job.folder / "parts"
     shutil.rmtree(parts / "kept", ignore_errors=True)  # what a killed run fetched from the hub stays
     index = Index(benchmark_items(benchmarks))

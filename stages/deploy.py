@@ -22,7 +22,7 @@ class Params:
     model: str  # a folder of models/
 
     def __post_init__(self) -> None:
-        if not self.model or "/" in self.model or self.model == "deploy":
+        if not self.model or "/" in self.model or self.model.startswith(".") or self.model == "deploy":
             raise ValueError(f"model: expected the name of a folder of models/ such as tools, got {self.model!r}")
 
 

@@ -2,8 +2,8 @@
 
     data/tokenizer + data/raw/{text,code} -> data/tokens/{text,code}
 
-One worker process per parquet file; a killed run goes on with the files that are left. No knobs: the result is a function
-of the corpus and the tokenizer.
+One worker process per parquet file; a killed run goes on with the files that are left. No knobs: the result is a
+function of the corpus and the tokenizer.
 """
 
 import shutil
@@ -20,10 +20,11 @@ from pipeline.work import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    pass
+    """No knobs."""
 
 
 def run(params: Params, job: Job, *, tokenizer: Path, corpus: Path, out: Path) -> None:
+    """Encode each parquet file of `corpus` in a worker process and join the parts in `out`."""
     parts = job.folder / "parts"
     tasks = {
         split: [shards.EncodeTask(path, tokenizer, parts) for path in shards.files(corpus, split)]
@@ -38,7 +39,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, corpus: Path, out: Path) -
             bar.update(1)
     splits = {split: shards.join(split, tasks[split], counts[split], out) for split in shards.SPLITS}
     shards.write_meta(out, Tokenizer.load(tokenizer), splits)
-    job.report(**{split: {name: value for name, value in entry.items() if name != "sha256"} for split, entry in splits.items()})  # fmt: skip
+    job.report(**{split: {name: entry[name] for name in entry if name != "sha256"} for split, entry in splits.items()})
     shutil.rmtree(parts)
 
 

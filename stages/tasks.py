@@ -72,23 +72,18 @@ def run(
         for split, records in splits.items():
             write(folder / f"{split}.jsonl", records)
     for rejected in parts.glob("*-rejected.jsonl"):
-        target = {"dialogues": dialogues, "problems": problems}.get(rejected.stem.split("-")[0], pairs)
-        shutil.copy(rejected, target / "rejected.jsonl")
+        kind = rejected.name.split("-")[0]
+        target = {"dialogues": dialogues, "problems": problems}.get(kind, pairs)
+        shutil.copy(rejected, target / (rejected.name if kind == "feedback" else "rejected.jsonl"))
     job.report(
         dialogues=_counts(talks), problems=_counts(made), preferences=_counts(judged), dropped_test_items=dropped,
         kinds=dict(sorted(Counter(d.kind for d in talks["train"]).items())),
-        chosen_is_longer=_longer(judged["train"]),
+        chosen_is_longer=preferences.chosen_is_longer(judged["train"]),
     )  # fmt: skip
 
 
 def _counts(splits: Splits) -> dict[str, int]:
     return {split: len(records) for split, records in splits.items()}
-
-
-def _longer(pairs: list[Pair]) -> float:
-    lengths = [(len(str(p.chosen)), len(str(p.rejected))) for p in pairs]
-    unequal = [a > b for a, b in lengths if a != b]
-    return sum(unequal) / len(unequal) if unequal else 0.5
 
 
 def _brought(kind: str, data: sources.DataConfig, own: Path, parts: Path) -> Splits | None:
@@ -155,22 +150,24 @@ def _paths(split: str, count: int) -> list[str]:
     """Story paths of a split: val and test are numbers and families that no training text holds."""
     families = [f for f in stories.FAMILIES if split != "train" or f not in stories.HELD_OUT]
     step = {"train": 0, "val": 50, "test": 100}[split]
-    found = []
-    for number in itertools.count(1):
-        for family in families:
-            path = f"stories/{family}/{number if split == 'train' else number * 100 + step - 50}"
-            if stories.is_held_out(path) == (split != "train"):
-                found.append(path)
-            if len(found) == count:
-                return found
-    return found
+    paths = (
+        f"stories/{family}/{number if split == 'train' else number * 100 + step - 50}"
+        for number in itertools.count(1)
+        for family in families
+    )
+    fitting = (path for path in paths if stories.is_held_out(path) == (split != "train"))
+    return list(itertools.islice(fitting, count))
 
 
 def _screen(talks: Splits, problems: Splits, text: Path, code: Path, workers: int) -> dict[str, int]:
     """Drop test items that the training data hold; how many of each kind."""
-    items = [(f"dialogues {d.id}", d.messages[0]["content"]) for d in talks["test"] if d.kind != "story"]
+    items = [
+        (f"dialogues {d.id}", next((m["content"] for m in d.messages if m["role"] == "user"), ""))
+        for d in talks["test"]
+        if d.kind != "story"
+    ]
     items += [(f"problems {p.id}", wording.unfenced(p.answer)) for p in problems["test"] if p.answer]
-    trained = [m["content"] for d in talks["train"] for m in d.messages if m["role"] in ("user", "assistant")]
+    trained = [m["content"] for d in talks["train"] if d.kind != "code" for m in d.messages if m["role"] == "user"]
     hits = screening.found_in(items, [text, code], trained, workers)
     dropped = {}
     for kind, splits in (("dialogues", talks), ("problems", problems)):

@@ -2,8 +2,8 @@
 
     data/raw/{text,code} -> data/tokenizer        (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
 
-Reports bytes per token on held-out documents of each corpus: more bytes, fewer tokens to read and to write. Of the model
-file only `vocab_size` is tracked, so another width or depth trains no new tokenizer.
+Reports bytes per token on held-out documents of each corpus: more bytes, fewer tokens to read and to write. Of the
+model file only `vocab_size` is tracked, so another width or depth trains no new tokenizer.
 """
 
 import itertools
@@ -21,11 +21,14 @@ HELD_OUT_BYTES = 2_000_000  # of each corpus's val split, for the report
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    vocab_size: int = field(metadata={"from": "model.vocab_size"})
+    """Block `tokenizer` of params.yaml."""
+
+    vocab_size: int = field(metadata={"from": "model.vocab_size"})  # ids, a multiple of 64; a key of the model file
     sample_mb: float  # text that the merges are counted on, in 10^6 bytes
     text_share: float  # of the sample from the text corpus; the rest is code
 
     def __post_init__(self) -> None:
+        """Refuse an empty sample."""
         if self.sample_mb <= 0:
             raise ValueError(f"sample_mb: expected more than 0, found {self.sample_mb}")
         if not 0 <= self.text_share <= 1:
@@ -33,6 +36,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, text: Path, code: Path, out: Path) -> None:
+    """Train on a sample of both corpora and write the tokenizer's folder."""
     size = params.sample_mb * 1e6
     sample = itertools.chain(
         shards.texts(text, "train", int(size * params.text_share), CHARACTERS),

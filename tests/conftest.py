@@ -1,18 +1,58 @@
-"""Shared fixtures: tiny models, a tokenizer of bytes, a scratch repository."""
+"""Shared fixtures: a tiny model, a tokenizer of little more than bytes, the repository as working directory."""
+
+from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:  # torch takes seconds to import; the tests that need it import it themselves
+    from pipeline.model.transformer import Transformer
+    from pipeline.text.tokenizer import Tokenizer
 
 os.environ.setdefault("STAGECOACH_MLFLOW", "off")  # tests of MLflow switch it on; the rest need not wait for it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parents[1]
+SENTENCES = (
+    "The pilot asked the girl which way the ferry would go, and the girl told the pilot.\n",
+    "def add(left, right):\n    return left + right\n",
+    "It wasn't the rope that was wet; it was the deck.\n",
+)
 
 
-@pytest.fixture()
+@pytest.fixture
 def in_repository(monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work from the repository's root, as `dvc repro` does."""
     monkeypatch.chdir(ROOT)
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """320 ids: the control tokens, the bytes, a few merges."""
+    from pipeline.text.tokenizer import Tokenizer
+
+    return Tokenizer.train(iter(SENTENCES), 320)
+
+
+@pytest.fixture
+def tiny_model(byte_tokenizer: Tokenizer) -> Transformer:
+    """2 layers of width 32 with weights so large that its greedy text varies, in evaluation mode."""
+    import torch
+
+    from pipeline.model.config import ModelConfig
+    from pipeline.model.transformer import Transformer
+
+    config = ModelConfig(
+        vocab_size=byte_tokenizer.vocab_size, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48,
+        max_context=256, rope_theta=1e4, tied=True,
+    )  # fmt: skip
+    model = Transformer(config, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return model.train(False)

@@ -14,7 +14,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import ADDED, SPECIAL, Tokenizer
 
 ROOT = Path(__file__).parents[1]
-some = settings(max_examples=60, deadline=None)  # a shared machine stalls
+some = settings(max_examples=30, deadline=None)  # a shared machine stalls
 TOKENIZER = Tokenizer.train(iter([(ROOT / "pipeline/text/chat.py").read_text(encoding="utf-8")]), 512)
 CONTROL = [*SPECIAL.values(), *ADDED.values()]
 

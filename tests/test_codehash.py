@@ -8,7 +8,7 @@ import pytest
 from pipeline import codehash
 
 
-@pytest.fixture()
+@pytest.fixture
 def repository(tmp_path: Path) -> Path:
     files = {
         "pipeline/__init__.py": "",

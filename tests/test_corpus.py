@@ -166,7 +166,7 @@ def test_kept_files_are_whole_and_in_the_split_of_their_package(machine: Machine
 
 
 def test_held_out_stories_are_in_val_and_reported_apart(machine: Machine) -> None:
-    out = machine.build("out", stories_mb=0.4)
+    out = machine.build("out", stories_mb=0.1)
     for split in ("train", "val"):
         told = [row["path"] for row in rows(out / "text", split) if row["path"].startswith("stories/")]
         assert told and all(stories.is_held_out(path) == (split == "val") for path in told)
@@ -174,6 +174,7 @@ def test_held_out_stories_are_in_val_and_reported_apart(machine: Machine) -> Non
     assert set(apart) == set(stories.HELD_OUT)
 
 
+@pytest.mark.slow
 def test_two_workers_write_the_bytes_of_one_also_with_full_packages(machine: Machine) -> None:
     """The cap of 3 kB fills within a batch, so which files are read at all differs between the two runs."""
     one, two = (machine.build(f"w{n}", n, cap_mb=0.003, python_mb=0.01) for n in (1, 2))

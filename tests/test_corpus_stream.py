@@ -1,6 +1,8 @@
-"""Streams over token shards: each token once an epoch, any rank alike, no target across documents, infilling undone."""
+"""Streams over token shards: each token predicted once an epoch, any rank alike, no target across documents, infilling undone."""
 
 import itertools
+import json
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -24,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = (ROOT / "pipeline/streams/corpus.py").read_text(encoding="utf-8")
 TOKENIZER = Tokenizer.train(iter([SOURCE]), 512)
 CONTEXT, STEP = 64, 256
-some = settings(max_examples=60, deadline=None)  # a shared machine stalls
+some = settings(max_examples=40, deadline=None)  # a shared machine stalls
 
 
 def write_corpus(folder: Path, train: list[str], val: list[str], tokenizer: Tokenizer = TOKENIZER) -> Path:
@@ -54,6 +56,11 @@ def documents(number: int, first: int = 0) -> list[str]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"), documents(120), documents(20, first=1000))
+
+
+def with_lead(tokens: np.ndarray, offsets: np.ndarray) -> list[tuple[int, ...]]:
+    """Each document with the token before it, the end of text of the one before; the first has none."""
+    return [tuple(tokens[max(0, a - 1) : b].tolist()) for a, b in itertools.pairwise(offsets)]
 
 
 def stream(folder: Path, **changes: object) -> CorpusStream:
@@ -92,10 +99,11 @@ def test_a_batch_is_the_one_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_token_but_each_documents_first_is_a_target_once_an_epoch(corpus: Path, world: int) -> None:
+def test_every_token_but_the_files_first_is_a_target_once_an_epoch(corpus: Path, world: int) -> None:
     batches = stream(corpus)
+    tokens, _ = token_file(corpus)
+    assert batches.num_tokens == len(tokens)
     assert batches.num_tokens / batches.tokens_per_epoch >= 0.95
-    tokens, offsets = token_file(corpus)
     given: list[int] = []
     epoch = batches.at(np.arange(batches.rows_per_epoch), CONTEXT)
     for start in range(0, len(epoch), 4):
@@ -104,13 +112,45 @@ def test_every_token_but_each_documents_first_is_a_target_once_an_epoch(corpus: 
             if len(step[rank::world]):
                 batch = batches.batch(0, CONTEXT, step[rank::world])
                 given += batch.targets[batch.targets >= 0].tolist()
-    assert Counter(given) == Counter(np.delete(tokens, offsets[:-1]).tolist())
+    assert Counter(given) == Counter(tokens[1:].tolist())
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    texts=st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=12),
+    context=st.sampled_from([8, 16, 64]),
+    fim_rate=st.sampled_from([0.0, 1.0]),
+)
+def test_encoding_and_packing_lose_nothing_and_double_nothing(texts: list[str], context: int, fim_rate: float) -> None:
+    """Each document comes back from an epoch's targets, as it is or infilled, in pieces of a row's length."""
+    expected: Counter[bytes | tuple[int, ...]] = Counter()
+    for number, text in enumerate(texts):
+        ids = [*TOKENIZER.encode(text), TOKENIZER.end_of_text]
+        if fim_rate and number and 1 + len(ids) + RESERVE <= context:
+            expected[text.encode()] += 1
+        else:  # the first document's first token is read only
+            ids = ids[not number :]
+            expected.update(tuple(ids[start : start + context]) for start in range(0, len(ids), context))
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = write_corpus(Path(folder), texts, [])
+        batches = stream(tokens, context=context, tokens_per_step=context, fim_rate=fim_rate)
+        batch = batches.batch(0, context, batches.at(np.arange(batches.rows_per_epoch), context))
+    found: Counter[bytes | tuple[int, ...]] = Counter()
+    for targets, documents in zip(batch.targets, batch.documents, strict=True):
+        for number in set(documents.tolist()) - {-1}:
+            piece = targets[documents == number]
+            ids = piece[piece >= 0].tolist()
+            found[undo(ids) if ids[0] == TOKENIZER.fim_prefix else tuple(ids)] += 1
+    assert found == expected
 
 
 def test_inputs_and_targets_follow_each_other_in_one_document(corpus: Path) -> None:
     tokens, offsets = token_file(corpus)
-    whole = [tuple(tokens[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
-    joined = {document[i : i + CONTEXT + 1] for document in whole for i in range(0, len(document), CONTEXT)}
+    joined = {
+        document[i : i + CONTEXT + 1]
+        for document in with_lead(tokens, offsets)
+        for i in range(0, len(document) - 1, CONTEXT)
+    }
     batches = stream(corpus)
     for step in range(5):
         batch = batches.batch(step, CONTEXT, batches.rows(step, CONTEXT))
@@ -157,12 +197,12 @@ def test_a_shorter_context_splits_the_same_rows_and_keeps_every_target(corpus: P
 
 
 def test_evaluation_reads_the_val_split_in_one_order_for_every_seed(corpus: Path) -> None:
-    tokens, offsets = token_file(corpus, "val")
+    tokens, _ = token_file(corpus, "val")
     one = list(stream(corpus).evaluation(10**9))
     two = list(stream(corpus, seed=9, fim_rate=1.0).evaluation(10**9))
     assert len(one) == len(two) and all(map(equal, one, two))
     given = Counter(t for batch in one for t in batch.targets[batch.targets >= 0].tolist())
-    assert given == Counter(np.delete(tokens, offsets[:-1]).tolist())
+    assert given == Counter(tokens[1:].tolist())
     few = list(stream(corpus).evaluation(300))
     assert all(map(equal, few, one)) and sum(b.num_targets for b in few[:-1]) < 300 <= sum(b.num_targets for b in few)
 
@@ -221,7 +261,7 @@ def test_a_document_whose_cut_tokens_take_too_much_room_is_cut_at_token_borders(
     assert max(lengths) <= len(ids) + RESERVE and min(lengths) == 5
 
 
-def test_half_of_the_documents_that_have_room_are_infilled_and_all_of_it_is_trained(corpus: Path) -> None:
+def test_half_of_the_documents_that_have_room_are_infilled_and_trained_between_two_ends_of_text(corpus: Path) -> None:
     batches = stream(corpus, fim_rate=0.5)
     tokens, offsets = token_file(corpus)
     whole = Counter(TOKENIZER.decode(tokens[a:b]).encode() for a, b in itertools.pairwise(offsets))
@@ -230,12 +270,34 @@ def test_half_of_the_documents_that_have_room_are_infilled_and_all_of_it_is_trai
         batch = batches.batch(0, CONTEXT, np.array([row]))
         for number in set(batch.documents[0].tolist()) - {-1}:
             ids = batch.input_ids[0][batch.documents[0] == number].tolist()
-            if ids[0] == TOKENIZER.fim_prefix:
+            assert TOKENIZER.fim_prefix not in (ids[0], *ids[2:])
+            if ids[1] == TOKENIZER.fim_prefix:
                 infilled += 1
-                assert whole[undo(ids)] == 1
+                assert ids[0] == TOKENIZER.end_of_text and whole[undo(ids[1:])] == 1
                 assert batch.targets[0][batch.documents[0] == number].tolist() == [*ids[1:], -100]
-    room = sum(b - a + RESERVE <= CONTEXT for a, b in itertools.pairwise(offsets))
+    room = sum(a > 0 and 1 + b - a + RESERVE <= CONTEXT for a, b in itertools.pairwise(offsets))
     assert room > 20 and 0.25 * room < infilled < 0.75 * room
+
+
+@pytest.mark.parametrize("first", ["", "x"])
+def test_the_first_document_has_no_lead_and_is_never_infilled(tmp_path: Path, first: str) -> None:
+    """Also where a tokenizer leaves nothing of it but the end of text: the second still begins with that."""
+    end, texts = TOKENIZER.end_of_text, [first, "y z", "u v w"]
+    encoded = [[*TOKENIZER.encode(text), end] for text in texts]
+    folder = write_corpus(tmp_path, ["filler"], [])
+    ids = np.array(list(itertools.chain(*encoded)), dtype="<u2")
+    ids.tofile(folder / "train.bin")
+    np.cumsum([0, *map(len, encoded)]).astype("<u8").tofile(folder / "train.idx")
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"]["train"] |= {"tokens": len(ids), "sha256": "made by hand"}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    batches = stream(folder, fim_rate=1.0, tokens_per_step=CONTEXT)
+    batch = batches.batch(0, CONTEXT, np.array([0]))
+    read = [batch.input_ids[0][batch.documents[0] == n].tolist() for n in range(int(batch.documents.max()) + 1)]
+    plain = [encoded[0]] if first else [[end, *encoded[1]]]
+    assert [ids for ids in read if TOKENIZER.fim_prefix not in ids] == plain
+    infilled = {undo(ids[1:]).decode() for ids in read if ids[1] == TOKENIZER.fim_prefix and ids[0] == end}
+    assert infilled == set(texts[1:] if first else texts[2:])
 
 
 def test_the_second_epoch_is_cut_elsewhere(corpus: Path) -> None:

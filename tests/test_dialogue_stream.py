@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import DataError
 from pipeline.streams import records
-from pipeline.streams.dialogues import DialogueStream, by_kind, segments, split_groups
+from pipeline.streams.dialogues import DialogueStream, segments, split_groups
 from pipeline.streams.records import Dialogue
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
@@ -145,23 +145,11 @@ def test_what_trains_nothing_is_listed_and_left_out(tmp_path: Path) -> None:
     assert stream(tmp_path).untrained == ["x"]
 
 
-def test_kinds_are_kept_apart_and_mixed_by_weight(folder: Path) -> None:
-    only = stream(folder, kinds=("story",), tokens_per_step=128)
-    text = "".join(TOKENIZER.decode(b.input_ids.reshape(-1).tolist()) for b in batches_of(only))
-    numbers = {int(part.split(".")[0]) for part in text.split("Rules ")[1:]}
-    assert numbers == {n for n in range(60) if n % 3 == 2}
-    mixed = by_kind(folder, TOKENIZER, {"tools": 2, "story": 1}, context=CONTEXT, tokens_per_step=384, seed=3)
-    assert sorted(row % 2 for row in mixed.rows(0, CONTEXT)) == [0, 0, 1]
-    assert list(mixed.evaluation(100))  # no story in val: passed over
-    with pytest.raises(DataError, match="too few tokens"):
-        stream(folder, kinds=("chat",))
+def test_too_few_tokens_say_how_many_groups_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"too few tokens for one batch: held 0 tokens in 0 packed rows of \d+"):
+        stream(write(tmp_path, [], []))
     with pytest.raises(DataError, match="150 groups of messages do not fit 32 tokens"):
         stream(folder, context=32)
-
-
-def batches_of(batches: DialogueStream) -> list[Any]:
-    rows = batches.at(np.arange(batches.rows_per_epoch), CONTEXT)
-    return [batches.batch(0, CONTEXT, rows[n : n + 1]) for n in range(len(rows))]
 
 
 def test_a_shorter_context_splits_rows_and_keeps_every_target(folder: Path) -> None:

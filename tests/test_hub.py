@@ -1,7 +1,7 @@
 """Data sets of the hub: mappings, AceCode's difficulties by hand, and fetching from a server that fails on demand.
 
 Fetching runs in a child process, for huggingface_hub reads HF_ENDPOINT when it is imported; one child serves all tests but
-the one that kills it.
+the one that kills it. Those tests are slow: the child imports `datasets`, which takes seconds.
 """
 
 import gzip
@@ -347,6 +347,7 @@ def whole(server: HubServer, child: Child, tmp_path_factory: pytest.TempPathFact
     return parts_of(folder)
 
 
+@pytest.mark.slow
 def test_files_become_parts_in_their_order_and_the_revision_is_kept(
     server: HubServer, child: Child, tmp_path: Path
 ) -> None:
@@ -366,6 +367,7 @@ def test_files_become_parts_in_their_order_and_the_revision_is_kept(
     ]
 
 
+@pytest.mark.slow
 def test_finished_parts_are_read_without_the_network(server: HubServer, child: Child, tmp_path: Path) -> None:
     first = child.read("text", STORIES, tmp_path)
     server.gets.clear()
@@ -377,12 +379,14 @@ def test_finished_parts_are_read_without_the_network(server: HubServer, child: C
     assert server.gets == []
 
 
+@pytest.mark.slow
 def test_compressed_lines_in_folders_are_streamed(child: Child, tmp_path: Path) -> None:
     found = child.read("preferences", HubSet(id="me/lines", val="test", shape="pair"), tmp_path)["found"]
     assert [split for split, _ in found] == ["train"] * 30 + ["val"]
     assert found[4][1]["prompt"] == [{"role": "user", "content": "4"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [["break"], [500, 429, "break"], [None, "break", None, 503, 500]])
 def test_a_server_that_fails_and_recovers_gives_equal_bytes(
     server: HubServer, child: Child, whole: dict[str, bytes], tmp_path: Path, faults: list[int | str | None]
@@ -393,6 +397,7 @@ def test_a_server_that_fails_and_recovers_gives_equal_bytes(
     assert parts_of(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_is_an_error_and_the_next_run_goes_on_with_the_missing_part(
     server: HubServer, child: Child, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -409,6 +414,7 @@ def test_a_server_that_stays_away_is_an_error_and_the_next_run_goes_on_with_the_
     assert parts_of(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_row_caps_end_in_the_middle_of_a_file_and_leave_the_rest_unread(
     server: HubServer, child: Child, tmp_path: Path
 ) -> None:
@@ -417,6 +423,7 @@ def test_row_caps_end_in_the_middle_of_a_file_and_leave_the_rest_unread(
     assert len(reply["found"]) == 50 and "data/train-00002-of-00003.parquet" not in server.gets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

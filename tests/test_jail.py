@@ -7,20 +7,23 @@ import re
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import attacks
 import pytest
 
 from pipeline.errors import ConfigError
+from pipeline.sandbox import kernel
 from pipeline.sandbox import pool as pool_module
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 from pipeline.sandbox.pool import Pool, Task
+from tests import attacks
 
 ROOT = Path(__file__).parents[1]
+NEIGHBOURS = ("jail", "child", "kernel", "trial", "values", "watch")
 SANDBOX = ROOT / "pipeline" / "sandbox"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 ADD = Program(source="def add(a, b): return a + b", entry_point="add", tests=[{"args": "[1, 2]", "expected": "3"}])
@@ -77,18 +80,72 @@ def test_forgeries_score_nothing(outcomes: dict[str, list]):
 
 
 def test_the_jail_imports_nothing_of_the_project():
-    for name in ("jail", "child", "kernel", "trial", "values"):
+    for name in NEIGHBOURS:
         tree = ast.parse((SANDBOX / f"{name}.py").read_text(encoding="utf-8"))
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not {top for top in imported if top.split(".")[0] in ("pipeline", "stages")}
-        assert {top.split(".")[0] for top in imported} <= {
-            *sys.stdlib_module_names,
-            "child",
-            "kernel",
-            "trial",
-            "values",
-        }
+        assert {top.split(".")[0] for top in imported} <= {*sys.stdlib_module_names, *NEIGHBOURS}
+
+
+def decision(program: list, number: int, arch: int, arguments: tuple[int, ...] = ()) -> int:
+    """What a seccomp filter answers: classic BPF, one instruction at a time."""
+    data = struct.pack("<IIQ6Q", number, arch, 0, *(*arguments, *[0] * 6)[:6])
+    word, at = 0, 0
+    while True:
+        code, if_true, if_false, constant = program[at]
+        at += 1
+        if code == kernel.RETURN:
+            return constant
+        if code == kernel.LOAD:
+            word = struct.unpack_from("<I", data, constant)[0]
+        elif code == kernel.AND:
+            word &= constant
+        else:
+            tests = {
+                kernel.JUMP_EQ: word == constant,
+                kernel.JUMP_GE: word >= constant,
+                kernel.JUMP_SET: word & constant,
+            }
+            at += if_true if tests[code] else if_false
+
+
+@pytest.mark.parametrize("name", kernel.ARCHITECTURES)
+def test_the_filter_allows_the_listed_calls_and_no_other(name: str):
+    machine = kernel.ARCHITECTURES[name]
+    program = kernel.filter_program(machine)
+    allowed = {numbers[machine.column] for numbers in kernel.ALLOWED.values()}
+    eperm, enosys = kernel.ERRNO | kernel.EPERM, kernel.ERRNO | kernel.ENOSYS
+    checked = {numbers[machine.column] for numbers in kernel.CHECKED.values()}
+    for number in {*range(600), 4000, 1 << 29} - checked:
+        expected = enosys if number == kernel.CLONE3 or number > kernel.LAST_KNOWN else eperm
+        assert decision(program, number, machine.audit) == (kernel.ALLOW if number in allowed else expected), number
+    assert decision(program, 1, 0x40000003) == decision(program, 1, 0x40000028) == kernel.KILL  # i386, arm
+    if name == "x86_64":
+        assert decision(program, 0x40000000 | 39, machine.audit) == kernel.KILL
+
+
+@pytest.mark.parametrize("name", kernel.ARCHITECTURES)
+def test_arguments_decide_about_the_checked_calls(name: str):
+    machine = kernel.ARCHITECTURES[name]
+    program = kernel.filter_program(machine)
+    thread = 0x3D0F00
+    cases = {
+        "clone": (
+            [(thread,), (0x7D0F00,)],
+            [(17,), (0x11200,), (thread | 0x10000000,), (thread & ~0x10000,), (0x20000 | thread,)],
+        ),
+        "fcntl": ([(1, 0), (1, 3), (1, 1030)], [(1, 4), (1, 8), (1, 10), (1, 1024), (1, 1033)]),
+        "ioctl": ([(1, 0x5401), (1, 0x5451)], [(1, 0x5412), (1, 0x5452), (1, 0x8901)]),
+        "prlimit64": ([(0, 7, 0, 99)], [(0, 7, 99, 0), (0, 7, 1 << 32, 0), (5, 7, 0, 99)]),
+        "sched_getaffinity": ([(0, 8, 99)], [(7, 8, 99)]),
+    }
+    assert set(cases) == set(kernel.CHECKED)
+    for call, (good, bad) in cases.items():
+        number = kernel.CHECKED[call][machine.column]
+        assert all(decision(program, number, machine.audit, arguments) == kernel.ALLOW for arguments in good), call
+        refused = [decision(program, number, machine.audit, arguments) for arguments in bad]
+        assert refused == [kernel.ERRNO | kernel.EPERM] * len(bad), call
 
 
 REMOVED = {
@@ -148,7 +205,7 @@ def test_allow_unsafe_runs_and_marks_the_verdicts(monkeypatch, tmp_path, caplog)
 
 def _broken_jail(folder: Path) -> Path:
     """A copy of the server that cannot have the filter."""
-    for name in ("child", "kernel", "trial", "values", "jail"):
+    for name in NEIGHBOURS:
         shutil.copy(SANDBOX / f"{name}.py", folder)
     folder.chmod(0o755)
     kernel = folder / "kernel.py"
@@ -159,6 +216,7 @@ def _broken_jail(folder: Path) -> Path:
     return folder / "jail.py"
 
 
+@pytest.mark.slow
 def test_a_killed_server_loses_no_job():
     with Judge(SandboxConfig(), 2) as judge:
 
@@ -261,12 +319,13 @@ def test_a_program_reads_its_stdin_and_its_time_out_stops_no_other_test():
         {"stdin": "1\n" + "1 " * 100_000, "stdout": "100001  \n\n"},
         {"stdin": "", "stdout": ""},
     ]
-    with Judge(SandboxConfig(), 1) as judge:
+    with Judge(SandboxConfig(limits=Limits(cpu_seconds=0.4)), 1) as judge:
         (verdict,) = judge.judge([Program(source=source, entry_point="", tests=tests)])
     assert [r.verdict for r in verdict.results] == ["passed", "timeout", "passed", "error"]
     assert verdict.results[3].message == "EOFError: EOF when reading a line"
 
 
+@pytest.mark.slow
 def test_a_fresh_child_goes_on_after_a_time_out_and_the_rest_time_out_after_three():
     source = "seen = []\ndef f(x):\n seen.append(x)\n while x in BAD: pass\n return len(seen)"
     config = SandboxConfig(limits=Limits(cpu_seconds=0.1))
@@ -293,6 +352,7 @@ def test_runs_are_alike_whatever_the_hash_seed_and_the_time_zone(monkeypatch):
     assert frames[0] == frames[1] and frames[0][0][2] == 0
 
 
+@pytest.mark.slow
 def test_a_preloaded_module_can_be_imported_and_another_cannot():
     source = "import jinja2\ndef f(): return jinja2.Template('{{ a }}').render(a=3)"
     program = Program(source=source, entry_point="f", tests=[{"args": "[]", "expected": "'3'"}])
@@ -302,6 +362,12 @@ def test_a_preloaded_module_can_be_imported_and_another_cannot():
             verdicts += judge.judge([program])
     assert [v.verdict for v in verdicts] == ["error", "passed"]
     assert "ModuleNotFoundError" in verdicts[0].results[0].message
+
+
+def test_a_preloaded_module_that_is_not_there_is_named():
+    config = SandboxConfig(preload=("no_such_module",), allow_unsafe=True)
+    with pytest.raises(ConfigError, match=r"sandbox\.preload: No module named 'no_such_module'"), Judge(config, 1):
+        pass
 
 
 @pytest.mark.slow

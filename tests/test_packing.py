@@ -46,15 +46,38 @@ def test_a_piece_that_cannot_fit_is_refused(length: int) -> None:
 
 @some
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 16))
-def test_pieces_cover_every_token_once_and_only_long_documents_are_cut(lengths: list[int], context: int) -> None:
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<u8")
-    pieces = cut(offsets, context)
-    covered = [t for s, n in zip(pieces.starts, pieces.lengths, strict=True) for t in range(s, s + n)]
-    assert covered == list(range(sum(lengths)))
-    assert pieces.whole.sum() == sum(0 < n <= context for n in lengths)
-    ends = {int(end) for end in offsets[1:]}
-    for start, length, goes_on in zip(pieces.starts, pieces.lengths, pieces.continues, strict=True):
-        assert goes_on == (start + length not in ends) and (not goes_on or length == context)
+def test_pieces_predict_every_token_but_the_first_once_and_only_long_documents_are_cut(
+    lengths: list[int], context: int
+) -> None:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    document = np.repeat(np.arange(len(lengths)), lengths)  # of each token
+    pieces = cut(offsets.astype("<u8"), context)
+    predicted: list[int] = []
+    uncut: list[int] = []
+    for start, length, whole, goes_on in zip(
+        pieces.starts, pieces.lengths, pieces.whole, pieces.continues, strict=True
+    ):
+        targets = range(start + 1, start + length + goes_on)
+        predicted += targets
+        owner = document[targets[0]]  # a piece without a target fails here
+        assert set(document[list(targets)]) == {owner}
+        assert document[start] == owner or start + 1 == offsets[owner]  # read first: its own, or the one before it
+        assert length == context if goes_on else (length <= context and targets[-1] + 1 == offsets[owner + 1])
+        if whole:
+            uncut.append(owner)
+            assert (targets[0], targets[-1] + 1) == (max(1, offsets[owner]), offsets[owner + 1])
+    assert predicted == list(range(1, sum(lengths)))
+    first = np.maximum(1, offsets[:-1])  # what each document predicts begins here
+    assert uncut == [n for n in range(len(lengths)) if 0 < offsets[n + 1] - first[n] <= context]
+
+
+def test_documents_are_cut_as_worked_out_by_hand() -> None:
+    """Of 3, 4, 0, 8 and 9 tokens, into rows of 4: the second and both others begin with the token before them."""
+    pieces = cut(np.cumsum([0, 3, 4, 0, 8, 9]).astype("<u8"), 4)
+    assert pieces.starts.tolist() == [0, 2, 6, 10, 14, 18, 22]
+    assert pieces.lengths.tolist() == [3, 4, 4, 4, 4, 4, 2]
+    assert pieces.continues.tolist() == [False, True, True, True, True, True, False]
+    assert pieces.whole.tolist() == [True, True, False, False, False, False, False]
 
 
 def test_rows_are_full_for_documents_of_ordinary_lengths() -> None:

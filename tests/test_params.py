@@ -31,7 +31,7 @@ class Params:
     fit: Inner
 
 
-@pytest.fixture()
+@pytest.fixture
 def repository(tmp_path: Path) -> Path:
     for name in ("model/nano", "model/tiny", "scale/demo", "data/machine"):
         (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -138,12 +138,24 @@ def test_block_fields_read_other_blocks() -> None:
 # -- the repository's own files ------------------------------------------------------------------------------------------
 
 
-def test_parameters_of_every_stage_resolve_for_every_scale_and_model(in_repository: Path) -> None:
-    for scale in ("smoke", "demo", "full"):
-        for model in sorted(p.stem for p in Path("conf/model").glob("*.yaml")):
-            settings = Settings(Path(), [f"scale={scale}", f"model={model}"])
-            for stage in stage_names(Path()):
-                assert dataclasses.is_dataclass(stage_params(stage, settings))
+SCALES = ("smoke", "demo", "full")
+MODELS = sorted(path.stem for path in (ROOT / "conf/model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("scale", "model"),
+    [  # each scale and each model once in the fast group
+        pytest.param(scale, model, marks=() if number % len(SCALES) == n else pytest.mark.slow)
+        for number, model in enumerate(MODELS)
+        for n, scale in enumerate(SCALES)
+    ],
+)
+def test_parameters_of_every_stage_resolve_for_every_scale_and_model(
+    in_repository: Path, scale: str, model: str
+) -> None:
+    settings = Settings(Path(), [f"scale={scale}", f"model={model}"])
+    for stage in stage_names(Path()):
+        assert dataclasses.is_dataclass(stage_params(stage, settings))
 
 
 def test_dvc_and_hydra_read_the_same_trees(in_repository: Path) -> None:

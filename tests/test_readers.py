@@ -347,7 +347,7 @@ def test_a_document_longer_than_the_window_becomes_rows_cut_at_blank_lines(
     assert [record.path for _, record in books.records] == ["a.txt", "a.txt:3"]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     parts=st.lists(st.sampled_from(["word ", "\n", "\n\n", " \n", "é" * 9, "x" * 30]), max_size=40),
     limit=st.integers(8, 60),
@@ -388,7 +388,7 @@ row_lines = st.dictionaries(row_names, row_values, max_size=4).map(json.dumps) |
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(row_lines, max_size=8), st.sampled_from(["text", "dialogues", "problems", "preferences"]))
 def test_accepted_and_duplicates_and_rejected_are_all_rows(lines: list[str], kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -426,7 +426,7 @@ damaged = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     damaged,
     st.sampled_from(["jsonl", "json", "csv", "parquet", "txt"]),

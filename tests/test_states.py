@@ -117,6 +117,6 @@ def test_no_space_is_found_before_anything_is_written(tmp_path: Path, monkeypatc
     save(tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
-    with pytest.raises(StagecoachError, match="no space: .* MB needed"):
+    with pytest.raises(StagecoachError, match=r"no space: .* MB needed"):
         save(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == [states.name_of(1)]

@@ -66,6 +66,7 @@ def test_a_conversation_depends_on_split_seed_and_number_alone(train: list[Dialo
     assert list(dialogues("train", 20, 1)) != train[:20]
 
 
+@pytest.mark.slow
 def test_the_hash_seed_changes_nothing() -> None:
     code = (
         "import hashlib; from pipeline.streams.records import dumps; from pipeline.synthesis.tools import dialogues;"
@@ -309,9 +310,12 @@ def test_gold_of_a_turn_without_calls_is_one_or_zero(train: list[Dialogue]) -> N
     assert gold(dialogue, _answer(("x", {}))) == 0.0
 
 
-def test_the_right_answer_has_gold_one_and_every_wrong_one_less_in_every_turn(everything: list[Dialogue]) -> None:
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_right_answer_has_gold_one_and_every_wrong_one_less_in_every_turn(
+    everything: list[Dialogue], step: int
+) -> None:
     kinds: Counter[str] = Counter()
-    for dialogue in everything[::2]:
+    for dialogue in everything[::step]:
         for turn in turns(dialogue):
             assert gold(dialogue, dialogue.messages[turn], turn) == pytest.approx(1.0)
             wrong = wrong_answers(dialogue, 5, turn)

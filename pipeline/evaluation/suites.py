@@ -5,8 +5,9 @@
     tools                   tool calls, scored as BFCL scores them
     answers                 BLEU, chrF, ROUGE of answers in words
 
-Each suite gives its numbers (with `_low`, `_high`) and a row per item. A sample's seed is hashed from (seed, suite, id,
-sample), so batch size, order and processes change nothing.
+Each suite gives its numbers (with `_low`, `_high`) and a row per item; `*left_out` counts the items whose prompt leaves no
+room in the context. A sample's seed is hashed from (seed, suite, id, sample), so batch size, order and processes change
+nothing.
 """
 
 import math
@@ -113,14 +114,11 @@ def documents(subject: Subject, texts: Sequence[Text]) -> Result:
     scored = likelihood.likelihood(
         subject.model, subject.tokenizer, [t.text for t in texts], context=subject.settings.context
     )
+    result.numbers |= {"documents": len(scored.documents), "left_out": scored.left_out}
     if scored.documents:
         bits = [d.nats / math.log(2) for d in scored.documents]
         result.measure("bpb", subject.bootstrap(bits, [d.bytes for d in scored.documents]))
-        result.numbers |= {
-            "perplexity": scored.perplexity,
-            "documents": len(scored.documents),
-            "left_out": scored.left_out,
-        }
+        result.numbers["perplexity"] = scored.perplexity
     return result
 
 
@@ -133,6 +131,9 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
     start = [subject.tokenizer.end_of_text]
     prompts = {path: start + subject.tokenizer.encode(opening) for path, opening in chosen.items()}
     done = subject.complete("stories", prompts, tokens=settings.story_tokens, temperature=settings.temperature)
+    result.numbers["samples_left_out"] = len(prompts) - len(done)
+    if not done:
+        return result
     whole, clauses = [], dict[str, int]()
     for path, completion in done.items():
         story = chosen[path] + subject.tokenizer.decode(completion.ids)
@@ -168,6 +169,9 @@ def gaps(subject: Subject, texts: Sequence[Text]) -> Result:
     if not prompts:
         return result
     done = subject.complete("gaps", prompts, tokens=64, temperature=0.0)
+    result.numbers["gaps_left_out"] = len(prompts) - len(done)
+    if not done:
+        return result
     for path, completion in done.items():
         filled = tokenizer.decode(completion.ids)
         right = filled.strip("\n") == wanted[path].strip("\n")
@@ -184,6 +188,9 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Resul
     if not prompts:
         return result
     greedy = subject.complete("problems", prompts, tokens=settings.max_new_tokens, temperature=0.0)
+    result.numbers["left_out"] = len(prompts) - len(greedy)
+    if not greedy:
+        return result
     problems = [p for p in problems if p.id in greedy]
     answers = {name: subject.tokenizer.decode(c.ids) for name, c in greedy.items()}
     judged = code.judge_answers(judge, problems, [[answers[p.id]] for p in problems])
@@ -238,10 +245,13 @@ def called(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
     if not prompts:
         return result
     done = subject.complete("tools", prompts, tokens=subject.settings.max_new_tokens, temperature=0.0)
+    result.numbers["left_out"] = len(prompts) - len(done)
+    if not done:
+        return result
     kept = [(d, turn) for d, turn in asked if f"{d.id}#{turn}" in done]
     replies = [subject.tokenizer.decode(done[f"{d.id}#{turn}"].ids) for d, turn in kept]
     rows, summary = tools.score([(d, turn, reply) for (d, turn), reply in zip(kept, replies, strict=True)])
-    result.numbers = dict(summary)
+    result.numbers |= summary
     for name, low_high in _tool_intervals(rows, subject).items():
         result.numbers |= {f"{name}_low": low_high[0], f"{name}_high": low_high[1]}
     for (dialogue, turn), row, reply in zip(kept, rows, replies, strict=True):
@@ -285,6 +295,7 @@ def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
     if not prompts:
         return result
     done = subject.complete("answers", prompts, tokens=subject.settings.max_new_tokens, temperature=0.0)
+    result.numbers["left_out"] = len(prompts) - len(done)
     given, references = [], []
     for name, dialogue, turn in chosen:
         if name in done:
@@ -294,7 +305,7 @@ def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
                 "answers", name, done[name], given[-1], prompt=_last(dialogue.messages[:turn]), reference=references[-1]
             )
     if given:
-        result.numbers = dict(text.text_scores(given, references)) | {"n": len(given)}
+        result.numbers |= text.text_scores(given, references) | {"n": len(given)}
     return result
 
 

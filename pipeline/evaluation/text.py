@@ -9,7 +9,6 @@ import unicodedata
 from collections.abc import Sequence
 
 import sacrebleu
-from rouge_score import rouge_scorer
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -37,6 +36,8 @@ def text_scores(answers: Sequence[str], references: Sequence[str]) -> dict[str, 
 
 def rouge_rows(answers: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
     """ROUGE F1 of each answer, 0 to 1: what the bootstrap resamples."""
+    from rouge_score import rouge_scorer  # here: it brings nltk, scipy and sklearn, which take seconds to import
+
     scorer = rouge_scorer.RougeScorer(list(ROUGE), use_stemmer=True)
     rows = []
     for answer, reference in zip(answers, references, strict=True):

@@ -55,8 +55,9 @@ def verify(model: Transformer, tokenizer: Tokenizer, out: Path, *, greedy_tokens
     for first in range(0, len(ids), window):
         batch = torch.tensor([ids[first : first + window]])
         mine, theirs = (torch.log_softmax(m(batch).float(), dim=-1) for m in (model, again))
-        difference = max(difference, float((mine - theirs).abs().max()))
-    prompt = ids[:32]
+        difference = max(difference, float((mine - theirs).abs().nan_to_num(nan=float("inf")).max()))
+    prompt = ids[: min(32, model.config.max_context // 2)]
+    greedy_tokens = min(greedy_tokens, model.config.max_context - len(prompt))
     greedy = [
         generate(m, [prompt], Sampling(max_new_tokens=greedy_tokens), stop=(), seeds=[0])[0].ids for m in (model, again)
     ]

@@ -52,7 +52,7 @@ class Stream(Protocol):
     def evaluation(self, tokens: int) -> Iterator[Any]: ...
 
 
-LossFunction = Callable[[nn.Module, Any], Loss]
+LossFunction = Callable[[Any, Any], Loss]  # of the model and a batch, whose types the stage knows
 
 
 @dataclass
@@ -337,14 +337,13 @@ class Run:
         if not steps:
             return
         tokens = steps * self.config.tokens_per_step
-        flops = (
-            tokens * self.plain.flops_per_token(self.config.context) if hasattr(self.plain, "flops_per_token") else 0
-        )  # type: ignore[operator]
+        per_token: Any = getattr(self.plain, "flops_per_token", None)
+        flops = tokens * per_token(self.config.context) if per_token else 0
         self.job.tracker.speed.update(
             tokens_per_second=tokens / seconds, targets_per_second=targets / seconds,
             samples_per_second=steps * self.config.rows / seconds, step_seconds=seconds / steps,
             gflops=flops / seconds / 1e9, memory_gb=device.peak_memory(self.hardware.device) / 1e9,
-            **device.describe(),
+            **device.describe(self.job.runtime.precision),
         )  # fmt: skip
         say(f"{self.job.name}: {tokens / seconds:,.0f} tokens/s, {flops / seconds / 1e9:,.0f} GFLOP/s")
 

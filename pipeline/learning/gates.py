@@ -24,15 +24,19 @@ def activation_bytes_per_token(model: nn.Module) -> int:
 def trainable_tokens(batch: Any, name: str) -> None:
     """The first batch trains at least one token."""
     if batch.num_targets == 0:
-        raise GateError(f"{name}: the first batch holds no token to train on; look at the data's trained-on masks")
+        raise GateError(
+            f"{name}: the first batch holds no token to train on; look at the data's trained-on masks, and whether the "
+            "answers lie within `context` tokens"
+        )
 
 
 @torch.no_grad()
-def causal(model: nn.Module, length: int = 24) -> None:
+def causal(model: nn.Module, longest: int = 24) -> None:
     """Changing the last token leaves every earlier logit bit-equal, for a causal model."""
     config: Any = getattr(model, "config", None)
     if config is None or config.attention != "causal":
         return
+    length = min(longest, config.max_context)
     where = next(model.parameters()).device
     ids = (torch.arange(length, device=where) * 37 % config.vocab_size)[None]
     other = ids.clone()
@@ -41,7 +45,9 @@ def causal(model: nn.Module, length: int = 24) -> None:
     first, second = model(ids), model(other)
     model.train(True)
     if not torch.equal(first[0, : length - 1], second[0, : length - 1]):
-        raise GateError("a later token changes earlier logits: the attention mask leaks the future")
+        raise GateError(
+            "a later token changes earlier logits: the attention mask leaks the future; look at pipeline/model/attention.py"
+        )
 
 
 def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
@@ -63,16 +69,25 @@ def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
 
 def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> None:
     """Each group has a finite, non-zero gradient after the first backward; frozen weights have none."""
+    totals = {}
     for group, parameters in members.items():
         norms = [p.grad.norm() for p in parameters.values() if p.grad is not None]
-        total = float(torch.stack(norms).norm()) if norms else 0.0
-        if total == 0.0:
-            raise GateError(f"group {group}: no gradient arrives at {next(iter(parameters))}; it would never train")
+        totals[group] = float(torch.stack(norms).norm()) if norms else 0.0
+    for group, total in totals.items():  # before the zeros: clipping by an infinite norm makes zeros of the others
         if not math.isfinite(total):
-            raise GateError(f"group {group}: the first gradient is not finite; lower the learning rate")
+            raise GateError(
+                f"group {group}: the first gradient is not finite; try runtime.precision=fp32, and look at the weights "
+                "that the run starts from"
+            )
+    for group, total in totals.items():
+        if total == 0.0:
+            raise GateError(
+                f"group {group}: no gradient arrives at {next(iter(members[group]))}; it would never train. Use it in the "
+                "loss, or freeze it (requires_grad_(False))"
+            )
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter.grad is not None:
-            raise GateError(f"{name} is frozen but has a gradient")
+            raise GateError(f"{name} is frozen but has a gradient; freeze it before the first backward pass")
 
 
 def falling(rows: list[dict[str, Any]], steps: int, name: str) -> None:

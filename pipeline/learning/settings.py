@@ -38,7 +38,11 @@ class FitConfig(OptimizerConfig):
         given = [k for k in ("steps", "tokens", "epochs") if getattr(self, k) is not None]
         if len(given) != 1:
             raise ValueError(f"expected exactly one of steps, tokens, epochs; got {', '.join(given) or 'none'}")
-        if self.tokens_per_step % self.context:
+        if getattr(self, given[0]) <= 0:
+            raise ValueError(f"{given[0]}: expected more than 0, got {getattr(self, given[0])}")
+        if self.learning_rate < 0 or self.context < 2 or self.eval_steps < 1 or len(self.betas) != 2:
+            raise ValueError("expected learning_rate >= 0, context >= 2, eval_steps >= 1 and two betas")
+        if self.tokens_per_step % self.context or self.tokens_per_step < self.context:
             low = self.tokens_per_step // self.context * self.context or self.context
             raise ValueError(
                 f"tokens_per_step {self.tokens_per_step} is not a multiple of context {self.context}; try {low}"
@@ -52,8 +56,6 @@ class FitConfig(OptimizerConfig):
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}: expected one of {', '.join(allowed)}, got {getattr(self, key)!r}")
-        if self.learning_rate < 0 or self.context < 2 or self.eval_steps < 1 or len(self.betas) != 2:
-            raise ValueError("expected learning_rate >= 0, context >= 2, eval_steps >= 1 and two betas")
 
     @property
     def rows(self) -> int:

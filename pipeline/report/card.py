@@ -59,7 +59,8 @@ def known(name: str) -> bool:
 def _jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.split("\n") if line]  # splitlines would cut at U+2028 in an answer
 
 
 def curve(run: Run, column: str) -> list[charts.Series]:
@@ -73,13 +74,18 @@ def curve(run: Run, column: str) -> list[charts.Series]:
 
 
 def figures(run: Run) -> list[dict[str, Any]]:
-    """The charts with their titles; each has axis names and units."""
+    """The charts with their titles and their numbers; each has axis names and units."""
     found: list[dict[str, Any]] = []
-    loss, validation = curve(run, "loss"), curve(run, "val/bpb")
-    if loss:
-        found.append({"title": "Training loss", "svg": charts.lines(loss, x="step", y="loss (nats per token)")})
-    if validation:
-        found.append({"title": "Validation", "svg": charts.lines(validation, x="step", y="bits per byte")})
+    for title, column, unit in (
+        ("Training loss", "loss", "nats per token"),
+        ("Validation", "val/bpb", "bits per byte"),
+    ):
+        series = curve(run, column)
+        if series:
+            svg = charts.lines(title, series, x="step", y=unit)
+            found.append(
+                {"title": title, "svg": svg, "head": ["step", *(s.name for s in series)], "rows": thinned(series)}
+            )
     for headline in HEADLINES:
         if not headline.chart:
             continue
@@ -89,8 +95,18 @@ def figures(run: Run) -> list[dict[str, Any]]:
             if (measured := lookup(numbers, headline)) is not None
         ]
         if len(values) > 1:
-            found.append({"title": headline.title, "svg": charts.bars(values, x=headline.axis)})
+            rows = [[v.name, headline.show(v.value), headline.show(v.low), headline.show(v.high)] for v in values]
+            svg = charts.bars(headline.title, values, x=headline.axis)
+            found.append({"title": headline.title, "svg": svg, "head": ["model", "value", "low", "high"], "rows": rows})
     return found
+
+
+def thinned(series: list[charts.Series], most: int = 24) -> list[list[str]]:
+    """The points of line charts as rows of text: the step, a value per series, about `most` rows with first and last."""
+    values = {one.name: dict(one.points) for one in series}
+    steps = sorted({step for points in values.values() for step in points})
+    chosen = [*steps[: -1 : max(1, len(steps) // most)], steps[-1]]
+    return [[f"{step:.0f}", *(f"{p[step]:.4f}" if step in p else "" for p in values.values())] for step in chosen]
 
 
 def table(run: Run) -> list[dict[str, Any]]:
@@ -122,8 +138,7 @@ def _cell(headline: Headline, measured: dict[str, float] | None, before: dict[st
     up = measured["value"] > before["value"]
     kind = ("better" if up == headline.higher_is_better else "worse") if apart else ""
     difference = measured["value"] - before["value"]
-    sign = "+" if difference >= 0 else "−"
-    return {"value": value, "interval": interval, "change": f"{sign}{headline.show(abs(difference))}", "kind": kind}
+    return {"value": value, "interval": interval, "change": headline.show_change(difference), "kind": kind}
 
 
 def lineage(run: Run) -> list[dict[str, Any]]:

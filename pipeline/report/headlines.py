@@ -19,6 +19,12 @@ class Headline:
         """The value as people read it."""
         return f"{100 * value:.1f} %" if self.unit == "share" else f"{value:.3f}"
 
+    def show_change(self, difference: float) -> str:
+        """A difference of two values; of shares in percentage points."""
+        sign = "+" if difference >= 0 else "−"
+        amount = abs(difference)
+        return f"{sign}{100 * amount:.1f} points" if self.unit == "share" else f"{sign}{amount:.3f}"
+
 
 HEADLINES = (
     Headline(("text", "bpb"), "Running text", "bits per byte, lower is better", "bits per byte", False, True),
@@ -48,8 +54,9 @@ def lookup(numbers: dict[str, Any], headline: Headline) -> dict[str, float] | No
     if not isinstance(place, dict) or not isinstance(place.get(last), int | float):
         return None
     value = float(place[last])
+    low, high = (place.get(f"{last}_{side}") for side in ("low", "high"))  # absent, or "not finite"
     return {
         "value": value,
-        "low": float(place.get(f"{last}_low", value)),
-        "high": float(place.get(f"{last}_high", value)),
+        "low": float(low) if isinstance(low, int | float) else value,
+        "high": float(high) if isinstance(high, int | float) else value,
     }

@@ -23,6 +23,7 @@ need more than values (`asserts.py`): they are counted in `unprotected` and take
 """
 
 import ast
+import functools
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -220,22 +221,31 @@ def parse_test(test: dict[str, Any], entry_point: str) -> _Check | None:
     if isinstance(test.get("stdin"), str) and isinstance(test.get("stdout"), str):
         return _Check([{"stdin": test["stdin"]}], visible, expected=_lines(test["stdout"]))
     if isinstance(test.get("assert"), str):
-        assertion = asserts.parse(test["assert"], entry_point)
+        assertion = _assertion(test["assert"], entry_point)
         if assertion is None:
             return None
         return _Check([vars(call) for call in assertion.calls], visible, assertion=assertion)
     if isinstance(test.get("args"), str) and isinstance(test.get("expected"), str):
-        if not isinstance(_literal(test["args"], entry_point), list):
-            raise DataError(f"{entry_point}: args: expected the text of a list, found {test['args'][:80]!r}")
-        expected = _literal(test["expected"], entry_point)
-        try:
-            return _Check([{"args": test["args"], "kwargs": "{}"}], visible, expected=values.lift(expected))
-        except ValueError as error:
-            raise DataError(f"{entry_point}: expected: {error}") from error
+        expected = _expected(test["args"], test["expected"], entry_point)
+        return _Check([{"args": test["args"], "kwargs": "{}"}], visible, expected=expected)
     raise DataError(
         f"{entry_point}: expected a test with args and expected, with assert, or with stdin and stdout (all text), "
         f"found the keys {sorted(test)}"
     )
+
+
+@functools.lru_cache(maxsize=4096)  # many candidates are judged by the same tests
+def _expected(args: str, expected: str, entry_point: str) -> Any:
+    """The lifted expected value, once both texts have been checked."""
+    if not isinstance(_literal(args, entry_point), list):
+        raise DataError(f"{entry_point}: args: expected the text of a list, found {args[:80]!r}")
+    try:
+        return values.lift(_literal(expected, entry_point))
+    except ValueError as error:
+        raise DataError(f"{entry_point}: expected: {error}") from error
+
+
+_assertion = functools.lru_cache(maxsize=4096)(asserts.parse)
 
 
 def _literal(text: str, entry_point: str) -> Any:

@@ -110,6 +110,10 @@ class Report:
         return self.cut in ("cpu", "wall")
 
 
+class NoSandboxError(ConfigError):
+    """This machine cannot hold candidates, and nobody allowed to do without."""
+
+
 class HarnessError(RuntimeError):
     """The server died, hung, or could not close a child off: says nothing about the candidate."""
 
@@ -140,9 +144,12 @@ class Server:
     def greet(self) -> None:
         """Wait until the server has proved its layers. Raises ConfigError if it refuses to work."""
         answer = self._receive(START_SECONDS)
+        if "missing" in answer:
+            self.stop()
+            raise ConfigError(f"sandbox.preload: {answer['missing']}; install it or take it off the list")
         if "refused" in answer:
             self.stop()
-            raise ConfigError(f"{NO_SANDBOX} Here: {answer['refused']}.")
+            raise NoSandboxError(f"{NO_SANDBOX} Here: {answer['refused']}.")
         self.ready = answer["ready"]
 
     def call(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -212,7 +219,7 @@ class Pool:
     def __enter__(self) -> "Pool":
         try:
             self._start("sealed")
-        except ConfigError:
+        except NoSandboxError:
             if not self.config.allow_unsafe:
                 raise
             LOG.warning(UNSAFE_WARNING)
@@ -228,7 +235,7 @@ class Pool:
             for server in servers:
                 server.greet()
         except (OSError, HarnessError) as error:
-            raise ConfigError(f"{NO_SANDBOX} Here: {error}.") from error
+            raise NoSandboxError(f"{NO_SANDBOX} Here: {error}.") from error
         finally:
             if not all(server.ready for server in servers):
                 for server in servers:

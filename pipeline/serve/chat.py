@@ -4,10 +4,11 @@
 
 A line is a turn; an empty line or Ctrl-D ends. `/new` forgets the conversation, `/tool TEXT` answers the model's call with
 a result. `--tools` names a JSON file with the tools the model may call (OpenAI form); calls are shown, not run.
-Ctrl-C stops an answer. Not promised: that a small model knows anything.
+Ctrl-C stops an answer, and forgets it with its question. Not promised: that a small model knows anything.
 """
 
 import argparse
+import codecs
 import json
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ class Conversation:
         limit = Sampling(min(sampling.max_new_tokens, room), sampling.temperature, sampling.top_p, sampling.top_k)
         stop = (self.tokenizer.turn_end, self.tokenizer.end_of_text)
         done = generate(self.model, [prompt], limit, stop=stop, seeds=[seed], on_token=stream.token)[0]
+        stream.close()
         reply = chat.parse(self.tokenizer.decode(done.ids))
         said: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.tool_calls:
@@ -56,6 +58,8 @@ class Conversation:
                  "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}}
                 for n, call in enumerate(reply.tool_calls)
             ]  # fmt: skip
+        if reply.error:
+            screen.write(printable(f" [{reply.error}]"))
         if done.stop == "length":
             screen.write(" [cut: token limit]")
         self.messages += [message, said]
@@ -63,24 +67,25 @@ class Conversation:
 
 
 class Stream:
-    """Writes tokens as they come, holding back bytes that do not yet make a character, and control characters."""
+    """Writes tokens as they come, holding back bytes that do not yet make a character."""
 
     def __init__(self, tokenizer: Tokenizer, screen: TextIO) -> None:
         self.tokenizer, self.screen = tokenizer, screen
-        self.waiting = b""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def token(self, _row: int, token: int) -> None:
         """Show one more token of the answer."""
-        self.waiting += self.tokenizer.token_bytes[token]
-        try:
-            text = self.waiting.decode("utf-8")
-        except UnicodeDecodeError as error:
-            if len(self.waiting) - error.start < 4:
-                return
-            text = self.waiting.decode("utf-8", errors="replace")
-        self.waiting = b""
-        self.screen.write("".join(c for c in text if c in "\n\t" or c.isprintable()))  # no escape codes from a model
+        self.screen.write(printable(self.decoder.decode(self.tokenizer.token_bytes[token])))
         self.screen.flush()
+
+    def close(self) -> None:
+        """Show what is left: a character that was cut."""
+        self.screen.write(printable(self.decoder.decode(b"", final=True)))
+
+
+def printable(text: str) -> str:
+    """The text without control characters: what a model writes must not steer the terminal."""
+    return "".join(c for c in text if c in "\n\t" or c.isprintable())
 
 
 def load_tools(path: Path | None) -> list[dict[str, Any]]:
@@ -102,7 +107,10 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
     while True:
         screen.write("\n> ")
         screen.flush()
-        line = keyboard.readline()
+        try:
+            line = keyboard.readline()
+        except KeyboardInterrupt:
+            line = ""
         if not line.strip():
             screen.write("\n")
             return
@@ -118,7 +126,7 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
             screen.write(" [stopped]")
         except InputError as error:
             screen.write(f"{error}\n")
-        turn += 1
+        turn += 1  # also after an answer that was stopped: asked again, it is drawn anew
 
 
 def main() -> int:
@@ -135,13 +143,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     try:
+        sampling = Sampling(options.max_new_tokens, temperature=options.temperature, top_p=options.top_p)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
         model, tokenizer = checkpoint.load(options.model)
         tools = load_tools(options.tools)
     except StagecoachError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     model.train(False)
-    sampling = Sampling(options.max_new_tokens, temperature=options.temperature, top_p=options.top_p)
     sys.stdout.write(
         f"{options.model}: {model.num_parameters() / 1e6:.1f} M parameters. /new starts over, an empty line ends.\n"
     )

@@ -2,9 +2,9 @@
 
 A packed row holds several pieces (documents, dialogues) side by side:
 
-    tokens     a b c E  d e E  P        E: end of text, P: padding
-    input_ids  a b c E  d e E  P
-    targets    b c E -  e E -  -        -: -100, nothing is trained: no target crosses a document
+    tokens     E a b E  E d E  P        E: end of text, which also leads a document of running text; P: padding
+    input_ids  E a b E  E d E  P
+    targets    a b E -  d E -  -        -: -100, nothing is trained: no target crosses a document
     documents  0 0 0 0  1 1 1 -1        attention stays within equal numbers
     positions  0 1 2 3  0 1 2  0
 
@@ -79,7 +79,7 @@ class Stream(Protocol):
 
 
 class Piece(NamedTuple):
-    """A stretch of one document in a packed row; one token more than the row holds if the document goes on behind it."""
+    """A stretch of one document in a row; one token more than the row holds if that token is still to be predicted."""
 
     ids: np.ndarray  # (n,)
     trained: np.ndarray | bool  # (n,) bool: which ids may be a target

@@ -269,7 +269,7 @@ def own_record(record: Text, split: str, kind: str, config: DataConfig) -> Docum
         if kind == "code":
             check_lines(text)
             check_generated(text)
-            if record.path.endswith(".py") or record.source.endswith(".py"):
+            if record.path.endswith(".py"):
                 parse(text)
         text = without_secrets(text)
     except Dropped as dropped:

@@ -2,8 +2,9 @@
 
     data/tokens/<corpus>/{train,val}.bin, .idx, meta.json  ->  CorpusStream
 
-Memory stays flat however large the corpus: the token file is mapped, the packing index is cached on disk and mapped too.
-Which documents are infilled depends on the seed, where they are cut on (seed, epoch): a second epoch is cut elsewhere.
+Memory stays flat however large the corpus: the token file is mapped, the packing index is cached on disk and mapped
+too. Which documents are infilled depends on the seed, where they are cut on (seed, epoch): a second epoch is cut
+elsewhere.
 
 Not promised: that a piece of a document longer than a row sees what came before it.
 """
@@ -30,7 +31,7 @@ class TokenShard:
     def __init__(
         self, folder: Path, split: str, tokenizer: Tokenizer, *, context: int, seed: int, fim_rate: float, cache: Path
     ) -> None:
-        """Map the tokens and find or build the packing index in `cache`. Raises DataError when a file does not fit meta.json."""
+        """Map the tokens and find or build the packing index in `cache`. Raises DataError when sizes do not fit."""
         meta = read_meta(folder)
         expected = int(meta["splits"][split]["tokens"])
         path = folder / f"{split}.bin"
@@ -44,7 +45,8 @@ class TokenShard:
         def build():
             pieces = cut(np.fromfile(folder / f"{split}.idx", dtype="<u8"), context)
             chance = mix(np.arange(len(pieces.starts)), stable_hash("infill", seed)) / 2.0**64
-            infilled = (chance < fim_rate) & pieces.whole & (pieces.lengths + RESERVE <= context)
+            room = pieces.whole & (pieces.lengths + RESERVE <= context)
+            infilled = (chance < fim_rate) & room & (pieces.starts > 0)  # the first document has no lead to keep
             return packing_of(pieces, infilled, RESERVE, context)
 
         data = meta["splits"][split]["sha256"]
@@ -60,8 +62,9 @@ class TokenShard:
         out = []
         for start, length, goes_on, is_infilled in zip(starts, lengths, continues, infilled, strict=True):
             ids = self._tokens[start : start + length + goes_on]  # the token behind is a target, never an input
-            if is_infilled:
-                ids = infill(ids.astype(np.int64), stable_hash("cuts", self._seed, epoch, start), self._tokenizer)
+            if is_infilled:  # the end of text before the document stays in front
+                key = stable_hash("cuts", self._seed, epoch, start)
+                ids = np.concatenate([ids[:1], infill(ids[1:].astype(np.int64), key, self._tokenizer)])
             out.append(Piece(ids, True))
         return out
 
@@ -75,7 +78,7 @@ def read_meta(folder: Path) -> dict:
 
 
 class CorpusStream(PackedStream):
-    """Batches of running text or code from `data/tokens/<corpus>`; loss on every token but each document's first."""
+    """Batches of running text or code from `data/tokens/<corpus>`; loss on every token but the very first."""
 
     def __init__(
         self,
@@ -89,10 +92,10 @@ class CorpusStream(PackedStream):
         cache: Path,
         document_mask: bool = True,
     ) -> None:
-        """`fim_rate` of the documents that have room are infilled; `document_mask` false lets documents of a row see each other.
+        """`fim_rate` of the documents with room are infilled; without `document_mask` those of a row see each other.
 
-        Raises ModelError when the tokens were encoded with another tokenizer, DataError when they do not fill one batch,
-        ValueError when `fim_rate` is not in [0, 1] or `tokens_per_step` is no multiple of `context`.
+        Raises ModelError when the tokens were encoded with another tokenizer, DataError when they do not fill one
+        batch, ValueError when `fim_rate` is not in [0, 1] or `tokens_per_step` is no multiple of `context`.
         """
         if not 0 <= fim_rate <= 1:
             raise ValueError(f"fim_rate: expected a share in [0, 1], found {fim_rate}")

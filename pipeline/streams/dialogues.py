@@ -11,7 +11,7 @@ Not promised: that a later segment knows what was said in an earlier one.
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.streams import records
 from pipeline.streams.batch import Piece
-from pipeline.streams.mixture import MixtureStream
 from pipeline.streams.packed import PackedStream
 from pipeline.streams.packing import pack
 from pipeline.streams.records import Dialogue, Message
@@ -73,7 +72,7 @@ def segments(tokenizer: Tokenizer, dialogue: Dialogue, context: int) -> Segments
 
 
 def split_groups(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """The opening system turn, if there is one, and the groups: each from a user's message to before the next user's."""
+    """The opening system turn, if there is one, and the groups: each from one user's message to the next."""
     opens = bool(messages) and messages[0].get("role") in ("system", "developer")
     groups: list[list[Message]] = []
     for message in messages[opens:]:
@@ -93,8 +92,8 @@ def _render(tokenizer: Tokenizer, dialogue: Dialogue, messages: list[Message]) -
 class DialogueSplit:
     """One split of the dialogues, rendered and packed, in memory: a `packed.Source`."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, *, context: int, kinds: Collection[str] | None) -> None:
-        """Read and render the dialogues of the given kinds. Raises DataError naming the file and what is wrong."""
+    def __init__(self, path: Path, tokenizer: Tokenizer, *, context: int) -> None:
+        """Read and render the dialogues. Raises DataError naming the file and what is wrong."""
         if not path.is_file():
             raise DataError(f"{path}: expected dialogues here, found none; run dvc repro stage_tasks")
         ids: list[np.ndarray] = []
@@ -103,8 +102,6 @@ class DialogueSplit:
         self.untrained: list[str] = []
         self.num_dialogues = 0
         for dialogue in records.read(path, Dialogue):
-            if kinds is not None and dialogue.kind not in kinds:
-                continue
             self.num_dialogues += 1
             found = segments(tokenizer, dialogue, context)
             self.too_long += found.too_long
@@ -143,15 +140,14 @@ class DialogueStream(PackedStream):
         context: int,
         tokens_per_step: int,
         seed: int,
-        kinds: Collection[str] | None = None,
     ) -> None:
-        """`kinds` keeps dialogues of these kinds only (None: all).
+        """`too_long` and `untrained` name what the train split could not use.
 
-        `too_long` and `untrained` name what the train split could not use. Raises DataError when a file or a dialogue
-        is wrong or the split does not fill one batch, ValueError when sizes do not divide.
+        Raises DataError when a file or a dialogue is wrong or the split does not fill one batch, ValueError when sizes
+        do not divide.
         """
-        train = DialogueSplit(folder / "train.jsonl", tokenizer, context=context, kinds=kinds)
-        val = DialogueSplit(folder / "val.jsonl", tokenizer, context=context, kinds=kinds)
+        train = DialogueSplit(folder / "train.jsonl", tokenizer, context=context)
+        val = DialogueSplit(folder / "val.jsonl", tokenizer, context=context)
         self.too_long, self.untrained = train.too_long, train.untrained
         self.num_dialogues = train.num_dialogues
         identity = json.dumps([train.digest(), val.digest(), context, tokens_per_step, seed])
@@ -166,23 +162,3 @@ class DialogueStream(PackedStream):
             fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
             left_out=f"{len(self.too_long)} groups of messages do not fit {context} tokens." if self.too_long else "",
         )
-
-
-def by_kind(
-    folder: Path, tokenizer: Tokenizer, weights: dict[str, int], *, context: int, tokens_per_step: int, seed: int
-) -> MixtureStream:
-    """Dialogues mixed by kind in whole weights (`{"tools": 45, "code": 35, "story": 20}`), whatever the file holds of each.
-
-    Raises DataError when a kind does not fill one batch.
-    """
-    return MixtureStream(
-        [
-            (
-                weight,
-                DialogueStream(
-                    folder, tokenizer, context=context, tokens_per_step=tokens_per_step, seed=seed, kinds=(kind,)
-                ),
-            )
-            for kind, weight in weights.items()
-        ]
-    )

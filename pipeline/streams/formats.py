@@ -127,10 +127,10 @@ def _encodes_line_feed_as_ascii(codec: str) -> bool:
 def _byte_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, str | RowError]]:
     number = 0
     while raw := file.readline(ROW_BYTES + 1):
-        number += 1
-        if len(raw) > ROW_BYTES:
+        number, size = number + 1, len(raw)
+        if size > ROW_BYTES:
             while not raw.endswith(b"\n") and (raw := file.readline(CHUNK_BYTES)):
-                pass
+                size += len(raw)
             yield number, _too_long()
         else:
             try:
@@ -139,7 +139,7 @@ def _byte_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, 
             except UnicodeError as error:
                 start = getattr(error, "start", 0)
                 yield number, _bad_byte(raw[start : start + 1], offset + start, codec, raw.decode("latin-1"))
-        offset = file.tell()
+        offset += size
 
 
 def _decoded_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, str | RowError]]:

@@ -19,7 +19,7 @@ RESERVE = 8  # tokens kept free in a row for an infilled document: 3 control tok
 
 
 def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer) -> np.ndarray:
-    """A whole document (n,), its end of text included, in PSM or SPM order; at most n + RESERVE ids. Cuts depend on `key`."""
+    """A whole document (n,), end of text included, in PSM or SPM order: at most n + RESERVE ids, cut as `key` says."""
     body, end = ids[:-1], ids[-1:]
     raw = b"".join([tokenizer.token_bytes[id_] for id_ in body.tolist()])
     borders = np.concatenate([[0], np.cumsum(tokenizer.byte_lengths[body])])  # byte offset of each token, and the end

@@ -113,11 +113,7 @@ def _content(record: AnyRecord) -> bytes:
     if isinstance(record, Text):
         text, identity = record.text, record.path + record.source + record.licence
     else:
-        identity = record.id
-        try:
-            text = to_json(dataclasses.asdict(dataclasses.replace(record, id="")), "row")
-        except RecursionError as error:
-            raise RowError("row", "nested too deeply") from error
+        identity, text = record.id, to_json({**vars(record), "id": ""}, "row")
     try:
         identity.encode("utf-8")
         return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()

@@ -2,8 +2,8 @@
 
     [(2, CorpusStream(text)), (1, CorpusStream(code))]  ->  MixtureStream: text, text, code, text, text, code, ...
 
-Not promised: that an epoch of the mixture reads each member once. A member is read as often as its weight asks; read its
-`rows_per_epoch` against its share to know how often.
+Not promised: that an epoch of the mixture reads each member once. A member is read as often as its weight asks; read
+its `rows_per_epoch` against its share to know how often.
 """
 
 import hashlib
@@ -20,8 +20,9 @@ from pipeline.streams.packed import PackedStream
 class MixtureStream:
     """Rows of several streams in fixed proportion: one period of smooth weighted round-robin, repeated.
 
-    A row id is `member's row id * number of members + member`. Within every stretch of rows each member has its share to
-    within one row; each member walks through its own epochs. An epoch of the mixture is as many rows as all members hold.
+    A row id is `member's row id * number of members + member`. After any number of rows each member has its share
+    to within one row; each member walks through its own epochs. An epoch of the mixture is as many rows as all members
+    hold.
     """
 
     def __init__(self, members: Sequence[tuple[int, "PackedStream | MixtureStream"]]) -> None:
@@ -88,11 +89,11 @@ class MixtureStream:
 
 
 def round_robin(weights: Sequence[int]) -> np.ndarray:
-    """One period of smooth weighted round-robin, (sum of weights,): after any number of slots each member is within 1 of its share.
+    """One period of smooth weighted round-robin, (sum of weights,): every start of it is within 1 of the shares.
 
-    Share c of a member with weight w of W may start in slot floor(cW/w) and must be given before ceil((c+1)W/w); the earliest
-    deadline goes first, which is always feasible (Baruah et al. 1996, "Proportionate progress"). Giving each slot to the
-    member with the most credit, as nginx does, can be off by more than 1.
+    Share c of a member with weight w of W may start in slot floor(cW/w) and must be given before ceil((c+1)W/w); the
+    earliest deadline goes first, which is always feasible (Baruah et al. 1996, "Proportionate progress"). Giving each
+    slot to the member with the most credit, as nginx does, can be off by more than 1.
     """
     total = sum(weights)
     given = [0] * len(weights)

@@ -1,9 +1,10 @@
 """In which order rows are visited: a keyed permutation of the row numbers for each epoch, computed where it is needed.
 
-Step -> positions -> a 4-round Feistel network keyed by (seed, epoch), walked until it falls inside (Black and Rogaway 2002,
-"Ciphers with arbitrary finite domains") -> row ids. Nothing is stored or shuffled, so the state of a run is one integer
-and any rank can compute any row. A row id is `(epoch * num_rows + row) * windows + window`, so an id alone says what a
-batch holds; `windows` is the packed length over the present context (curriculum by length: rows are split, not skipped).
+Step -> positions -> a 4-round Feistel network keyed by (seed, epoch), walked until it falls inside (Black and Rogaway
+2002, "Ciphers with arbitrary finite domains") -> row ids. Nothing is stored or shuffled, so the state of a run is one
+integer and any rank can compute any row. A row id is `(epoch * num_rows + row) * windows + window`, so an id alone says
+what a batch holds; `windows` is the packed length over the present context (curriculum by length: rows are split, not
+skipped).
 
 Not promised: cryptographic quality; for fewer than about 16 rows few of the possible orders occur.
 """

@@ -2,8 +2,9 @@
 
     source (pieces of a packed row)  +  order (which row when)  ->  TokenBatch, a pure function of (seed, step)
 
-`CorpusStream` and `DialogueStream` only build the two sources; everything else is here. The val split has its own source
-and one fixed order, whatever the seed, so that evaluations of different runs see the same tokens.
+`CorpusStream` and `DialogueStream` only build the two sources; everything else is here. The val split has its own
+source and one fixed order, whatever the seed, so that evaluations of different runs see the same tokens. Not promised:
+that a batch of the val split is full; its last one may be smaller.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ class Source(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in them, without padding."""
+        """Tokens of the split, each counted once; no padding."""
         ...
 
     def pieces(self, epoch: int, row: int) -> list[Piece]:
@@ -69,8 +70,9 @@ class PackedStream:
         if self.tokens_per_epoch < tokens_per_step:
             best = f"{self.tokens_per_epoch}" if train.num_rows else f"none at context {context}: there is no row"
             raise DataError(
-                f"{name}: too few tokens for one batch: held {train.num_tokens} tokens in {train.num_rows} packed rows of "
-                f"{context}, needed tokens_per_step={tokens_per_step}; the largest tokens_per_step that works is {best}. "
+                f"{name}: too few tokens for one batch: held {train.num_tokens} tokens in {train.num_rows} packed rows "
+                f"of {context}, needed tokens_per_step={tokens_per_step}; the largest tokens_per_step that works is "
+                f"{best}. "
                 f"Set it, change the context, or add data. {left_out}".rstrip()
             )
 

@@ -4,7 +4,8 @@ Documents longer than a row become pieces of a row's length; then best-fit decre
 arXiv:2404.10830, "Fewer truncations improve language modeling") over windows of 65,536 pieces, with the rows that are
 still open carried from window to window. Concatenating and cutting instead would cut about half of all Python files.
 
-Not promised: the optimal packing. Nothing is dropped: every token is in exactly one row.
+A document is read after the end of text before it, so every token of a file but the very first is predicted exactly
+once; nothing is dropped. Not promised: the optimal packing.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 WINDOW = 65_536
-FORMAT = 1  # of the index on disk; raise it when the packing changes
+FORMAT = 3  # of the index on disk; raise it when the packing changes
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,26 @@ class Pieces:
     """Documents cut to a row's length."""
 
     starts: np.ndarray  # (P,) int64, first token in the .bin file
-    lengths: np.ndarray  # (P,) int64
+    lengths: np.ndarray  # (P,) int64, tokens that are read
     whole: np.ndarray  # (P,) bool: the piece is a whole document
-    continues: np.ndarray  # (P,) bool: the document goes on behind the piece, which fills its row
+    continues: np.ndarray  # (P,) bool: one more token is predicted behind the piece, which fills its row
 
 
 def cut(offsets: np.ndarray, context: int) -> Pieces:
-    """Cut documents, given as n + 1 token offsets, into pieces of at most `context` tokens."""
+    """Cut documents, given as n + 1 token offsets, into pieces of at most `context` tokens.
+
+    A document's first piece begins with the token before it, the end of text of another document, which is read and not
+    predicted: so its first token is a target too, and a model can begin a text from nothing. The first document of a
+    file has no such lead. A document's last token is a target and need not be read, so a document of up to `context`
+    tokens is never cut.
+    """
     offsets = offsets.astype(np.int64)
-    counts = -(-np.diff(offsets) // context)  # pieces of each document; 0 for an empty one
+    begins = np.maximum(offsets[:-1] - 1, 0)  # (n,)
+    num_targets = np.maximum(offsets[1:] - begins - 1, 0)  # (n,): all but the token that it begins with
+    counts = -(-num_targets // context)  # pieces of each document; 0 where there is nothing to predict
     document = np.repeat(np.arange(len(counts)), counts)  # (P,)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
-    starts = offsets[document] + number * context
+    starts = begins[document] + number * context
     ends = offsets[document + 1]
     return Pieces(
         starts=starts,
@@ -89,7 +98,7 @@ class Packing:
     """The index of a packed split: pieces, and which of them stand in which row."""
 
     starts: np.ndarray  # (P,) int64, first token of each piece in the .bin file, row by row
-    lengths: np.ndarray  # (P,) int64, tokens in the .bin file
+    lengths: np.ndarray  # (P,) int64, tokens in the .bin file that are read
     continues: np.ndarray  # (P,) bool
     infilled: np.ndarray  # (P,) bool: fill-in-the-middle, with room reserved for it
     row_starts: np.ndarray  # (R + 1,) int64, into the arrays above

@@ -12,6 +12,8 @@ import pyarrow.parquet
 from pipeline.launch import pool_map
 from pipeline.streams.decontamination import Index
 
+GENERATED = frozenset({"generated"})
+
 
 @dataclass(frozen=True)
 class Search:
@@ -35,7 +37,8 @@ def look_through(search: Search) -> set[str]:
     """The items found in one parquet file."""
     index, hits = Index(search.items), set[str]()
     with pyarrow.parquet.ParquetFile(search.path) as file:
-        for batch in file.iter_batches(columns=["text"]):
-            for text in batch.column(0).to_pylist():
-                hits.update(index.hits(text))
+        for batch in file.iter_batches(columns=["text", "source"]):
+            for text, source in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
+                if source not in GENERATED:
+                    hits.update(index.hits(text))
     return hits

@@ -5,9 +5,9 @@
          <split>.idx     n + 1 uint64: where each document begins, and the end
          meta.json       tokenizer hash, counts, bytes, sha256
 
-A parquet file is one piece of work: it is encoded by one process in batches (memory flat in the file's size) into a part
-that a killed run finds again. Parts are joined in the files' order, so the number of workers changes nothing. Documents
-without text are left out and counted.
+A parquet file is one piece of work: it is encoded by one process in batches (memory flat in the file's size) into a
+part that a killed run finds again. Parts are joined in the files' order, so the number of workers changes nothing.
+Documents without text are left out and counted.
 """
 
 import hashlib
@@ -98,7 +98,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def encode_file(task: EncodeTask) -> Counts:
-    """Encode one parquet file into a part; a part that is already complete is only counted. Runs in a worker process."""
+    """Encode one parquet file into a part; a complete part is only counted. Runs in a worker process."""
     done = task.part.with_name(task.part.name + ".json")
     if done.is_file():
         return Counts(**json.loads(done.read_text()))

@@ -5,20 +5,21 @@
     story   a whole story and damaged ones          mean of the story checker's clauses
 
 A third each. A pair is kept when the scores differ by 0.1 or more; the chosen answer is the longer one in half of the
-pairs of a kind, as near as the candidates allow, so that length alone ranks nothing. `label_noise` e swaps a share e of
-the training pairs: the best accuracy is then 1 - e.
+pairs of a kind whose lengths differ, so that length alone ranks nothing. `label_noise` e swaps a share e of the training
+pairs: the best accuracy is then 1 - e.
 
 Code is judged by the function handed in (the sandbox's judge stands above this floor).
 """
 
 import ast
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from pipeline.device import generator, stable_hash
+from pipeline.errors import DataError
 from pipeline.streams.records import Dialogue, Message, Pair, Problem
 from pipeline.synthesis import mistakes, stories, tools, wording
 from pipeline.synthesis.story_check import check
@@ -37,11 +38,18 @@ class Candidate:
     message: Message
     gold: float
 
-    @property
-    def length(self) -> int:
-        """Characters of the answer, calls included."""
-        calls = self.message.get("tool_calls") or []
-        return len(self.message["content"]) + sum(len(str(call["function"])) for call in calls)
+
+def length(message: Message) -> int:
+    """Characters of an answer: its words, and the name and arguments of its calls."""
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    return len(message["content"]) + sum(len(call["name"]) + len(call["arguments"]) for call in calls)
+
+
+def chosen_is_longer(pairs: Iterable[Pair]) -> float:
+    """The share of pairs of unequal length whose chosen answer is the longer one; 0.5 where there are none."""
+    lengths = [(sum(map(length, pair.chosen)), sum(map(length, pair.rejected))) for pair in pairs]
+    longer = [chosen > rejected for chosen, rejected in lengths if chosen != rejected]
+    return sum(longer) / len(longer) if longer else 0.5
 
 
 def assistant(content: str) -> Message:
@@ -67,68 +75,79 @@ def story_gold(text: str) -> float:
     return sum(clauses.values()) / len(clauses)
 
 
-def code_gold(content: str, passed: float | None) -> float:
-    """Score of an answer to a problem from the share of hidden tests it passed; unjudged counts 0."""
+def code_gold(content: str, passed: float) -> float:
+    """Score of an answer to a problem from the share of hidden tests it passed."""
     pieces = content.split("```python\n")
     block = pieces[1].partition("\n```")[0] if len(pieces) == 2 else ""
     try:
         parses = bool(block) and bool(ast.parse(block).body)
     except (SyntaxError, ValueError):
         parses = False
-    return 0.2 * parses + 0.8 * (passed or 0.0)
+    return 0.2 * parses + 0.8 * passed
 
 
 def pairs(
     problems: Iterable[Problem], dialogues: Iterable[Dialogue], paths: Iterable[str], *, count: int, seed: int,
     split: str, judge: JudgeSources,
 ) -> Iterator[Pair]:  # fmt: skip
-    """`count` pairs, the three kinds in turn. The iterables must hold enough; what gives no pair is passed over."""
+    """`count` pairs, the three kinds in turn; an item that gives no pair is passed over.
+
+    Raises DataError when an iterable ends before its third is full.
+    """
     per_kind = [count - count * 2 // 3, count // 3, count * 2 // 3 - count // 3]
     streams = [
         code_pairs(problems, seed, judge), tool_pairs(dialogues, seed), story_pairs(paths, seed),
     ]  # fmt: skip
-    limited = [itertools.islice(balanced(stream), number) for stream, number in zip(streams, per_kind, strict=True)]
+    limited = [first(number, balanced(made), kind) for number, made, kind in zip(per_kind, streams, KINDS, strict=True)]
     for turn in itertools.zip_longest(*limited):
         for pair in turn:
             if pair is not None:
                 yield replace(pair, id=f"{split}-{pair.id}")
 
 
-def balanced(candidates: Iterable[tuple[Pair, Candidate, Candidate]]) -> Iterator[Pair]:
+def first(count: int, made: Iterator[Pair], kind: str) -> Iterator[Pair]:
+    """The first `count` pairs. Raises DataError when there are fewer."""
+    number = 0
+    for number, pair in enumerate(itertools.islice(made, count), start=1):
+        yield pair
+    if number < count:
+        raise DataError(
+            f"preferences: {count} pairs of kind {kind} asked for, {number} found; lower tasks.pairs or tasks.test_items"
+        )
+
+
+def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
     """Pairs of which the chosen answer is the longer one in half: one that would tip the balance waits for its turn."""
     waiting: dict[bool, list[Pair]] = {True: [], False: []}
     longer_next = True
-    for pair, chosen, rejected in candidates:
-        if chosen.length == rejected.length:
+    for pair in candidates:
+        chosen, rejected = length(pair.chosen[0]), length(pair.rejected[0])
+        if chosen == rejected:
             yield pair
             continue
-        waiting[chosen.length > rejected.length].append(pair)
+        waiting[chosen > rejected].append(pair)
         while waiting[longer_next]:
             yield waiting[longer_next].pop(0)
             longer_next = not longer_next
 
 
-Made = Iterator[tuple[Pair, Candidate, Candidate]]
-
-
 def _pair(identity: str, kind: str, prompt: list[Message], candidates: list[Candidate], rng: Random,
-          offered: list[dict[str, Any]] | None = None) -> Made:  # fmt: skip
+          offered: list[dict[str, Any]] | None = None) -> Iterator[Pair]:  # fmt: skip
     """Pairs of candidates whose scores differ enough: one where the better is longer, one where it is shorter."""
     ordered = list(itertools.permutations(candidates, 2))
     rng.shuffle(ordered)
     seen: set[bool] = set()
     for better, worse in ordered:
-        longer = better.length > worse.length
-        if better.gold - worse.gold < MIN_GAP or longer in seen:
+        longer = length(better.message) > length(worse.message)
+        if better.gold - worse.gold < MIN_GAP - 1e-9 or longer in seen:
             continue
         seen.add(longer)
-        pair = Pair(id=f"{identity}-{len(seen)}", source="generated", kind=kind, prompt=prompt, chosen=[better.message],
-                    rejected=[worse.message], tools=offered or [], gold_chosen=round(better.gold, 4),
-                    gold_rejected=round(worse.gold, 4))  # fmt: skip
-        yield pair, better, worse
+        yield Pair(id=f"{identity}-{len(seen)}", source="generated", kind=kind, prompt=prompt, chosen=[better.message],
+                   rejected=[worse.message], tools=offered or [], gold_chosen=better.gold,
+                   gold_rejected=worse.gold)  # fmt: skip
 
 
-def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> Made:
+def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> Iterator[Pair]:
     """Pairs from the reference and the mistakes of each problem, executed in batches."""
     iterator = iter(problems)
     while batch := list(itertools.islice(iterator, 64)):
@@ -139,14 +158,16 @@ def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> M
             sources += [(problem, content) for content in found]
         scored: dict[str, list[Candidate]] = {}
         for (problem, content), passed in zip(sources, judge(sources), strict=True):
-            scored.setdefault(problem.id, []).append(Candidate(assistant(content), code_gold(content, passed)))
+            if passed is not None:  # what could not be judged has no true score
+                candidate = Candidate(assistant(content), code_gold(content, passed))
+                scored.setdefault(problem.id, []).append(candidate)
         for problem in batch:
             prompt = [{"role": "user", "content": problem.question}]
             rng = Random(stable_hash("pair", seed, problem.id))
-            yield from _pair(problem.id, "code", prompt, scored[problem.id], rng)
+            yield from _pair(problem.id, "code", prompt, scored.get(problem.id, []), rng)
 
 
-def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Made:
+def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Iterator[Pair]:
     """Pairs from the first scored turn of each dialogue."""
     for dialogue in dialogues:
         turns = tools.turns(dialogue)
@@ -160,7 +181,7 @@ def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Made:
         yield from _pair(dialogue.id, "tools", dialogue.messages[:turn], candidates, rng, dialogue.tools)
 
 
-def story_pairs(paths: Iterable[str], seed: int) -> Made:
+def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
     """Pairs from each story and its damaged versions."""
     for path in paths:
         text = stories.story(path)
@@ -170,10 +191,12 @@ def story_pairs(paths: Iterable[str], seed: int) -> Made:
         yield from _pair(path, "story", story_prompt(stories.opening(text)), candidates, rng)
 
 
-def flip(pairs: Iterable[Pair], share: float, seed: int) -> Iterator[Pair]:
-    """Swap the answers of a share of the pairs, chosen by their id; `flipped` says which."""
+def flip(pairs: Sequence[Pair], share: float, seed: int) -> Iterator[Pair]:
+    """Swap the answers of a share of the pairs: those whose ids have the smallest hashes; `flipped` says which."""
+    order = sorted(pairs, key=lambda pair: stable_hash("flip", seed, pair.id))
+    chosen = {pair.id for pair in order[: round(share * len(pairs))]}
     for pair in pairs:
-        if stable_hash("flip", seed, pair.id) / 2**64 < share:
+        if pair.id in chosen:
             pair = replace(pair, chosen=pair.rejected, rejected=pair.chosen, gold_chosen=pair.gold_rejected,
                            gold_rejected=pair.gold_chosen, flipped=True)  # fmt: skip
         yield pair

@@ -48,10 +48,10 @@ GIFT = Plot(
         "wrapping",
         """
         So {P} put {obj} into {a age} box with some {stuff}.
-        {P} carried {obj} {manner} to the {where} of {F:name}.
+        {P} carried {obj} to the {where} of {F:name}.
         {P} wrapped {obj} in {stuff} and tied a bow of {stuff}.
-        {P} cleaned {obj} with {a make} {tool} until {obj} was {fine}.
-        {P} hid {obj} {spot} and called {F:name} {manner}.
+        {P} cleaned {obj} with {a tool} until {obj} was {fine}.
+        {P} hid {obj} {spot} and called {F:name}.
         With {gear}, {P} made {obj} ready and {went} to {F:name}.
         """,
         needs="idea",
@@ -60,12 +60,12 @@ GIFT = Plot(
     ending=event(
         "giving",
         """
-        {F} saw {obj} and thanked {P:name}, who {did} {manner}.
+        {F} saw {obj} and thanked {P:name}, who {did}.
         At last {F} held {obj} and thanked {P:name} {manner}.
         {F} {did} at {obj}, thanked {P:name} and shared some {food}.
         So {F} got {obj} {spot} and thanked {P:name} with some {food}.
         {F} thanked {P:name} for {obj}, because {a noun} was what {F} wanted.
-        With {obj} {spot}, {F} {did} and thanked {P:name} {manner}.
+        With {obj} {spot}, {F} {did} and thanked {P:name}.
         "Oh, thank you for {obj}!" cried {F:name}, and {P:name} {did}.
         "{a noun}! I thank you, {P:name}," said {F:name}, who thanked the {relative} too.
         """,
@@ -103,12 +103,12 @@ SHARE = Plot(
         """
         {P} pulled {obj} to one side, and {F} pulled {obj} to the other.
         {P} hid {obj} {spot}, but {F} saw everything and {did}.
-        {P} {went} to the {new place} with {obj}, so {F} {did} {manner}.
-        {F} took {obj} and {went} {spot}, so {P} {did} {manner}.
+        {P} {went} to the {new place} with {obj}, so {F} {did}.
+        {F} took {obj} and {went} {spot}, so {P} {did}.
         {P} asked the {relative} who could have {obj}, but the {same relative} {did}.
         {P} offered {F:name} some {food} for {obj}, but {F} {did}.
         "Give me {obj}!" said {F:name}, but {P:name} held {obj} {manner}.
-        "I saw {obj} first," said {P:name}, and {F:name} {did} {manner}.
+        "I saw {obj} first," said {P:name}, and {F:name} {did}.
         """,
         needs="wanting",
         gives="tried",
@@ -116,9 +116,9 @@ SHARE = Plot(
     deed=event(
         "peace",
         """
-        So {P} gave {F:name} some {food} and said sorry {manner}.
-        {P} put {obj} {spot}, and they looked at {obj} {manner}.
-        {P} and {F:name} sat {spot} and talked about {obj} {manner}.
+        So {P} gave {F:name} some {food} and said sorry.
+        {P} put {obj} {spot}, and they looked at {obj}.
+        {P} and {F:name} sat {spot} and talked about {obj}.
         {F} brought {gear}, so they could use {obj} as a team.
         {P} {went} to {F:name} with {obj}, because a friend is worth more than {a noun}.
         With {gear}, {P} marked a time for each of them on the {fixture} by {obj}.
@@ -171,9 +171,9 @@ CONTEST = Plot(
         """
         {P} trained for {obj} at the {new place}, but {a animal} was faster.
         {P} ran {number} times round the {where} for {obj} and {did}.
-        {P} lifted {a age} {fixture} to get strong for {obj}.
+        {P} lifted {a fixture} to get strong for {obj}.
         {P} ate {food} each {time} to get {obj}, but fell {spot}.
-        {P} practiced with {a make} {tool}, because {obj} was hard to get.
+        {P} practiced with {a tool}, because {obj} was hard to get.
         {P} {went} past the {where} and thought of {obj}, but {a animal} was there first.
         "Who else wants {obj}?" asked {P:name}, and {a animal} {did}.
         "For the {noun} I must be fast," said {P:name} {manner}.
@@ -184,12 +184,12 @@ CONTEST = Plot(
     deed=event(
         "run",
         """
-        So {P} took {gear} and ran for {obj} {manner}.
-        {P} {went} past {a animal} and past {a age} {fixture} with eyes on {obj}.
-        With {gear}, {P} jumped over {a age} {fixture} toward {obj}.
-        {P} ran {manner} past the {where} until {obj} was near.
+        So {P} took {gear} and ran for {obj}.
+        {P} {went} past {a animal} and past {a fixture} with eyes on {obj}.
+        With {gear}, {P} jumped over {a fixture} toward {obj}.
+        {P} ran past the {where} until {obj} was near.
         {P} gave the {relative} with {obj} the best {food} of all.
-        {P} {went} {manner} to the end of the {where} where {obj} was.
+        {P} {went} to the end of the {where} where {obj} was.
         """,
         needs="idea",
         gives="solved",
@@ -197,14 +197,14 @@ CONTEST = Plot(
     ending=event(
         "victory",
         """
-        At last {P} won {obj}, and {a animal} {did} {manner}.
+        At last {P} won {obj}, and {a animal} {did}.
         So {P} was the winner of {obj} and {did} {spot}.
         The {relative} gave {obj} to the winner, and that was {P:name}.
-        {P} won {obj} {manner}, so the {relative} {did}.
+        {P} won {obj}, so the {relative} {did}.
         Everyone at the {where} {did}, because {P} had won {obj}.
         {P} held {obj} up, for {P} had won with {gear}.
         "I have won {obj}!" cried {P:name}, who {did} {spot}.
-        "The winner of {obj} is {P:name}," said the {relative} {manner}.
+        "The winner of {obj} is {P:name}," said the {relative}.
         """,
         needs="solved",
         gives="ended",
@@ -225,7 +225,7 @@ BRAVE = Plot(
         The {full} lay {spot}, but {P} was too scared to fetch {obj}.
         {P} wanted to fetch {a full} {spot}, but was afraid of {a animal}.
         The {relative} asked for {a full} from the {where}, but {P} was scared of the {sound} there.
-        In {a age} {fixture} lay {a full}, which {P} wanted, but {P} was afraid.
+        In {a fixture} lay {a full}, which {P} wanted, but {P} was afraid.
         {P} was scared of the {where}, but {a full} was there, and {P} wanted {obj}.
         At {clock}, {P} wanted {a full} {spot}, but {a sound} made {P:him} afraid.
         "I want the {full}, but I am afraid," said {P:name} {spot}.
@@ -237,14 +237,14 @@ BRAVE = Plot(
     attempt=event(
         "first steps",
         """
-        {P} {went} {manner} toward {obj}, but {a sound} came from the {where}.
+        {P} {went} toward {obj}, but {a sound} came from the {where}.
         {P} took {number} steps to {obj}, but {a animal} {did} in the dark.
-        {P} looked at {obj} from {a age} {fixture} and {did}.
+        {P} looked at {obj} from {a fixture} and {did}.
         {P} {went} to the {new place} for {obj}, but turned back at the {fixture}.
-        {P} held {a make} {tool} and {went} toward {obj}, but the {same tool} fell with {a sound}.
-        {P} {went} to {obj} in the dark, but hit {a age} {fixture}.
+        {P} held {a tool} and {went} toward {obj}, but the {same tool} fell with {a sound}.
+        {P} {went} to {obj} in the dark, but hit {a fixture}.
         "Who is there?" called {P:name} near {obj}, but heard only {a sound}.
-        "The {noun} is just over there," said {P:name}, and {did} {manner}.
+        "The {noun} is just over there," said {P:name}, and {did}.
         """,
         needs="wanting",
         gives="tried",
@@ -252,12 +252,12 @@ BRAVE = Plot(
     deed=event(
         "walk",
         """
-        So {P} took {gear} and {went} {manner} into the dark for {obj}.
-        {P} sang {manner} and {went} past {a age} {fixture} to {obj}.
+        So {P} took {gear} and {went} into the dark for {obj}.
+        {P} sang and {went} past {a fixture} to {obj}.
         With {gear}, {P} saw that the {sound} was only {a animal} near {obj}.
-        {P} counted to {number} and {went} {manner} toward {obj}.
+        {P} counted to {number} and {went} toward {obj}.
         {P} thought of {food} and {went} on past the {where} to {obj}.
-        {P} lit {a make} {tool} and looked {manner} for {obj} {spot}.
+        {P} lit {a tool} and looked for {obj} {spot}.
         """,
         needs="idea",
         gives="solved",
@@ -269,7 +269,7 @@ BRAVE = Plot(
         At last {P} had {obj}, for {P} had shown courage {spot}.
         With {obj} {spot}, {P} {did} and no longer feared the {sound}.
         So {P} got {obj} with much courage, and the {relative} {did}.
-        {P} held {obj} {manner} and was no longer scared of {a animal}.
+        {P} held {obj} and was no longer scared of {a animal}.
         The {relative} {did} at {obj}, because {P} had such courage.
         "I have {obj} and am no longer afraid!" cried {P:name} {manner}.
         "You had the courage to get {obj}," said the {relative}, so {P:name} {did}.
@@ -293,7 +293,7 @@ MYSTERY = Plot(
         {P} had {a full} {spot}, but {obj} vanished with {a sound}.
         A thief had taken {a full} from the {relative}, so {P} wanted to help.
         The {full} of the {relative} vanished, and {P} wanted to get {obj} back.
-        {P} saw that {a full} had vanished from {a age} {fixture}.
+        {P} saw that {a full} had vanished from {a fixture}.
         At {clock}, a thief took {a full} {spot}, so {P} wanted to get {obj} back.
         {P} heard that {a full} had vanished {near} the {where}.
         "A thief has taken my {full}!" cried {P:name}, who {did} {spot}.
@@ -306,13 +306,13 @@ MYSTERY = Plot(
         "clues",
         """
         {P} looked for clues to {obj} {spot} and saw some {stuff}.
-        {P} asked {a animal} about {obj}, but the {same animal} {did} {manner}.
-        {P} followed {number} prints from {a age} {fixture} to the {where}.
+        {P} asked {a animal} about {obj}, but the {same animal} {did}.
+        {P} followed {number} prints from {a fixture} to the {where}.
         {P} wrote down who had been near {obj}: the {relative} and {a animal}.
         {P} smelled {smell} where {obj} had been and {went} to the {new place}.
-        {P} looked at {obj} in a picture and {did} {manner} {spot}.
+        {P} looked at {obj} in a picture and {did} {spot}.
         "Where were you at {clock}?" {P:name} asked {a animal} about {obj}.
-        "This {stuff} is a clue to {obj}," said {P:name} {manner}.
+        "This {stuff} is a clue to {obj}," said {P:name}.
         """,
         needs="wanting",
         gives="tried",
@@ -320,12 +320,12 @@ MYSTERY = Plot(
     deed=event(
         "trap",
         """
-        So {P} put {gear} {spot} and waited {manner} for {obj}.
-        {P} followed the {smell} to {a age} {fixture} and saw {obj} there.
-        With {gear}, {P} opened {a age} {fixture} and saw {a animal} with {obj}.
-        {P} {went} {manner} behind {a animal} to the {where}, and there was {obj}.
-        {P} put some {food} {spot}, and {a animal} came with {obj}.
-        {P} heard {a sound} {spot} and saw {obj} under some {stuff}.
+        So {P} put {gear} {spot} and waited for {obj}.
+        {P} followed the {smell} to {a fixture} and saw {obj} there.
+        With {gear}, {P} opened {a fixture} and saw {a animal} with {obj}.
+        {P} {went} behind {a animal} to the {where}, and there was {obj}.
+        {P} put some {food}, and {a animal} came with {obj}.
+        {P} heard {a sound} and saw {obj} under some {stuff}.
         """,
         needs="idea",
         gives="solved",
@@ -334,7 +334,7 @@ MYSTERY = Plot(
         "answer",
         """
         So {P} solved the mystery: {a animal} had borne {obj} off to the {where}.
-        The mystery of {obj} was over, because {a animal} said sorry {manner}.
+        The mystery of {obj} was over, because {a animal} said sorry.
         At last {P} solved the case and gave {obj} to the {relative}.
         {P} had solved the mystery of {obj}, and the {relative} {did}.
         There was just {a animal} who liked {obj}, so the mystery was solved.

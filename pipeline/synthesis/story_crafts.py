@@ -22,7 +22,7 @@ BUILD = Plot(
         {P} wished for {a full}, but there was none, so {P} had to build one.
         To build {a full} for the {relative} was what {P} wanted most.
         {P} read about {a full} and wanted to build such a thing {spot}.
-        "I want to build {a full}," said {P:name} {manner} to {a animal}.
+        "I want to build {a full}," said {P:name} to {a animal}.
         "Let me build {a full} {spot}!" said {P:name}, who {did}.
         """,
         gives="wanting",
@@ -33,11 +33,11 @@ BUILD = Plot(
         """
         {P} put {stuff} on some {stuff}, but {obj} fell over with {a sound}.
         {P} gathered {stuff:pieces} for {obj} at the {new place}, but that was not enough.
-        {P} started {obj} with {a make} {tool}, but one side was too {age}.
-        {P} drew {obj} on {a age} {fixture} and cut some {stuff}.
+        {P} started {obj} with {a tool}, but one side was too {age}.
+        {P} drew {obj} on {a fixture} and cut some {stuff}.
         {P} joined {stuff} and {stuff} for {obj}, but there was {a sound}.
         {P} {went} to the {where} for {stuff}, because {obj} needed some.
-        "First the {noun} needs some {stuff}," said {P:name} {manner}.
+        "First the {noun} needs some {stuff}," said {P:name}.
         "Where can I get {stuff} for {obj}?" {P:name} asked the {relative}.
         """,
         needs="wanting",
@@ -47,11 +47,11 @@ BUILD = Plot(
         "joining",
         """
         So {P} used {gear} and put {obj} together bit by bit.
-        {P} cut some {stuff} {manner} and tied {obj} together.
-        With {a make} {tool}, {P} fixed {stuff} to {obj} until {clock}.
-        {P} worked on {obj} {manner} with {stuff} for {number} days.
+        {P} cut some {stuff} and tied {obj} together.
+        With {a tool}, {P} fixed {stuff} to {obj} until {clock}.
+        {P} worked on {obj} with {stuff} for {number} days.
         {P} rubbed {obj} with {stuff} until each side was {fine}.
-        {P} hit the {fixture} {number} times until {obj} stood there {manner}.
+        {P} hit the {fixture} {number} times until {obj} stood there.
         """,
         needs="idea",
         gives="solved",
@@ -61,12 +61,12 @@ BUILD = Plot(
         """
         At last {obj} was finished and stood {spot}.
         {P} had built {a full} at the {where}, and {a animal} {did}.
-        By {clock}, {obj} was finished, so {P} {did} {manner}.
+        By {clock}, {obj} was finished, so {P} {did}.
         So {P} finished {obj} with some {stuff} and felt {P.feeling}.
         The {relative} {did}, because {P} had built such {a fine} {noun}.
-        {P} finished {obj} {manner} and {went} to show the {relative}.
+        {P} finished {obj} and {went} to show the {relative}.
         "The {noun} is finished!" cried {P:name}, who {did} {spot}.
-        "I built this {noun} with {stuff}," said {P:name} {manner}.
+        "I built this {noun} with {stuff}," said {P:name}.
         """,
         needs="solved",
         gives="ended",
@@ -91,7 +91,7 @@ REPAIR = Plot(
         {P} sat on {a full}, and with {a sound} {obj} was broken.
         {a animal} had broken {a full}, so {P} wanted to fix {obj} by {clock}.
         "My {full} is broken!" cried {P:name}, who {did} {spot}.
-        "Can I fix this broken {full}?" {P:name} asked the {relative} {manner}.
+        "Can I fix this broken {full}?" {P:name} asked the {relative}.
         """,
         gives="wanting",
         mood="low",
@@ -102,9 +102,9 @@ REPAIR = Plot(
         {P} rubbed some {stuff} on {obj}, but that did not hold.
         {P} tied {obj} up with {stuff}, but the {same stuff} fell off with {a sound}.
         {P} took {obj} to the {new place}, but nobody there could fix {a noun}.
-        {P} hit {obj} with {a make} {tool}, but there was just {a sound}.
-        {P} looked inside {obj} and saw {stuff} and {a make} {tool}.
-        {P} put {obj} {spot} and pushed the bits together {manner}.
+        {P} hit {obj} with {a tool}, but there was just {a sound}.
+        {P} looked inside {obj} and saw {stuff} and {a tool}.
+        {P} put {obj} {spot} and pushed the bits together.
         "Some {stuff} may help," said {P:name}, but {obj} made {a sound}.
         "How do I fix {a noun}?" {P:name} asked the {relative} at the {where}.
         """,
@@ -114,12 +114,12 @@ REPAIR = Plot(
     deed=event(
         "fixing",
         """
-        So {P} used {gear} on {obj} and worked {manner}.
+        So {P} used {gear} on {obj} and worked.
         {P} put {stuff} and {stuff} into {obj} until there was {a sound}.
-        {P} cleaned {obj} {manner} with {a make} {tool} and {stuff}.
+        {P} cleaned {obj} with {a tool} and {stuff}.
         With {gear}, {P} joined the bits of {obj} {spot}.
-        {P} took some {stuff} out of {obj} and used {a make} {tool}.
-        {P} pressed {obj} into some {stuff} and waited {manner} for {number} hours.
+        {P} took some {stuff} out of {obj} and used {a tool}.
+        {P} pressed {obj} into some {stuff} and waited for {number} hours.
         """,
         needs="idea",
         gives="solved",
@@ -127,11 +127,11 @@ REPAIR = Plot(
     ending=event(
         "mending",
         """
-        At last {obj} was mended, and {P} {did} {manner}.
+        At last {obj} was mended, and {P} {did}.
         Now {obj} was as good as new and stood {spot}.
         {P} had mended {obj} with {stuff}, so the {relative} {did}.
         By {clock}, {obj} was as good as new, and {P} felt {P.feeling}.
-        So {P} mended {obj} {manner} and {went} to the {where}.
+        So {P} mended {obj} and {went} to the {where}.
         With {a sound}, {obj} was mended, and {a animal} {did}.
         "The {noun} is as good as new!" cried {P:name} {manner}.
         "You have mended {obj}," said the {relative}, so {P:name} {did}.
@@ -158,7 +158,7 @@ GROW = Plot(
         {P} put a seed into some {stuff}, because {P} wanted {a full}.
         From {a animal} {P} got a seed and wanted to grow {a full}.
         {P} saw {a full} at the {where} and wanted to plant one too.
-        "I will plant {a full} {spot}," said {P:name} {manner}.
+        "I will plant {a full} {spot}," said {P:name}.
         "This seed will be {a full}," said the {relative}, and {P:name} {did}.
         """,
         gives="wanting",
@@ -171,9 +171,9 @@ GROW = Plot(
         {P} waited {number} days for {obj}, but there was only {stuff}.
         {P} sang to {obj} {spot}, but {obj} stayed tiny.
         {P} gave {obj} some {food}, but that made {obj} droop.
-        {P} sat by {obj} at the {new place} and {did} {manner}.
-        {P} dug round {obj} with {a make} {tool}, but some {stuff} was in the way.
-        "Why is the {noun} so little?" {P:name} asked {a animal} {manner}.
+        {P} sat by {obj} at the {new place} and {did}.
+        {P} dug round {obj} with {a tool}, but some {stuff} was in the way.
+        "Why is the {noun} so little?" {P:name} asked {a animal}.
         "Drink, little {noun}," said {P:name}, but {obj} stayed tiny.
         """,
         needs="wanting",
@@ -183,8 +183,8 @@ GROW = Plot(
         "care",
         """
         So {P} put {stuff} round {obj} and used {gear}.
-        {P} moved {obj} {manner} to {a age} {fixture} in the sun.
-        With {a make} {tool}, {P} kept {a animal} away from {obj}.
+        {P} moved {obj} to {a fixture} in the sun.
+        With {a tool}, {P} kept {a animal} away from {obj}.
         {P} gave {obj} rain water and {stuff} for {number} days.
         {P} made a roof of {stuff} over {obj} {near} the {fixture}.
         {P} pulled the weeds round {obj} {manner} until {clock}.
@@ -198,10 +198,10 @@ GROW = Plot(
         At last {obj} was ripe, and {P} {did} {spot}.
         Soon {obj} was fully grown, so {P} felt {P.feeling}.
         By {clock}, {obj} was in bloom {near} the {fixture}.
-        {P} saw that {obj} was fully grown and {did} {manner}.
+        {P} saw that {obj} was fully grown and {did}.
         In the {weather} sun {obj} was ripe, and the {relative} {did}.
         So {obj} was fully grown at the {where}, and {a animal} {did}.
-        "The {noun} is ripe!" cried {P:name}, who {did} {manner}.
+        "The {noun} is ripe!" cried {P:name}, who {did}.
         "Your {noun} is fully grown," said the {relative}, so {P:name} {did}.
         """,
         needs="solved",
@@ -236,13 +236,13 @@ LEARN = Plot(
         "practice",
         """
         {P} tried {obj} {spot}, but {obj} made only {a sound}.
-        {P} played {obj} so {manner} that {a animal} {went} away.
+        {P} played {obj} so that {a animal} {went} away.
         {P} practiced on {obj} at the {new place}, but all was {age}.
         {P} held {obj} the wrong way round, so the {relative} {did}.
         For {number} days {P} practiced on {obj}, but {a animal} {did}.
         {P} put some {stuff} on {obj}, but there was just {a sound}.
         "That was {a sound}," said {P:name}, and put {obj} {spot}.
-        "{a noun} is hard," said {P:name} to {a animal} {manner}.
+        "{a noun} is hard," said {P:name} to {a animal}.
         """,
         needs="wanting",
         gives="tried",
@@ -250,12 +250,12 @@ LEARN = Plot(
     deed=event(
         "lesson",
         """
-        So {P} practiced on {obj} {manner} with {gear} each {time}.
-        {P} tapped on {a age} {fixture} and then played {obj} {manner}.
+        So {P} practiced on {obj} with {gear} each {time}.
+        {P} tapped on {a fixture} and then played {obj}.
         {P} played one note on {obj} {number} times {spot}.
-        With {a make} {tool}, {P} kept time and played {obj} {manner}.
-        {P} listened to the {sound} of the {where} and held {obj} {manner}.
-        {P} wrote the song on {a age} {fixture} and practiced on {obj}.
+        With {a tool}, {P} kept time and played {obj}.
+        {P} listened to the {sound} of the {where} and held {obj}.
+        {P} wrote the song on {a fixture} and practiced on {obj}.
         """,
         needs="idea",
         gives="solved",
@@ -264,13 +264,13 @@ LEARN = Plot(
         "song",
         """
         At last {P} could play {obj}, and {a animal} {did}.
-        By {clock}, {P} could play {obj} {spot}, so the {relative} {did}.
+        By {clock}, {P} could play {obj}, so the {relative} {did}.
         {P} had learned {a fine} song on {obj} and felt {P.feeling}.
-        Everyone at the {where} {did}, because {P} could play {obj} so {manner}.
+        Everyone at the {where} {did}, because {P} could play {obj} so.
         So {P} had learned to play {obj} {near} the {fixture}.
-        Now {P} could play {number} songs on {obj} {manner}.
+        Now {P} could play {number} songs on {obj}.
         "I could play the {noun} all {time}!" cried {P:name} {manner}.
-        "You could play {obj} for the {relative}," said {a animal} {manner}.
+        "You could play {obj} for the {relative}," said {a animal}.
         """,
         needs="solved",
         gives="ended",

@@ -62,16 +62,16 @@ class Plot:
 INTRODUCTION = event(
     "introduction",
     """
-    Once there was {a P.trait} {P.kind} named {P:name} who lived {near} the {place}.
-    In {a age} house {near} the {place} lived {a P.trait} {P.kind} called {P:name}.
-    One {weather} {time}, {a P.trait} {P.kind} named {P:name} woke up {near} the {place}.
-    Long ago, {near} the {place}, there lived {a P.trait} {P.kind} called {P:name}.
-    Once upon a time, {a P.trait} {P.kind} named {P:name} lived {near} the {place} and sold {food}.
+    Once there was {a P.trait} {P.kind} named {P:name}.
+    {near} the {place} lived {a P.trait} {P.kind} called {P:name}.
+    One {time}, {a P.trait} {P.kind} named {P:name} woke up {near} the {place}.
+    Long ago, {near} the {place}, there lived {a P.kind} called {P:name}.
+    Once upon a time, {a P.kind} named {P:name} sold {food} {near} the {place}.
     Everyone at the {place} knew {a P.trait} {P.kind} called {P:name}.
-    There once was {a P.trait} {P.kind} named {P:name} who loved {food} and the {place}.
-    {near} the {place}, {a P.trait} {P.kind} called {P:name} shared {a age} home with {a animal}.
-    This is a story about {a P.trait} {P.kind} named {P:name} and {a weather} {time} at the {place}.
-    Far away, {a P.trait} {P.kind} called {P:name} worked for the {relative} {near} the {place}.
+    There once was {a P.trait} {P.kind} named {P:name} who loved {food}.
+    In {a age} house {near} the {place} lived {a P.kind} called {P:name}.
+    This is a story about {a P.trait} {P.kind} named {P:name}.
+    Far away, {a P.trait} {P.kind} called {P:name} worked for the {relative}.
     On {a weather} {time}, {a P.trait} {P.kind} named {P:name} {went} to the {place}.
     """,
     gives="introduced",
@@ -88,8 +88,8 @@ REASON = event(
     For {number} days {P} wanted to {aim}, {why}.
     {P} told the {relative} about {obj} and wanted to {aim}.
     To {aim} meant a lot to {P:name}, {why}.
-    "I have to {aim}," {P:name} told the {relative} {manner}.
-    "To {aim} would be {fine}," said {P:name} {manner}.
+    "I have to {aim}," {P:name} told the {relative}.
+    "To {aim} would be {fine}," said {P:name}.
     "I would give all my {food} to {aim}," said {P:name} to {a animal}.
     """,
     needs="wanting",
@@ -104,7 +104,7 @@ SETBACK = event(
     Then {mishap}, and {P} {did} because {P} could not {aim}.
     But {mishap}, and {P} was too {P.feeling} to {aim}.
     {P} could not {aim}, because {mishap}.
-    Just then {mishap}, so {P} did not {aim} and {did} {manner}.
+    Just then {mishap}, so {P} did not {aim} and {did}.
     {P} had almost begun to {aim}, but {mishap}.
     {P} tried to {aim} again, but {mishap}.
     But {mishap}. "Now I will never {aim}!" cried {P:name} {manner}.
@@ -126,7 +126,7 @@ GUESS = event(
     {P} believed that {food} would help to {aim}, but that was wrong.
     {P} saw a sign that said how to {aim}, but {P} read the sign wrong and felt {P.feeling}.
     {P} followed {a animal} to {aim}, but the {same animal} {went} the wrong way.
-    {P} {went} to the {where} to {aim}, but there was only {a age} {fixture}.
+    {P} {went} to the {where} to {aim}, but there was only {a fixture}.
     {P} tried {gear}, but that was the wrong way to {aim}.
     "Surely {a animal} can {aim}," said {P:name}, but the {same animal} just {did}.
     "I bet that {gear} will help to {aim}," said {P:name}, but that was wrong.
@@ -173,7 +173,7 @@ ADVICE = event(
     "We need {gear}," said {F:name}, "and then we can {aim}."
     "Do not give up," said {F:name}, who held {gear} to {aim}.
     "Have you tried {gear} to {aim}?" asked {F:name}, and {P:name} {did}.
-    "With {gear} we can {aim}," said {F:name} to {P:name} {manner}.
+    "With {gear} we can {aim}," said {F:name} to {P:name}.
     """,
     needs="friend tried",
     bars="solved",
@@ -184,7 +184,7 @@ ADVICE = event(
 IDEA = event(
     "idea",
     """
-    {P} sat {spot} and thought {manner}, until {gear} gave {P:him} an idea how to {aim}.
+    {P} sat {spot} and thought, until {gear} gave {P:him} an idea how to {aim}.
     Then {P} saw {gear} {spot} and knew at last how to {aim}.
     {P} ate some {food} and {did}, and then a plan to {aim} came to mind.
     {P} saw {gear} in the {where} and had an idea how to {aim}.
@@ -194,7 +194,7 @@ IDEA = event(
     {P} remembered what the {relative} said and got {gear} to {aim}.
     "I know how to {aim}!" cried {P:name}, who saw {gear} {spot}.
     "Take {gear}," said the {relative}, "and you can {aim}."
-    "If I use {gear}, I can {aim}," said {P:name} {manner}.
+    "If I use {gear}, I can {aim}," said {P:name}.
     """,
     needs="tried",
     bars="friend solved",
@@ -210,13 +210,13 @@ CODA = event(
     {H} was {H.feeling}, because {obj} was so {fine}.
     Now {H} smiles at {obj} every {weather} {time}.
     After that, {H} showed {obj} to {a animal} at the {where}, and the {same animal} {did}.
-    {H} ate {food} with the {relative} and looked {manner} at {obj}.
+    {H} ate {food} with the {relative} and looked at {obj}.
     So {H} put {obj} {spot} and {did}.
     Never again did {H} forget {obj}, {why}.
     At {clock}, {H} sat {spot} with {obj} and some {food}.
     Even the {relative} {did} at {obj}, and {H} felt {H.feeling}.
-    "What {a fine} {noun}," said {H:name} {manner}, and the {relative} {did}.
-    "This {noun} is {fine}," said {H:name}, and {a animal} {did} {spot}.
+    "What {a fine} {noun}," said {H:name}, and the {relative} {did}.
+    "This {noun} is {fine}," said {H:name}, and {a animal} {did}.
     "I will never forget this {noun}," said {H:name} at the {where}.
     """,
     needs="ended",
@@ -228,12 +228,12 @@ MOMENTS = wordings(
     """
     The {weather} {where} smelled of {smell}, and {P} felt {P.feeling} about {obj}.
     {P} was {P.feeling}, so {P} {did} {spot} and thought of {obj}.
-    {P} {went} past {a age} {fixture} and thought of how to {aim}.
+    {P} {went} past {a fixture} and thought of how to {aim}.
     {P} felt {P.feeling}, but still wanted to {aim}.
     All {time} long, {P} {did} and thought of {obj} {why}.
     {P} {went} from the {place} to the {new place} to {aim}.
     {a sound} came from the {where}, but {P} still wanted to {aim}.
     {P} ate some {food} {spot} and thought of {obj}.
-    {P} hummed a song about {obj} and {went} {manner} along the {where}.
+    {P} hummed a song about {obj} and {went} along the {where}.
     """
 )

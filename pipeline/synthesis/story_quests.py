@@ -35,10 +35,10 @@ LOST = Plot(
         {P} searched the {new place}, but there was only {stuff} and no {noun}.
         First {P} looked {spot} and then {spot}, but saw no {noun}.
         {P} {went} to the {where} and asked {a animal} about {obj}, but the {same animal} {did}.
-        {P} lifted {a age} {fixture} to look for {obj}, but there was just some {stuff}.
-        {P} pulled {a make} {tool} out of the {fixture}, but that was not {obj}.
+        {P} lifted {a fixture} to look for {obj}, but there was just some {stuff}.
+        {P} pulled {a tool} out of the {fixture}, but that was not {obj}.
         "Have you seen my {noun}?" {P:name} asked {a animal}, but the {same animal} {did}.
-        "Is there {a noun} at the {where}?" {P:name} asked the {relative} {manner}.
+        "Is there {a noun} at the {where}?" {P:name} asked the {relative}.
         """,
         needs="wanting",
         gives="tried",
@@ -48,8 +48,8 @@ LOST = Plot(
         """
         So {P} used {gear} to look {spot}, and something {colour} shone.
         {P} followed a trail of {stuff} from the {where} to look for {obj}.
-        {P} opened {a age} {fixture} {manner} to look for {obj}.
-        {P} heard {a sound} {spot} and thought {manner} of {obj}.
+        {P} opened {a fixture} to look for {obj}.
+        {P} heard {a sound} {spot} and thought of {obj}.
         {P} dug for {obj} {spot} until {stuff} flew up.
         {P} {went} back to the {new place} to look for {obj} {spot}.
         """,
@@ -61,9 +61,9 @@ LOST = Plot(
         """
         There {P} found {obj} {spot}, and {P} {did}.
         At last {P} found {obj}, because {P} had looked {spot}.
-        {P} found {obj} under some {stuff} and {did} {manner}.
+        {P} found {obj} under some {stuff} and {did}.
         So {obj} was found {spot}, and {P} felt {P.feeling}.
-        Behind {a age} {fixture}, {P} found {obj} and {did}.
+        Behind {a fixture}, {P} found {obj} and {did}.
         {P} {did} with joy, for {P} had found {obj} {near} the {where}.
         "I have found my {noun}!" cried {P:name}, and {a animal} {did}.
         "Look, I found {obj} {spot}!" said {P:name} to the {relative}.
@@ -88,7 +88,7 @@ RESCUE = Plot(
         {a weather} wind left {a full} stuck {near} the {where}, so {P} wanted to help.
         The {relative}'s {full} was stuck in some {stuff}, and {P} wanted to get {obj} out.
         {P} was playing with {a full}, but {obj} got stuck {spot}.
-        At the {where}, {a full} was trapped in {a age} {fixture}, and {P} wanted to free {obj}.
+        At the {where}, {a full} was trapped in {a fixture}, and {P} wanted to free {obj}.
         With {a sound}, {a full} fell and got stuck {spot}, so {P} felt {P.feeling}.
         "My {full} is stuck {spot}!" cried {P:name} at the {where}.
         "Help, my {full} is trapped!" cried {P:name} {manner}.
@@ -99,10 +99,10 @@ RESCUE = Plot(
     attempt=event(
         "pull",
         """
-        {P} pulled at {obj} with {a make} {tool}, but {obj} did not move.
-        {P} climbed on {a age} {fixture} to reach {obj}, but the {same fixture} was too low.
-        {P} pushed {obj} {manner}, but there was only {a sound}.
-        {P} threw {a make} {tool} at {obj}, but missed and {did}.
+        {P} pulled at {obj} with {a tool}, but {obj} did not move.
+        {P} climbed on {a fixture} to reach {obj}, but the {same fixture} was too low.
+        {P} pushed {obj}, but there was only {a sound}.
+        {P} threw {a tool} at {obj}, but missed and {did}.
         {P} shook the {fixture} until some {stuff} fell, but {obj} stayed there.
         {P} reached for {obj} {number} times, but {obj} was too far away.
         "Come loose, {noun}!" said {P:name}, but {obj} stayed {spot}.
@@ -115,11 +115,11 @@ RESCUE = Plot(
         "lever",
         """
         So {P} pushed {gear} under {obj} and counted to {number}.
-        {P} tied {a make} {tool} to {obj} and pulled {manner}.
+        {P} tied {a tool} to {obj} and pulled.
         {P} rubbed {food} on the {fixture}, so {obj} began to slip.
-        {P} cut some {stuff} with {a make} {tool} and held {obj} {manner}.
+        {P} cut some {stuff} with {a tool} and held {obj}.
         With {gear}, {P} lifted {obj} bit by bit over the {fixture}.
-        {P} put some {stuff} {spot}, and {obj} moved with {a sound}.
+        {P} put some {stuff}, and {obj} moved with {a sound}.
         """,
         needs="idea",
         gives="solved",
@@ -128,13 +128,13 @@ RESCUE = Plot(
         "freedom",
         """
         With {a sound}, {obj} came down and was safe {spot}.
-        At last {obj} was safe, and {P} {did} {manner}.
-        {P} held {obj} {manner}, for {obj} was safe again {near} the {where}.
+        At last {obj} was safe, and {P} {did}.
+        {P} held {obj}, for {obj} was safe again {near} the {where}.
         Soon {obj} was safe in the {place}, so {P} felt {P.feeling}.
-        Now {obj} was at last free, and {P} {did} {manner}.
+        Now {obj} was at last free, and {P} {did}.
         {P} carried {obj} to a safe place {spot} and {did}.
         "The {noun} is safe!" cried {P:name}, and the {relative} {did}.
-        "You are safe now, little {noun}," said {P:name} {manner} {spot}.
+        "You are safe now, little {noun}," said {P:name} {spot}.
         """,
         needs="solved",
         gives="ended",
@@ -158,7 +158,7 @@ TRADE = Plot(
         {P} wanted {a full} so much, but the {relative} said that {obj} cost too much.
         In {a age} shop, {P} saw {a full} and asked the price {manner}.
         {P} dreamed that one could buy {a full} at the {where} for some {stuff}.
-        "What is the price of that {full}?" {P:name} asked the {relative} {manner}.
+        "What is the price of that {full}?" {P:name} asked the {relative}.
         "I want to buy the {full}," said {P:name} at the {where}, but had only {food}.
         """,
         gives="wanting",
@@ -167,8 +167,8 @@ TRADE = Plot(
         "offer",
         """
         {P} offered some {food} for {obj}, but the {relative} {did}.
-        {P} held out {a make} {tool}, but that was not enough for {obj}.
-        {P} counted the coins for {obj} {manner}, but there were only {number}.
+        {P} held out {a tool}, but that was not enough for {obj}.
+        {P} counted the coins for {obj}, but there were only {number}.
         {P} promised to sweep the {where} for {obj}, but the {relative} did not agree.
         {P} tried to sell some {stuff} for {obj}, but nobody at the {where} wanted any.
         {P} asked the {relative} for coins to get {obj}, but the {same relative} {did}.
@@ -185,7 +185,7 @@ TRADE = Plot(
         {P} cooked {food} and {food} for the {relative} who had {obj}.
         {P} carried {stuff:pieces} to the {where}, which was hard but earned enough for {obj}.
         {P} asked what the {relative} needed for {obj}, and that was some {stuff}.
-        {P} gathered {stuff} {spot} and {went} {manner} to where {obj} was.
+        {P} gathered {stuff} {spot} and {went} to where {obj} was.
         {P} brought {gear} to the {where}, because the {relative} with {obj} liked such things.
         """,
         needs="idea",
@@ -200,8 +200,8 @@ TRADE = Plot(
         {P} and the {relative} shook hands and swapped {obj} for {food}.
         The {relative} was {P.trait} too and traded {obj} {why}.
         {P} traded {food} for {obj}, so {P} felt {P.feeling}.
-        "I traded {stuff} for {a noun}!" cried {P:name}, who {did} {spot}.
-        "We have traded well," said the {relative}, and {P:name} took {obj} {manner}.
+        "I traded {stuff} for {a noun}!" cried {P:name}, who {did}.
+        "We have traded well," said the {relative}, and {P:name} took {obj}.
         """,
         needs="solved",
         gives="ended",
@@ -235,13 +235,13 @@ RETURN = Plot(
         "way back",
         """
         {P} {went} to the {where} with {obj}, but {F} was not at home.
-        {P} took {obj} out of {a age} {fixture} and saw some {stuff} on the {noun}.
-        {P} put {obj} in {a age} {fixture} and {went} toward the {where}.
-        {P} looked at {obj} {manner} and saw some {food} on one side.
+        {P} took {obj} out of {a fixture} and saw some {stuff} on the {noun}.
+        {P} put {obj} in {a fixture} and {went} toward the {where}.
+        {P} looked at {obj} and saw some {food} on one side.
         {P} knocked at the {where} to bring {obj} back, but heard only {a sound}.
         {P} {went} past the {where} with {obj} and a bag of {food}.
-        "Is {F:name} at the {where}?" {P:name} asked {a animal}, and held {obj} {manner}.
-        "This {noun} must go back," said {P:name} to the {relative} {manner}.
+        "Is {F:name} at the {where}?" {P:name} asked {a animal}, and held {obj}.
+        "This {noun} must go back," said {P:name} to the {relative}.
         """,
         needs="wanting",
         gives="tried",
@@ -249,11 +249,11 @@ RETURN = Plot(
     deed=event(
         "care",
         """
-        So {P} wiped some {stuff} off {obj} with {a make} {tool}.
+        So {P} wiped some {stuff} off {obj} with {a tool}.
         {P} packed {obj} in some {stuff} and {went} to see {F:name}.
         {P} washed {obj} {spot} and dried {obj} with some {stuff}.
         With {gear}, {P} made {obj} look {fine} and {went} to the {where}.
-        {P} carried {obj} {manner} past the {where} and the {where}.
+        {P} carried {obj} past the {where} and the {where}.
         {P} put some {food} beside {obj} as a thank-you for {F:name}.
         """,
         needs="idea",
@@ -264,11 +264,11 @@ RETURN = Plot(
         """
         So {P} returned {obj} to {F:name}, who {did} {spot}.
         At last {obj} was returned to {F:name}, and both of them {did}.
-        {P} returned {obj} {manner}, and {F} {did} with joy.
+        {P} returned {obj}, and {F} {did} with joy.
         When {P} returned {obj}, {F} gave {P:name} some {food}.
         {P} kept the promise and returned {obj} to {F:name} at the {where}.
         That {time} {P} returned {obj}, because {F} was such {a F.trait} friend.
-        "You returned my {noun}!" cried {F:name}, and {P:name} {did} {manner}.
+        "You returned my {noun}!" cried {F:name}, and {P:name} {did}.
         "I have returned your {noun}," said {P:name}, so {F:name} {did}.
         """,
         needs="solved",
@@ -305,11 +305,11 @@ DELIVER = Plot(
         """
         {P} {went} along the {where} with {obj}, but the {age} road was closed.
         {P} carried {obj} past the {where}, but took the wrong road.
-        {P} put {obj} in {a age} {fixture} and {went} toward the {where}.
+        {P} put {obj} in {a fixture} and {went} toward the {where}.
         {P} {went} to the {new place} with {obj} and {did} there.
-        {P} held {obj} {manner} and {went} by {number} {age} houses.
+        {P} held {obj} and {went} by {number} {age} houses.
         {P} tied {obj} up with some {stuff} and {went} to the {where}.
-        "Which way to {F:name}?" {P:name} asked {a animal}, and held {obj} {manner}.
+        "Which way to {F:name}?" {P:name} asked {a animal}, and held {obj}.
         "The {noun} must not get wet," said {P:name}, who {went} past the {where}.
         """,
         needs="wanting",
@@ -319,11 +319,11 @@ DELIVER = Plot(
         "crossing",
         """
         So {P} crossed the {where} with {gear} and held {obj} up high.
-        {P} {went} {manner} through the {where} and kept {obj} dry under some {stuff}.
+        {P} {went} through the {where} and kept {obj} dry under some {stuff}.
         With {gear}, {P} pulled {obj} over the {age} road to the {where}.
         {P} {went} on with {obj} until a light shone {near} the {where}.
         {P} followed {a animal} with {obj} as far as the {where}.
-        {P} took {obj} {manner} down the {age} steps of the {where}.
+        {P} took {obj} down the {age} steps of the {where}.
         """,
         needs="idea",
         gives="solved",
@@ -332,12 +332,12 @@ DELIVER = Plot(
         "arrival",
         """
         So {obj} was delivered to {F:name}, who {did} {spot}.
-        At last {P} arrived with {obj}, and {F} {did} {manner}.
+        At last {P} arrived with {obj}, and {F} {did}.
         {P} delivered {obj} to {F:name} at the {where}, and both of them {did}.
         When {P} arrived, {F} took {obj} and {did} with joy.
-        That {time} {P} delivered {obj} {manner}, and {F} shared some {food}.
+        That {time} {P} delivered {obj}, and {F} shared some {food}.
         {P} arrived {near} the {where} and gave {obj} to {F:name}.
-        "My {noun} has arrived!" cried {F:name}, and {P:name} {did} {manner}.
+        "My {noun} has arrived!" cried {F:name}, and {P:name} {did}.
         "I have delivered your {noun}," said {P:name}, so {F:name} {did}.
         """,
         needs="solved",

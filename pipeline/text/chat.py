@@ -83,7 +83,7 @@ def render_text(
 
 
 def _parts(messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> Iterator[_Part]:
-    """The conversation cut where the tokenizer must be cut: at control tokens and where the assistant begins to speak."""
+    """The conversation, cut where ids must be cut: at control tokens and where the assistant begins to speak."""
     messages = list(messages)
     opens = bool(messages) and messages[0].get("role") in ("system", "developer")
     if opens or tools:

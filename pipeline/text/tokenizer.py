@@ -127,7 +127,7 @@ class Tokenizer:
         return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of the ids: their bytes joined, then UTF-8 with U+FFFD for what is not. Tool-call tokens stay visible."""
+        """Text of the ids: their bytes joined, U+FFFD for what is not UTF-8. Tool-call tokens stay visible."""
         table = self.token_bytes if skip_special else self._literal
         return b"".join([table[id_] for id_ in ids]).decode("utf-8", errors="replace")
 
@@ -151,7 +151,7 @@ class Tokenizer:
         return cls(path.read_bytes().decode(), source=str(path))
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json (the same bytes), tokenizer_config.json and chat_template.jinja, as transformers reads them."""
+        """Write tokenizer.json (the same bytes), tokenizer_config.json and chat_template.jinja for transformers."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_bytes(self._serialized.encode())
         (folder / "chat_template.jinja").write_bytes(TEMPLATE.encode())
@@ -196,7 +196,7 @@ class Tokenizer:
 
     @classmethod
     def adopt(cls, path: Path, vocab_size: int) -> "Tokenizer":
-        """Take in a pretrained byte-level tokenizer.json: it stays, missing roles take rows that the model has to spare.
+        """Take in a pretrained byte-level tokenizer.json: it stays, missing roles take spare rows of the model.
 
         `vocab_size` is the rows of the model's embedding. Raises ModelError when they do not suffice.
         """
@@ -228,7 +228,7 @@ def _add(state: dict[str, Any], contents: list[str], vocab_size: int) -> None:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's printable character for each byte, inverted: printable Latin-1 stands for itself, the rest from U+0100."""
+    """GPT-2's character for each byte, inverted: printable Latin-1 stands for itself, the rest from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(rest)}

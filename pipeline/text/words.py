@@ -1,9 +1,9 @@
 """Encoding word by word with a memory: three times the speed of the library's pipeline, with the same ids.
 
-The library spends its time in the split pattern's Unicode classes. ASCII text needs none of them: Python's `re` splits it
-by the same pattern with ASCII classes, and a word met before costs a dictionary look-up. The rest goes to the library, in
-stretches that begin at a line's first character, where no match of the pattern can reach across: every alternative that
-holds a line feed ends with it unless only white space follows.
+The library spends its time in the split pattern's Unicode classes. ASCII text needs none of them: Python's `re` splits
+it by the same pattern with ASCII classes, and a word met before costs a dictionary look-up. The rest goes to the
+library, in stretches that begin at a line's first character, where no match of the pattern can reach across: every
+alternative that holds a line feed ends with it unless only white space follows.
 
 Not promised: anything for another split pattern; `Tokenizer` asks `fits` first.
 """

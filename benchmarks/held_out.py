@@ -1,0 +1,203 @@
+"""Bits per byte of the held-out documents that stage_evaluate scores: a compressor, an n-gram model, and our models.
+
+    python benchmarks/held_out.py                   the n-gram counts all training tokens of the documents' corpus
+    python benchmarks/held_out.py --tokens 819200   only the first so many (documents of all sources lie mixed): as many
+                                                    as a model was trained on
+
+Reads data/raw, data/tokens, data/tokenizer, params.yaml, and metrics/eval/*.json where models were evaluated. Prints a
+markdown table, lower is better, with 95 % bootstrap intervals over documents (the very resamples of stage_evaluate), and
+writes the numbers to benchmarks/results/held_out.json (held_out-<N>.json with --tokens N). The rows:
+
+* xz: each document alone with LZMA preset 9e as an .xz file, the container's 60 bytes or so included. It learns from
+  the document only, so short documents cost it much; it is a floor to stand on, not a rival.
+* n-gram: order 5, interpolated modified Kneser-Ney (see ngram.py), over the models' own token ids, counted on data/tokens
+  of the same corpus: text for prose and stories, code for code. As in pipeline/evaluation/likelihood.py each document is
+  read after one end of text, and the text's tokens count, the separators do not.
+* models: as stage_evaluate measured them, in windows of its `context`. `code` and `tools` continue `language`.
+
+A model that was scored on other documents than these stops the run. Equal inputs give equal files. Not promised: that the intervals cover the choice of training data or seeds.
+"""
+
+import argparse
+import json
+import lzma
+import sys
+from dataclasses import asdict
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.ngram import Ngram  # noqa: E402
+from pipeline.device import generator  # noqa: E402
+from pipeline.errors import DataError, ModelError, StagecoachError  # noqa: E402
+from pipeline.evaluation.intervals import Interval, ratio  # noqa: E402
+from pipeline.evaluation.suites import Settings  # noqa: E402
+from pipeline.params import Settings as Written  # noqa: E402
+from pipeline.params import stage_params  # noqa: E402
+from pipeline.streams.corpus import read_meta  # noqa: E402
+from pipeline.text.tokenizer import Tokenizer  # noqa: E402
+from pipeline.tracking import write_json  # noqa: E402
+from stages.evaluate import held_out, split_texts  # noqa: E402
+
+ORDER = 5
+SMALLEST_DICTIONARY = 4096  # that LZMA2 takes, bytes
+CORPUS = {"text": "text", "stories": "text", "stories_held_out": "text", "code": "code"}  # of each kind of documents
+TITLES = {
+    "text": "running prose",
+    "stories": "stories",
+    "stories_held_out": "held-out families of stories",
+    "code": "code",
+}
+MODELS = ("language", "code", "tools")  # in the order of the graph
+Row = dict[str, Interval]  # by kind
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, write, print. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tokens", type=int, metavar="N", help="count only the first N training tokens")
+    most: int | None = parser.parse_args(arguments).tokens
+    try:
+        written = Written(ROOT, [])
+        settings: Settings = stage_params("evaluate", written).settings
+        tokenizer = Tokenizer.load(ROOT / "data" / "tokenizer")
+        documents = {kind: spelled(tokenizer, texts) for kind, texts in scored(ROOT / "data" / "raw", settings).items()}
+        models = evaluated(ROOT / "metrics", documents)
+        bits, counted = ngram_bits(ROOT / "data" / "tokens", tokenizer, documents, most)
+    except StagecoachError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+
+    def row(bits: dict[str, list[float]]) -> Row:
+        return {kind: interval(bits[kind], documents[kind], settings, written.seed()) for kind in bits if bits[kind]}
+
+    rows = {
+        "xz -9e, each document alone": row({k: [xz_bits(text) for text in documents[k]] for k in documents}),
+        "5-gram of " + ", ".join(f"{n:,} {corpus}" for corpus, n in counted.items()) + " tokens": row(bits),
+    } | {f"`{name}`": found for name, found in models.items()}
+    write_json(
+        ROOT / "benchmarks" / "results" / (f"held_out-{most}.json" if most else "held_out.json"),
+        {
+            "bpb": {
+                name: {kind: asdict(value) for kind, value in found.items()}
+                for name, found in zip(("xz", "ngram", *models), rows.values(), strict=True)
+            },
+            "bytes": {kind: sum(len(text.encode()) for text in texts) for kind, texts in documents.items()},
+            "ngram": {"order": ORDER, "smoothing": "interpolated modified Kneser-Ney", "tokens": counted},
+            "settings": {"bootstrap": settings.bootstrap, "seed": written.seed(), "tokenizer": tokenizer.hash[:16]},
+        },
+    )
+    sys.stdout.write(table(rows, documents))
+    return 0
+
+
+def scored(raw: Path, settings: Settings) -> dict[str, list[str]]:
+    """The documents of each kind that stage_evaluate takes."""
+    prose, told, unseen = split_texts(held_out(raw / "text"))
+    found = {"text": prose, "stories": told, "stories_held_out": unseen, "code": held_out(raw / "code")}
+    return {kind: [document.text for document in found[kind][: settings.documents]] for kind in CORPUS}
+
+
+def spelled(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
+    """Without what likelihood.py leaves out: empty texts, and those that the tokenizer's normaliser changes."""
+    encoded = tokenizer.encode_batch(texts)
+    return [t for t, ids in zip(texts, encoded) if t and b"".join(tokenizer.token_bytes[i] for i in ids) == t.encode()]
+
+
+def interval(bits: list[float], texts: list[str], settings: Settings, seed: int) -> Interval:
+    """Bits per byte over whole documents, resampled as `suites.Subject.bootstrap` does."""
+    draws = generator("bootstrap", seed, len(texts))
+    return ratio(bits, [len(text.encode()) for text in texts], generator=draws, resamples=settings.bootstrap)
+
+
+def xz_bits(text: str) -> float:
+    """Bits of the file that `xz -9e` makes of the text.
+
+    The dictionary is cut to what the text fills: no byte fewer or more, but 0.1 s less to clear memory.
+    """
+    data = text.encode()
+    window = max(SMALLEST_DICTIONARY, 1 << len(data).bit_length())
+    chain = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": window}]
+    return 8.0 * len(lzma.compress(data, format=lzma.FORMAT_XZ, filters=chain))
+
+
+def ngram_bits(
+    tokens: Path, tokenizer: Tokenizer, documents: dict[str, list[str]], most: int | None
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Bits of each document under the n-gram of its corpus, and how many tokens each corpus gave.
+
+    Raises DataError when a corpus has no `most` tokens, ModelError when it was encoded with another tokenizer.
+    """
+    bits, counted = {}, {}
+    for corpus in dict.fromkeys(CORPUS.values()):
+        train = training_tokens(tokens / corpus, tokenizer, most)
+        model = Ngram.train(train, order=ORDER, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text)
+        counted[corpus] = len(train)
+        for kind in (kind for kind in CORPUS if CORPUS[kind] == corpus):
+            encoded = tokenizer.encode_batch(documents[kind])
+            bits[kind] = [-fsum(np.log2(model.probabilities(ids)).tolist()) for ids in encoded]
+        del model  # before the next corpus is counted
+    return bits, counted
+
+
+def training_tokens(folder: Path, tokenizer: Tokenizer, most: int | None) -> np.ndarray:
+    """The first `most` training tokens of a corpus, or all of them, mapped into memory."""
+    meta = read_meta(folder)
+    if meta["tokenizer"] != tokenizer.hash:
+        raise ModelError(f"{folder}: encoded with another tokenizer than data/tokenizer; run dvc repro stage_encode")
+    held = int(meta["splits"]["train"]["tokens"])
+    if most is not None and not 1 <= most <= held:
+        raise DataError(f"--tokens: expected 1 to {held}, the training tokens of {folder}, found {most}")
+    return np.memmap(folder / "train.bin", dtype=np.dtype(meta["dtype"]).newbyteorder("<"), mode="r")[:most]
+
+
+def evaluated(metrics: Path, documents: dict[str, list[str]]) -> dict[str, Row]:
+    """The models' bits per byte from metrics/eval, in the order of the graph, then by name; {} where there are none.
+
+    Raises DataError when one was measured on other documents.
+    """
+    models: dict[str, Row] = {}
+    paths = {path.stem: path for path in sorted((metrics / "eval").glob("*.json"))}
+    for name in [*(name for name in MODELS if name in paths), *(name for name in paths if name not in MODELS)]:
+        numbers = read(paths[name])
+        found: Row = {}
+        for kind, texts in documents.items():
+            corpus = CORPUS[kind]
+            raw = f"data/raw/{corpus}"
+            encoded = read(metrics / f"encode_{corpus}.json")["lineage"]["inputs"][raw]
+            measured = numbers[kind].get("documents", 0)
+            if numbers["lineage"]["inputs"][raw] != encoded or measured != len(texts):
+                raise DataError(
+                    f"{paths[name]}: {kind}: expected {len(texts)} documents of today's {raw}, found {measured} of "
+                    f"{numbers['lineage']['inputs'][raw]}; run dvc repro stage_evaluate"
+                )
+            if texts:
+                found[kind] = Interval(
+                    numbers[kind]["bpb"], numbers[kind]["bpb_low"], numbers[kind]["bpb_high"], measured
+                )
+        models[name] = found
+    return models
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A metrics file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def table(rows: dict[str, Row], documents: dict[str, list[str]]) -> str:
+    """The rows as markdown, `value (low-high)`."""
+    heads = [f"{title}, {len(documents[kind])} documents" for kind, title in TITLES.items()]
+    lines = [["bits per byte", *heads], ["---"] * (len(heads) + 1)]
+    for name, row in rows.items():
+        cells = [f"{v.value:.3f} ({v.low:.3f}-{v.high:.3f})" if (v := row.get(kind)) else "" for kind in TITLES]
+        lines.append([name, *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""One child of the fork server, seen from the server: feeds it, reads it, times it, ends it.
+
+The child owns its end of every pipe, so nothing that arrives is trusted: bytes are counted, frames must begin as an
+answer of this job does, an answer must follow its question, and what they say is left to the judge. The CPU clock of a
+child is read while it waits for its next "go", so load on the machine moves no test over its limit.
+Standard library and the neighbours only: `jail.py` loads this file by its path.
+
+Not promised: a wall-clock limit that holds under any load; it is for sleepers.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import struct
+import time
+from typing import Any
+
+import kernel
+
+TICK = 0.05  # seconds between two looks at a child's clock, at most
+
+
+class Watch:
+    """One child seen from the server: its frames, its output, its clock."""
+
+    def __init__(self, job: dict[str, Any], pid: int, channel: int, out: int, err: int, stdin: int) -> None:
+        self.job, self.pid, self.limits = job, pid, job["limits"]
+        self.channel, self.out, self.err, self.stdin = channel, out, err, stdin
+        self.feed = memoryview(job["tests"][0].get("stdin", "").encode("utf-8", "surrogatepass"))
+        self.head = f'{{"n":"{job["nonce"]}",'.encode("ascii")
+        self.buffer, self.output = bytearray(), {out: bytearray(), err: bytearray()}
+        self.caps = {out: self.limits["stdout"], err: self.limits["stderr"]}
+        self.received = 0
+        self.frames: list[str] = []
+        self.ready, self.ended, self.closed = False, False, False
+        self.cut: str | None = None
+        self.exit: tuple[int, Any] | None = None  # wait status and usage, once reaped
+        self.died = False  # by itself
+        self.cpu_mark, self.started = 0.0, time.monotonic()
+        self.wall_mark = self.started
+        self.poller = select.poll()
+
+    def until_done(self, jobs: int) -> None:
+        """Until the child said end, died, or passed a limit. The end of the trainer ends everything."""
+        self.poller.register(jobs, 0)  # only its hang-up
+        for fd in (self.channel, self.out, self.err):
+            os.set_blocking(fd, False)
+            self.poller.register(fd, select.POLLIN)
+        os.set_blocking(self.stdin, False)
+        self.poller.register(self.stdin, select.POLLOUT)
+        self._go()
+        while not self.ended and self.cut is None and self.exit is None:
+            for fd, _ in self.poller.poll(self._patience() * 1000):
+                if fd == jobs:
+                    os.kill(self.pid, signal.SIGKILL)
+                    os._exit(0)
+                elif fd == self.stdin:
+                    self._feed()
+                elif fd == self.channel:
+                    self._answers()
+                else:
+                    self._output(fd)
+            if not self.ended and self.cut is None:
+                self._look()
+
+    def _patience(self) -> float:
+        """Seconds until the CPU limit can be reached at the earliest, at most a tick."""
+        if self.closed:
+            return 0.001
+        return min(TICK, max(0.001, self.limits["cpu"] - (kernel.cpu_clock(self.pid) - self.cpu_mark)))
+
+    def _look(self) -> None:
+        """Has it died, or passed a limit of time?"""
+        if self.closed:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
+                self.exit = (status, usage)
+                return
+        cpu, now = kernel.cpu_clock(self.pid), time.monotonic()
+        if cpu - self.cpu_mark > self.limits["cpu"] or cpu > self.limits["job_cpu"]:
+            self.cut = "cpu"
+        elif now - self.wall_mark > self.limits["wall"] or now - self.started > self.limits["job_wall"]:
+            self.cut = "wall"
+
+    def _feed(self) -> None:
+        try:
+            self.feed = self.feed[os.write(self.stdin, self.feed[:65536]) :] if self.feed else self.feed
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # the program does not read
+            self.feed = memoryview(b"")
+        if not self.feed:
+            self.poller.unregister(self.stdin)
+            os.close(self.stdin)
+            self.stdin = -1
+
+    def _output(self, fd: int) -> None:
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            with contextlib.suppress(KeyError):  # `reap` meets the end a second time
+                self.poller.unregister(fd)
+        self.output[fd] += data
+        if len(self.output[fd]) > self.caps[fd]:
+            self.cut = "output"
+
+    def _answers(self) -> None:
+        try:
+            data = os.read(self.channel, 1 << 18)
+        except (BlockingIOError, ConnectionResetError):
+            data = b""
+        if not data:
+            self.closed = True
+            self.poller.unregister(self.channel)
+            return
+        self.received += len(data)
+        self.buffer += data
+        if not self.ready:
+            self.ready = self.buffer[:1] == b"R"
+            del self.buffer[0]
+        if self.received > self.limits["results"]:
+            self.cut = "output"
+        while not self.ended and self.cut is None and (frame := self._frame()) is not None:
+            self._take(frame)
+
+    def _frame(self) -> str | None:
+        """The next whole frame. What does not begin like an answer of this job is forged."""
+        start = bytes(self.buffer[4 : 4 + len(self.head)])
+        if not self.head.startswith(start):
+            self.cut = "forged"
+            return None
+        if len(self.buffer) < 4:
+            return None
+        size = struct.unpack("<I", self.buffer[:4])[0]
+        if size > self.limits["results"]:
+            self.cut = "forged"
+        if self.cut is not None or len(self.buffer) < 4 + size:
+            return None
+        body = bytes(self.buffer[4 : 4 + size])
+        del self.buffer[: 4 + size]
+        if not body.isascii():
+            self.cut = "forged"
+        return body.decode("ascii", "replace")
+
+    def _take(self, frame: str) -> None:
+        """An answer counts if its test had been started and the CPU clock agrees."""
+        count = len(self.job["tests"])
+        if len(self.frames) == count:
+            self.ended = frame == f'{{"n":"{self.job["nonce"]}","end":true}}' and not self.buffer
+            self.cut = None if self.ended else "forged"
+            return
+        cpu = kernel.cpu_clock(self.pid)
+        if cpu - self.cpu_mark > self.limits["cpu"] or cpu > self.limits["job_cpu"]:
+            self.cut = "cpu"
+            return
+        self.frames.append(frame)
+        self.cpu_mark, self.wall_mark = cpu, time.monotonic()
+        if len(self.frames) < count:
+            if self.buffer:  # an answer before its question
+                self.cut = "forged"
+            self._go()
+
+    def _go(self) -> None:
+        try:
+            os.write(self.channel, b"g")
+        except OSError:  # it died or closed its end: the channel's own end of file tells
+            return
+
+    def reap(self) -> None:
+        """Kill what is left, collect what it wrote, close everything."""
+        for kill in (os.kill, os.killpg):
+            try:
+                if self.exit is None or kill is os.killpg:
+                    kill(self.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        self.died = self.exit is not None
+        if self.exit is None:
+            self.exit = os.wait4(self.pid, 0)[1:]
+        for fd in (self.out, self.err):
+            size = -1
+            while self.cut != "output" and size != len(self.output[fd]):  # what is still in the pipe
+                size = len(self.output[fd])
+                self._output(fd)
+        for fd in (self.channel, self.out, self.err, self.stdin):
+            if fd >= 0:
+                os.close(fd)
+
+    def answer(self) -> dict[str, Any]:
+        """The frame for the pool. `status` and `signal` only if the child ended by itself; `cut` if we ended it."""
+        assert self.exit is not None
+        status, usage = self.exit
+        if not self.ready:
+            return {"id": self.job["id"], "fault": f"a child could not close itself off (wait status {status})"}
+        if self.cut is None and not self.ended and self.buffer:
+            self.cut = "forged"
+        alone = self.died and self.cut is None
+        return {
+            "id": self.job["id"],
+            "frames": self.frames,
+            "status": os.WEXITSTATUS(status) if alone and os.WIFEXITED(status) else None,
+            "signal": os.WTERMSIG(status) if alone and os.WIFSIGNALED(status) else None,
+            "cpu_ms": round(1000 * (usage.ru_utime + usage.ru_stime)),
+            "max_rss_kb": usage.ru_maxrss,
+            "stdout": self.output[self.out][: self.caps[self.out]].decode("utf-8", "replace"),
+            "stderr": self.output[self.err][: self.caps[self.err]].decode("utf-8", "replace"),
+            "cut": self.cut,
+        }

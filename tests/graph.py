@@ -1,0 +1,96 @@
+"""A scratch copy of the repository in which the graph runs at smoke scale: what the slow tests of DVC's behaviour share."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STEPS = "steps: null"
+
+
+class Repository:
+    """A git and DVC repository of its own, with a cache of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def copy_of_ours(cls, folder: Path) -> "Repository":
+        """The files that git has or would take, committed in a new repository at smoke scale."""
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for name in listed.stdout.splitlines():
+            if (ROOT / name).is_file() and not name.startswith(("tests/", "build/")) and name != "dvc.lock":
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, folder / name)
+        repository = cls(folder)
+        repository.edit("params.yaml", "scale: demo", "scale: smoke")
+        repository.git("init", "-q", "-b", "main")
+        repository.git("config", "user.email", "test@example.org")
+        repository.git("config", "user.name", "test")
+        repository.git("config", "commit.gpgsign", "false")
+        repository.commit("start")
+        return repository
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What every command of the repository runs with."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GIT_", "STAGECOACH_", "PYTEST_"))}
+        path = f"{Path(sys.executable).parent}:{clean['PATH']}"
+        return clean | {"PATH": path, "STAGECOACH_MLFLOW": "off", "DVC_NO_ANALYTICS": "1", "PYTHONPATH": ""}
+
+    def run(self, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the repository, output captured together."""
+        done = subprocess.run(command, cwd=self.folder, env=self.environment | environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=800)  # fmt: skip
+        assert not check or done.returncode == 0, f"{command} -> {done.returncode}\n{done.stdout[-6000:]}"
+        return done
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a command as the leader of a process group of its own."""
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment | environment, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+    def git(self, *arguments: str) -> str:
+        """A git command's output."""
+        return self.run("git", *arguments).stdout
+
+    def commit(self, message: str) -> None:
+        """Commit everything."""
+        self.git("add", "-A")
+        self.git("commit", "-q", "--allow-empty", "-m", message)
+
+    def dvc(self, *arguments: str, check: bool = True, **environment: str) -> str:
+        """A dvc command's output."""
+        return self.run("dvc", *arguments, check=check, **environment).stdout
+
+    def repro(self, *arguments: str, **environment: str) -> set[str]:
+        """`dvc repro`: the stages whose commands ran."""
+        return ran(self.dvc("repro", *arguments, **environment))
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Replace the first occurrence of a text in a file."""
+        path = self.folder / name
+        text = path.read_text()
+        assert old in text, f"{name} does not hold {old!r}"
+        path.write_text(text.replace(old, new, 1))
+
+    def changed(self) -> set[str]:
+        """Stages that `dvc status` names."""
+        import json
+
+        return {name.split(":")[-1] for name in json.loads(self.dvc("status", "--json"))}
+
+    def sha(self, model: str) -> str:
+        """sha256 of a model's weights."""
+        return hashlib.sha256((self.folder / "models" / model / "model.safetensors").read_bytes()).hexdigest()
+
+
+def ran(output: str) -> set[str]:
+    """Stage names behind "Running stage" in dvc's output."""
+    return set(re.findall(r"Running stage '([^']+)'", output))

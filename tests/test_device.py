@@ -1,0 +1,90 @@
+"""Seeds as pure functions, and the choice of device and precision."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import device
+
+ROOT = Path(__file__).parents[1]
+
+
+def elsewhere(code: str, **environment: str) -> str:
+    """What a fresh Python prints."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_hash_is_the_same_in_every_process_and_forever() -> None:
+    code = "from pipeline.device import stable_hash; print(stable_hash('flip', 42, 'é'))"
+    assert device.stable_hash("flip", 42, "é") == 13570640438134887754  # b2sum -l 64, read from its end
+    for seed, language in (("1", "C"), ("2", "tr_TR.UTF-8")):
+        assert elsewhere(code, PYTHONHASHSEED=seed, LC_ALL=language, PYTHONUTF8="1") == "13570640438134887754"
+
+
+def test_the_hash_tells_types_borders_and_order_apart() -> None:
+    values = [device.stable_hash(*parts) for parts in ((1, 2), ("1", 2), (12,), ("12",), (2, 1), ("a", "b"), ("ab",), ())]
+    assert len(set(values)) == len(values)
+    assert all(0 <= value < 2**64 for value in values)
+
+
+def test_hashing_loads_no_torch() -> None:
+    assert elsewhere("import sys, pipeline.device; print('torch' in sys.modules)") == "False"
+
+
+def test_a_generator_is_a_function_of_its_parts_and_of_no_global_state() -> None:
+    torch.manual_seed(1)
+    first = torch.rand(5, generator=device.generator("row", 7))
+    before = torch.get_rng_state()
+    torch.manual_seed(2)
+    second = torch.rand(5, generator=device.generator("row", 7))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, torch.rand(5, generator=device.generator("row", 8)))
+    torch.manual_seed(1)
+    device.generator("row", 7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_each_micro_batch_of_each_rank_and_step_has_its_own_seed() -> None:
+    drawn = set()
+    for key in ((1, 2, 3, 0), (1, 2, 3, 1), (1, 2, 4, 0), (1, 3, 3, 0), (2, 2, 3, 0)):
+        device.seed_step(*key)
+        first = torch.rand(()).item()
+        device.seed_step(*key)
+        assert torch.rand(()).item() == first
+        drawn.add(first)
+    assert len(drawn) == 5
+
+
+def test_ranks_come_from_the_launcher_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert (device.rank(), device.world_size()) == (0, 1)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (device.rank(), device.world_size()) == (3, 4)
+
+
+def test_workers_are_what_is_asked_or_the_usable_cores() -> None:
+    assert device.workers(5) == 5
+    assert device.workers(0) == 1
+    assert device.workers("auto") >= 1
+
+
+def test_precision_is_what_was_asked_for_and_fp32_computes_in_fp32() -> None:
+    assert device.hardware("fp32").precision == device.describe("fp32")["precision"] == "fp32"
+    assert device.describe("bf16")["precision"] == "bf16"
+    a = torch.ones(2, 2)
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        with device.hardware(precision).autocast():
+            where = device.hardware(precision).device
+            assert (a.to(where) @ a.to(where)).dtype == dtype
+
+
+def test_memory_is_counted_in_bytes() -> None:
+    cpu = torch.device("cpu")
+    assert 2**27 < device.peak_memory(cpu) < device.total_memory(cpu) < 2**50

@@ -1,0 +1,305 @@
+"""The graph on a scratch repository at smoke scale: what an edit reruns, what comes back, what a kill costs.
+
+One repository is built once; each test leaves it as it found it.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.graph import ROOT, Repository, ran
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+ALL = {"code_versions", "stage_corpus", "stage_tasks", "stage_tokenizer", "stage_encode@text", "stage_encode@code",
+       "stage_language", "stage_code", "stage_tools", "stage_deploy", "stage_evaluate@language", "stage_evaluate@code",
+       "stage_evaluate@tools", "stage_report"}  # fmt: skip
+AFTER_TOOLS = {"stage_tools", "stage_evaluate@tools", "stage_deploy", "stage_report"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    repository = Repository.copy_of_ours(tmp_path_factory.mktemp("graph") / "repository")
+    output = repository.dvc("repro")
+    assert ran(output) == ALL
+    repository.commit("built")
+    return repository
+
+
+@pytest.fixture
+def repository(built: Repository) -> Iterator[Repository]:
+    yield built
+    built.git("checkout", "-q", ".")
+    built.dvc("checkout", "-q")
+    assert built.changed() == set()
+
+
+def test_a_second_repro_runs_nothing_and_git_sees_no_artefact(repository: Repository) -> None:
+    assert repository.repro() == set()
+    assert repository.git("status", "--porcelain") == ""
+
+
+def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: Repository) -> None:
+    for model in ("language", "code", "tools", "deploy"):
+        names = {p.name for p in (repository.folder / "models" / model).iterdir()}
+        assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "lineage.json"} <= names
+    page = (repository.folder / "reports/index.html").read_text()
+    assert "<svg" in page
+    assert not re.search(r"<script|src=|url\(|@import|href=\"[^#]", page)
+    for model in ("language", "code", "tools"):
+        numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
+        assert numbers["text"]["bpb"] > 0
+        assert numbers["problems"]["n"] > 0
+
+
+def test_one_block_reruns_its_stage_and_what_follows_and_comes_back_from_the_run_cache(repository: Repository) -> None:
+    before = repository.sha("tools")
+    repository.edit(
+        "params.yaml", "tools:\n  steps: null\n  learning_rate: null", "tools:\n  steps: null\n  learning_rate: 1e-3"
+    )
+    assert repository.repro() == AFTER_TOOLS
+    assert repository.sha("tools") != before
+    repository.git("checkout", "-q", "params.yaml")
+    assert repository.repro() == set()
+    assert repository.sha("tools") == before
+
+
+def test_the_selected_model_file_concerns_language_and_another_one_nobody(repository: Repository) -> None:
+    repository.edit("conf/model/tiny.yaml", "layers: 4", "layers: 5")
+    assert repository.changed() == set()
+    repository.edit("conf/model/nano.yaml", "layers: 4", "layers: 3")
+    assert repository.changed() == {"stage_language"}
+
+
+def test_a_block_of_the_scale_file_concerns_its_stage_alone(repository: Repository) -> None:
+    repository.edit("conf/scale/smoke.yaml", "tools: {steps: 12", "tools: {steps: 13")
+    assert repository.changed() == {"stage_tools"}
+    repository.edit("conf/scale/demo.yaml", "tools: {steps:", "tools: {steps: 1")
+    assert repository.changed() == {"stage_tools"}
+
+
+def test_comments_docstrings_and_the_server_train_nothing(repository: Repository) -> None:
+    repository.edit("pipeline/model/attention.py", '"""', '"""Another word. ')
+    (repository.folder / "pipeline/model/transformer.py").open("a").write("\n# a comment\n")
+    (repository.folder / "pipeline/serve/chat.py").open("a").write("\nPORT = 1\n")
+    assert repository.repro() == {"code_versions"}
+
+
+def test_a_constant_in_the_model_concerns_every_stage_that_uses_it(repository: Repository) -> None:
+    (repository.folder / "pipeline/model/transformer.py").open("a").write("\nSOMETHING = 1\n")
+    assert repository.repro("code_versions") == {"code_versions"}
+    assert {"stage_language", "stage_code", "stage_tools", "stage_deploy"} <= repository.changed()
+    assert not {"stage_corpus", "stage_tokenizer", "stage_encode@text", "stage_report"} & repository.changed()
+
+
+def test_runtime_and_the_number_of_processes_change_nothing(repository: Repository) -> None:
+    repository.edit("params.yaml", "save_steps: 500", "save_steps: 7")
+    assert repository.repro(STAGECOACH_LAUNCH="2") == set()
+
+
+def test_a_stage_runs_alone_without_dvc(repository: Repository) -> None:
+    done = repository.run("python", "-m", "stages.code", "code.steps=3")
+    assert "3 steps" in done.stdout
+    assert repository.changed() >= {"stage_code"}
+
+
+def test_help_explains_the_stage_and_its_keys(repository: Repository) -> None:
+    text = repository.run("python", "-m", "stages.language", "--help").stdout
+    for piece in ("pre-train a transformer", "language.learning_rate = ", "conf/scale/smoke.yaml", "models/language"):
+        assert piece in text
+
+
+def test_an_experiment_with_another_model_runs_and_the_old_one_is_restored(repository: Repository) -> None:
+    before = repository.sha("deploy")
+    repository.dvc(
+        "exp", "run", "-S", "model=tiny", "-S", "language.steps=2", "-S", "code.steps=2", "-S", "tools.steps=2"
+    )
+    assert repository.sha("deploy") != before
+    shown = repository.dvc("exp", "show", "--md")
+    assert "tiny" in shown
+    repository.git("checkout", "-q", ".")
+    assert repository.repro() == set()
+    assert repository.sha("deploy") == before
+
+
+def test_set_and_unset_keeps_comments(repository: Repository) -> None:
+    text = (repository.folder / "params.yaml").read_text()
+    repository.dvc("exp", "run", "-S", "tools.learning_rate=1e-4")
+    repository.dvc("exp", "run", "-S", "tools.learning_rate=null")
+    now = (repository.folder / "params.yaml").read_text()
+    assert [line.split("#")[1] for line in now.splitlines() if "#" in line] == [
+        line.split("#")[1] for line in text.splitlines() if "#" in line
+    ]
+
+
+def test_a_sweep_in_the_queue_with_two_workers_ends(repository: Repository) -> None:
+    repository.dvc(
+        "exp", "run", "--queue", "-S", "tools.learning_rate=choice(0.001,0.002)", "-S", "tools.steps=choice(2,3)"
+    )
+    repository.dvc("exp", "run", "--run-all", "-j", "2")
+    status = repository.dvc("queue", "status")
+    assert status.count("Success") == 4, status
+
+
+def test_kill_9_of_everything_resumes_to_the_same_bits(repository: Repository, built: Repository) -> None:
+    """Three random moments in each training stage; the newest state is truncated before one of the resumes."""
+    chance = random.Random(5)
+    for stage in ("language", "code", "tools"):
+        whole = f"{stage}:\n  steps: 30"
+        repository.edit("params.yaml", f"{stage}:\n  steps: null", whole)
+        repository.edit("params.yaml", "save_steps: ", "save_steps: 3 # ")
+        target = f"stage_{stage}"
+        env = {"STAGECOACH_WORK": str(repository.folder / ".work-killed")}
+        for attempt in range(3):
+            process = repository.start("dvc", "repro", target, **env)
+            wait_for_state(repository.folder / ".work-killed", stage, chance.randrange(1, 4), process)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            repository.run("bash", "-c", "rm -f .dvc/tmp/rwlock .dvc/tmp/lock")
+            if attempt == 1:
+                newest = sorted(
+                    (repository.folder / ".work-killed" / stage).glob("*/step-????????/weights.safetensors")
+                )[-1]
+                newest.write_bytes(newest.read_bytes()[:1000])
+        repository.repro(target, **env)
+        resumed = repository.sha(stage)
+        repository.run("python", "-m", f"stages.{stage}", STAGECOACH_WORK=str(repository.folder / ".work-whole"))
+        assert repository.sha(stage) == resumed, stage
+        repository.git("checkout", "-q", "params.yaml", "dvc.lock")
+        repository.dvc("checkout", "-q")
+
+
+def wait_for_state(work: Path, stage: str, more: int, process: "subprocess.Popen[str]") -> None:
+    """Until `more` further states of the stage are saved, or it ended."""
+    before = {p.name for p in work.glob(f"{stage}/*/step-????????")}
+    for _ in range(6000):
+        now = {p.name for p in work.glob(f"{stage}/*/step-????????")} - before
+        if len(now) >= more or process.poll() is not None:
+            return
+        time.sleep(0.02)
+    pytest.fail("no state was saved in two minutes")
+
+
+def test_killing_dvc_alone_takes_the_trainer_with_it(repository: Repository) -> None:
+    repository.edit("params.yaml", "tools:\n  steps: null", "tools:\n  steps: 4000")
+    process = repository.start("dvc", "repro", "stage_tools")
+    trainer = wait_for_trainer(process)
+    os.kill(process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    while alive(trainer) and time.monotonic() - start < 10:
+        time.sleep(0.05)
+    assert time.monotonic() - start < 10, "the trainer went on without dvc"
+    process.communicate()
+    repository.run("bash", "-c", "rm -f .dvc/tmp/rwlock .dvc/tmp/lock")
+
+
+def wait_for_trainer(process: "subprocess.Popen[str]") -> int:
+    import psutil
+
+    for _ in range(1200):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if "stages.tools" in " ".join(child.cmdline()) and child.num_threads() > 1:
+                return child.pid
+        time.sleep(0.05)
+    pytest.fail("the trainer did not start")
+
+
+def alive(pid: int) -> bool:
+    import psutil
+
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_clone_pulls_from_the_remote_and_runs_nothing(repository: Repository, tmp_path: Path) -> None:
+    repository.dvc("remote", "modify", "--local", "store", "url", str(tmp_path / "store"))
+    repository.dvc("push", "-q")
+    subprocess.run(["git", "clone", "-q", str(repository.folder), str(tmp_path / "clone")], check=True)
+    clone = Repository(tmp_path / "clone")
+    clone.dvc("remote", "modify", "--local", "store", "url", str(tmp_path / "store"))
+    clone.dvc("pull", "-q")
+    assert clone.repro("--pull") == set()
+    assert clone.sha("deploy") == repository.sha("deploy")
+    assert clone.git("status", "--porcelain") == ""
+
+
+def test_parallel_stages_leave_a_clean_status(repository: Repository) -> None:
+    repository.edit("params.yaml", "tools:\n  steps: null", "tools:\n  steps: 2")
+    repository.run("python", "-m", "pipeline.launch", "-j", "2")
+    assert repository.changed() == set()
+
+
+def test_two_processes_see_the_same_rows_and_losses(repository: Repository, tmp_path: Path) -> None:
+    curves = []
+    for launch in ("", "2"):
+        work = str(tmp_path / f"work{launch}")
+        repository.run("python", "-m", "stages.language", "runtime.precision=fp32", "runtime.logging_steps=1",
+                       STAGECOACH_LAUNCH=launch, STAGECOACH_WORK=work, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")  # fmt: skip
+        rows = (repository.folder / "metrics/language.csv").read_text().splitlines()
+        column = rows[0].split(",").index("loss")
+        curves.append([float(row.split(",")[column]) for row in rows[1:]])
+    assert len(curves[0]) == 12
+    assert curves[0] == pytest.approx(curves[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "text"),
+    [
+        (["stages.language", "language.stepz=3"], 2, "unknown key 'stepz' (did you mean 'steps'?)"),
+        (["stages.language", "model=nanno"], 2, "did you mean 'nano'?"),
+        (["stages.language", "language.learning_rate=high"], 2, 'expected float, got "high"'),
+        (
+            ["stages.deploy", "deploy.model=nothing"],
+            2,
+            "models/nothing does not exist; make it with: dvc repro stage_nothing",
+        ),
+        (["stages.evaluate", "reward"], 2, "usage: python -m stages.evaluate {language|code|tools}"),
+        (["stages.language", "language.tokens_per_step=1000000000", "language.context=1000"], 2, "tokens"),
+        (["pipeline.params", "scale=huge"], 2, "options: demo, full, smoke"),
+    ],
+)
+def test_bad_input_exits_with_two_and_no_traceback(
+    repository: Repository, command: list[str], code: int, text: str
+) -> None:
+    done = repository.run("python", "-m", *command, check=False)
+    assert done.returncode == code, done.stdout
+    assert text in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_base_model_with_another_tokenizer_is_refused(repository: Repository) -> None:
+    path = repository.folder / "data/tokenizer/tokenizer.json"
+    text = path.read_text()
+    path.unlink()
+    path.write_text(text.replace('"<|unused_0|>"', '"<|unused_z|>"'))
+    done = repository.run("python", "-m", "stages.language", check=False)
+    assert done.returncode == 2
+    assert "tokenizer" in done.stdout
+    assert "stage_encode" in done.stdout
+
+
+def test_a_second_run_of_one_key_waits_and_exports(repository: Repository) -> None:
+    first = repository.start("python", "-m", "stages.tools", "tools.steps=15")
+    second = repository.start("python", "-m", "stages.tools", "tools.steps=15")
+    outputs = [process.communicate()[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0]
+    assert sum("already computed" in output for output in outputs) == 1
+
+
+def test_readme_commands_exist() -> None:
+    """Every `make` target, module and dvc stage that the README names is there."""
+    text = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make ([a-z]+)`", text):
+        assert f"\n{target}:" in makefile, target
+    for module in re.findall(r"python -m ((?:pipeline|stages)\.[a-z_.]+)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
+    graph = (ROOT / "dvc.yaml").read_text()
+    for stage in re.findall(r"\bstage_[a-z]+", text):
+        assert f"  {stage}:" in graph, stage

@@ -1,0 +1,92 @@
+"""One process needs no group; two agree on signals, saves, counts, norms and weights."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.learning.ranks import Ranks
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return Ranks("fp32", "unused")
+
+
+def test_one_process_hears_itself(alone: Ranks) -> None:
+    model = nn.Linear(2, 2)
+    assert alone.wrap(model) is model
+    assert alone.control(15, True, [3, 4]) == (15, True, 3, 4)
+    assert alone.control(0, False, [0, 0]) == (0, False, 0, 0)
+    assert alone.sum_float(1 / 3) == 1 / 3
+    assert alone.sum_tensor(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
+    with alone.no_sync(model, skip=True):
+        alone.barrier()
+    alone.check_equal_weights(model)
+
+
+def test_the_gradient_norm_is_over_all_weights_and_clips_only_above_a_limit(alone: Ranks) -> None:
+    model = nn.Linear(2, 1)
+
+    def gradients(limit: float) -> list[float]:
+        model.weight.grad, model.bias.grad = torch.tensor([[2.0, 4.0]]), torch.tensor([4.0])  # a norm of 6
+        assert alone.gradient_norm(model, limit) == pytest.approx(6.0)
+        return [*model.weight.grad[0].tolist(), model.bias.grad.item()]
+
+    assert gradients(0) == gradients(7) == [2.0, 4.0, 4.0]
+    assert gradients(3) == pytest.approx([1.0, 2.0, 2.0])
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from pipeline.errors import GateError
+from pipeline.learning.ranks import Ranks
+
+ranks = Ranks("fp32", sys.argv[1])
+mine = ranks.rank
+assert ranks.world == 2
+assert ranks.control(15 * mine, mine == 0, [3, 4 + mine]) == (15, True, 6, 9)
+assert ranks.control(0, False, [1, 1]) == (0, False, 2, 2)
+assert ranks.sum_float(0.5 + mine) == 2.0
+torch.manual_seed(0)
+model = nn.Linear(3, 1, bias=False)
+ranks.check_equal_weights(model)
+wrapped = ranks.wrap(model)
+rows = torch.tensor([[1.0, 2.0, 3.0], [5.0, 6.0, 7.0]])
+with ranks.no_sync(wrapped, skip=True):
+    wrapped(rows[mine]).sum().backward()
+assert model.weight.grad.tolist() == [rows[mine].tolist()], "skipping keeps gradients local"
+with ranks.no_sync(wrapped, skip=False):
+    wrapped(rows[mine]).sum().backward()
+assert model.weight.grad.tolist() == [[6.0, 8.0, 10.0]], "the mean over ranks of both micro-batches"
+ranks.barrier()
+with torch.no_grad():
+    model.weight[0, 0] += mine
+try:
+    ranks.check_equal_weights(model)
+    assert mine == 0
+except GateError as error:
+    assert mine == 1 and "rank 1 starts from other weights than rank 0" in str(error)
+(Path(sys.argv[1]) / f"{mine}.ok").touch()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_agree(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, str(tmp_path / "script.py"), str(tmp_path)], env=environment, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(p.name for p in tmp_path.glob("*.ok")) == ["0.ok", "1.ok"]

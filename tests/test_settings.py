@@ -1,0 +1,63 @@
+"""What may be said about a training run, and what it resolves to."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.learning.settings import FitConfig
+
+
+def config(**changes: Any) -> FitConfig:
+    values: dict[str, Any] = {"steps": 100, "tokens_per_step": 4096, "context": 512, "learning_rate": 1e-3}
+    return FitConfig(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": 5}, r"exactly one of steps, tokens, epochs; got steps, tokens"),
+        ({"steps": None}, r"exactly one of steps, tokens, epochs; got none"),
+        ({"steps": 0}, r"steps: expected more than 0, got 0"),
+        ({"steps": None, "epochs": -0.5}, r"epochs: expected more than 0, got -0\.5"),
+        ({"tokens_per_step": 1000}, r"tokens_per_step 1000 is not a multiple of context 512; try 512"),
+        ({"tokens_per_step": 1500}, r"try 1024"),
+        ({"tokens_per_step": 0}, r"try 512"),
+        ({"tokens_per_step": 100}, r"try 512"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, r"at most one of warmup_steps and warmup_ratio"),
+        ({"optimizer": "sgd"}, r"optimizer: expected one of adamw, muon, got 'sgd'"),
+        ({"schedule": "cos"}, r"schedule: expected one of constant, linear, cosine, cosine_with_restarts, wsd, got 'cos'"),
+        ({"publish": "first"}, r"publish: expected one of best, last"),
+        ({"on_nonfinite": "go"}, r"on_nonfinite: expected one of skip, stop"),
+        ({"context": 1, "tokens_per_step": 4}, r"context >= 2"),
+        ({"eval_steps": 0}, r"eval_steps >= 1"),
+        ({"betas": (0.9,)}, r"two betas"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_rows_are_tokens_over_context() -> None:
+    assert config().rows == 8
+    assert config(context=4096).rows == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"steps": 7}, 7),
+        ({"steps": None, "tokens": 40_960}, 10),
+        ({"steps": None, "tokens": 1}, 1),
+        ({"steps": None, "epochs": 2.5}, 25),  # of 10 steps each
+    ],
+)
+def test_length_resolves_to_steps(changes: dict[str, Any], steps: int) -> None:
+    assert config(**changes).resolve_steps(tokens_per_epoch=40_960) == steps
+
+
+def test_the_warm_up_is_steps_or_a_share_of_them() -> None:
+    by_steps, by_ratio = config(warmup_steps=10), config(warmup_ratio=0.1)
+    for step, expected in ((0, 0.1), (4, 0.5), (9, 1.0)):
+        assert by_steps.factor(step, 100) == by_ratio.factor(step, 100) == pytest.approx(expected)
+    assert by_steps.factor(99, 100) == pytest.approx(0.1)  # min_ratio at the last step

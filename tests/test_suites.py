@@ -1,0 +1,228 @@
+"""The suites over scripted answers whose numbers are known, and the one thing they share: a sample depends on its seed."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from pipeline.evaluation import likelihood, suites
+from pipeline.evaluation.suites import Settings, Subject
+from pipeline.generation.sampling import Completion
+from pipeline.model.transformer import Transformer
+from pipeline.sandbox.judge import Program, Verdict
+from pipeline.streams.records import Dialogue, Problem, Text
+from pipeline.synthesis import stories, tools, wording
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
+
+SETTINGS = Settings(documents=9, stories=9, problems=9, samples=0, dialogues=40, gaps=9, max_new_tokens=20, story_tokens=20,
+                    temperature=0.8, top_p=0.95, context=64, bootstrap=200)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scripted(Subject):
+    """A subject that answers from a table {(id, sample): text or (text, stop)}, and keeps what it was asked."""
+
+    answers: dict[Any, Any]
+    asked: dict[str, list[int]]
+
+    def complete(
+        self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
+    ) -> dict[str, Completion]:
+        self.asked.update(prompts)
+        done = {}
+        for name in prompts:
+            answer = self.answers.get((name, sample), self.answers.get(name))
+            if answer is not None:
+                text, stop = answer if isinstance(answer, tuple) else (answer, "stop")
+                done[name] = Completion(spelled(self.tokenizer, text), [], stop)
+        return done
+
+
+def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = []
+    for number, piece in enumerate(text.replace("</tool_call>", "<tool_call>/").split("<tool_call>")):
+        if number:
+            ids.append(tokenizer.control_ids["</tool_call>" if piece.startswith("/") else "<tool_call>"])
+            piece = piece.removeprefix("/")
+        ids += tokenizer.encode(piece)
+    return ids
+
+
+@pytest.fixture
+def subject(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Subject:
+    return Subject(tiny_model, byte_tokenizer, SETTINGS, 7)
+
+
+@pytest.fixture
+def scripted(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Any:
+    def made(answers: dict[Any, Any], **settings: Any) -> Scripted:
+        return Scripted(tiny_model, byte_tokenizer, replace(SETTINGS, **settings), 7, answers, {})
+
+    return made
+
+
+class Judge:
+    """Passes the sources it is told to pass."""
+
+    def __init__(self, right: Iterable[str]) -> None:
+        self.right = set(right)
+
+    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
+        for program in programs:
+            passed = program.source in self.right
+            yield Verdict(verdict="passed" if passed else "failed", reason="", passed=int(passed), total=1,
+                          score=float(passed), results=[])  # fmt: skip
+
+
+def text(path: str, content: str) -> Text:
+    return Text(text=content, source="s", path=path, licence="MIT")
+
+
+def problem(name: str, group: str) -> Problem:
+    return Problem(id=name, level=1, group=group, key=name, question=f"Write {name}.", entry_point=name,
+                   signature=f"{name}(x)", tests=[], answer=wording.fenced(f"def {name}(x):\n    return x"))  # fmt: skip
+
+
+def test_a_sample_depends_on_its_id_suite_and_number_and_on_nothing_else(subject: Subject) -> None:
+    prompts = {f"p{n}": subject.tokenizer.encode("Once there was a " + "very " * n) for n in range(6)}
+    whole = subject.complete("s", prompts, tokens=8, temperature=1.0)
+    turned = subject.complete("s", dict(reversed(prompts.items())), tokens=8, temperature=1.0)
+    alone = subject.complete("s", {"p3": prompts["p3"]}, tokens=8, temperature=1.0)
+    assert {n: c.ids for n, c in turned.items()} == {n: c.ids for n, c in whole.items()}
+    assert alone["p3"].ids == whole["p3"].ids
+    others = [subject.complete("s", prompts, tokens=8, temperature=1.0, sample=1), subject.complete("t", prompts, tokens=8, temperature=1.0)]
+    others.append(replace(subject, seed=8).complete("s", prompts, tokens=8, temperature=1.0))
+    assert all(other["p3"].ids != whole["p3"].ids for other in others)
+
+
+def test_a_prompt_without_room_is_left_out_and_counted(subject: Subject) -> None:
+    long, short = "long " * 300, "The pilot."
+    prompts = {"long": subject.tokenizer.encode(long), "short": subject.tokenizer.encode(short), "empty": []}
+    assert list(subject.complete("s", prompts, tokens=2, temperature=0.0)) == ["short"]
+    asked = [replace(problem("a", "easy"), question=long)]
+    assert suites.solved(subject, asked, Judge([])).numbers == {"left_out": 1}  # type: ignore[arg-type]
+
+
+def test_bits_per_byte_are_those_of_the_documents(subject: Subject) -> None:
+    texts = [text("a", "The pilot asked. " * 9), text("b", "def add(left, right):\n"), text("c", "né\n")]
+    result = suites.documents(subject, texts)
+    scored = likelihood.likelihood(subject.model, subject.tokenizer, [t.text for t in texts], context=64)
+    assert result.numbers["bpb"] == pytest.approx(scored.bits_per_byte)
+    assert result.numbers["bpb_low"] <= result.numbers["bpb"] <= result.numbers["bpb_high"]
+    assert (result.numbers["documents"], result.numbers["left_out"]) == (3, 0)
+    assert suites.documents(subject, []).numbers == {"documents": 0, "left_out": 0}
+
+
+def test_stories_are_judged_by_the_checker_with_their_opening(scripted: Any) -> None:
+    paths = ["stories/trade/50", "stories/gift/100", "stories/lost/50", "stories/learn/50"]
+    texts = [text(path, stories.story(path)) for path in paths]
+    rest = [t.text.removeprefix(stories.opening(t.text)) for t in texts]
+    answers = {paths[0]: rest[0], paths[1]: rest[1], paths[2]: (" The pilot sat.", "length"), paths[3]: (rest[3], "length")}
+    subject = scripted(answers)
+    result = suites.sampled_stories(subject, texts)
+    assert (result.numbers["story_rate"], result.numbers["end_rate"]) == (0.75, 0.5)
+    assert result.numbers["story_rate_low"] == pytest.approx(0.30064, abs=1e-5)  # Wilson, 3 of 4
+    assert [row["verdict"] == "passes every clause" for row in result.rows] == [True, True, False, True]
+    assert result.rows[0]["output"] == texts[0].text
+    assert result.numbers["samples_left_out"] == 0
+    assert set(result.numbers["clauses"].values()) <= {0.75, 1.0}
+    assert subject.asked[paths[0]][0] == subject.tokenizer.end_of_text
+
+
+SOURCE = "import os\n\n\ndef first(value):\n    return value + 1\n\n\ndef second(value):\n    return value + 2\n"
+
+
+def test_a_gap_is_right_when_it_is_the_very_line(scripted: Any, byte_tokenizer: Tokenizer) -> None:
+    texts = [text(str(n), SOURCE) for n in range(4)] + [text("short", "x = 1\n" * 9)]
+    reference = {r["id"]: r["reference"] for r in suites.gaps(scripted({str(n): "" for n in range(4)}), texts).rows}
+    assert set(reference.values()) <= {line + "\n" for line in SOURCE.splitlines()[3:7] if line}
+    answers = {"0": reference["0"], "1": reference["1"].rstrip("\n"), "2": reference["2"].strip(), "3": "x"}
+    subject = scripted(answers)
+    result = suites.gaps(subject, texts)
+    rights = [True, True, reference["2"].startswith("def"), False]
+    assert [row["verdict"] == "exact" for row in result.rows] == rights
+    assert result.numbers["fim_exact_match"] == sum(rights) / 4
+    ids, t = subject.asked["0"], byte_tokenizer
+    before, _, after = SOURCE.partition(reference["0"])
+    assert ids == [t.fim_prefix, *t.encode(before), t.fim_suffix, *t.encode(after), t.fim_middle]
+
+
+def test_problems_are_counted_by_group_greedy_and_sampled(scripted: Any) -> None:
+    problems = [problem("a", "easy"), problem("b", "easy"), problem("c", "hard")]
+    good = {p.id: f"def {p.id}(x):\n    return x\n" for p in problems}
+    bad = wording.fenced("def wrong(x):\n    return 0")
+    answers: dict[Any, Any] = {("a", 0): wording.fenced(good["a"].strip()), ("b", 0): "no code", ("c", 0): bad}
+    for sample in range(1, 6):  # right samples: a 2 of 5, b 5 of 5, c 0 of 5
+        answers |= {
+            ("a", sample): wording.fenced(good["a"].strip()) if sample < 3 else bad,
+            ("b", sample): wording.fenced(good["b"].strip()),
+            ("c", sample): bad,
+        }
+    result = suites.solved(scripted(answers, samples=5), problems, Judge(good.values()))  # type: ignore[arg-type]
+    numbers = result.numbers
+    assert (numbers["n"], numbers["easy"]["n"], numbers["hard"]["n"]) == (3, 2, 1)
+    assert (numbers["pass_at_1_greedy"], numbers["easy"]["pass_at_1_greedy"]) == (pytest.approx(1 / 3), 0.5)
+    assert numbers["pass_at_1"] == pytest.approx((0.4 + 1 + 0) / 3)
+    assert numbers["pass_at_5"] == pytest.approx(2 / 3)
+    assert "pass_at_10" not in numbers
+    assert numbers["easy"]["pass_at_1"] == pytest.approx(0.7)
+    assert (numbers["parse_rate"], numbers["format_rate"]) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert numbers["exact_match"] == pytest.approx(1 / 3)
+    assert [(r["id"], r["verdict"]) for r in result.rows] == [("a", "passed"), ("b", "failed"), ("c", "failed")]
+
+
+def truthful(dialogue: Dialogue, turn: int) -> str:
+    """The true message as the model would write it."""
+    shown = chat.render_text([dialogue.messages[turn]]).removeprefix("<|im_start|>assistant\n")
+    return shown.removesuffix("<|im_end|>\n")
+
+
+def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scripted: Any) -> None:
+    dialogues = list(tools.dialogues("test", 40, 1))
+    turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
+    right = suites.called(scripted({f"{d.id}#{turn}": truthful(d, turn) for d, turn in turns}), dialogues)
+    assert right.numbers["ast"] == right.numbers["ast_low"] == right.numbers["ast_high"] == 1.0
+    assert (right.numbers["false_call_rate"], right.numbers["argument_f1"], right.numbers["n"]) == (0.0, 1.0, len(turns))
+    assert {row["verdict"] for row in right.rows} == {"right"}
+    silent = suites.called(scripted({f"{d.id}#{turn}": "I cannot." for d, turn in turns}), dialogues)
+    assert (silent.numbers["ast"], silent.numbers["irrelevance"], silent.numbers["left_out"]) == (0.0, 1.0, 0)
+
+
+def test_the_interval_of_tool_calls_is_over_dialogues_and_holds_the_value(scripted: Any) -> None:
+    dialogues = list(tools.dialogues("test", 40, 1))
+    turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
+    half = {f"{d.id}#{turn}": truthful(d, turn) if n % 2 else "No." for n, d in enumerate(dialogues) for turn in tools.turns(d)}
+    numbers = suites.called(scripted(half), dialogues).numbers
+    assert len(half) == len(turns)
+    for name in ("ast", "name_accuracy"):
+        assert 0 < numbers[f"{name}_low"] < numbers[name] < numbers[f"{name}_high"] < 1
+    assert "n_low" not in numbers
+
+
+@pytest.mark.slow  # rouge-score imports scikit-learn
+def test_answers_in_words_are_compared_with_the_last_word(scripted: Any) -> None:
+    def talk(name: str, kind: str, *answers: str) -> Dialogue:
+        messages: list[dict[str, Any]] = []
+        for answer in answers:
+            messages += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": answer}]
+        return Dialogue(id=name, kind=kind, category="x", messages=messages)
+
+    dialogues = [talk("a", "chat", "one two three four", "five six seven eight"), talk("b", "chat", "nine"), talk("s", "story", "no")]
+    result = suites.answered(scripted({"a#3": "five six seven eight", "b#1": "ten"}), dialogues)
+    assert (result.numbers["n"], result.numbers["exact_match"], result.numbers["rouge1"]) == (2, 0.5, 0.5)
+    assert [row["reference"] for row in result.rows] == ["five six seven eight", "nine"]
+
+
+@pytest.mark.parametrize("change", [{"documents": 0}, {"context": 63}, {"bootstrap": 0}])
+def test_settings_that_measure_nothing_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        replace(SETTINGS, **change)
+
+
+def test_nothing_to_measure_gives_no_numbers_and_no_error(scripted: Any) -> None:
+    empty: Sequence[Any] = []
+    for suite in (suites.sampled_stories, suites.gaps, suites.called, suites.answered):
+        assert suite(scripted({}), empty).numbers == {}
+    assert suites.solved(scripted({}), empty, Judge([])).numbers == {}  # type: ignore[arg-type]

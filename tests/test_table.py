@@ -1,0 +1,38 @@
+"""The table at the end of `make`."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.report import table
+from tests import results
+
+
+@pytest.fixture
+def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
+    return results.write(tmp_path / "metrics")
+
+
+def test_columns_are_models_and_line_up(metrics: Path) -> None:
+    lines = table.render(metrics).splitlines()
+    head, rule, *rows = lines
+    assert head.split() == ["held-out", "result", "language", "code", "tools"]
+    starts = [head.index(model) for model in results.MODELS]
+    assert all(rule[start - 1] == " " and rule[start] == "-" for start in starts)
+    (ast,) = [row for row in rows if row.startswith("Tool calls right")]
+    assert [ast[start:].split("  ")[0].strip() for start in starts] == ["0.0 %", "0.0 %", "58.0 % [51.0 % to 65.0 %]"]
+    (unseen,) = [row for row in rows if row.startswith("Calls of unseen tools")]
+    assert [unseen[start:].split("  ")[0].strip() for start in starts] == ["–", "–", "31.0 %"]
+
+
+def test_seconds_stand_below_where_this_machine_built(metrics: Path, tmp_path: Path) -> None:
+    assert "seconds" not in table.render(metrics)
+    folder = tmp_path / ".work" / "code" / "00000006abcdef00"
+    folder.mkdir(parents=True)
+    (folder / "speed.json").write_text('{"seconds": 83.6}')
+    assert table.render(metrics).endswith("\n\nseconds: code 84")
+
+
+def test_nothing_evaluated_says_what_to_run(tmp_path: Path) -> None:
+    assert table.render(tmp_path) == f"nothing is evaluated yet below {tmp_path}/eval; run dvc repro"

@@ -1,0 +1,204 @@
+"""The stage of conversations, problems and pairs: shares, splits that share nothing, what leaves and what joins."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pipeline.params import Runtime
+from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
+from pipeline.streams import readers
+from pipeline.streams.records import Dialogue, Pair, Problem, read
+from pipeline.streams.sources import DataConfig
+from pipeline.synthesis import preferences, stories, wording
+from pipeline.tracking import Tracker
+from pipeline.work import Job, StopRequest
+from stages import tasks
+from stages.tasks import Params
+
+PARAMS = Params(dialogues=100, problems=60, rl_problems=8, pairs=30, test_items=10, label_noise=0.0,
+                data=DataConfig(source="machine"), sandbox=SandboxConfig())  # fmt: skip
+KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair}
+Made = dict[str, dict[str, list[Any]]]
+
+
+class FakeJudge:
+    """Scores sources by their length: enough for pairs, and no process is started."""
+
+    def __init__(self, config: SandboxConfig, workers: int) -> None:
+        pass
+
+    def __enter__(self) -> "FakeJudge":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
+        for program in programs:
+            assert program.tests and not any(test["visible"] for test in program.tests)
+            score = len(program.source) % 6 / 5
+            yield Verdict(verdict="failed", reason="", passed=0, total=1, score=score, results=[])
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "Judge", FakeJudge)
+
+
+def made(folder: Path, params: Params = PARAMS, *, code: Iterable[str] = (), seed: int = 1, workers: int = 1) -> Made:
+    """What the stage writes into `folder`/out, and its report under "report"."""
+    for name in ("own", "text", "code", "feedback", "work", "out"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    rows = list(code) or ["nothing here"]
+    for corpus, texts in (("text", ["nothing there"]), ("code", rows)):
+        table = pyarrow.table({"text": texts, "source": ["s"] * len(texts)})
+        pyarrow.parquet.write_table(table, folder / corpus / "train-0.parquet")
+    job = Job(stage="tasks", item=None, key="k", seed=seed, folder=folder / "work", workers=workers, runtime=Runtime(),
+              tracker=Tracker("tasks", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+    outs = {"dialogues": folder / "out/dialogues", "problems": folder / "out/problems", "pairs": folder / "out/preferences"}
+    tasks.run(params, job, own=folder / "own", text=folder / "text", code=folder / "code", feedback=folder / "feedback", **outs)
+    found: Made = {
+        kind: {p.stem: list(read(p, shape)) for p in sorted((folder / "out" / kind).glob("*.jsonl")) if "rejected" not in p.stem}
+        for kind, shape in KINDS.items()
+    }  # fmt: skip
+    return found | {"report": job.tracker.final}
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "Judge", FakeJudge)
+        return made(tmp_path_factory.mktemp("usual"))
+
+
+def test_every_split_has_what_was_asked_for(usual: Made) -> None:
+    assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 12}
+    assert {split: len(rows) for split, rows in usual["problems"].items()} == {"train": 60, "val": 10, "test": 20, "rl": 8}
+    assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 10}
+    assert usual["report"]["kinds"] == {"code": 35, "story": 20, "tools": 45}
+    assert usual["report"]["dropped_test_items"] == {"dialogues": 0, "problems": 0}
+
+
+def test_every_stretch_of_the_dialogues_holds_the_three_kinds_in_their_shares(usual: Made) -> None:
+    kinds = [d.kind for d in usual["dialogues"]["train"]]
+    for first in range(0, 100, 20):
+        stretch = kinds[first : first + 20]
+        assert [abs(stretch.count(kind) - 20 * share) <= 1 for kind, share in tasks.SHARES.items()] == [True] * 3
+
+
+def test_splits_share_no_item(usual: Made) -> None:
+    for kind in ("dialogues", "problems", "preferences"):
+        ids = [record.id for rows in usual[kind].values() for record in rows]
+        assert len(ids) == len(set(ids)), kind
+    keys = [(split, p.key) for split, rows in usual["problems"].items() for p in rows]
+    assert len({key for _, key in keys}) == len(set(keys))
+    openings = [{d.messages[0]["content"] for d in rows} for rows in usual["dialogues"].values()]
+    assert not openings[0] & openings[1] and not openings[0] & openings[2] and not openings[1] & openings[2]
+
+
+def test_problems_for_reinforcement_have_tests_and_no_answer(usual: Made) -> None:
+    assert all(p.answer is None and p.tests for p in usual["problems"]["rl"])
+    assert all(p.answer is not None for p in usual["problems"]["train"])
+
+
+def test_stories_to_train_on_are_not_held_out_and_val_and_test_are_apart() -> None:
+    paths = {split: tasks._paths(split, 60) for split in ("train", "val", "test")}
+    assert all(len(set(found)) == 60 for found in paths.values())
+    for split, found in paths.items():
+        assert {stories.is_held_out(path) for path in found} == {split != "train"}
+    assert not set(paths["val"]) & set(paths["test"])
+    assert tasks._paths("test", 0) == []
+
+
+@pytest.mark.slow
+def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fake: None) -> None:
+    small = replace(PARAMS, dialogues=20, problems=10, rl_problems=2, pairs=6, test_items=3)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        made(tmp_path / name, small, seed=seed)
+    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a/out").rglob("*.jsonl"))
+    assert len(files) == 10
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+    assert all((tmp_path / "a" / f).read_bytes() != (tmp_path / "c" / f).read_bytes() for f in files if "problems" in str(f))
+
+
+def test_a_test_item_that_the_training_data_hold_is_dropped(usual: Made, tmp_path: Path, fake: None) -> None:
+    long = [p for p in usual["problems"]["test"] if len(p.answer.split()) > 15][0]
+    found = made(tmp_path, code=["x = 1\n" + wording.unfenced(long.answer)])
+    kept = [p.id for p in found["problems"]["test"]]
+    assert long.id not in kept
+    assert found["report"]["dropped_test_items"]["problems"] == 20 - len(kept) >= 1
+    assert [p.id for p in found["problems"]["train"]] == [p.id for p in usual["problems"]["train"]]
+
+
+def test_noise_swaps_training_pairs_only(usual: Made, tmp_path: Path, fake: None) -> None:
+    noisy = made(tmp_path, replace(PARAMS, label_noise=0.2, dialogues=20, problems=10))["preferences"]
+    assert sum(p.flipped for p in noisy["train"]) == 6
+    assert [p.gold_chosen < p.gold_rejected for p in noisy["train"]] == [p.flipped for p in noisy["train"]]
+    assert noisy["test"] == usual["preferences"]["test"]
+
+
+def test_pairs_that_people_gave_join_the_training_pairs(tmp_path: Path, fake: None) -> None:
+    (tmp_path / "feedback").mkdir()
+    good, bad = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
+    row = {"prompt": [{"role": "user", "content": "Is it?"}], "chosen": [good], "rejected": [bad]}
+    (tmp_path / "feedback/preferences.jsonl").write_text(json.dumps(row) + "\n")
+    found = made(tmp_path, replace(PARAMS, pairs=6, dialogues=20, problems=10, test_items=2))["preferences"]
+    assert [p.source for p in found["train"]] == ["generated"] * 6 + ["feedback"]
+    assert found["train"][-1].chosen[0]["content"] == "Yes."
+    assert {p.source for p in found["test"]} == {"generated"}
+
+
+def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path, fake: None) -> None:
+    (tmp_path / "own").mkdir()
+
+    def row(number: int, **more: Any) -> dict[str, Any]:
+        test = {"assert": f"assert f{number}(1) == 2", "visible": False}
+        return {"id": f"mine-{number}", "level": 1, "group": "own", "key": str(number), "question": f"Write f{number}.",
+                "entry_point": f"f{number}", "signature": f"f{number}(x)", "tests": [test], **more}  # fmt: skip
+
+    answers = [{"answer": wording.fenced(f"def f{n}(x):\n    return x + 1")} for n in range(8)]
+    train = [row(n, **answers[n]) for n in range(4)] + [row(8)]
+    (tmp_path / "own/train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in train) + "{broken\n")
+    (tmp_path / "own/val.jsonl").write_text("".join(json.dumps(row(n, **answers[n])) + "\n" for n in range(4, 8)))
+    data = DataConfig(source="files", problems=["*.jsonl"], max_rejected=0.5)
+    found = made(tmp_path, replace(PARAMS, data=data, dialogues=20, pairs=6, test_items=2))
+    read_again = list(readers.read_files(tmp_path / "own", data, "problems", tmp_path / "again.jsonl"))
+    held_out = [p.entry_point for split, p in read_again if split == "val"]  # a hash of the id holds out rows of train, too
+    assert {"f4", "f5", "f6", "f7"} <= set(held_out)
+    assert {split: [p.entry_point for p in rows] for split, rows in found["problems"].items()} == {
+        "train": [f"f{n}" for n in range(4) if f"f{n}" not in held_out], "val": held_out[::2], "test": held_out[1::2], "rl": ["f8"]
+    }  # fmt: skip
+    assert {d.kind for d in found["dialogues"]["train"]} == {"tools", "code", "story"}
+    assert "{broken" in (tmp_path / "out/problems/rejected.jsonl").read_text()
+
+
+@pytest.mark.parametrize("change", [{"pairs": 0}, {"label_noise": 0.5}, {"label_noise": -0.1}, {"test_items": 0}])
+def test_counts_and_shares_out_of_range_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"expected (at least 1|a share in \[0, 0\.5\))"):
+        replace(PARAMS, **change)
+
+
+@pytest.mark.slow
+def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
+    found = made(tmp_path, replace(PARAMS, pairs=60), workers=2)
+    pairs = [p for p in found["preferences"]["train"] if p.kind == "code"]
+    asked = {p.id: p for p in tasks.programs.problems("train", 220, 2)}
+    programs, golds = [], []
+    for pair in pairs:
+        problem = asked[pair.id.removeprefix("train-").rpartition("-")[0]]
+        for message, gold in ((pair.chosen[0], pair.gold_chosen), (pair.rejected[0], pair.gold_rejected)):
+            hidden = [test for test in problem.tests if not test["visible"]]
+            programs.append((message["content"], Program(source=wording.unfenced(message["content"]), entry_point=problem.entry_point, tests=hidden)))  # fmt: skip
+            golds.append(gold)
+    with Judge(SandboxConfig(), 1) as judge:
+        verdicts = list(judge.judge(program for _, program in programs))
+    again = [preferences.code_gold(content, verdict.score or 0.0) for (content, _), verdict in zip(programs, verdicts, strict=True)]
+    assert again == golds
+    assert sum(gold == 1.0 for gold in golds) >= len(pairs) // 3
+    assert min(chosen - rejected for chosen, rejected in zip(golds[::2], golds[1::2], strict=True)) >= 0.1 - 1e-9

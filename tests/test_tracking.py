@@ -1,0 +1,164 @@
+"""Files without a clock, the progress line, and MLflow: four first users, a resumed run, a store that does not answer."""
+
+import json
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import tracking
+from pipeline.tracking import Tracker, clean, flatten, progress, say, write_curve, write_json
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_value_becomes_what_dvc_can_show() -> None:
+    given = {"a": math.nan, "b": {"c": -math.inf, 3: 1 / 3}, "d": True, "e": None, "f": 7, "g": "text", "h": 1234567.89}
+    expected = {"a": "not finite", "b": {"c": "not finite", "3": 0.3333333}, "d": "true", "e": "none", "f": 7,
+                "g": "text", "h": 1234568.0}  # fmt: skip
+    assert clean(given) == expected
+
+
+def test_a_metrics_file_is_sorted_and_ends_in_one_line_feed(tmp_path: Path) -> None:
+    write_json(tmp_path / "deep" / "a.json", {"z": 1.0, "a": {"é": 2}})
+    assert (tmp_path / "deep/a.json").read_bytes() == '{\n  "a": {\n    "é": 2\n  },\n  "z": 1.0\n}\n'.encode()
+
+
+def test_a_curve_has_step_first_and_holes_where_a_row_has_no_value(tmp_path: Path) -> None:
+    write_curve(tmp_path / "a.csv", [{"step": 1, "loss": 8.0}, {"step": 2, "val/bpb": 1 / 3, "loss": math.nan}, {"step": 3}])
+    assert (tmp_path / "a.csv").read_bytes() == b"step,loss,val/bpb\n1,8.0,\n2,not finite,0.3333333\n3,,\n"
+
+
+def test_flat_names_are_paths() -> None:
+    assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3, "f": {}}) == {"a/b": 1, "a/c/d": 2, "e": 3}
+
+
+def test_without_a_terminal_progress_is_a_line_in_thirty_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: now)
+    with progress(total=100, desc="encode", unit="doc", initial=20) as bar:
+        for now in (10.0, 29.0, 30.0, 40.0, 61.0):
+            bar.note(f"loss {now}")
+            bar.update(10)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["encode: 50/100 doc, 30 s, 50 s left, loss 30.0", "encode: 70/100 doc, 61 s, 37 s left, loss 61.0"]
+
+
+def test_only_rank_0_talks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    say("one")
+    monkeypatch.setenv("RANK", "1")
+    say("two")
+    assert capsys.readouterr().err == "one\n"
+
+
+def tracker(folder: Path, *, quiet: bool = False) -> Tracker:
+    return Tracker("toy", folder, {"stage": "toy"}, {"fit": {"lr": 0.1}}, quiet=quiet)
+
+
+def test_numbers_of_one_step_share_a_row_and_speed_stays_in_the_work_folder(tmp_path: Path) -> None:
+    one = tracker(tmp_path)
+    one.log(1, {"loss": 2.0})
+    one.log(2, {"loss": 1.0})
+    one.log(2, {"val/loss": 1.5})
+    one.speed["device"] = "cpu"
+    one.finish()
+    assert one.rows == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "val/loss": 1.5}]
+    assert [p.name for p in tmp_path.iterdir()] == ["speed.json"]
+    assert json.loads((tmp_path / "speed.json").read_text()) == {"device": "cpu"}
+
+
+def test_a_quiet_tracker_and_another_rank_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker(tmp_path, quiet=True).finish()
+    monkeypatch.setenv("RANK", "1")
+    tracker(tmp_path).finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+START = "import os, sys; from pathlib import Path; from pipeline.tracking import Tracker; folder = Path(sys.argv[1]); folder.mkdir(exist_ok=True)\n"
+OPEN = "one = Tracker('toy', folder, {'stage': 'toy', 'dvc.exp': ''}, {'fit': {f'k{n}': n for n in range(120)}}, quiet=False)\n"
+LOG = """
+def log(first, last):
+    for step in range(first, last):
+        one.log(step, {"loss": 1 / step})
+"""
+
+
+def started(root: Path, folder: str, code: str, **environment: str) -> subprocess.Popen[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("STAGECOACH_", "MLFLOW_", "DVC_"))}
+    variables = clean | {"DVC_ROOT": str(root), "OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, "-c", START + OPEN + LOG + code, str(root / folder)]
+    return subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
+
+
+def stored(root: Path, query: str) -> list[Any]:
+    with sqlite3.connect(root / "mlflow.db") as connection:
+        return connection.execute(query).fetchall()
+
+
+@pytest.mark.slow
+def test_four_first_users_of_one_store_give_no_error(tmp_path: Path) -> None:
+    code = "log(1, 5); one.report(best={'loss': 0.25, 'note': 'text'}); one.finish()"
+    running = [started(tmp_path, f"w{n}", code) for n in range(4)]
+    errors = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0] * 4
+    assert errors == [""] * 4
+    assert stored(tmp_path, "select name, status from runs") == [("toy", "FINISHED")] * 4
+    assert stored(tmp_path, "select count(*) from metrics where key = 'loss'") == [(16,)]
+    assert stored(tmp_path, "select count(*) from metrics where key = 'final/best/loss'") == [(4,)]
+    assert stored(tmp_path, "select count(*) from params") == [(4 * 120,)]
+    assert stored(tmp_path, "select count(*) from experiments where name = 'stagecoach'") == [(1,)]
+    assert stored(tmp_path, "select artifact_location from experiments where name = 'stagecoach'") == [
+        ((tmp_path / "mlartifacts").as_uri(),)
+    ]
+
+
+@pytest.mark.slow
+def test_a_resumed_stage_is_one_finished_run_without_a_step_twice(tmp_path: Path) -> None:
+    killed = "log(1, 21); one.flush(); log(21, 41); one.flush(); log(41, 50); os._exit(9)"
+    stopped = "one.restore([{'step': s, 'loss': 1 / s} for s in range(1, 21)]); log(21, 45); one.flush(); one.abandon('KILLED')"
+    done = "one.restore([{'step': s, 'loss': 1 / s} for s in range(1, 45)]); log(45, 61); one.finish()"
+    for code, exit_code, status in ((killed, 9, "RUNNING"), (stopped, 0, "KILLED"), (done, 0, "FINISHED")):
+        process = started(tmp_path, "w", code)
+        assert process.communicate()[1] == ""
+        assert process.returncode == exit_code
+        assert stored(tmp_path, "select status from runs") == [(status,)]
+    rows = stored(tmp_path, "select step, value from metrics where key = 'loss' order by step")
+    assert rows == [(step, pytest.approx(1 / step)) for step in range(1, 61)]
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_costs_one_warning(tmp_path: Path) -> None:
+    code = "log(1, 5); one.flush(); log(5, 9); one.speed['seconds'] = 3; one.finish()"
+    process = started(tmp_path, "w", code, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    error = process.communicate()[1]
+    assert process.returncode == 0
+    assert len(error.splitlines()) == 1
+    assert error.startswith("warning: MLflow does not answer")
+    assert json.loads((tmp_path / "w/speed.json").read_text()) == {"seconds": 3}
+
+
+def test_a_store_that_never_answers_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import threading
+
+    release = threading.Event()
+    monkeypatch.setenv("STAGECOACH_MLFLOW", "on")
+    monkeypatch.setattr(tracking, "WAIT", 0.05)
+    monkeypatch.setattr(tracking.MlflowRun, "_open", lambda self: release.wait(20))
+    one = tracker(tmp_path)
+    one.log(1, {"loss": 2.0})
+    one.flush()
+    one.finish()
+    release.set()
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: MLflow does not answer (TimeoutError: no answer within 0 s); going on without it"
+    ]
+    assert (tmp_path / "speed.json").is_file()
