@@ -19,10 +19,9 @@ class Params:
 
 
 def run(params: Params, job: Job, *, metrics: Path, out: Path) -> None:
-    """Write `out`/index.html."""
-    out.mkdir(parents=True)
-    (out / "index.html").write_text(card.render(metrics), encoding="utf-8")
+    """Write the page `out`."""
+    out.write_text(card.render(metrics), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(run, inputs={"metrics": "metrics"}, outs={"out": "reports"}, metrics=None)
+    main(run, inputs={"metrics": "metrics"}, outs={"out": "reports/index.html"}, metrics=None)

@@ -31,13 +31,12 @@ def evaluation(place: int) -> dict[str, Any]:
     put("stories", "story_rate", [0.62, 0.48, 0.41], 0.06)
     put("stories", "end_rate", [0.91, 0.88, 0.9], 0.03)
     put("code", "bpb", [2.2, 1.1, 1.2], 0.04)
-    put("code", "parse_rate", [0.02, 0.61, 0.82], 0.05)
     put("problems/easy", "pass_at_1", [0.0, 0.05, 0.44], 0.04)
     put("problems/medium", "pass_at_1", [0.0, 0.01, 0.125], 0.01)
     put("tools", "ast", [0.0, 0.0, 0.58], 0.0)
     if place == 2:
         found["tools"] |= {"ast_low": 0.51, "ast_high": 0.65, "ast_unseen_tool": 0.31, "false_call_rate": 0.08}
-    found["problems"] |= {"skipped": "skipped: no sandbox", "n": 200}
+    found["problems"] |= {"parse_rate": [0.02, 0.61, 0.82][place], "n": 200}  # without an interval
     found["stories"]["perplexity"] = math.nan
     return found | {"settings": {"documents": 100, "seed": 42}, "lineage": {"key": f"{place:016x}"}}
 
@@ -47,7 +46,9 @@ def write(folder: Path) -> Path:
     before = "data/raw/text"
     for number, name in enumerate(STAGES):
         lineage = {"key": f"{number:08d}abcdef00", "code": f"c0de{number:012d}", "inputs": {before: f"{number:016x}"}}
-        write_json(folder / f"{name}.json", {"parameters": 2_361_536, "best": {"val_bpb": 1.2345678}, "lineage": lineage})
+        write_json(
+            folder / f"{name}.json", {"parameters": 2_361_536, "best": {"val_bpb": 1.2345678}, "lineage": lineage}
+        )
         before = f"models/{name}"
     for number, name in enumerate(MODELS):
         rows: list[dict[str, float | int | str]] = []
@@ -61,7 +62,7 @@ def write(folder: Path) -> Path:
         items = [
             {"suite": "stories", "id": "stories/wish/50", "prompt": "Once there was a pilot.", "output": f"Once, by {name}. " * 12, "verdict": "ending"},
             {"suite": "problems", "id": "p-1", "prompt": "Write `solve(x)`: double each number.", "output": "```python\ndef solve(x):\n    return [n * 2 for n in x]\n```", "verdict": "passed"},
-            {"suite": "tools", "id": "t-1#2", "prompt": "What is the weather in Oslo?", "output": HOSTILE, "verdict": "right"},
+            {"suite": "tools", "id": "t-1#2", "prompt": "What is the weather in Oslo?", "output": HOSTILE, "verdict": "right", "reference": HOSTILE},
             {"suite": "tools", "id": "t-2#2", "prompt": HOSTILE, "output": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>', "verdict": ""},
         ]  # fmt: skip
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in items)

@@ -64,7 +64,14 @@ class Page(HTMLParser):
 
 
 def test_built_twice_it_has_equal_bytes_and_stray_files_change_nothing(metrics: Path, text: str) -> None:
-    for name in ("stray.json", "stray.csv", "eval/stray.json", "eval/stray.jsonl", "notes.txt", ".language.json.12.part"):
+    for name in (
+        "stray.json",
+        "stray.csv",
+        "eval/stray.json",
+        "eval/stray.jsonl",
+        "notes.txt",
+        ".language.json.12.part",
+    ):
         (metrics / name).write_text('{"text": {"bpb": 0.5}}')
     assert card.render(metrics) == text
 
@@ -89,7 +96,7 @@ def test_no_id_stands_twice_and_every_reference_has_one(text: str) -> None:
 
 
 def test_what_a_model_wrote_stays_text(text: str) -> None:
-    assert text.count(html.escape(results.HOSTILE, quote=False).replace('"', "&#34;").replace("'", "&#39;")) == 4
+    assert text.count(html.escape(results.HOSTILE, quote=False).replace('"', "&#34;").replace("'", "&#39;")) == 5
     assert "<img" not in text
 
 
@@ -116,11 +123,19 @@ def test_a_change_is_coloured_only_where_intervals_are_apart_and_by_what_is_bett
     assert [c["kind"] for c in rows["code", "bpb"]] == ["", "better", "worse"]
     assert [c["kind"] for c in rows["tools", "ast"]] == ["", "", "better"]
     assert rows["tools", "ast"][2]["interval"] == "51.0 % to 65.0 %"
+    unsure = rows["problems", "parse_rate"]  # numbers without an interval say nothing about a change
+    assert [(c["change"], c["interval"], c["kind"]) for c in unsure][1:] == [
+        ("+59.0 points", "", ""),
+        ("+21.0 points", "", ""),
+    ]
     assert [c["value"] for c in rows["tools", "false_call_rate"]] == ["–", "–", "8.0 %"]
 
 
 def test_numbers_of_a_curve_stand_below_it_thinned_with_first_and_last() -> None:
-    series = [card.charts.Series("a", [(float(s), s / 100) for s in range(1, 101)]), card.charts.Series("b", [(1.0, 5.0)])]
+    series = [
+        card.charts.Series("a", [(float(s), s / 100) for s in range(1, 101)]),
+        card.charts.Series("b", [(1.0, 5.0)]),
+    ]
     rows = card.thinned(series, most=10)
     assert rows[0] == ["1", "0.0100", "5.0000"]
     assert rows[-1] == ["100", "1.0000", ""]

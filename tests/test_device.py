@@ -27,7 +27,9 @@ def test_the_hash_is_the_same_in_every_process_and_forever() -> None:
 
 
 def test_the_hash_tells_types_borders_and_order_apart() -> None:
-    values = [device.stable_hash(*parts) for parts in ((1, 2), ("1", 2), (12,), ("12",), (2, 1), ("a", "b"), ("ab",), ())]
+    values = [
+        device.stable_hash(*parts) for parts in ((1, 2), ("1", 2), (12,), ("12",), (2, 1), ("a", "b"), ("ab",), ())
+    ]
     assert len(set(values)) == len(values)
     assert all(0 <= value < 2**64 for value in values)
 

@@ -2,18 +2,21 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
 from pipeline import checkpoint
 from pipeline.errors import ConfigError
 from pipeline.evaluation.suites import Settings, Subject
 from pipeline.model.transformer import Transformer
 from pipeline.params import Runtime
+from pipeline.report.headlines import HEADLINES, lookup
 from pipeline.sandbox.judge import Program, SandboxConfig, Verdict
 from pipeline.streams.records import Text, write
 from pipeline.synthesis import preferences, programs, stories, tools
@@ -22,7 +25,7 @@ from pipeline.tracking import Tracker
 from pipeline.work import Job, StopRequest
 from stages import evaluate
 
-SETTINGS = Settings(documents=3, stories=3, problems=4, samples=1, dialogues=4, gaps=2, max_new_tokens=4, story_tokens=4,
+SETTINGS = Settings(documents=3, stories=3, problems=12, samples=1, dialogues=24, gaps=2, max_new_tokens=4, story_tokens=4,
                     temperature=0.8, top_p=0.95, context=64, bootstrap=20)  # fmt: skip
 PARAMS = evaluate.Params(settings=SETTINGS, sandbox=SandboxConfig())
 
@@ -59,19 +62,27 @@ def corpus(folder: Path, **files: list[tuple[str, str, str]]) -> Path:
 
 
 def test_held_out_texts_are_those_of_the_val_files_in_order(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "text", val_1=[("c", "s", "3")], val_0=[("a", "s", "1"), ("b", "s", "2")], train_0=[("x", "s", "0")])
+    folder = corpus(
+        tmp_path / "text", val_1=[("c", "s", "3")], val_0=[("a", "s", "1"), ("b", "s", "2")], train_0=[("x", "s", "0")]
+    )
     assert [t.text for t in evaluate.held_out(folder)] == ["a", "b", "c"]
 
 
 def test_texts_are_prose_known_families_and_unseen_families() -> None:
-    texts = [Text(text="", source=s, path=s, licence="") for s in ("docs", "gift", stories.HELD_OUT[0], "readme", "trade")]
+    texts = [
+        Text(text="", source=s, path=s, licence="") for s in ("docs", "gift", stories.HELD_OUT[0], "readme", "trade")
+    ]
     assert [[t.source for t in part] for part in evaluate.split_texts(texts)] == [
         ["docs", "readme"], ["gift", "trade"], [stories.HELD_OUT[0]]
     ]  # fmt: skip
 
 
 def test_the_curve_is_pass_at_k_over_the_k_that_were_sampled() -> None:
-    numbers = {"problems": {f"pass_at_{k}{end}": k / 10 + d for k in (1, 5) for end, d in (("", 0), ("_low", -0.1), ("_high", 0.1))}}
+    numbers = {
+        "problems": {
+            f"pass_at_{k}{end}": k / 10 + d for k in (1, 5) for end, d in (("", 0), ("_low", -0.1), ("_high", 0.1))
+        }
+    }
     assert evaluate.curve_rows(numbers) == [
         {"step": 1, "curve": "pass_at_k", "value": 0.1, "low": 0.0, "high": 0.2},
         {"step": 5, "curve": "pass_at_k", "value": 0.5, "low": 0.4, "high": 0.6},
@@ -80,7 +91,10 @@ def test_the_curve_is_pass_at_k_over_the_k_that_were_sampled() -> None:
 
 
 def test_without_a_sandbox_problems_say_so(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_model: Transformer,
+    byte_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(evaluate, "Judge", NoSandbox)
     subject = Subject(tiny_model, byte_tokenizer, SETTINGS, 1)
@@ -94,16 +108,26 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "Judge", FakeJudge)
-    checkpoint.save(tmp_path / "model", tiny_model, byte_tokenizer, {"key": "k"})
-    told = [(stories.story(f"stories/{family}/50"), family, f"stories/{family}/50") for family in ("gift", "trade", "grow")]
+    model = Transformer(replace(tiny_model.config, max_context=4096), torch.Generator().manual_seed(0))
+    checkpoint.save(tmp_path / "model", model, byte_tokenizer, {"key": "k"})
+    told = [
+        (stories.story(f"stories/{family}/50"), family, f"stories/{family}/50") for family in ("gift", "trade", "grow")
+    ]
     source = "".join(f"def function_{n}(value):\n    return value + {n}\n\n\n" for n in range(6))
     text = corpus(tmp_path / "text", val_0=[("Prose. " * 40, "docs", "docs/1"), *told], train_0=[("x", "s", "0")])
     code = corpus(tmp_path / "code", val_0=[(source, "package", "a.py")])
-    write(tmp_path / "dialogues/test.jsonl", [*tools.dialogues("test", 6, 1), preferences.story_dialogue("stories/gift/50")])
-    write(tmp_path / "problems/test.jsonl", programs.problems("test", 4, 1))
+    write(
+        tmp_path / "dialogues/test.jsonl",
+        [*tools.dialogues("test", 24, 1), preferences.story_dialogue("stories/gift/50")],
+    )
+    write(tmp_path / "problems/test.jsonl", programs.problems("test", 12, 1))
 
     def measured(name: str) -> list[bytes]:
-        outs = {"summary": tmp_path / name / "m.json", "items": tmp_path / name / "m.jsonl", "curves": tmp_path / name / "m.csv"}
+        outs = {
+            "summary": tmp_path / name / "m.json",
+            "items": tmp_path / name / "m.jsonl",
+            "curves": tmp_path / name / "m.csv",
+        }
         (tmp_path / name).mkdir()
         job = Job(stage="evaluate", item="m", key="k", seed=1, folder=tmp_path, workers=1, runtime=Runtime(),
                   tracker=Tracker("evaluate", tmp_path, {}, {}, quiet=True), lineage={"key": "k"}, stop=StopRequest())  # fmt: skip
@@ -115,9 +139,25 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
     first, second = measured("a"), measured("b")
     assert first == second
     numbers = json.loads(first[0])
-    assert set(numbers) == {"text", "stories", "stories_held_out", "code", "problems", "tools", "answers", "settings", "lineage"}
-    assert (numbers["text"]["documents"], numbers["stories"]["documents"], numbers["stories_held_out"]["documents"]) == (1, 2, 1)
+    assert set(numbers) == {
+        "text",
+        "stories",
+        "stories_held_out",
+        "code",
+        "problems",
+        "tools",
+        "answers",
+        "settings",
+        "lineage",
+    }
+    assert (
+        numbers["text"]["documents"],
+        numbers["stories"]["documents"],
+        numbers["stories_held_out"]["documents"],
+    ) == (1, 2, 1)
     assert {"story_rate", "bpb", "left_out", "samples_left_out"} <= set(numbers["stories"])
+    missing = [headline.path for headline in HEADLINES if lookup(numbers, headline) is None]
+    assert missing == [], "a headline that no suite writes would be a row that never appears"
     assert (numbers["settings"]["seed"], numbers["settings"]["stories"], numbers["lineage"]) == (1, 3, {"key": "k"})
     rows = [json.loads(line) for line in first[1].decode().split("\n") if line]
     assert {row["suite"] for row in rows} >= {"stories", "gaps"}

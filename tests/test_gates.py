@@ -60,7 +60,9 @@ def test_the_first_loss_from_scratch_is_that_of_a_uniform_guess(
     for nats in (uniform - 0.49, uniform + 0.49):
         gates.first_loss(nats, tiny_model, from_scratch=True)
     for nats in (uniform - 0.51, uniform + 0.51, 0.0):
-        with pytest.raises(GateError, match=r"must start at ln V = 5\.768 within 0\.5: the initialisation or the targets"):
+        with pytest.raises(
+            GateError, match=r"must start at ln V = 5\.768 within 0\.5: the initialisation or the targets"
+        ):
             gates.first_loss(nats, tiny_model, from_scratch=True)
     gates.first_loss(0.1, tiny_model, from_scratch=False)
     assert capsys.readouterr().err == ""
@@ -101,11 +103,13 @@ def test_a_group_without_gradient_is_named(tiny_model: Transformer) -> None:
 def test_an_infinite_gradient_is_named_also_when_clipping_made_zeros_of_the_others(tiny_model: Transformer) -> None:
     model = with_gradients(tiny_model)
     members = groups(model)
-    next(iter(members["norm_bias"].values())).grad.fill_(math.inf)
+    next(iter(members["norm_bias"].values())).grad = torch.full((32,), math.inf)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert list(members).index("embedding") < list(members).index("norm_bias")
-    assert float(next(iter(members["embedding"].values())).grad.norm()) == 0.0
-    with pytest.raises(GateError, match=r"group norm_bias: the first gradient is not finite; try runtime\.precision=fp32"):
+    assert not torch.stack([p.grad.abs().max() for p in members["embedding"].values() if p.grad is not None]).any()
+    with pytest.raises(
+        GateError, match=r"group norm_bias: the first gradient is not finite; try runtime\.precision=fp32"
+    ):
         gates.gradients(members, model)
 
 

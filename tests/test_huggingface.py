@@ -32,7 +32,9 @@ def test_every_file_has_its_checksum(out: Path) -> None:
     assert "README.md" in sums and "model.safetensors" in sums
 
 
-def test_the_card_states_the_facts_and_leaves_no_gap(out: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -> None:
+def test_the_card_states_the_facts_and_leaves_no_gap(
+    out: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer
+) -> None:
     card = (out / "README.md").read_text()
     assert "@" not in card
     for fact in ("# stagecoach-tools", f"{tiny_model.num_parameters():,} parameters", "context 256", "BPE of 320 tokens",
@@ -72,7 +74,9 @@ def test_a_short_context_is_proved_over_what_it_holds(
 
 
 @pytest.mark.oracle
-def test_the_commands_of_the_card_work_in_transformers(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_the_card_work_in_transformers(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(out.parent)
     code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0].replace("models/deploy", "./deploy")

@@ -221,7 +221,12 @@ def test_ready_stages_are_those_of_the_graph_above_the_target(tmp_path: Path, mo
     graph = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"], "e": []}
     lines = ["stages:"]
     for name, deps in graph.items():
-        lines += [f"  {name}:", f"    cmd: echo {name} >> order && echo {name} > {name}.out", "    outs:", f"      - {name}.out"]
+        lines += [
+            f"  {name}:",
+            f"    cmd: echo {name} >> order && echo {name} > {name}.out",
+            "    outs:",
+            f"      - {name}.out",
+        ]
         lines += ["    deps:", *(f"      - {d}.out" for d in deps)] if deps else []
     (tmp_path / "dvc.yaml").write_text("\n".join(lines) + "\n")
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], cwd=tmp_path, check=True)

@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +39,7 @@ Stage = Callable[..., int]
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A repository with one stage, as a module; its HOOK runs inside `run`."""
     for name in ("DVC_ROOT", "DVC_STAGE", "STAGECOACH_WORK", "STAGECOACH_LOCKED", "STAGECOACH_LAUNCH"):
         monkeypatch.delenv(name, raising=False)
@@ -62,7 +62,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
     monkeypatch.setitem(sys.modules, "toy", module)
     spec.loader.exec_module(module)
     module.HOOK = lambda job, out: None  # type: ignore[attr-defined]
-    yield module
+    return module
 
 
 def main(stage: ModuleType, *argv: str, **wiring: Any) -> int:
@@ -86,12 +86,16 @@ def raising(error: BaseException) -> Callable[..., None]:
     return hook
 
 
-def test_a_run_publishes_out_and_metrics_with_their_lineage(stage: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_publishes_out_and_metrics_with_their_lineage(
+    stage: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(stage) == 0
     assert Path("data/toy").read_text() == "ababab"
     metrics = json.loads(Path("metrics/toy.json").read_text())
     assert metrics["bytes"] == 6
-    assert set(metrics["lineage"]) == {"key", "code", "inputs"} and list(metrics["lineage"]["inputs"]) == ["data/raw/a.txt"]
+    assert set(metrics["lineage"]) == {"key", "code", "inputs"} and list(metrics["lineage"]["inputs"]) == [
+        "data/raw/a.txt"
+    ]
     assert f" s (key {metrics['lineage']['key']})\n  bytes 6\n" in capsys.readouterr().err
     assert json.loads(Path(f".work/toy/{metrics['lineage']['key']}/speed.json").read_text())["seconds"] >= 0
 
@@ -171,7 +175,7 @@ def test_a_defect_of_ours_keeps_its_traceback(stage: ModuleType, error: Exceptio
 def test_bad_input_exits_2_and_says_what_to_do(stage: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
         "toy.time=3": "stage_toy: command line: toy: unknown key 'time' (did you mean 'times'?); valid keys: times\n",
-        "toy.times=high": "stage_toy: command line: toy.times: expected int, got \"high\"\n",
+        "toy.times=high": 'stage_toy: command line: toy.times: expected int, got "high"\n',
         "toy.times=0": "stage_toy: command line: toy: times: expected at least 1\n",
         "three": "stage_toy: usage: python -m stages.toy [key=value ...]; got 'three'\n",
     }

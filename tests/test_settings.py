@@ -25,7 +25,10 @@ def config(**changes: Any) -> FitConfig:
         ({"tokens_per_step": 100}, r"try 512"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, r"at most one of warmup_steps and warmup_ratio"),
         ({"optimizer": "sgd"}, r"optimizer: expected one of adamw, muon, got 'sgd'"),
-        ({"schedule": "cos"}, r"schedule: expected one of constant, linear, cosine, cosine_with_restarts, wsd, got 'cos'"),
+        (
+            {"schedule": "cos"},
+            r"schedule: expected one of constant, linear, cosine, cosine_with_restarts, wsd, got 'cos'",
+        ),
         ({"publish": "first"}, r"publish: expected one of best, last"),
         ({"on_nonfinite": "go"}, r"on_nonfinite: expected one of skip, stop"),
         ({"context": 1, "tokens_per_step": 4}, r"context >= 2"),

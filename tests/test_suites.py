@@ -92,7 +92,10 @@ def test_a_sample_depends_on_its_id_suite_and_number_and_on_nothing_else(subject
     alone = subject.complete("s", {"p3": prompts["p3"]}, tokens=8, temperature=1.0)
     assert {n: c.ids for n, c in turned.items()} == {n: c.ids for n, c in whole.items()}
     assert alone["p3"].ids == whole["p3"].ids
-    others = [subject.complete("s", prompts, tokens=8, temperature=1.0, sample=1), subject.complete("t", prompts, tokens=8, temperature=1.0)]
+    others = [
+        subject.complete("s", prompts, tokens=8, temperature=1.0, sample=1),
+        subject.complete("t", prompts, tokens=8, temperature=1.0),
+    ]
     others.append(replace(subject, seed=8).complete("s", prompts, tokens=8, temperature=1.0))
     assert all(other["p3"].ids != whole["p3"].ids for other in others)
 
@@ -119,7 +122,12 @@ def test_stories_are_judged_by_the_checker_with_their_opening(scripted: Any) -> 
     paths = ["stories/trade/50", "stories/gift/100", "stories/lost/50", "stories/learn/50"]
     texts = [text(path, stories.story(path)) for path in paths]
     rest = [t.text.removeprefix(stories.opening(t.text)) for t in texts]
-    answers = {paths[0]: rest[0], paths[1]: rest[1], paths[2]: (" The pilot sat.", "length"), paths[3]: (rest[3], "length")}
+    answers = {
+        paths[0]: rest[0],
+        paths[1]: rest[1],
+        paths[2]: (" The pilot sat.", "length"),
+        paths[3]: (rest[3], "length"),
+    }
     subject = scripted(answers)
     result = suites.sampled_stories(subject, texts)
     assert (result.numbers["story_rate"], result.numbers["end_rate"]) == (0.75, 0.5)
@@ -169,6 +177,7 @@ def test_problems_are_counted_by_group_greedy_and_sampled(scripted: Any) -> None
     assert "pass_at_10" not in numbers
     assert numbers["easy"]["pass_at_1"] == pytest.approx(0.7)
     assert (numbers["parse_rate"], numbers["format_rate"]) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert numbers["parse_rate_low"] == pytest.approx(0.20766, abs=1e-5)  # Wilson, 2 of 3
     assert numbers["exact_match"] == pytest.approx(1 / 3)
     assert [(r["id"], r["verdict"]) for r in result.rows] == [("a", "passed"), ("b", "failed"), ("c", "failed")]
 
@@ -184,7 +193,11 @@ def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scri
     turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
     right = suites.called(scripted({f"{d.id}#{turn}": truthful(d, turn) for d, turn in turns}), dialogues)
     assert right.numbers["ast"] == right.numbers["ast_low"] == right.numbers["ast_high"] == 1.0
-    assert (right.numbers["false_call_rate"], right.numbers["argument_f1"], right.numbers["n"]) == (0.0, 1.0, len(turns))
+    assert (right.numbers["false_call_rate"], right.numbers["argument_f1"], right.numbers["n"]) == (
+        0.0,
+        1.0,
+        len(turns),
+    )
     assert {row["verdict"] for row in right.rows} == {"right"}
     silent = suites.called(scripted({f"{d.id}#{turn}": "I cannot." for d, turn in turns}), dialogues)
     assert (silent.numbers["ast"], silent.numbers["irrelevance"], silent.numbers["left_out"]) == (0.0, 1.0, 0)
@@ -193,7 +206,11 @@ def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scri
 def test_the_interval_of_tool_calls_is_over_dialogues_and_holds_the_value(scripted: Any) -> None:
     dialogues = list(tools.dialogues("test", 40, 1))
     turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
-    half = {f"{d.id}#{turn}": truthful(d, turn) if n % 2 else "No." for n, d in enumerate(dialogues) for turn in tools.turns(d)}
+    half = {
+        f"{d.id}#{turn}": truthful(d, turn) if n % 2 else "No."
+        for n, d in enumerate(dialogues)
+        for turn in tools.turns(d)
+    }
     numbers = suites.called(scripted(half), dialogues).numbers
     assert len(half) == len(turns)
     for name in ("ast", "name_accuracy"):
@@ -209,7 +226,11 @@ def test_answers_in_words_are_compared_with_the_last_word(scripted: Any) -> None
             messages += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": answer}]
         return Dialogue(id=name, kind=kind, category="x", messages=messages)
 
-    dialogues = [talk("a", "chat", "one two three four", "five six seven eight"), talk("b", "chat", "nine"), talk("s", "story", "no")]
+    dialogues = [
+        talk("a", "chat", "one two three four", "five six seven eight"),
+        talk("b", "chat", "nine"),
+        talk("s", "story", "no"),
+    ]
     result = suites.answered(scripted({"a#3": "five six seven eight", "b#1": "ten"}), dialogues)
     assert (result.numbers["n"], result.numbers["exact_match"], result.numbers["rouge1"]) == (2, 0.5, 0.5)
     assert [row["reference"] for row in result.rows] == ["five six seven eight", "nine"]

@@ -24,7 +24,7 @@ from stages.tasks import Params
 PARAMS = Params(dialogues=100, problems=60, rl_problems=8, pairs=30, test_items=10, label_noise=0.0,
                 data=DataConfig(source="machine"), sandbox=SandboxConfig())  # fmt: skip
 KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair}
-Made = dict[str, dict[str, list[Any]]]
+Made = dict[str, Any]  # kind -> split -> records, and "report"
 
 
 class FakeJudge:
@@ -42,7 +42,7 @@ class FakeJudge:
     def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
         for program in programs:
             assert program.tests and not any(test["visible"] for test in program.tests)
-            score = len(program.source) % 6 / 5
+            score = len(program.source or "") % 6 / 5
             yield Verdict(verdict="failed", reason="", passed=0, total=1, score=score, results=[])
 
 
@@ -61,8 +61,20 @@ def made(folder: Path, params: Params = PARAMS, *, code: Iterable[str] = (), see
         pyarrow.parquet.write_table(table, folder / corpus / "train-0.parquet")
     job = Job(stage="tasks", item=None, key="k", seed=seed, folder=folder / "work", workers=workers, runtime=Runtime(),
               tracker=Tracker("tasks", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
-    outs = {"dialogues": folder / "out/dialogues", "problems": folder / "out/problems", "pairs": folder / "out/preferences"}
-    tasks.run(params, job, own=folder / "own", text=folder / "text", code=folder / "code", feedback=folder / "feedback", **outs)
+    outs = {
+        "dialogues": folder / "out/dialogues",
+        "problems": folder / "out/problems",
+        "pairs": folder / "out/preferences",
+    }
+    tasks.run(
+        params,
+        job,
+        own=folder / "own",
+        text=folder / "text",
+        code=folder / "code",
+        feedback=folder / "feedback",
+        **outs,
+    )
     found: Made = {
         kind: {p.stem: list(read(p, shape)) for p in sorted((folder / "out" / kind).glob("*.jsonl")) if "rejected" not in p.stem}
         for kind, shape in KINDS.items()
@@ -79,7 +91,12 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def test_every_split_has_what_was_asked_for(usual: Made) -> None:
     assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 12}
-    assert {split: len(rows) for split, rows in usual["problems"].items()} == {"train": 60, "val": 10, "test": 20, "rl": 8}
+    assert {split: len(rows) for split, rows in usual["problems"].items()} == {
+        "train": 60,
+        "val": 10,
+        "test": 20,
+        "rl": 8,
+    }
     assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 10}
     assert usual["report"]["kinds"] == {"code": 35, "story": 20, "tools": 45}
     assert usual["report"]["dropped_test_items"] == {"dialogues": 0, "problems": 0}
@@ -124,34 +141,34 @@ def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fak
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a/out").rglob("*.jsonl"))
     assert len(files) == 10
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
-    assert all((tmp_path / "a" / f).read_bytes() != (tmp_path / "c" / f).read_bytes() for f in files if "problems" in str(f))
+    assert all(
+        (tmp_path / "a" / f).read_bytes() != (tmp_path / "c" / f).read_bytes() for f in files if "problems" in str(f)
+    )
 
 
 def test_a_test_item_that_the_training_data_hold_is_dropped(usual: Made, tmp_path: Path, fake: None) -> None:
-    long = [p for p in usual["problems"]["test"] if len(p.answer.split()) > 15][0]
-    found = made(tmp_path, code=["x = 1\n" + wording.unfenced(long.answer)])
+    long = next(p for p in usual["problems"]["test"] if len(p.answer.split()) > 15)
+    found = made(tmp_path, replace(PARAMS, dialogues=20, pairs=3), code=["x = 1\n" + wording.unfenced(long.answer)])
     kept = [p.id for p in found["problems"]["test"]]
     assert long.id not in kept
     assert found["report"]["dropped_test_items"]["problems"] == 20 - len(kept) >= 1
     assert [p.id for p in found["problems"]["train"]] == [p.id for p in usual["problems"]["train"]]
 
 
-def test_noise_swaps_training_pairs_only(usual: Made, tmp_path: Path, fake: None) -> None:
-    noisy = made(tmp_path, replace(PARAMS, label_noise=0.2, dialogues=20, problems=10))["preferences"]
-    assert sum(p.flipped for p in noisy["train"]) == 6
-    assert [p.gold_chosen < p.gold_rejected for p in noisy["train"]] == [p.flipped for p in noisy["train"]]
-    assert noisy["test"] == usual["preferences"]["test"]
-
-
-def test_pairs_that_people_gave_join_the_training_pairs(tmp_path: Path, fake: None) -> None:
+def test_noise_swaps_generated_training_pairs_and_pairs_that_people_gave_join_them_unswapped(
+    usual: Made, tmp_path: Path, fake: None
+) -> None:
     (tmp_path / "feedback").mkdir()
     good, bad = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
     row = {"prompt": [{"role": "user", "content": "Is it?"}], "chosen": [good], "rejected": [bad]}
     (tmp_path / "feedback/preferences.jsonl").write_text(json.dumps(row) + "\n")
-    found = made(tmp_path, replace(PARAMS, pairs=6, dialogues=20, problems=10, test_items=2))["preferences"]
-    assert [p.source for p in found["train"]] == ["generated"] * 6 + ["feedback"]
-    assert found["train"][-1].chosen[0]["content"] == "Yes."
-    assert {p.source for p in found["test"]} == {"generated"}
+    found = made(tmp_path, replace(PARAMS, label_noise=0.2, dialogues=20, problems=10))["preferences"]
+    *noisy, given = found["train"]
+    assert [p.source for p in noisy] == ["generated"] * 30
+    assert sum(p.flipped for p in noisy) == 6
+    assert [p.gold_chosen < p.gold_rejected for p in noisy] == [p.flipped for p in noisy]
+    assert (given.source, given.flipped, given.chosen[0]["content"]) == ("feedback", False, "Yes.")
+    assert found["test"] == usual["preferences"]["test"]
 
 
 def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path, fake: None) -> None:
@@ -168,14 +185,17 @@ def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path, f
     (tmp_path / "own/val.jsonl").write_text("".join(json.dumps(row(n, **answers[n])) + "\n" for n in range(4, 8)))
     data = DataConfig(source="files", problems=["*.jsonl"], max_rejected=0.5)
     found = made(tmp_path, replace(PARAMS, data=data, dialogues=20, pairs=6, test_items=2))
-    read_again = list(readers.read_files(tmp_path / "own", data, "problems", tmp_path / "again.jsonl"))
-    held_out = [p.entry_point for split, p in read_again if split == "val"]  # a hash of the id holds out rows of train, too
+    read_again: Any = readers.read_files(tmp_path / "own", data, "problems", tmp_path / "again.jsonl")
+    held_out = [
+        p.entry_point for split, p in read_again if split == "val"
+    ]  # a hash of the id holds out rows of train, too
     assert {"f4", "f5", "f6", "f7"} <= set(held_out)
     assert {split: [p.entry_point for p in rows] for split, rows in found["problems"].items()} == {
         "train": [f"f{n}" for n in range(4) if f"f{n}" not in held_out], "val": held_out[::2], "test": held_out[1::2], "rl": ["f8"]
     }  # fmt: skip
     assert {d.kind for d in found["dialogues"]["train"]} == {"tools", "code", "story"}
-    assert "{broken" in (tmp_path / "out/problems/rejected.jsonl").read_text()
+    (rejected,) = map(json.loads, (tmp_path / "out/problems/rejected.jsonl").read_text().splitlines())
+    assert (rejected["file"], rejected["line"]) == ("train.jsonl", 6)
 
 
 @pytest.mark.parametrize("change", [{"pairs": 0}, {"label_noise": 0.5}, {"label_noise": -0.1}, {"test_items": 0}])
@@ -198,7 +218,10 @@ def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
             golds.append(gold)
     with Judge(SandboxConfig(), 1) as judge:
         verdicts = list(judge.judge(program for _, program in programs))
-    again = [preferences.code_gold(content, verdict.score or 0.0) for (content, _), verdict in zip(programs, verdicts, strict=True)]
+    again = [
+        preferences.code_gold(content, verdict.score or 0.0)
+        for (content, _), verdict in zip(programs, verdicts, strict=True)
+    ]
     assert again == golds
     assert sum(gold == 1.0 for gold in golds) >= len(pairs) // 3
     assert min(chosen - rejected for chosen, rejected in zip(golds[::2], golds[1::2], strict=True)) >= 0.1 - 1e-9

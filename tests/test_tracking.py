@@ -30,7 +30,9 @@ def test_a_metrics_file_is_sorted_and_ends_in_one_line_feed(tmp_path: Path) -> N
 
 
 def test_a_curve_has_step_first_and_holes_where_a_row_has_no_value(tmp_path: Path) -> None:
-    write_curve(tmp_path / "a.csv", [{"step": 1, "loss": 8.0}, {"step": 2, "val/bpb": 1 / 3, "loss": math.nan}, {"step": 3}])
+    write_curve(
+        tmp_path / "a.csv", [{"step": 1, "loss": 8.0}, {"step": 2, "val/bpb": 1 / 3, "loss": math.nan}, {"step": 3}]
+    )
     assert (tmp_path / "a.csv").read_bytes() == b"step,loss,val/bpb\n1,8.0,\n2,not finite,0.3333333\n3,,\n"
 
 

@@ -142,7 +142,14 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
         for clause, holds in verdicts.items():
             clauses[clause] = clauses.get(clause, 0) + holds
         failed = ", ".join(clause for clause, holds in verdicts.items() if not holds)
-        result.item("stories", path, completion, story, prompt=chosen[path], verdict=failed or "passes every clause")
+        result.item(
+            "stories",
+            path,
+            completion,
+            story,
+            prompt=chosen[path],
+            verdict=f"fails {failed}" if failed else "passes every clause",
+        )
     result.measure("story_rate", wilson(sum(whole), len(whole)))
     result.measure("end_rate", wilson(sum(c.stop == "stop" for c in done.values()), len(done)))
     result.measure("repeat_4", subject.bootstrap([text.repeat_4(c.ids) for c in done.values()]))
@@ -216,6 +223,8 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Resul
         part.numbers["n"] = len(mine)
         result.numbers |= {group: part.numbers} if group else part.numbers
     result.numbers |= code.rates(judged)
+    result.measure("parse_rate", wilson(sum(j.parses for j in judged), len(judged)))
+    result.measure("format_rate", wilson(sum(j.formatted for j in judged), len(judged)))
     _references(result, problems, judged)
     for problem, one in zip(problems, judged, strict=True):
         result.item("problems", problem.id, greedy[problem.id], answers[problem.id], prompt=problem.question,

@@ -90,7 +90,7 @@ def figures(run: Run) -> list[dict[str, Any]]:
         if not headline.chart:
             continue
         values = [
-            charts.Bar(model, *(measured[k] for k in ("value", "low", "high")))
+            charts.Bar(model, *(measured.get(k, measured["value"]) for k in ("value", "low", "high")))
             for model, numbers in run.evaluations.items()
             if (measured := lookup(numbers, headline)) is not None
         ]
@@ -127,14 +127,13 @@ def _cell(headline: Headline, measured: dict[str, float] | None, before: dict[st
     if measured is None:
         return {"value": "–", "interval": "", "change": "", "kind": ""}
     value = headline.show(measured["value"])
-    interval = (
-        f"{headline.show(measured['low'])} to {headline.show(measured['high'])}"
-        if measured["low"] != measured["high"]
-        else ""
-    )
+    known = "low" in measured
+    wide = known and measured["low"] != measured["high"]
+    interval = f"{headline.show(measured['low'])} to {headline.show(measured['high'])}" if wide else ""
     if before is None:
         return {"value": value, "interval": interval, "change": "", "kind": ""}
-    apart = measured["low"] > before["high"] or measured["high"] < before["low"]  # only then is the change coloured
+    known = known and "low" in before
+    apart = known and (measured["low"] > before["high"] or measured["high"] < before["low"])  # only then it is coloured
     up = measured["value"] > before["value"]
     kind = ("better" if up == headline.higher_is_better else "worse") if apart else ""
     difference = measured["value"] - before["value"]
@@ -182,7 +181,13 @@ def samples(run: Run, per_suite: int = 2) -> list[dict[str, Any]]:
             count[suite] = count.get(suite, 0) + 1
             entry = found.setdefault(
                 (suite, str(row["id"])),
-                {"suite": suite, "id": row["id"], "prompt": row.get("prompt", ""), "answers": []},
+                {
+                    "suite": suite,
+                    "id": row["id"],
+                    "prompt": row.get("prompt", ""),
+                    "reference": row.get("reference", ""),
+                    "answers": [],
+                },
             )
             entry["answers"].append({"model": model, "output": row["output"], "verdict": row.get("verdict", "")})
     return list(found.values())

@@ -32,7 +32,7 @@ HEADLINES = (
     Headline(("stories", "story_rate"), "Stories that pass every clause", "share of sampled stories", "share", True),
     Headline(("stories", "end_rate"), "Stories that end", "share of sampled stories", "share", True),
     Headline(("code", "bpb"), "Source code", "bits per byte, lower is better", "bits per byte", False, True),
-    Headline(("code", "parse_rate"), "Sampled code that parses", "share", "share", True),
+    Headline(("problems", "parse_rate"), "Answers whose code parses", "share of problems", "share", True),
     Headline(
         ("problems", "easy", "pass_at_1"), "Easy problems, pass@1", "share of problems solved", "share", True, True
     ),
@@ -46,17 +46,13 @@ HEADLINES = (
 
 
 def lookup(numbers: dict[str, Any], headline: Headline) -> dict[str, float] | None:
-    """{"value", "low", "high"} of a headline, or None where the model has no such number."""
+    """{"value"} of a headline, with {"low", "high"} where it has an interval; None where the model has no such number."""
     place: Any = numbers
     for key in headline.path[:-1]:
         place = place.get(key) if isinstance(place, dict) else None
     last = headline.path[-1]
     if not isinstance(place, dict) or not isinstance(place.get(last), int | float):
         return None
-    value = float(place[last])
-    low, high = (place.get(f"{last}_{side}") for side in ("low", "high"))  # absent, or "not finite"
-    return {
-        "value": value,
-        "low": float(low) if isinstance(low, int | float) else value,
-        "high": float(high) if isinstance(high, int | float) else value,
-    }
+    low, high = (place.get(f"{last}_{side}") for side in ("low", "high"))  # may be "not finite"
+    interval = {"low": low, "high": high} if isinstance(low, int | float) and isinstance(high, int | float) else {}
+    return {name: float(number) for name, number in ({"value": place[last]} | interval).items()}

@@ -105,15 +105,14 @@ def pairs(
                 yield replace(pair, id=f"{split}-{pair.id}")
 
 
-def first(count: int, made: Iterator[Pair], kind: str) -> Iterator[Pair]:
+def first(count: int, made: Iterator[Pair], kind: str) -> list[Pair]:
     """The first `count` pairs. Raises DataError when there are fewer."""
-    number = 0
-    for number, pair in enumerate(itertools.islice(made, count), start=1):
-        yield pair
-    if number < count:
+    found = list(itertools.islice(made, count))
+    if len(found) < count:
         raise DataError(
-            f"preferences: {count} pairs of kind {kind} asked for, {number} found; lower tasks.pairs or tasks.test_items"
+            f"preferences: {count} pairs of kind {kind} asked for, {len(found)} found; lower tasks.pairs or tasks.test_items"
         )
+    return found
 
 
 def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
