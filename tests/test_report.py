@@ -12,7 +12,6 @@ from stages import report
 def test_the_out_is_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "render", lambda metrics: f"<p>é of {metrics.name}</p>")
     job: Any = None
-    report.run(report.Params(), job, metrics=tmp_path / "metrics", out=tmp_path / "reports")
-    (page,) = (tmp_path / "reports").iterdir()
-    assert page.name == "index.html"
-    assert page.read_bytes() == "<p>é of metrics</p>".encode()
+    report.run(report.Params(), job, metrics=tmp_path / "metrics", out=tmp_path / "index.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["index.html"]
+    assert (tmp_path / "index.html").read_bytes() == "<p>é of metrics</p>".encode()
