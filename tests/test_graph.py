@@ -37,7 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Repository:
 def repository(built: Repository) -> Iterator[Repository]:
     yield built
     built.git("checkout", "-q", ".")
-    built.dvc("checkout", "-q")
+    built.dvc("checkout", "-q", "--force")
     assert built.changed() == set()
 
 
@@ -173,7 +173,7 @@ def test_kill_9_of_everything_resumes_to_the_same_bits(repository: Repository, b
         repository.run("python", "-m", f"stages.{stage}", STAGECOACH_WORK=str(repository.folder / ".work-whole"))
         assert repository.sha(stage) == resumed, stage
         repository.git("checkout", "-q", "params.yaml", "dvc.lock")
-        repository.dvc("checkout", "-q")
+        repository.dvc("checkout", "-q", "--force")
 
 
 def wait_for_state(work: Path, stage: str, more: int, process: "subprocess.Popen[str]") -> None:

@@ -114,7 +114,7 @@ def test_edits_are_a_function_of_text_path_and_generator() -> None:
 @pytest.mark.parametrize(
     ("question", "old", "new"),
     [
-        ("protagonist_introduced", "fox named Tom", "fox"),
+        ("protagonist_introduced", "a brave fox who", "brave and"),
         ("pronouns_resolve", "He looked", "She looked"),
         ("pronouns_resolve", "He looked", "They looked"),
         ("pronouns_resolve", "At last Tom found the kite", "At last Tom found it"),
@@ -132,7 +132,7 @@ def test_edits_are_a_function_of_text_path_and_generator() -> None:
 )
 def test_each_question_notices_its_own_fault(question: str, old: str, new: str) -> None:
     text = (
-        'Once there was a brave fox named Tom who lived near the old mill. "My red kite is lost!" cried Tom by the '
+        'Tom was a brave fox who lived near the old mill. "My red kite is lost!" cried Tom by the '
         "well. He looked under the bed, but the kite was not there. Then a shy owl named Mia came by with bread and "
         "asked about the kite. Mia knew that a long ladder might help, so she ran to the barn. At last Tom found the "
         "kite on the roof of the barn. From that day on, Tom kept the kite near the window."

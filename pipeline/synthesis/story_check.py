@@ -1,8 +1,8 @@
 """Does a story hold together? Eight questions, answered from the text alone.
 
 In: any text, most often sampled from a model. Out: `check(text)`, a boolean per question. The grammar asked for is the
-generator's: a name has one pronoun, a pronoun agrees with the last name before it, a name is introduced by "named",
-"called" or "friend" before it is used, a plot has a goal and an ending of its own.
+generator's: a name has one pronoun, a pronoun agrees with the last name before it, the first name is introduced
+as "Tom was a brave fox", others by "named", "called" or "friend", a plot has a goal and an ending of its own.
 
 It does not promise to understand: a text in another style than the generator's fails, and nonsense between right
 sentences passes. It is strict where it looks: one foreign name, one wrong "she" and the answer is False.
@@ -32,7 +32,7 @@ GOAL_WITHIN = 4  # the goal stands in the first sentences
 _BORDER = re.compile(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])')
 _WORD = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*")
 _INTRODUCES = re.compile(r"\b(?:named|called|friend) ([A-Z][a-z]+)")
-_FIRST = re.compile(rf"\b({'|'.join(KINDS)}) (?:named|called) ([A-Z][a-z]+)")
+_FIRST = re.compile(rf"^([A-Z][a-z]+) was an? (?:[a-z]+ )?(?:{'|'.join(KINDS)})\b")
 _STARTS = re.compile(r'(?:^|[.!?]"?\s+|(?:^|\s)")"?$')  # what stands before a word that is capital by its place
 _CAPITAL = frozenset(("I", *LISTS["weekday"]))
 
@@ -77,7 +77,7 @@ def _signs() -> dict[str, tuple[re.Pattern[str], re.Pattern[str]]]:
 
 def _introduces_protagonist(first: str) -> bool:
     match = _FIRST.search(first)
-    return match is not None and match[2] in PRONOUN_OF
+    return match is not None and match[1] in PRONOUN_OF
 
 
 def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
@@ -105,6 +105,9 @@ def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
 def _names_known(text: str, words: list[tuple[str, int]]) -> bool:
     """Each name is introduced where it first stands, and each other capital begins a sentence with a known word."""
     introduced = {match.start(1): match[1] for match in _INTRODUCES.finditer(text)}
+    first = _FIRST.search(text)
+    if first is not None:
+        introduced[0] = first[1]
     known: set[str] = set()
     for word, start in words:
         if start in introduced and word in PRONOUN_OF:

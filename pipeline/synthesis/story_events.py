@@ -59,20 +59,18 @@ class Plot:
     partner: bool = False  # the goal itself brings the friend in
 
 
+# The name is the first word of a story: a small model finds it there again. With the name in mid-sentence it had not
+# begun to copy names after 300 steps, with the name first it had.
 INTRODUCTION = event(
     "introduction",
     """
-    Once there was {a P.trait} {P.kind} named {P:name}.
-    {near} the {place} lived {a P.trait} {P.kind} called {P:name}.
-    One {time}, {a P.trait} {P.kind} named {P:name} woke up {near} the {place}.
-    Long ago, {near} the {place}, there lived {a P.kind} called {P:name}.
-    Once upon a time, {a P.kind} named {P:name} sold {food} {near} the {place}.
-    Everyone at the {place} knew {a P.trait} {P.kind} called {P:name}.
-    There once was {a P.trait} {P.kind} named {P:name} who loved {food}.
-    In {a age} house {near} the {place} lived {a P.kind} called {P:name}.
-    This is a story about {a P.trait} {P.kind} named {P:name}.
-    Far away, {a P.trait} {P.kind} called {P:name} worked for the {relative}.
-    On {a weather} {time}, {a P.trait} {P.kind} named {P:name} {went} to the {place}.
+    {P:name} was {a P.trait} {P.kind} who lived {near} the {place}.
+    {P:name} was {a P.trait} {P.kind}.
+    {P:name} was {a P.kind} who sold {food} {near} the {place}.
+    {P:name} was {a P.trait} {P.kind} who loved {food}.
+    {P:name} was {a P.kind} in {a age} house {near} the {place}.
+    {P:name} was {a P.trait} {P.kind} who worked for the {relative}.
+    {P:name} was {a P.kind} and everyone at the {place} knew {P:him}.
     """,
     gives="introduced",
 )
