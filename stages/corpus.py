@@ -90,10 +90,11 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
     index = Index(benchmark_items(benchmarks))
     corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
     versions = {"python": platform.python_version()}
+    rows: dict[str, dict[str, int]] = {name: {} for name in PARTS}  # of data=files and data=hub
     if params.data.source == "machine":
         batches = _machine(params, job.seed, corpora, versions)
     else:
-        batches = _brought(params.data, own, parts, versions)
+        batches = _brought(params.data, own, parts, versions, rows)
     taker = {part: selection for selection in corpora.values() for part in selection.quotas}
     wanted = sum(quota for selection in corpora.values() for quota in selection.quotas.values())
     with progress(total=None if math.isinf(wanted) else wanted, desc="corpus", unit="B") as bar:
@@ -101,6 +102,9 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
             bar.update(taker[document.part].offer(document))
     for name, out in (("text", text), ("code", code)):
         manifest = _finish(name, corpora[name], out) | {"data": params.data.source, "versions": versions}
+        if params.data.source != "machine":
+            manifest["rows"] = rows[name]
+            _keep_rejected(params.data, name, parts, out)
         manifest["benchmarks"] = {
             "items": len(index),
             "files": {path.relative_to(benchmarks).as_posix(): sha256(path) for path in benchmark_files(benchmarks)},
@@ -178,16 +182,27 @@ def _most(quota_mb: float) -> int:
     return 4 + int(4 * quota_mb * 1e6 / BATCH_CODE_BYTES)
 
 
-def _brought(data: sources.DataConfig, own: Path, parts: Path, versions: dict[str, str]) -> Iterator[Batch]:
-    """All that the user's files or the hub's data sets hold, in their order."""
+def _brought(
+    data: sources.DataConfig, own: Path, parts: Path, versions: dict[str, str], rows: dict[str, dict[str, int]]
+) -> Iterator[Batch]:
+    """All that the user's files or the hub's data sets hold, in their order; `rows` counts what became of it."""
     for kind in PARTS:
         if data.source == "files":
-            rows = readers.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl")
+            found = readers.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", rows[kind])
         else:
             versions |= hub.revisions(data, kind, parts / "hub")
-            rows = hub.read_hub(data, kind, parts / "hub")
-        records = ((split, record) for split, record in rows if isinstance(record, Text))
+            found = hub.read_hub(data, kind, parts / "hub", rows[kind])
+        records = ((split, record) for split, record in found if isinstance(record, Text))
         yield from harvest.record_batches(records, kind, data)
+
+
+def _keep_rejected(data: sources.DataConfig, kind: str, parts: Path, out: Path) -> None:
+    """The rows that were not read, beside what was made of the others."""
+    own = parts / f"{kind}-rejected.jsonl"
+    files = [own] if data.source == "files" else hub.rejected_files(data, kind, parts / "hub")
+    found = [path.read_bytes() for path in files if path.is_file()]
+    if any(found):
+        (out / hub.REJECTED).write_bytes(b"".join(found))
 
 
 def _finish(name: str, selection: Selection, out: Path) -> dict[str, Any]:

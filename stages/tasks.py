@@ -8,13 +8,13 @@ language model. Pairs that people gave on the web page join the training pairs.
 """
 
 import itertools
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.launch import pool_map
 from pipeline.params import block, group, main
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 from pipeline.streams import hub, readers, screening, sources
@@ -23,7 +23,9 @@ from pipeline.synthesis import preferences, programs, stories, tools, wording
 from pipeline.tracking import progress
 from pipeline.work import Job
 
-SHARES = {"tools": 0.45, "code": 0.35, "story": 0.20}  # of the dialogues
+CHUNK = 200  # records that a worker process generates at a time
+WORTH_A_WORKER = 500  # fewer are made sooner than a process starts
+SHARES = {"tools": 0.50, "code": 0.40, "story": 0.10}  # of the dialogues; a story has three times the trained tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,17 @@ class Params:
             raise ValueError(f"label_noise: expected a share in [0, 0.5), got {self.label_noise}")
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Records `first` to `stop` of a generator, for a worker process."""
+
+    kind: str  # problems, dialogues
+    split: str
+    first: int
+    stop: int
+    seed: int
+
+
 Splits = dict[str, list[Any]]  # train, val, test (and rl) -> records
 
 
@@ -55,26 +68,32 @@ def run(
 ) -> None:  # fmt: skip
     """Write the three folders."""
     parts = job.folder / "parts"
+    rows: dict[str, dict[str, int]] = {}  # what became of the rows that the user or the hub brought
     with progress(total=5, desc="tasks", unit="step") as bar:
-        brought = {kind: _brought(kind, params.data, own, parts) for kind in ("dialogues", "problems", "preferences")}
+        brought = {
+            kind: _brought(kind, params.data, own, parts, rows) for kind in ("dialogues", "problems", "preferences")
+        }
         bar.update()
-        made = _problems(params, job.seed) if brought["problems"] is None else brought["problems"]
+        made = _problems(params, job) if brought["problems"] is None else brought["problems"]
         bar.update()
-        talks = _dialogues(params, job.seed, made) if brought["dialogues"] is None else brought["dialogues"]
+        talks = _dialogues(params, job, made) if brought["dialogues"] is None else brought["dialogues"]
         bar.update()
         dropped = _screen(talks, made, text, code, job.workers)
         bar.update()
         judged = _pairs(params, job) if brought["preferences"] is None else brought["preferences"]
-        judged["train"] += _feedback(feedback, params.data, parts)
+        judged["train"] += _feedback(feedback, params.data, parts, rows)
         bar.update()
     for folder, splits in ((dialogues, talks), (problems, made), (pairs, judged)):
         folder.mkdir(parents=True)
         for split, records in splits.items():
             write(folder / f"{split}.jsonl", records)
-    for rejected in parts.glob("*-rejected.jsonl"):
-        kind = rejected.name.split("-")[0]
-        target = {"dialogues": dialogues, "problems": problems}.get(kind, pairs)
-        shutil.copy(rejected, target / (rejected.name if kind == "feedback" else "rejected.jsonl"))
+    for kind, target in (("dialogues", dialogues), ("problems", problems), ("preferences", pairs), ("feedback", pairs)):
+        files = [parts / f"{kind}-rejected.jsonl", *hub.rejected_files(params.data, kind, parts / "hub")]
+        rejected = b"".join(path.read_bytes() for path in files if path.is_file())
+        if rejected:
+            (target / ("feedback-rejected.jsonl" if kind == "feedback" else hub.REJECTED)).write_bytes(rejected)
+    if rows:
+        job.report(rows=rows)
     job.report(
         dialogues=_counts(talks), problems=_counts(made), preferences=_counts(judged), dropped_test_items=dropped,
         kinds=dict(sorted(Counter(d.kind for d in talks["train"]).items())),
@@ -86,13 +105,16 @@ def _counts(splits: Splits) -> dict[str, int]:
     return {split: len(records) for split, records in splits.items()}
 
 
-def _brought(kind: str, data: sources.DataConfig, own: Path, parts: Path) -> Splits | None:
+def _brought(
+    kind: str, data: sources.DataConfig, own: Path, parts: Path, counts: dict[str, dict[str, int]]
+) -> Splits | None:
     """The user's records of a kind; None where none are named. Every second held-out row is for the test."""
     if data.source == "files" and getattr(data, kind):
         parts.mkdir(parents=True, exist_ok=True)
-        rows: Iterator[tuple[str, Any]] = readers.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl")
+        rejected = parts / f"{kind}-rejected.jsonl"
+        rows: Iterator[tuple[str, Any]] = readers.read_files(own, data, kind, rejected, counts.setdefault(kind, {}))
     elif data.source == "hub" and any(entry.enabled for entry in data.hub.get(kind, [])):
-        rows = hub.read_hub(data, kind, parts / "hub")
+        rows = hub.read_hub(data, kind, parts / "hub", counts.setdefault(kind, {}))
     else:
         return None
     splits: Splits = {"train": [], "val": [], "test": []}
@@ -108,32 +130,55 @@ def _brought(kind: str, data: sources.DataConfig, own: Path, parts: Path) -> Spl
     return splits
 
 
-def _feedback(folder: Path, data: sources.DataConfig, parts: Path) -> list[Pair]:
+def _feedback(folder: Path, data: sources.DataConfig, parts: Path, counts: dict[str, dict[str, int]]) -> list[Pair]:
     """Pairs that people gave on the page; each line is checked as a user's own file is."""
     path = folder / "preferences.jsonl"
     if not path.is_file() or path.stat().st_size == 0:
         return []
     parts.mkdir(parents=True, exist_ok=True)
     config = replace(data, preferences=[path.name], shape="auto")
-    rows = readers.read_files(folder, config, "preferences", parts / "feedback-rejected.jsonl")
+    rejected = parts / "feedback-rejected.jsonl"
+    rows = readers.read_files(folder, config, "preferences", rejected, counts.setdefault("feedback", {}))
     return [replace(record, source="feedback") for _, record in rows if isinstance(record, Pair)]
 
 
-def _problems(params: Params, seed: int) -> Splits:
+def generate(chunk: Chunk) -> list[Any]:
+    """What a worker process does with a chunk."""
+    made = {"problems": programs.problems, "dialogues": tools.dialogues}[chunk.kind]
+    return list(made(chunk.split, chunk.stop, chunk.seed, chunk.first))
+
+
+def _generated(kind: str, counts: dict[str, int], seed: int, workers: int) -> Splits:
+    """The first records of each split, generated in worker processes."""
+    chunks = [
+        Chunk(kind, split, first, min(first + CHUNK, count), seed)
+        for split, count in counts.items()
+        for first in range(0, count, CHUNK)
+    ]
+    splits: Splits = {split: [] for split in counts}
+    workers = min(workers, max(1, sum(counts.values()) // WORTH_A_WORKER))
+    for chunk, records in zip(chunks, pool_map(generate, chunks, workers), strict=True):
+        splits[chunk.split] += records
+    return splits
+
+
+def _problems(params: Params, job: Job) -> Splits:
     counts = {"train": params.problems, "val": max(10, params.problems // 50), "rl": params.rl_problems,
               "test": 2 * params.test_items}  # fmt: skip
-    return {split: list(programs.problems(split, count, seed)) for split, count in counts.items()}
+    return _generated("problems", counts, job.seed, job.workers)
 
 
-def _dialogues(params: Params, seed: int, problems: Splits) -> Splits:
+def _dialogues(params: Params, job: Job, problems: Splits) -> Splits:
     """Tools, code and stories in their shares, in an order in which every stretch holds all three."""
     splits: Splits = {}
-    held_out = max(20, params.dialogues // 40)
-    for split, count in (("train", params.dialogues), ("val", held_out), ("test", params.test_items)):
+    counts = {"train": params.dialogues, "val": max(20, params.dialogues // 40), "test": params.test_items}
+    shares = {split: count if split == "test" else round(count * SHARES["tools"]) for split, count in counts.items()}
+    calls = _generated("dialogues", shares, job.seed, job.workers)
+    for split, count in counts.items():
         number = {kind: round(count * share) for kind, share in SHARES.items()}
         with_answer = [p for p in problems[split] if p.answer is not None]
         kinds = [
-            list(tools.dialogues(split, count if split == "test" else number["tools"], seed)),
+            calls[split],
             [programs.dialogue(p) for p in with_answer[: number["code"]]] if split != "test" else [],
             [preferences.story_dialogue(path) for path in _paths(split, number["story"])],
         ]

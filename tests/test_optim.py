@@ -94,3 +94,24 @@ def test_zero_rate_moves_nothing() -> None:
     model(torch.arange(11)).square().mean().backward()
     optimizers.step(0.0)
     assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
+
+
+def test_a_group_may_have_a_rate_of_its_own() -> None:
+    model = torch.nn.Linear(4, 4)
+    whole = OptimizerConfig(optimizer="adamw", learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
+                            learning_rates={"norm_bias": 0.3})  # fmt: skip
+    optimizers = Optimizers(model, whole, fast_bf16=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers.step(0.5)
+    steps = {name: (before[name] - p).abs().max().item() for name, p in model.named_parameters()}
+    assert steps["weight"] == pytest.approx(0.05, rel=1e-4) and steps["bias"] == pytest.approx(0.15, rel=1e-4)
+
+
+@pytest.mark.parametrize("rates", [{"hiden": 0.1}, {"hidden": -0.1}])
+def test_a_rate_of_no_group_or_below_zero_is_an_error(rates: dict[str, float]) -> None:
+    wrong = OptimizerConfig(optimizer="adamw", learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
+                            learning_rates=rates)  # fmt: skip
+    with pytest.raises(ValueError, match="learning_rates"):
+        Optimizers(torch.nn.Linear(2, 2), wrong, fast_bf16=False)

@@ -9,7 +9,7 @@ Not promised: DTensor parameters (FSDP2), which need a gather before the iterati
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,15 @@ class OptimizerConfig:
     weight_decay: float
     betas: tuple[float, ...]
     eps: float
+    learning_rates: dict[str, float] = field(
+        default_factory=dict
+    )  # of embedding, head, norm_bias, hidden; else the one
+
+    def check_groups(self) -> None:
+        """Raise ValueError for a rate of a group that does not exist, or below 0."""
+        for name, rate in self.learning_rates.items():
+            if name not in GROUPS or rate < 0:
+                raise ValueError(f"learning_rates: expected rates >= 0 of {', '.join(GROUPS)}, got {name}: {rate}")
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
@@ -106,26 +115,30 @@ class Optimizers:
             raise ValueError(f"optimizer: expected adamw or muon, got {config.optimizer!r}")
         self.members = groups(model)
         self._names = {id(p): name for members in self.members.values() for name, p in members.items()}
-        rate, decay = config.learning_rate, config.weight_decay
+        config.check_groups()
+        self._rates = {name: config.learning_rates.get(name, config.learning_rate) for name in self.members}
+        decay = config.weight_decay
         self.optimizers: list[torch.optim.Optimizer] = []
         adamw = []
         for name, members in self.members.items():
             if config.optimizer == "muon" and name == "hidden":
                 dtype = torch.bfloat16 if fast_bf16 else torch.float32
+                rate = self._rates[name]
                 self.optimizers.append(Muon(list(members.values()), lr=rate, weight_decay=decay, dtype=dtype))
             else:
                 own = 0.0 if name == "norm_bias" else decay
+                rate = self._rates[name]
                 adamw.append({"params": list(members.values()), "lr": rate, "weight_decay": own, "name": name})
         if adamw:
             betas = (config.betas[0], config.betas[1])
-            self.optimizers.append(torch.optim.AdamW(adamw, lr=rate, betas=betas, eps=config.eps, fused=True))
-        self.rate = rate
+            adam = torch.optim.AdamW(adamw, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+            self.optimizers.append(adam)
 
     def step(self, factor: float) -> None:
         """One update at `factor` times the configured rates; gradients are dropped after it."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.rate * factor
+                group["lr"] = self._rates[group.get("name", "hidden")] * factor
             optimizer.step()
         self.zero_grad()
 

@@ -40,6 +40,7 @@ class FitConfig(OptimizerConfig):
             raise ValueError(f"expected exactly one of steps, tokens, epochs; got {', '.join(given) or 'none'}")
         if getattr(self, given[0]) <= 0:
             raise ValueError(f"{given[0]}: expected more than 0, got {getattr(self, given[0])}")
+        self.check_groups()
         if self.learning_rate < 0 or self.context < 2 or self.eval_steps < 1 or len(self.betas) != 2:
             raise ValueError("expected learning_rate >= 0, context >= 2, eval_steps >= 1 and two betas")
         if self.tokens_per_step % self.context or self.tokens_per_step < self.context:

@@ -71,6 +71,11 @@ class ModelConfig:
         return self.layers * layer + self.vocab_size * d
 
     @property
+    def initializer_range(self) -> float:
+        """Standard deviation of fresh weights, 1/sqrt(2 * width) and at most 0.05: tied logits start with one of 0.7."""
+        return min(0.05, (2 * self.width) ** -0.5)
+
+    @property
     def num_parameters(self) -> int:
         """All weights; a tied embedding counts once."""
         norms = self.layers * (2 * self.width + (2 * self.head_dim if self.head_norms else 0)) + self.width
@@ -103,7 +108,7 @@ class ModelConfig:
             "tie_word_embeddings": self.tied,
             "attention_bias": self.bias,
             "attention_dropout": 0.0,
-            "initializer_range": 0.02,
+            "initializer_range": self.initializer_range,
             "use_cache": True,
             "torch_dtype": dtype,
             "dtype": dtype,

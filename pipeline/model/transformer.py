@@ -21,7 +21,6 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import rms_norm, rotate
 
 Checkpointing = Literal["none", "full", "every_2"]
-INIT_STD = 0.02
 
 
 class Transformer(nn.Module):
@@ -149,9 +148,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Fresh weights: normal with 0.02, the two projections into the residual stream scaled by 1/sqrt(2 * layers).
+        """Fresh weights: normal, the two projections into the residual stream scaled by 1/sqrt(2 * layers).
 
-        As GPT-2 (Radford et al. 2019, 2.3). Norms one, biases zero. A function of the generator's state alone: weights
+        As GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms one, biases zero. A function of the generator's state alone: weights
         are drawn on its device, in the order of `state_dict()`.
         """
         for name, parameter in self.named_parameters():
@@ -159,7 +158,7 @@ class Transformer(nn.Module):
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = INIT_STD / (2 * self.config.layers) ** 0.5 if into_stream else INIT_STD
+            std = self.config.initializer_range / ((2 * self.config.layers) ** 0.5 if into_stream else 1.0)
             drawn = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
             parameter.copy_(drawn)
 

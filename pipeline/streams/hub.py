@@ -34,25 +34,34 @@ from pipeline.tracking import progress, say
 NUM_RETRIES = 5
 FIRST_WAIT = 2.0  # seconds before the first retry; doubled each time
 BATCH_ROWS = 1000
+REJECTED = "rejected.jsonl"
 _SCHEMA = pa.schema([("row", pa.large_string())])
 _REVISION = re.compile(r"[0-9a-f]{40}")
 Result = TypeVar("Result")
 
 
-def read_hub(config: DataConfig, kind: str, parts: Path) -> Iterator[tuple[str, AnyRecord]]:
+def read_hub(
+    config: DataConfig, kind: str, parts: Path, counts: dict[str, int] | None = None
+) -> Iterator[tuple[str, AnyRecord]]:
     """(split, record) of every data set of `kind` that is enabled, in the order of the file, fetched into `parts`.
 
+    To `counts` is added what became of the rows; those rejected stand in `rejected_files(...)`.
     Raises DataError: a set that does not exist or is gated, a network that stays away, rows that no shape reads.
     """
     for entry in config.hub.get(kind, []):
         if entry.enabled:
-            yield from _read_set(entry, config, kind, parts)
+            yield from _read_set(entry, config, kind, parts, {} if counts is None else counts)
 
 
 def folder_of(entry: HubSet, kind: str, parts: Path) -> Path:
     """Where the parts of a data set lie."""
     name = "-".join(part for part in (entry.id, entry.config, entry.data_dir) if part).replace("/", "--")
     return parts / kind / f"{name}@{entry.revision or 'main'}"
+
+
+def rejected_files(config: DataConfig, kind: str, parts: Path) -> list[Path]:
+    """The files of rejected rows of `kind`, in the order of the data sets."""
+    return [folder_of(e, kind, parts) / REJECTED for e in config.hub.get(kind, []) if e.enabled]
 
 
 def revisions(config: DataConfig, kind: str, parts: Path) -> dict[str, str]:
@@ -191,7 +200,9 @@ def _first_line(error: Exception) -> str:
 # --- mapping ---------------------------------------------------------------------------------------------------------
 
 
-def _read_set(entry: HubSet, config: DataConfig, kind: str, parts: Path) -> Iterator[tuple[str, AnyRecord]]:
+def _read_set(
+    entry: HubSet, config: DataConfig, kind: str, parts: Path, counts: dict[str, int]
+) -> Iterator[tuple[str, AnyRecord]]:
     folder = folder_of(entry, kind, parts)
     fetched = [("train", fetch(entry, entry.train, folder))]
     if entry.val is not None:
@@ -200,12 +211,13 @@ def _read_set(entry: HubSet, config: DataConfig, kind: str, parts: Path) -> Iter
         convert = _mapping(entry, kind, [path for _, paths in fetched for path in paths])
     except RowError as error:
         raise DataError(f"{entry.id}: {error}") from error
-    with Intake(folder / "rejected.jsonl", config.max_rejected, entry.id) as intake:
+    with Intake(folder / REJECTED, config.max_rejected, entry.id) as intake:
         for split, paths in fetched:
             for path in paths:
                 name = f"{entry.id}/{path.parent.name}/{path.stem}"
                 for line, row in enumerate(_rows(path), start=1):
                     yield from _accept(convert, row, name, line, split if entry.val else None, intake)
+        intake.add_to(counts)
 
 
 def _accept(

@@ -3,7 +3,7 @@
 In: records and `RowError`s with the place they come from. Out: (split, record) for each accepted row, a file of rejected
 rows (JSONL: file, line, field, reason), the first five printed as `file:line: field: reason`, and three counts whose sum is
 the number of rows. A row without an id is named by the blake2b hash of its content. The same id with the same content is a
-duplicate, with other content it is rejected. Held out (`val`): files so called, else blake2b(id) mod 50 = 0; a problem
+duplicate, with other content it is rejected. Held out (`val`): files so called; where a source has none, blake2b(id) mod 50 = 0; a problem
 goes by its key, so that two versions of one problem stay together.
 
 Not promised: near duplicates; `streams.duplicates` finds those among texts.
@@ -33,8 +33,12 @@ _LINE_FEED = re.compile(r"\n")
 class Intake:
     """The books of one source. A context manager: on leaving without an error it checks them, else only closes the file."""
 
-    def __init__(self, rejected: Path, max_rejected: float, name: str) -> None:
-        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows; `name`: of the source, for messages."""
+    def __init__(self, rejected: Path, max_rejected: float, name: str, *, has_val: bool = False) -> None:
+        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows; `name`: of the source, for messages.
+
+        `has_val`: the source brings held-out rows of its own, so no id is held out here.
+        """
+        self._has_val = has_val
         self.num_accepted = self.num_duplicates = self.num_rejected = 0
         self._max_rejected = max_rejected
         self._name = name
@@ -59,6 +63,11 @@ class Intake:
         if kind is None:
             self._check()
 
+    def add_to(self, counts: dict[str, int]) -> None:
+        """Add what became of the rows to `counts`: accepted, duplicates, rejected."""
+        for name in ("accepted", "duplicates", "rejected"):
+            counts[name] = counts.get(name, 0) + getattr(self, f"num_{name}")
+
     def accept(self, record: AnyRecord, file: str, line: int, split: str | None) -> list[tuple[str, AnyRecord]]:
         """(split, record), or nothing for a duplicate, or one per piece of a long text. `split` None: by the id.
 
@@ -77,11 +86,14 @@ class Intake:
         self.num_accepted += 1
         if isinstance(record, Text):
             place = record.path or (f"{file}:{line}" if line > 1 else file)
-            return [(split or split_of(identity), piece) for piece in cut(dataclasses.replace(record, path=place))]
+            return [(self._split(split, identity), piece) for piece in cut(dataclasses.replace(record, path=place))]
         if isinstance(record, Problem):
             record = dataclasses.replace(record, id=identity, key=record.key or identity)
-            return [(split or split_of(record.key), record)]
-        return [(split or split_of(identity), dataclasses.replace(record, id=identity))]
+            return [(self._split(split, record.key), record)]
+        return [(self._split(split, identity), dataclasses.replace(record, id=identity))]
+
+    def _split(self, split: str | None, identity: str) -> str:
+        return split or ("train" if self._has_val else split_of(identity))
 
     def reject(self, file: str, line: int, error: RowError) -> None:
         """Write the row down; the first five are printed too."""

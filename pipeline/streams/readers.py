@@ -61,23 +61,27 @@ class Source:
     name: str  # relative to the root, with "/"
     group: str  # the first folder below the root and the kind's own folder, or the file: the `source` of its texts
     is_table: bool
-    split: str | None  # val for a file so called; None: each row by its id
+    split: str | None  # val for a file so called; None: train, or each row by its id where no file is called so
 
 
-def read_files(root: Path, config: FilesConfig, kind: str, rejected: Path) -> Iterator[tuple[str, AnyRecord]]:
+def read_files(
+    root: Path, config: FilesConfig, kind: str, rejected: Path, counts: dict[str, int] | None = None
+) -> Iterator[tuple[str, AnyRecord]]:
     """(split, record) for every accepted row of `kind` below `root`, files in order of name, rows in order.
 
     kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair). `rejected`: the JSONL file to
-    write. No globs give nothing. Raises DataError: a glob without a match, more rejected than `max_rejected` of all rows,
+    write; to `counts` is added what became of the rows. No globs give nothing. Raises DataError: a glob without a match, more rejected than `max_rejected` of all rows,
     or no row left; the last two after the last record.
     """
     patterns = _globs(config, kind)
     if not patterns:
         return
     sources = find(root, patterns, kind)
-    with Intake(rejected, config.max_rejected, f"{kind} of {root}") as intake:
+    has_val = any(source.split for source in sources)
+    with Intake(rejected, config.max_rejected, f"{kind} of {root}", has_val=has_val) as intake:
         for source in sources:
             yield from _read(source, config, kind, intake)
+        intake.add_to({} if counts is None else counts)
         say(
             f"{kind}: {intake.num_accepted} rows accepted, {intake.num_duplicates} duplicates, "
             f"{intake.num_rejected} rejected, from {len(sources)} files"

@@ -39,14 +39,14 @@ SOURCE_SHAPES = ("single", "single", "pair", "pair", "pair", "pair", "triple", "
 SOURCE_FUNCTIONS = 3
 
 
-def problems(split: str, count: int, seed: int) -> Iterator[Problem]:
-    """`count` problems of `train`, `val`, `rl` or `test`; those of `rl` have no answer. Raises ValueError for others.
+def problems(split: str, count: int, seed: int, first: int = 0) -> Iterator[Problem]:
+    """Problems `first` to `count` of `train`, `val`, `rl` or `test`; those of `rl` have no answer.
 
-    The first n of a longer run are the run of n.
+    The first n of a longer run are the run of n. Raises ValueError for other splits.
     """
     if split not in ("train", "val", "rl", "test"):
         raise ValueError(f"split must be train, val, rl or test, found {split!r}")
-    for index in range(count):
+    for index in range(first, count):
         yield _problem(split, index, seed)
 
 

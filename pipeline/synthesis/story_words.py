@@ -14,10 +14,10 @@ def words(block: str) -> tuple[str, ...]:
 
 
 HE_NAMES = words("""
-    Ben Felix Finn Gus Hugo Jack Leo Max Milo Ned Oscar Otto Sam Theo Tim Tom
+    Ben Felix Hugo Jack Leo Oscar Sam Tom
     """)
 SHE_NAMES = words("""
-    Anna Clara Daisy Ella Emma Ida Lily Luna Maya Mia Nina Nora Rosa Ruby Vera Zoe
+    Anna Clara Daisy Emma Lily Mia Nora Ruby
     """)
 PRONOUN_OF = dict.fromkeys(HE_NAMES, "he") | dict.fromkeys(SHE_NAMES, "she")
 # subject, object, possessive of each pronoun

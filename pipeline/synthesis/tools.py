@@ -55,14 +55,17 @@ def facets(dialogue: Dialogue) -> Facets:
     return Facets(category, "unseen_tool" in rest, "unseen_template" in rest)
 
 
-def dialogues(split: str, count: int, seed: int) -> Iterator[Dialogue]:
-    """`count` conversations of a split ("train", "val", "test"). Raises ValueError for another split."""
+def dialogues(split: str, count: int, seed: int, first: int = 0) -> Iterator[Dialogue]:
+    """Conversations `first` to `count` of a split ("train", "val", "test"). Raises ValueError for another split.
+
+    The first n of a longer run are the run of n.
+    """
     if split not in SPLITS:
         raise ValueError(f"split is one of {', '.join(SPLITS)}; got {split!r}")
     order: list[str] = []
-    for number in range(count):
+    for number in range(first, count):
         block, place = divmod(number, 100)
-        if place == 0:
+        if place == 0 or not order:
             order = [category for category, quota in QUOTAS.items() for _ in range(quota)]
             Random(f"tools/{split}/{seed}/order/{block}").shuffle(order)
         category = order[place]
