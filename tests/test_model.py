@@ -26,7 +26,7 @@ def made(config: ModelConfig = CONFIG, seed: int = 0) -> Transformer:
     model = Transformer(config, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for parameter in model.parameters():  # far from the flat start, so that errors show
-            parameter.mul_(4 if parameter.ndim > 1 else 1.1)
+            parameter.mul_(1.6 if parameter.ndim > 1 else 1.1)
     return model
 
 

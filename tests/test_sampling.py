@@ -22,7 +22,7 @@ def model() -> Transformer:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(8)
+                parameter.mul_(3.2)
     return model
 
 
