@@ -204,11 +204,15 @@ def test_own_files_become_the_corpus_and_a_forgotten_kind_is_an_error(machine: M
     for number in range(6):
         (own / "code" / f"f{number}.py").write_text(source(300 + number))
         (own / "text" / f"t{number}.txt").write_text(f"{number}: " + source(400 + number))
-    data = DataConfig(source="files", text=["text/*"], code=["code/*"])
+    (own / "text" / "broken.txt").write_bytes(b"caf\xe9")
+    data = DataConfig(source="files", text=["text/*"], code=["code/*"], max_rejected=0.5)
     out = machine.build("out", data=data)
     assert sorted(row["text"] for row in rows(out / "code")) == sorted(source(300 + n) for n in range(6))
     assert manifest(out, "text")["documents"]["val"] >= 1  # even where chance holds none out
     assert manifest(out, "code")["data"] == "files"
+    assert manifest(out, "text")["rows"] == {"accepted": 6, "duplicates": 0, "rejected": 1}
+    (rejected,) = map(json.loads, (out / "text" / "rejected.jsonl").read_text().splitlines())
+    assert rejected["file"] == "text/broken.txt" and not (out / "code" / "rejected.jsonl").exists()
     with pytest.raises(DataError, match="code: expected at least two documents"):
         machine.build("none", data=dataclasses.replace(data, code=[]))
 

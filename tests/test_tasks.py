@@ -15,7 +15,7 @@ from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
 from pipeline.streams import readers
 from pipeline.streams.records import Dialogue, Pair, Problem, read
 from pipeline.streams.sources import DataConfig
-from pipeline.synthesis import preferences, stories, wording
+from pipeline.synthesis import preferences, programs, stories, tools, wording
 from pipeline.tracking import Tracker
 from pipeline.work import Job, StopRequest
 from stages import tasks
@@ -225,3 +225,10 @@ def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
     assert again == golds
     assert sum(gold == 1.0 for gold in golds) >= len(pairs) // 3
     assert min(chosen - rejected for chosen, rejected in zip(golds[::2], golds[1::2], strict=True)) >= 0.1 - 1e-9
+
+
+def test_records_from_worker_processes_are_those_of_one_run() -> None:
+    for kind, made in (("problems", programs.problems), ("dialogues", tools.dialogues)):
+        whole = list(made("train", 230, 3))
+        assert tasks.generate(tasks.Chunk(kind, "train", 150, 230, 3)) == whole[150:]
+        assert tasks._generated(kind, {"train": 230}, 3, workers=1) == {"train": whole}  # chunks of 200

@@ -27,9 +27,8 @@ class OptimizerConfig:
     weight_decay: float
     betas: tuple[float, ...]
     eps: float
-    learning_rates: dict[str, float] = field(
-        default_factory=dict
-    )  # of embedding, head, norm_bias, hidden; else the one
+    # Of embedding, head, norm_bias, hidden; a group that is not named has learning_rate.
+    learning_rates: dict[str, float] = field(default_factory=dict)
 
     def check_groups(self) -> None:
         """Raise ValueError for a rate of a group that does not exist, or below 0."""

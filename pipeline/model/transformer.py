@@ -150,7 +150,8 @@ class Transformer(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         """Fresh weights: normal, the two projections into the residual stream scaled by 1/sqrt(2 * layers).
 
-        As GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms one, biases zero. A function of the generator's state alone: weights
+        As GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms one,
+        biases zero. A function of the generator's state alone: weights
         are drawn on its device, in the order of `state_dict()`.
         """
         for name, parameter in self.named_parameters():

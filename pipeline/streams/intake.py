@@ -3,8 +3,8 @@
 In: records and `RowError`s with the place they come from. Out: (split, record) for each accepted row, a file of rejected
 rows (JSONL: file, line, field, reason), the first five printed as `file:line: field: reason`, and three counts whose sum is
 the number of rows. A row without an id is named by the blake2b hash of its content. The same id with the same content is a
-duplicate, with other content it is rejected. Held out (`val`): files so called; where a source has none, blake2b(id) mod 50 = 0; a problem
-goes by its key, so that two versions of one problem stay together.
+duplicate, with other content it is rejected. Held out (`val`): files so called; where a source has none, blake2b(id)
+mod 50 = 0; a problem goes by its key, so that two versions of one problem stay together.
 
 Not promised: near duplicates; `streams.duplicates` finds those among texts.
 """

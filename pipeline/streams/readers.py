@@ -70,7 +70,8 @@ def read_files(
     """(split, record) for every accepted row of `kind` below `root`, files in order of name, rows in order.
 
     kind: text, code (Text), dialogues (Dialogue), problems (Problem), preferences (Pair). `rejected`: the JSONL file to
-    write; to `counts` is added what became of the rows. No globs give nothing. Raises DataError: a glob without a match, more rejected than `max_rejected` of all rows,
+    write; to `counts` is added what became of the rows. No globs give nothing.
+    Raises DataError: a glob without a match, more rejected than `max_rejected` of all rows,
     or no row left; the last two after the last record.
     """
     patterns = _globs(config, kind)
