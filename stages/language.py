@@ -16,6 +16,7 @@ from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.settings import FitConfig
 from pipeline.model.config import ModelConfig
+from pipeline.model.induction import induction_heads
 from pipeline.model.transformer import Transformer
 from pipeline.params import group, main
 from pipeline.streams.batch import TokenBatch
@@ -28,6 +29,7 @@ from pipeline.work import Job
 class Params:
     """The block `language`; its training keys are those of FitConfig."""
 
+    induction_heads: bool  # fresh weights that can copy from the context (pipeline/model/induction.py); false: GPT-2's
     model: ModelConfig = group("model")
     fit: FitConfig
 
@@ -35,7 +37,10 @@ class Params:
 def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path) -> None:
     """Train from random weights and save the model directory `out`."""
     text = Tokenizer.load(tokenizer)
-    model = Transformer(params.model, generator("language", "weights", job.seed))
+    weights = generator("language", "weights", job.seed)
+    model = Transformer(params.model, weights)
+    if params.induction_heads:
+        induction_heads(model, weights)
     stream = CorpusStream(tokens, text, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                           seed=job.seed, cache=job.folder.parent)  # fmt: skip
 

@@ -52,7 +52,7 @@ class Params:
 class Chunk:
     """Records `first` to `stop` of a generator, for a worker process."""
 
-    kind: str  # problems, dialogues
+    kind: str  # problems, dialogues, tool pairs, story pairs
     split: str
     first: int
     stop: int
@@ -144,20 +144,28 @@ def _feedback(folder: Path, data: sources.DataConfig, parts: Path, counts: dict[
 
 def generate(chunk: Chunk) -> list[Any]:
     """What a worker process does with a chunk."""
-    made = {"problems": programs.problems, "dialogues": tools.dialogues}[chunk.kind]
-    return list(made(chunk.split, chunk.stop, chunk.seed, chunk.first))
+    if chunk.kind == "problems":
+        return list(programs.problems(chunk.split, chunk.stop, chunk.seed, chunk.first))
+    if chunk.kind == "story pairs":
+        return list(preferences.story_pairs(_paths(chunk.split, chunk.stop)[chunk.first :], chunk.seed))
+    talks = tools.dialogues(chunk.split, chunk.stop, chunk.seed, chunk.first)
+    return list(talks if chunk.kind == "dialogues" else preferences.tool_pairs(talks, chunk.seed))
+
+
+def _chunks(kind: str, split: str, count: int, seed: int) -> list[Chunk]:
+    return [Chunk(kind, split, first, min(first + CHUNK, count), seed) for first in range(0, count, CHUNK)]
+
+
+def _in_workers(chunks: list[Chunk], workers: int) -> Iterator[list[Any]]:
+    """The records of each chunk, made in worker processes as far as they are asked for."""
+    return pool_map(generate, chunks, min(workers, max(1, sum(c.stop - c.first for c in chunks) // WORTH_A_WORKER)))
 
 
 def _generated(kind: str, counts: dict[str, int], seed: int, workers: int) -> Splits:
-    """The first records of each split, generated in worker processes."""
-    chunks = [
-        Chunk(kind, split, first, min(first + CHUNK, count), seed)
-        for split, count in counts.items()
-        for first in range(0, count, CHUNK)
-    ]
+    """The first records of each split."""
+    chunks = [chunk for split, count in counts.items() for chunk in _chunks(kind, split, count, seed)]
     splits: Splits = {split: [] for split in counts}
-    workers = min(workers, max(1, sum(counts.values()) // WORTH_A_WORKER))
-    for chunk, records in zip(chunks, pool_map(generate, chunks, workers), strict=True):
+    for chunk, records in zip(chunks, _in_workers(chunks, workers), strict=True):
         splits[chunk.split] += records
     return splits
 
@@ -235,14 +243,17 @@ def _pairs(params: Params, job: Job) -> Splits:
             for verdict in judge.judge(asked):
                 yield verdict.score
 
+        def made(kind: str) -> Iterator[Any]:
+            for records in _in_workers(_chunks(kind, split, more, job.seed + 1), job.workers):
+                yield from records
+
+        def code_pairs() -> Iterator[Pair]:
+            return preferences.code_pairs((p for p in made("problems") if p.answer), job.seed, scores)
+
         for split, count in (("train", params.pairs), ("val", params.test_items), ("test", params.test_items)):
             more = 2 * count + 100  # what gives no pair is passed over
-            made = preferences.pairs(
-                (p for p in programs.problems(split, more, job.seed + 1) if p.answer),
-                tools.dialogues(split, more, job.seed + 1), _paths(split, more),
-                count=count, seed=job.seed, split=split, judge=scores,
-            )  # fmt: skip
-            splits[split] = list(made)
+            kinds = {"code": code_pairs, "tools": lambda: made("tool pairs"), "story": lambda: made("story pairs")}
+            splits[split] = list(preferences.pairs(kinds, count=count, split=split))
     splits["train"] = list(preferences.flip(splits["train"], params.label_noise, job.seed))
     return splits
 

@@ -29,7 +29,14 @@ from stages import corpus
 ROOT = Path(__file__).parents[1]
 NAME_LIST = "amber birch cedar dune ember fjord grove harbour islet jetty knoll lagoon meadow nook orchard pond"
 NAMES = NAME_LIST.split()
-QUOTAS = {"stories_mb": 0.02, "prose_mb": 0.05, "python_mb": 0.2, "shell_mb": 0.01, "generated_mb": 0.006}
+QUOTAS = {
+    "stories_mb": 0.02,
+    "prose_mb": 0.05,
+    "drills_mb": 0.01,
+    "python_mb": 0.2,
+    "shell_mb": 0.01,
+    "generated_mb": 0.006,
+}
 
 
 def source(seed: int, num_functions: int = 8) -> str:

@@ -28,12 +28,12 @@ def made_up(sources: list[tuple[Problem, str]]) -> Iterator[float | None]:
 
 def made(count: int, *, judge: preferences.JudgeSources = made_up, seed: int = 1, split: str = "train") -> list[Pair]:
     paths = (f"stories/{family}/{n}" for n in range(1, count) if n % 50 for family in stories.FAMILIES)
-    return list(
-        preferences.pairs(
-            programs.problems("train", count + 20, 1), tools.dialogues("train", count + 20, 1), paths,
-            count=count, seed=seed, split=split, judge=judge,
-        )
-    )  # fmt: skip
+    kinds = {
+        "code": lambda: preferences.code_pairs(programs.problems("train", count + 20, 1), seed, judge),
+        "tools": lambda: preferences.tool_pairs(tools.dialogues("train", count + 20, 1), seed),
+        "story": lambda: preferences.story_pairs(paths, seed),
+    }
+    return list(preferences.pairs(kinds, count=count, split=split))
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +101,9 @@ def test_what_could_not_be_judged_is_in_no_pair() -> None:
     assert list(preferences.code_pairs(problems, 1, lambda sources: iter([None] * len(sources)))) == []
 
 
-def test_too_few_items_are_an_error_that_names_the_kind() -> None:
+def test_too_few_items_are_an_error_that_names_the_kind(some: list[Pair]) -> None:
     with pytest.raises(DataError, match=r"10 pairs of kind tools asked for, 0 found; lower tasks\.pairs"):
-        list(preferences.pairs(programs.problems("train", 60, 1), [], [f"stories/gift/{n}" for n in range(1, 40)],
-                               count=30, seed=1, split="train", judge=made_up))  # fmt: skip
+        list(preferences.pairs({"code": lambda: some, "tools": list, "story": lambda: some}, count=30, split="train"))
 
 
 def test_code_scores_by_hand() -> None:

@@ -13,7 +13,7 @@ Code is judged by the function handed in (the sandbox's judge stands above this 
 
 import ast
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -86,19 +86,14 @@ def code_gold(content: str, passed: float) -> float:
     return 0.2 * parses + 0.8 * passed
 
 
-def pairs(
-    problems: Iterable[Problem], dialogues: Iterable[Dialogue], paths: Iterable[str], *, count: int, seed: int,
-    split: str, judge: JudgeSources,
-) -> Iterator[Pair]:  # fmt: skip
-    """`count` pairs, the three kinds in turn; an item that gives no pair is passed over.
+def pairs(made: Mapping[str, Callable[[], Iterable[Pair]]], *, count: int, split: str) -> Iterator[Pair]:
+    """`count` pairs, the kinds in turn; `made` starts those of each kind: `code_pairs` and its neighbours.
 
+    One kind is started when the one before it is full and let go, for each may hold worker processes.
     Raises DataError when an iterable ends before its third is full.
     """
-    per_kind = [count - count * 2 // 3, count // 3, count * 2 // 3 - count // 3]
-    streams = [
-        code_pairs(problems, seed, judge), tool_pairs(dialogues, seed), story_pairs(paths, seed),
-    ]  # fmt: skip
-    limited = [first(number, balanced(made), kind) for number, made, kind in zip(per_kind, streams, KINDS, strict=True)]
+    numbers = dict(zip(KINDS, [count - count * 2 // 3, count // 3, count * 2 // 3 - count // 3], strict=True))
+    limited = [first(numbers[kind], balanced(made[kind]()), kind) for kind in KINDS]
     for turn in itertools.zip_longest(*limited):
         for pair in turn:
             if pair is not None:

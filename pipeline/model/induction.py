@@ -1,0 +1,90 @@
+"""Fresh weights that can copy from the context before the first step.
+
+A small model learns to copy in one sudden fall of the loss, after about a million tokens or, in a short run, never: two
+layers have to find each other (Olsson et al. 2022, arXiv:2209.11895). `induction_heads` writes that circuit into the
+normal fresh weights, in the spirit of Trockman and Kolter 2023 (arXiv:2305.09828), who start attention from the
+structure that trained attention shows. All of it stays trainable, and the architecture is untouched.
+
+    embedding   number 0 of every token is one constant; the last norm hides it from the head
+    layer 0     query and key read the constant alone, turned so that RoPE's fast angles agree one token apart: head 0
+                sees the token before and adds a projection V of it, in directions O
+    layer 1     query V x, key O^T x, on RoPE's slow angles: head 0 finds the place whose token before was this token,
+                and adds that place's token to the stream
+
+The embedding starts six times larger and the branches at zero but for the two heads, or else the noise of the first
+layer drowns the tokens; the last norm makes up for the size, so fresh logits keep their scale.
+"""
+
+import torch
+from torch import Tensor
+
+from pipeline.model.transformer import Transformer
+
+EMBEDDING = 0.3  # standard deviation of the embedding's entries
+FAST, SLOW = 0.5, 0.01  # radians a token: from here on an angle tells neighbours apart; up to here it spans a context
+NOISE = 0.2  # of the normal weights that stays in the two heads
+STRENGTH = 1.7  # of what a head adds, in lengths of an embedding
+
+
+@torch.no_grad()
+def induction_heads(model: Transformer, generator: torch.Generator) -> None:
+    """Write the two heads into a fresh model; draws from `generator`, on its device.
+
+    Raises ValueError for a model of one layer, a bidirectional one, or angles of which none are fast or slow.
+    """
+    config = model.config
+    width, size = config.width, config.head_dim
+    if config.layers < 2 or config.attention != "causal":
+        raise ValueError(
+            "induction heads need a causal model of two layers or more; set language.induction_heads=false"
+        )
+    angles = config.rope_theta ** (-torch.arange(0, size, 2) / size)
+    fast, slow = angles >= FAST, angles <= SLOW
+    if not slow.any():
+        raise ValueError(
+            f"induction heads need angles of at most {SLOW} a token; rope_theta {config.rope_theta} and head_dim {size} "
+            "have none. Raise rope_theta, or set language.induction_heads=false"
+        )
+
+    def drawn() -> Tensor:
+        """(head_dim, width), rows of length about one that do not read the constant."""
+        rows = torch.empty(size, width, device=generator.device).normal_(0.0, width**-0.5, generator=generator)
+        rows[:, 0] = 0
+        return rows
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    table, last = model.model.embed_tokens.weight, model.model.norm.weight
+    length = EMBEDDING * width**0.5
+    table.mul_(EMBEDDING / config.initializer_range)
+    table[:, 0] = length  # as long as the rest of the row: of a normed row, half the square is the constant's
+    last.fill_(config.initializer_range / EMBEDDING)
+    last[0] = 0
+    added = STRENGTH * length * (2 / size) ** 0.5
+
+    query, key, value, out = _head(model, 0)
+    before, place = drawn(), drawn()
+    turn = torch.cat((angles.cos() * fast, -angles.sin() * fast))
+    constant = (2 * size / (width * int(fast.sum()))) ** 0.5  # makes queries and keys of length sqrt(head_dim)
+    query[:, 0] += constant * turn
+    key[:, 0] += constant * torch.cat((fast, torch.zeros_like(fast)))
+    value += before
+    out += added * place.T
+
+    query, key, value, out = _head(model, 1)
+    slowly = torch.cat((slow, slow))[:, None] * STRENGTH
+    successor = drawn()
+    query += before * slowly
+    key += place * slowly
+    value += successor
+    out += added * successor.T
+
+
+def _head(model: Transformer, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Views of head 0's weights: query, key, value (h, D) with most of their noise taken away, and output (D, h)."""
+    attention, size = model.model.layers[layer].self_attn, model.config.head_dim
+    parts = [one.weight[:size] for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    for part in parts:
+        part.mul_(NOISE)
+    return *parts, attention.o_proj.weight[:, :size]

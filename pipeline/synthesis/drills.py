@@ -1,0 +1,151 @@
+"""Drills: short texts in which everything stands twice, so that a small model learns early to copy from its context.
+
+In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is a pure function of (seed, number). Forms:
+
+    again    a row of items, then the same row
+    recall   pairs of a key and a value, then the keys in another order, each with its value
+    record   lines `field: value`, then the same record as a JSON object
+    request  a sentence that holds the values, then the JSON object of them
+
+The items are names, places, words, numbers, dates, codes, paths and made-up words of syllables, so that the second
+mention follows from the first and from nothing else. Copying in context (the induction heads of Olsson et al. 2022,
+arXiv:2209.11895) appears in one sudden fall of the loss; in prose and stories alone that fall comes late or, within the
+few steps of a small run, not at all (docs/LOG.md has the measurements).
+
+Not promised: sense. No tool name of the dialogues occurs here, and no sentence of the stories.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from random import Random
+
+from pipeline.streams.records import Text
+from pipeline.synthesis import tool_values as values
+from pipeline.synthesis.tool_values import Kind, Value, word_list
+
+SOURCE = "drills"
+HELD_OUT_EVERY = 50  # numbers that this divides are validation data
+ONSETS = word_list("b br c cl d dr f fl g gr h j k l m n p pl qu r s st t tr v w z")
+VOWELS = word_list("a e i o u ai ea oo")
+ENDS = ("", "", "", "l", "n", "r", "s", "t", "m")
+FIELDS = word_list(
+    """area author batch block branch case chapter city colour cost day depth end event field file floor from gate
+    goal group guest height host hour item job key label lane length level limit line list lot mark message minute
+    month name number office order owner page part path person phone place plan plate point port price range rank rate
+    reason region room route row score seat section shelf side size slot source speed stage start state step stop
+    street style subject table tag target team term text time title to token tone topic total town track type unit
+    user value volume weight width word year zone"""
+)
+LEADS = ("The record is", "Write down", "Please note", "Take", "Store", "Here we have", "Add", "Send")
+AGAIN = ("Again:", "Once more:", "The same:", "Repeat:", "And again:")
+ROWS = ("Row:", "List:", "Items:", "Say:", "Read:", "Line:")
+
+
+def made_up(rng: Random) -> str:
+    """A word of two or three syllables that no dictionary holds."""
+    syllables = (rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(ENDS) for _ in range(rng.choice((2, 2, 3))))
+    return "".join(syllables)
+
+
+def _letters(rng: Random) -> str:
+    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(rng.randint(2, 6)))
+
+
+def _joined(rng: Random) -> str:
+    return rng.choice("_-. ").join(rng.choice((made_up, _noun))(rng) for _ in range(2))
+
+
+def _noun(rng: Random) -> str:
+    return rng.choice(values.NOUNS)
+
+
+MADE_UP = Kind(made_up)
+KINDS: tuple[Kind, ...] = (
+    *(MADE_UP, MADE_UP, Kind(_letters), Kind(_joined), Kind(_joined)),
+    *(values.PERSON, values.FIRST, values.CITY, values.TEXT, values.WORD, values.LABEL, values.CODE, values.PATH),
+    *(values.PHONE, values.EMAIL, values.DATE, values.TIME, values.NUMBER, values.AMOUNT, values.integer(2, 9999)),
+)
+
+
+def drill(seed: int, number: int) -> str:
+    """The text of a number."""
+    rng = Random(f"drills/{seed}/{number}")
+    return rng.choice(FORMS)(rng)
+
+
+def path(seed: int, number: int) -> str:
+    """Where the record says that it comes from."""
+    return f"{SOURCE}/{seed}/{number}"
+
+
+def record(seed: int, number: int) -> Text:
+    """The record of a number."""
+    return Text(text=drill(seed, number), source=SOURCE, path=path(seed, number), licence="CC0-1.0")
+
+
+def records(target_bytes: int, seed: int) -> Iterator[Text]:
+    """Drills from number 0 on, until their UTF-8 texts fill `target_bytes`."""
+    written = number = 0
+    while written < target_bytes:
+        made = record(seed, number)
+        written += len(made.text.encode())
+        number += 1
+        yield made
+
+
+def is_held_out(number: int) -> bool:
+    """Whether the drill of a number is validation data."""
+    return number % HELD_OUT_EVERY == 0
+
+
+def _again(rng: Random) -> str:
+    size = rng.randint(6, 24)
+    if rng.random() < 0.5:
+        kind = rng.choice(KINDS)
+        items = [kind.draw(rng) for _ in range(size)]
+    else:
+        items = [rng.choice(KINDS).draw(rng) for _ in range(size)]
+    row = rng.choice((", ", " ", "; ", "\n")).join(map(str, items))
+    return f"{rng.choice(ROWS)} {row}\n{rng.choice(AGAIN)} {row}\n"
+
+
+def _recall(rng: Random) -> str:
+    size, key, value = rng.randint(4, 12), rng.choice(KINDS), rng.choice(KINDS)
+    pairs = {str(key.draw(rng)): value.draw(rng) for _ in range(size)}
+    link = rng.choice((": ", " = ", " -> ", " is "))
+    lines = [f"{left}{link}{right}" for left, right in pairs.items()]
+    asked = rng.sample(lines, len(lines))
+    return "\n".join((*lines, rng.choice(AGAIN), *asked, ""))
+
+
+def _fields(rng: Random) -> dict[str, Value]:
+    names = (
+        rng.choice((*FIELDS, *values.NOUNS)) if rng.random() < 0.7 else made_up(rng) for _ in range(rng.randint(1, 5))
+    )
+    return {name: rng.choice(KINDS).draw(rng) for name in names}
+
+
+def _json(fields: dict[str, Value]) -> str:
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def _record(rng: Random) -> str:
+    parts = []
+    for _ in range(rng.randint(1, 4)):
+        fields = _fields(rng)
+        shown = [f"{name}: {value}" for name, value in fields.items()]
+        parts += [*shown, _json(fields)]
+    return "\n".join((*parts, ""))
+
+
+def _request(rng: Random) -> str:
+    lines = []
+    for _ in range(rng.randint(1, 4)):
+        fields = _fields(rng)
+        pieces = [f"{name} {value}" for name, value in fields.items()]
+        told = rng.sample(pieces, len(pieces)) if rng.random() < 0.3 else pieces
+        lines += [f"{rng.choice(LEADS)} {values.conjunction(told)}.", _json(fields)]
+    return "\n".join((*lines, ""))
+
+
+FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request)

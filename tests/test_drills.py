@@ -1,0 +1,63 @@
+"""The drills: pure functions of their number, everything in them stands twice, nothing of the tests is given away."""
+
+import json
+import re
+
+from pipeline.synthesis import drills
+from pipeline.synthesis.toolbox import SEEN, UNSEEN
+from pipeline.synthesis.tools import dialogues
+
+TEXTS = [drills.drill(3, number) for number in range(600)]
+
+
+def test_a_drill_is_a_function_of_its_seed_and_number() -> None:
+    assert [drills.drill(3, number) for number in range(600)] == TEXTS
+    assert len(set(TEXTS)) == 600
+    assert drills.drill(4, 0) != TEXTS[0]
+    made = list(drills.records(20_000, 3))
+    assert [record.text for record in made] == TEXTS[: len(made)]
+    sizes = [len(record.text.encode()) for record in made]
+    assert sum(sizes[:-1]) < 20_000 <= sum(sizes)
+    assert {record.source for record in made} == {"drills"}
+    assert made[7].path == "drills/3/7"
+
+
+def test_what_is_asked_for_again_is_what_stood_there() -> None:
+    rows = recalls = 0
+    for text in TEXTS:
+        halves = re.split(rf"\n(?:{'|'.join(drills.AGAIN)})\s", text)
+        if len(halves) != 2:
+            continue
+        first, second = halves
+        if first.split(" ", 1)[0] in drills.ROWS:
+            rows += 1
+            assert first.split(" ", 1)[1] == second.removesuffix("\n")
+        else:
+            recalls += 1
+            assert sorted(first.split("\n")) == sorted(second.removesuffix("\n").split("\n"))
+    assert min(rows, recalls) > 100
+
+
+def test_every_object_holds_what_the_lines_before_it_say() -> None:
+    count = 0
+    for text in TEXTS:
+        above = ""
+        for line in text.splitlines():
+            if not line.startswith("{"):
+                above += f"{line}\n"
+                continue
+            count += 1
+            for name, value in json.loads(line).items():
+                assert f"{name}: {value}" in above or f"{name} {value}" in above, (text, name)
+            above = ""
+    assert count > 300
+
+
+def test_every_fiftieth_drill_is_held_out() -> None:
+    assert [number for number in range(150) if drills.is_held_out(number)] == [0, 50, 100]
+
+
+def test_no_tool_is_named_and_no_request_stands_in_a_drill() -> None:
+    together = "\n".join(TEXTS)
+    assert not [tool.name for tool in (*SEEN, *UNSEEN) if "_" in tool.name and tool.name in together]
+    assert not [d.id for d in dialogues("test", 60, 3) if d.messages[0]["content"] in together]

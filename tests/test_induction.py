@@ -1,0 +1,82 @@
+"""Fresh weights with induction heads: they copy before the first step, and plain fresh weights do not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from pipeline.model.config import ModelConfig
+from pipeline.model.induction import induction_heads
+from pipeline.model.transformer import Transformer
+
+CONF = Path(__file__).parents[1] / "conf" / "model"
+NANO = ModelConfig(**yaml.safe_load((CONF / "nano.yaml").read_text()))
+
+
+def fresh(config: ModelConfig, *, heads: bool) -> Transformer:
+    """A model of a fixed seed."""
+    draws = torch.Generator().manual_seed(0)
+    model = Transformer(config, draws)
+    if heads:
+        induction_heads(model, draws)
+    return model.train(False)
+
+
+def said_twice(config: ModelConfig, length: int = 60) -> Tensor:
+    """(8, 2 * length) rows whose second half is their first; no token twice in a half."""
+    draws = torch.Generator().manual_seed(1)
+    half = torch.stack([torch.randperm(config.vocab_size, generator=draws)[:length] for _ in range(8)])
+    return torch.cat((half, half), dim=1)
+
+
+@torch.no_grad()
+def halves(model: Transformer, ids: Tensor) -> tuple[float, float]:
+    """Loss per token over the first and the second half of the rows."""
+    losses = cross_entropy(model(ids)[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    middle = ids.size(1) // 2
+    return losses[:, : middle - 1].mean().item(), losses[:, middle:].mean().item()
+
+
+def test_the_second_mention_is_expected_before_any_training() -> None:
+    ids = said_twice(NANO)
+    first, second = halves(fresh(NANO, heads=True), ids)
+    assert second < first - 0.7
+    first, second = halves(fresh(NANO, heads=False), ids)
+    assert abs(second - first) < 0.2
+
+
+def test_the_right_token_ranks_among_the_first_before_any_training() -> None:
+    ids = said_twice(NANO)
+
+    def median_rank(*, heads: bool) -> float:
+        with torch.no_grad():
+            logits = fresh(NANO, heads=heads)(ids)[:, 60:-1]
+        right = logits.gather(-1, ids[:, 61:, None])
+        return (logits > right).sum(-1).float().median().item()
+
+    assert median_rank(heads=True) < 300 < 1500 < median_rank(heads=False)
+
+
+@pytest.mark.parametrize("size", ["nano", "tiny"])
+def test_a_fresh_loss_stays_near_that_of_a_uniform_guess(size: str) -> None:
+    config = ModelConfig(**yaml.safe_load((CONF / f"{size}.yaml").read_text()))
+    first, _ = halves(fresh(config, heads=True), said_twice(config))
+    assert abs(first - torch.tensor(config.vocab_size).log().item()) < 0.7
+
+
+def test_the_heads_depend_on_the_generator_alone() -> None:
+    one, two = fresh(NANO, heads=True).state_dict(), fresh(NANO, heads=True).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"layers": 1}, "two layers"), ({"attention": "bidirectional"}, "causal"), ({"rope_theta": 50.0}, "rope_theta")],
+)
+def test_a_shape_without_room_for_them_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fresh(replace(NANO, **change), heads=True)  # type: ignore[arg-type]
