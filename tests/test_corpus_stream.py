@@ -7,50 +7,19 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import DataError, ModelError
-from pipeline.streams import shards
-from pipeline.streams.batch import Piece, TokenBatch, token_batch
+from pipeline.streams.batch import Piece, token_batch
 from pipeline.streams.corpus import CorpusStream
 from pipeline.streams.infilling import RESERVE, infill
-from pipeline.streams.mixture import MixtureStream, round_robin
 from pipeline.text.tokenizer import Tokenizer
+from tests.corpora import CONTEXT, SOURCE, STEP, TOKENIZER, documents, equal, stream, write_corpus
 
-ROOT = Path(__file__).parents[1]
-SOURCE = (ROOT / "pipeline/streams/corpus.py").read_text(encoding="utf-8")
-TOKENIZER = Tokenizer.train(iter([SOURCE]), 512)
-CONTEXT, STEP = 64, 256
 some = settings(max_examples=40, deadline=None)  # a shared machine stalls
-
-
-def write_corpus(folder: Path, train: list[str], val: list[str], tokenizer: Tokenizer = TOKENIZER) -> Path:
-    """Parquet files and, beside them, their tokens; returns the token folder."""
-    raw, tokens = folder / "raw", folder / "tokens"
-    raw.mkdir(parents=True)
-    tokenizer.save(folder / "tokenizer")
-    splits = {}
-    for split, documents in (("train", train), ("val", val)):
-        columns = {
-            "text": documents,
-            "source": ["test"] * len(documents),
-            "path": [str(n) for n in range(len(documents))],
-        }
-        pq.write_table(pa.table(columns | {"licence": ["MIT"] * len(documents)}), raw / f"{split}-0.parquet")
-        tasks = [shards.EncodeTask(path, folder / "tokenizer", folder / "parts") for path in shards.files(raw, split)]
-        splits[split] = shards.join(split, tasks, [shards.encode_file(task) for task in tasks], tokens)
-    shards.write_meta(tokens, tokenizer, splits)
-    return tokens
-
-
-def documents(number: int, first: int = 0) -> list[str]:
-    """Documents of 1 to about 300 tokens, all different."""
-    return [f"{n} " + SOURCE[n * 37 % 5000 :][: 3 + (n * n * 13) % 600] for n in range(first, first + number)]
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +32,8 @@ def with_lead(tokens: np.ndarray, offsets: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(tokens[max(0, a - 1) : b].tolist()) for a, b in itertools.pairwise(offsets)]
 
 
-def stream(folder: Path, **changes: object) -> CorpusStream:
-    values = {"context": CONTEXT, "tokens_per_step": STEP, "seed": 1, "cache": folder.parent / "cache"} | changes
-    return CorpusStream(folder, TOKENIZER, **values)  # type: ignore[arg-type]
-
-
 def token_file(folder: Path, split: str = "train") -> tuple[np.ndarray, np.ndarray]:
     return np.fromfile(folder / f"{split}.bin", "<u2"), np.fromfile(folder / f"{split}.idx", "<u8").astype(int)
-
-
-def equal(a: TokenBatch, b: TokenBatch) -> bool:
-    names = ("input_ids", "targets", "documents", "positions")
-    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names) and a.num_bytes == b.num_bytes
 
 
 def test_a_batch_is_the_one_worked_out_by_hand() -> None:
@@ -136,9 +95,9 @@ def test_encoding_and_packing_lose_nothing_and_double_nothing(texts: list[str], 
         batches = stream(tokens, context=context, tokens_per_step=context, fim_rate=fim_rate)
         batch = batches.batch(0, context, batches.at(np.arange(batches.rows_per_epoch), context))
     found: Counter[bytes | tuple[int, ...]] = Counter()
-    for targets, documents in zip(batch.targets, batch.documents, strict=True):
-        for number in set(documents.tolist()) - {-1}:
-            piece = targets[documents == number]
+    for targets, owners in zip(batch.targets, batch.documents, strict=True):
+        for number in set(owners.tolist()) - {-1}:
+            piece = targets[owners == number]
             ids = piece[piece >= 0].tolist()
             found[undo(ids) if ids[0] == TOKENIZER.fim_prefix else tuple(ids)] += 1
     assert found == expected
@@ -349,72 +308,3 @@ def test_a_corpus_without_val_says_so_when_it_is_evaluated(tmp_path: Path) -> No
     batches = stream(write_corpus(tmp_path, documents(40), [""]))
     with pytest.raises(DataError, match="val split holds nothing"):
         next(batches.evaluation(10))
-
-
-# Mixture
-
-
-@some
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=10))
-def test_a_mixture_is_within_one_row_of_its_weights_at_every_place(weights: list[int]) -> None:
-    period = round_robin(weights)
-    slots = np.arange(1, len(period) + 1)
-    for member, weight in enumerate(weights):
-        assert (period == member).sum() == weight
-        assert np.abs(np.cumsum(period == member) - slots * weight / sum(weights)).max() < 1
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[MixtureStream, CorpusStream, CorpusStream]:
-    second = write_corpus(tmp_path_factory.mktemp("second"), documents(60, first=300), documents(5, first=2000))
-    one, two = stream(corpus, fim_rate=0.5), stream(second)
-    return MixtureStream([(3, one), (2, two)]), one, two
-
-
-@pytest.mark.parametrize("context", [64, 32])
-def test_a_mixture_gives_its_members_rows_in_their_own_order(
-    mixture: tuple[MixtureStream, CorpusStream, CorpusStream], context: int
-) -> None:
-    mixed, one, two = mixture
-    windows = CONTEXT // context
-    ids = np.concatenate([mixed.rows(step, context) for step in range(25)])  # 100 packed rows
-    for member, (own, share) in enumerate(((one, 60), (two, 40))):
-        expected = own.at(np.arange(share), context)
-        assert np.array_equal(ids[ids % 2 == member] // 2, expected) and len(expected) == share * windows
-    for step in (0, 7):
-        rows = mixed.rows(step, context)
-        batch = mixed.batch(step, context, rows)
-        assert batch.input_ids.shape == (STEP // context, context)
-        assert batch.num_bytes == sum(mixed.batch(0, context, rows[n : n + 1]).num_bytes for n in range(len(rows)))
-        for place, row in enumerate(rows):
-            single = (one, two)[row % 2].batch(0, context, np.array([row // 2]))
-            assert torch.equal(single.targets[0], batch.targets[place])
-
-
-def test_a_mixture_evaluates_each_member_by_its_weight(
-    mixture: tuple[MixtureStream, CorpusStream, CorpusStream],
-) -> None:
-    mixed, one, two = mixture
-    assert all(map(equal, mixed.evaluation(500), [*one.evaluation(300), *two.evaluation(200)]))
-    assert mixed.rows_per_epoch == one.rows_per_epoch + two.rows_per_epoch
-    assert mixed.fingerprint != MixtureStream([(2, one), (2, two)]).fingerprint
-
-
-def test_a_mixture_of_mixtures_gives_the_innermost_rows(
-    mixture: tuple[MixtureStream, CorpusStream, CorpusStream],
-) -> None:
-    mixed, one, _ = mixture
-    outer = MixtureStream([(1, mixed), (1, one)])
-    rows = outer.rows(3, 32)
-    batch = outer.batch(3, 32, rows)
-    inner = [
-        mixed.batch(0, 32, np.array([r // 2])) if r % 2 == 0 else one.batch(0, 32, np.array([r // 2])) for r in rows
-    ]
-    assert torch.equal(batch.input_ids, torch.cat([b.input_ids for b in inner]))
-
-
-def test_mixtures_that_cannot_be_are_refused(corpus: Path) -> None:
-    with pytest.raises(ValueError, match="whole weights"):
-        MixtureStream([(0, stream(corpus))])
-    with pytest.raises(ValueError, match="same context"):
-        MixtureStream([(1, stream(corpus)), (1, stream(corpus, context=32))])

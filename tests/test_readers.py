@@ -4,49 +4,20 @@ import csv
 import io
 import json
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import DataError
-from pipeline.streams import formats, intake, readers
-from pipeline.streams.intake import Intake, cut, split_of
-from pipeline.streams.records import Text
+from pipeline.streams import formats, readers
+from pipeline.streams.intake import Intake
 from pipeline.streams.sources import DataConfig
-
-ROOT = Path(__file__).parents[1]
-
-
-@dataclass(frozen=True)
-class Books:
-    """What a source gave and what became of its rows."""
-
-    records: list[tuple[str, Any]]
-    rejected: list[dict[str, Any]]
-
-
-def config(kind: str, globs: Sequence[str] = ("*",), max_rejected: float = 1.0, **options: Any) -> DataConfig:
-    return DataConfig(source="files", max_rejected=max_rejected, **{kind: list(globs)}, **options)
-
-
-def read(
-    root: Path, kind: str = "text", globs: Sequence[str] = ("*",), max_rejected: float = 1.0, **options: Any
-) -> Books:
-    path = root.parent / f"{root.name}-rejected.jsonl"
-    found = list(readers.read_files(root, config(kind, globs, max_rejected, **options), kind, path))
-    return Books(found, [json.loads(line) for line in path.read_text().splitlines()])
-
-
-def texts(books: Books) -> list[str]:
-    return [record.text for _, record in books.records]
+from tests.ownfiles import ROOT, config, jsonl, read, texts
 
 
 @pytest.fixture
@@ -54,10 +25,6 @@ def own(tmp_path: Path) -> Path:
     folder = tmp_path / "own"
     folder.mkdir()
     return folder
-
-
-def jsonl(*rows: Any) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
@@ -260,115 +227,6 @@ def test_text_files_are_no_dialogues(own: Path) -> None:
 
 def test_no_globs_give_nothing(own: Path) -> None:
     assert list(readers.read_files(own, config("text", []), "text", own / "r.jsonl")) == []
-
-
-# --- books -----------------------------------------------------------------------------------------------------------
-
-
-def test_too_many_rejected_rows_fail_after_the_last_record(own: Path) -> None:
-    (own / "a.jsonl").write_text(jsonl(*({"text": f"row {n}"} for n in range(99)), {"text": 1}))
-    assert len(read(own, max_rejected=0.01).records) == 99
-    (own / "b.jsonl").write_text(jsonl({"text": 2}))
-    with pytest.raises(DataError, match=r"2 of 101 rows are rejected[\s\S]*a.jsonl:100: text:"):
-        read(own, max_rejected=0.01)
-
-
-def test_a_file_that_fits_no_shape_says_what_it_has(own: Path) -> None:
-    (own / "a.jsonl").write_text(jsonl({"body": "x"}, {"text": "y"}))
-    (own / "b.jsonl").write_text(jsonl({"bodi": "x"}))
-    books = read(own)
-    assert texts(books) == ["y"]
-    assert "it has: bodi" in books.rejected[1]["reason"]
-
-
-def test_the_first_hundred_rows_decide_the_shape(own: Path) -> None:
-    alpaca, question = {"instruction": "i", "output": "o"}, {"question": "q", "answer": "a"}
-    rows = [{**question, "id": n} for n in range(51)] + [{**alpaca, "id": n} for n in range(51, 300)]
-    (own / "a.jsonl").write_text(jsonl(*rows))
-    assert {record.category for _, record in read(own, "dialogues").records} == {"question"}
-    assert {record.category for _, record in read(own, "dialogues", shape="alpaca").records} == {"alpaca"}
-
-
-def test_an_unknown_shape_is_an_error(own: Path) -> None:
-    (own / "a.jsonl").write_text(jsonl({"text": "x"}))
-    with pytest.raises(DataError, match="expected one of auto"):
-        read(own, shape="tex")
-
-
-def test_same_id_same_content_is_a_duplicate_other_content_is_rejected(own: Path) -> None:
-    (own / "a.jsonl").write_text(
-        jsonl({"id": 1, "text": "a"}, {"id": 1, "text": "a"}, {"id": 1, "text": "b"}, {"text": "a"})
-    )
-    (own / "b.jsonl").write_text(jsonl({"id": "1", "text": "a"}, {"text": "a"}))
-    books = read(own)
-    assert [record.path for _, record in books.records] == ["1", "a.jsonl:4"]
-    assert [(r["file"], r["line"], r["field"]) for r in books.rejected] == [("a.jsonl", 3, "id")]
-    assert "a.jsonl:1" in books.rejected[0]["reason"]
-
-
-def test_files_called_val_are_held_out_and_else_one_row_in_fifty_by_its_id(own: Path) -> None:
-    (own / "notes-val.jsonl").write_text(jsonl({"text": "held out"}))
-    (own / "evaluate.jsonl").write_text(jsonl(*({"id": n, "text": f"row {n}"} for n in range(2000))))
-    assert {record.path for split, record in read(own).records if split == "val"} == {"notes-val.jsonl"}
-    (own / "notes-val.jsonl").unlink()
-    held_out = {record.path for split, record in read(own).records if split == "val"}
-    assert 20 <= len(held_out) <= 60
-    (own / "evaluate.jsonl").write_text(jsonl(*({"id": n, "text": f"row {n}"} for n in range(1000, 4000))))
-    again = {record.path for split, record in read(own).records if split == "val"}
-    assert {n for n in held_out if n.isdigit() and int(n) >= 1000} == {
-        n for n in again if n.isdigit() and int(n) < 2000
-    }
-
-
-def test_two_problems_of_one_key_stay_in_one_split(own: Path) -> None:
-    row = {"question": "Q", "tests": ["assert f(1)"]}
-    (own / "a.jsonl").write_text(jsonl(*({**row, "id": n, "key": f"k{n % 150}"} for n in range(300))))
-    splits: dict[str, set[str]] = {}
-    for split, record in read(own, "problems").records:
-        splits.setdefault(record.key, set()).add(split)
-    assert (
-        all(len(found) == 1 for found in splits.values())
-        and {"train"} in splits.values()
-        and {"val"} in splits.values()
-    )
-
-
-def test_the_split_of_an_id_never_changes() -> None:
-    # Written down once: a change here would move held-out rows of users into training.
-    assert [n for n in range(200) if split_of(str(n)) == "val"] == [2, 52, 155, 168]
-
-
-def test_a_document_longer_than_the_window_becomes_rows_cut_at_blank_lines(
-    own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(formats, "DOCUMENT_BYTES", 10)
-    (own / "a.txt").write_text("first part\nof it\n\nsecond\n\nthird\n")
-    books = read(own)
-    assert texts(books) == ["first part\nof it\n", "\nsecond\n\nthird\n"]
-    assert [record.path for _, record in books.records] == ["a.txt", "a.txt:3"]
-
-
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    parts=st.lists(st.sampled_from(["word ", "\n", "\n\n", " \n", "é" * 9, "x" * 30]), max_size=40),
-    limit=st.integers(8, 60),
-)
-def test_pieces_join_to_the_text_and_none_is_over_the_limit(
-    parts: list[str], limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(intake, "TEXT_BYTES", limit)
-    document = Text(text="".join(parts), source="s", path="p", licence="l")
-    pieces = cut(document)
-    assert "".join(piece.text for piece in pieces) == document.text
-    if len(pieces) > 1:
-        assert all(0 < len(piece.text.encode()) <= limit for piece in pieces)
-        assert [piece.path for piece in pieces] == [f"p#{number}" for number in range(1, len(pieces) + 1)]
-
-
-def test_a_long_text_is_cut_at_blank_lines_where_it_has_them() -> None:
-    paragraph = "word " * 60_000 + "\n\n"  # 300,002 bytes
-    pieces = cut(Text(text=paragraph * 5, source="s", path="p", licence="l"))
-    assert [piece.text.count("\n\n") for piece in pieces] == [3, 2]
 
 
 # --- everything ------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def test_every_split_has_what_was_asked_for(usual: Made) -> None:
-    assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 11}
+    assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 10}
     assert {split: len(rows) for split, rows in usual["problems"].items()} == {
         "train": 60,
         "val": 10,
@@ -98,7 +98,7 @@ def test_every_split_has_what_was_asked_for(usual: Made) -> None:
         "rl": 8,
     }
     assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 10}
-    assert usual["report"]["kinds"] == {"code": 40, "story": 10, "tools": 50}
+    assert usual["report"]["kinds"] == {"code": 30, "story": 5, "tools": 65}
     assert usual["report"]["dropped_test_items"] == {"dialogues": 0, "problems": 0}
 
 

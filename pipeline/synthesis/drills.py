@@ -6,6 +6,7 @@ In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is
     recall   pairs of a key and a value, then the keys in another order, each with its value
     record   lines `field: value`, then the same record as a JSON object
     request  a sentence that holds the values, then the JSON object of them
+    schema   function schemas in the form in which tools are offered, a request for one of them, and the call
 
 The items are names, places, words, numbers, dates, codes, paths and made-up words of syllables, so that the second
 mention follows from the first and from nothing else. Copying in context (the induction heads of Olsson et al. 2022,
@@ -35,6 +36,9 @@ FIELDS = word_list(
     reason region room route row score seat section shelf side size slot source speed stage start state step stop
     street style subject table tag target team term text time title to token tone topic total town track type unit
     user value volume weight width word year zone"""
+)
+VERBS = word_list(
+    "add ask bring call close count draw file give hold join keep lend look make move open pick put read send"
 )
 LEADS = ("The record is", "Write down", "Please note", "Take", "Store", "Here we have", "Add", "Send")
 AGAIN = ("Again:", "Once more:", "The same:", "Repeat:", "And again:")
@@ -148,4 +152,27 @@ def _request(rng: Random) -> str:
     return "\n".join((*lines, ""))
 
 
-FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request)
+def _function(rng: Random) -> tuple[dict[str, Value], str, dict[str, Value]]:
+    """A function's schema, how it is asked for, and the arguments of that request."""
+    verb, thing, arguments = rng.choice(VERBS), rng.choice((made_up, _noun))(rng), _fields(rng)
+    properties = {name: {"type": TYPES[type(value)]} for name, value in arguments.items()}
+    schema = {
+        "name": f"{verb}_{thing}" if rng.random() < 0.7 else f"{made_up(rng)}_{thing}",
+        "description": f"{verb.capitalize()} the {thing}.",
+        "parameters": {"type": "object", "properties": properties, "required": list(arguments)},
+    }
+    pieces = [f"{name} {value}" for name, value in arguments.items()]
+    return schema, f"{verb} the {thing} with {values.conjunction(pieces)}", arguments
+
+
+def _schema(rng: Random) -> str:
+    functions = {f[0]["name"]: f for f in (_function(rng) for _ in range(rng.randint(1, 3)))}
+    lines = [_json(schema) for schema, _, _ in functions.values()]
+    for name in rng.sample(sorted(functions), rng.randint(1, len(functions))):
+        _, asked, arguments = functions[name]
+        lines += [f"{asked[0].upper()}{asked[1:]}.", _json({"name": name, "arguments": arguments})]
+    return "\n".join((*lines, ""))
+
+
+TYPES = {str: "string", int: "integer", float: "number"}
+FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request, _schema, _schema)

@@ -118,7 +118,7 @@ TRAVEL = (
     Tool(
         name="find_flight",
         domain="travel",
-        description="Find a flight between two cities.",
+        description="Find a flight between two cities, to fly there on a date.",
         params={"from_city": param("string", CITY), "to_city": param("string", CITY), "date": param("string", DATE)},
         run=functions.find_flight,
         wordings=(
@@ -138,7 +138,7 @@ TRAVEL = (
     Tool(
         name="book_flight",
         domain="travel",
-        description="Book seats on a flight.",
+        description="Book or reserve seats, the places on a flight.",
         params={"flight_id": param("string", CODE), "seats": optional(param("integer", integer(2, 9)), 1)},
         run=functions.book_flight,
         wordings=(
@@ -154,7 +154,7 @@ TRAVEL = (
     Tool(
         name="book_hotel",
         domain="travel",
-        description="Book a hotel in a city.",
+        description="Book a hotel or reserve a room in a city.",
         params={
             "city": param("string", CITY),
             "nights": param("integer", integer(2, 14)),
@@ -175,7 +175,7 @@ TRAVEL = (
     Tool(
         name="book_taxi",
         domain="travel",
-        description="Book a taxi to an address.",
+        description="Book a taxi, a cab that is sent to an address.",
         params={
             "address": nested({"street": ("string", STREET), "number": ("integer", integer(2, 250))}),
             "time": param("string", TIME),
@@ -197,7 +197,7 @@ BANK = (
     Tool(
         name="find_account",
         domain="bank",
-        description="Find the account of an owner.",
+        description="Find the account of an owner: where somebody banks.",
         params={"owner": param("string", PERSON)},
         run=functions.find_account,
         wordings=(
@@ -214,7 +214,7 @@ BANK = (
     Tool(
         name="get_balance",
         domain="bank",
-        description="Get the balance of an account.",
+        description="Get the balance of an account: how much money is on it.",
         params={"account": param("string", CODE)},
         run=functions.get_balance,
         wordings=(
@@ -230,7 +230,7 @@ BANK = (
     Tool(
         name="transfer_money",
         domain="bank",
-        description="Transfer an amount between accounts.",
+        description="Transfer an amount of money out of one account to another.",
         params={
             "from_account": param("string", CODE),
             "to_account": param("string", CODE),
@@ -253,7 +253,7 @@ BANK = (
     Tool(
         name="convert_currency",
         domain="bank",
-        description="Convert an amount to another currency.",
+        description="Convert an amount to another currency: what it is worth there.",
         params={
             "amount": param("number", AMOUNT),
             "from_currency": param("string", one_of(*CURRENCIES), enum=CURRENCIES),
@@ -276,7 +276,7 @@ MESSAGES = (
     Tool(
         name="send_email",
         domain="messages",
-        description="Send an email.",
+        description="Send an email: write to somebody about a subject.",
         params={
             "to": param("string", EMAIL),
             "subject": param("string", TITLE),
@@ -296,7 +296,7 @@ MESSAGES = (
     Tool(
         name="send_sms",
         domain="messages",
-        description="Send a text message to a phone.",
+        description="Send a text message to a phone, to let somebody know.",
         params={"phone": param("string", PHONE), "text": param("string", TEXT)},
         run=functions.send_sms,
         wordings=(
@@ -312,7 +312,7 @@ MESSAGES = (
     Tool(
         name="schedule_meeting",
         domain="messages",
-        description="Schedule a meeting with people.",
+        description="Schedule a meeting: gather people to talk at a time.",
         params={
             "title": param("string", TITLE),
             "people": array("string", several(FIRST, 2, 3)),
@@ -332,7 +332,7 @@ MESSAGES = (
     Tool(
         name="post_message",
         domain="messages",
-        description="Post a message in a channel.",
+        description="Post a message in a channel: tell everyone there.",
         params={
             "channel": param("string", LABEL),
             "text": param("string", TEXT),
