@@ -52,9 +52,9 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
         rows[:, 0] = 0
         return rows
 
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
     table, last = model.model.embed_tokens.weight, model.model.norm.weight
     length = EMBEDDING * width**0.5
     table.mul_(EMBEDDING / config.initializer_range)
@@ -83,8 +83,8 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
 
 def _head(model: Transformer, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Views of head 0's weights: query, key, value (h, D) with most of their noise taken away, and output (D, h)."""
-    attention, size = model.model.layers[layer].self_attn, model.config.head_dim
-    parts = [one.weight[:size] for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    for part in parts:
-        part.mul_(NOISE)
-    return *parts, attention.o_proj.weight[:, :size]
+    size = model.config.head_dim
+    query, key, value, out = (model.get_parameter(f"model.layers.{layer}.self_attn.{x}_proj.weight") for x in "qkvo")
+    for part in (query, key, value):
+        part[:size] *= NOISE
+    return query[:size], key[:size], value[:size], out[:, :size]
