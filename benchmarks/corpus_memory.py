@@ -64,7 +64,10 @@ def write(path: Path, num_bytes: int, seed: int) -> None:
     """Documents of sentences until the file is full."""
     draws, rng = np.random.default_rng(seed), Random(0)
     words = np.array(
-        [*["the", "of", "and", "to", "a", "in", "is", "that", "it", "for", "as", "with", "by", "on", "are"], *(made_up(rng) for _ in range(WORDS))]
+        [
+            *["the", "of", "and", "to", "a", "in", "is", "that", "it", "for", "as", "with", "by", "on", "are"],
+            *(made_up(rng) for _ in range(WORDS)),
+        ]
     )
     shares = 1 / np.arange(1, len(words) + 1)
     shares /= shares.sum()
@@ -73,7 +76,7 @@ def write(path: Path, num_bytes: int, seed: int) -> None:
         while written < num_bytes:
             drawn = words[draws.choice(len(words), size=(200, DOCUMENT), p=shares)]
             for row in drawn:
-        X
+                sentences = (" ".join(row[i : i + 8]).capitalize() + "." for i in range(0, DOCUMENT, 8))
                 line = json.dumps({"text": "\n".join(sentences)}) + "\n"
                 file.write(line)
                 written += len(line)
