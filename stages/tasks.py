@@ -19,13 +19,14 @@ from pipeline.params import block, group, main
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 from pipeline.streams import hub, readers, screening, sources
 from pipeline.streams.records import Dialogue, Pair, Problem, write
-from pipeline.synthesis import preferences, programs, stories, tools, wording
+from pipeline.synthesis import drills, preferences, programs, stories, tools, wording
 from pipeline.tracking import progress
 from pipeline.work import Job
 
 CHUNK = 200  # records that a worker process generates at a time
 WORTH_A_WORKER = 500  # fewer are made sooner than a process starts
-SHARES = {"tools": 0.65, "code": 0.30, "story": 0.05}  # of the dialogues; a story has three times the trained tokens
+# Of the dialogues; a story has three times the trained tokens.
+SHARES = {"tools": 0.60, "code": 0.25, "copy": 0.10, "story": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,7 @@ def _problems(params: Params, job: Job) -> Splits:
 
 
 def _dialogues(params: Params, job: Job, problems: Splits) -> Splits:
-    """Tools, code and stories in their shares, in an order in which every stretch holds all three."""
+    """Tools, code, drills and stories in their shares, in an order in which every stretch holds all of them."""
     splits: Splits = {}
     counts = {"train": params.dialogues, "val": max(20, params.dialogues // 40), "test": params.test_items}
     shares = {split: count if split == "test" else round(count * SHARES["tools"]) for split, count in counts.items()}
@@ -188,6 +189,7 @@ def _dialogues(params: Params, job: Job, problems: Splits) -> Splits:
         kinds = [
             calls[split],
             [programs.dialogue(p) for p in with_answer[: number["code"]]] if split != "test" else [],
+            [drills.dialogue(split, job.seed, n) for n in range(number["copy"])],
             [preferences.story_dialogue(path) for path in _paths(split, number["story"])],
         ]
         splits[split] = _interleave(kinds)

@@ -62,6 +62,22 @@ def test_every_object_holds_what_the_lines_before_it_say() -> None:
     assert objects > 300 and calls > 150
 
 
+def test_conversations_ask_for_what_the_answer_says() -> None:
+    talks = [drills.dialogue("train", 3, number) for number in range(300)]
+    assert talks == [drills.dialogue("train", 3, number) for number in range(300)]
+    assert not {talk.messages[0]["content"] for talk in talks} & {
+        drills.dialogue("test", 3, number).messages[0]["content"] for number in range(300)
+    }
+    assert {talk.category for talk in talks} == {"again", "record", "request"}
+    for talk in talks:
+        asked, answer = (message["content"] for message in talk.messages)
+        if talk.category == "again":
+            assert asked.split(":\n", 1)[1] == answer
+        else:
+            joint = ": " if talk.category == "record" else " "
+            assert all(f"{name}{joint}{value}" in asked for name, value in json.loads(answer).items())
+
+
 def test_every_fiftieth_drill_is_held_out() -> None:
     assert [number for number in range(150) if drills.is_held_out(number)] == [0, 50, 100]
 

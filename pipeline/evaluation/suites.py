@@ -123,20 +123,27 @@ def documents(subject: Subject, texts: Sequence[Text]) -> Result:
 
 
 def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
-    """Stories continued from held-out openings, and what the checker says of them."""
+    """Stories continued from held-out openings, and what the checker says of them.
+
+    Where there are fewer openings than `stories`, each is continued several times.
+    """
     result, settings = Result(), subject.settings
-    chosen = {t.path: stories.opening(t.text) for t in texts[: settings.stories]}
+    chosen: dict[str, str] = {}
+    for n in range(settings.stories if texts else 0):
+        again, place = divmod(n, len(texts))
+        name = texts[place].path + (f"#{again}" if again else "")
+        chosen[name] = stories.opening(texts[place].text)
     if not chosen:
         return result
     start = [subject.tokenizer.end_of_text]
-    prompts = {path: start + subject.tokenizer.encode(opening) for path, opening in chosen.items()}
+    prompts = {name: start + subject.tokenizer.encode(opening) for name, opening in chosen.items()}
     done = subject.complete("stories", prompts, tokens=settings.story_tokens, temperature=settings.temperature)
     result.numbers["samples_left_out"] = len(prompts) - len(done)
     if not done:
         return result
     whole, clauses = [], dict[str, int]()
-    for path, completion in done.items():
-        story = chosen[path] + subject.tokenizer.decode(completion.ids)
+    for name, completion in done.items():
+        story = chosen[name] + subject.tokenizer.decode(completion.ids)
         verdicts = check(story)
         whole.append(all(verdicts.values()))
         for clause, holds in verdicts.items():
@@ -144,10 +151,10 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
         failed = ", ".join(clause for clause, holds in verdicts.items() if not holds)
         result.item(
             "stories",
-            path,
+            name,
             completion,
             story,
-            prompt=chosen[path],
+            prompt=chosen[name],
             verdict=f"fails {failed}" if failed else "passes every clause",
         )
     result.measure("story_rate", wilson(sum(whole), len(whole)))

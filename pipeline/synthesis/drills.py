@@ -1,6 +1,7 @@
 """Drills: short texts in which everything stands twice, so that a small model learns early to copy from its context.
 
-In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is a pure function of (seed, number). Forms:
+In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is a pure function of (seed, number). Three
+forms also come as conversations (`dialogue`): fine-tuning, too, would otherwise unlearn to say what it never saw said. Forms:
 
     again    a row of items, then the same row
     recall   pairs of a key and a value, then the keys in another order, each with its value
@@ -20,7 +21,7 @@ import json
 from collections.abc import Callable, Iterator
 from random import Random
 
-from pipeline.streams.records import Text
+from pipeline.streams.records import Dialogue, Text
 from pipeline.synthesis import tool_values as values
 from pipeline.synthesis.tool_values import Kind, Value, word_list
 
@@ -41,6 +42,8 @@ VERBS = word_list(
     "add ask bring call close count draw file give hold join keep lend look make move open pick put read send"
 )
 LEADS = ("The record is", "Write down", "Please note", "Take", "Store", "Here we have", "Add", "Send")
+REPEAT = ("Repeat", "Say again", "Copy this", "Write once more")
+AS_JSON = ("Write this as JSON", "Give me this as JSON", "Make a JSON object of this")
 AGAIN = ("Again:", "Once more:", "The same:", "Repeat:", "And again:")
 ROWS = ("Row:", "List:", "Items:", "Say:", "Read:", "Line:")
 
@@ -95,6 +98,26 @@ def records(target_bytes: int, seed: int) -> Iterator[Text]:
         written += len(made.text.encode())
         number += 1
         yield made
+
+
+def dialogue(split: str, seed: int, number: int) -> Dialogue:
+    """A row to repeat, or a record or a request to put into JSON, as a turn of each side; equal splits, equal dialogues."""
+    id_ = f"copy/{split}/{seed}/{number}"
+    rng = Random(id_)
+    form = rng.choice(("again", "record", "request"))
+    if form == "again":
+        asked = answer = rng.choice((", ", " ", "\n")).join(
+            str(rng.choice(KINDS).draw(rng)) for _ in range(rng.randint(1, 10))
+        )
+        lead = rng.choice(REPEAT)
+    else:
+        fields = _fields(rng)
+        asked, answer = "\n".join(f"{name}: {value}" for name, value in fields.items()), _json(fields)
+        if form == "request":
+            asked = f"{rng.choice(LEADS)} {values.conjunction([f'{name} {value}' for name, value in fields.items()])}."
+        lead = rng.choice(AS_JSON)
+    messages = [{"role": "user", "content": f"{lead}:\n{asked}"}, {"role": "assistant", "content": answer}]
+    return Dialogue(id=id_, kind="copy", category=form, messages=messages)
 
 
 def is_held_out(number: int) -> bool:
