@@ -128,7 +128,7 @@ def test_stories_are_judged_by_the_checker_with_their_opening(scripted: Any) -> 
         paths[2]: (" The pilot sat.", "length"),
         paths[3]: (rest[3], "length"),
     }
-    subject = scripted(answers)
+    subject = scripted(answers, stories=4)
     result = suites.sampled_stories(subject, texts)
     assert (result.numbers["story_rate"], result.numbers["end_rate"]) == (0.75, 0.5)
     assert result.numbers["story_rate_low"] == pytest.approx(0.30064, abs=1e-5)  # Wilson, 3 of 4
@@ -137,6 +137,16 @@ def test_stories_are_judged_by_the_checker_with_their_opening(scripted: Any) -> 
     assert result.numbers["samples_left_out"] == 0
     assert set(result.numbers["clauses"].values()) <= {0.75, 1.0}
     assert subject.asked[paths[0]][0] == subject.tokenizer.end_of_text
+
+
+def test_few_openings_are_continued_several_times(scripted: Any) -> None:
+    texts = [text(path, stories.story(path)) for path in ("stories/trade/50", "stories/gift/100")]
+    ending = texts[0].text.removeprefix(stories.opening(texts[0].text))
+    answers = {"stories/trade/50": ending, "stories/gift/100": "", "stories/trade/50#1": "", "stories/gift/100#1": "",
+               "stories/trade/50#2": ending}  # fmt: skip
+    result = suites.sampled_stories(scripted(answers, stories=5), texts)
+    assert [row["id"] for row in result.rows] == list(answers)
+    assert result.numbers["story_rate"] == 0.4
 
 
 SOURCE = "import os\n\n\ndef first(value):\n    return value + 1\n\n\ndef second(value):\n    return value + 2\n"
