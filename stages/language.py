@@ -16,7 +16,7 @@ from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.settings import FitConfig
 from pipeline.model.config import ModelConfig
-from pipeline.model.induction import induction_heads
+from pipeline.model.induction import induction_heads, relate_variants
 from pipeline.model.transformer import Transformer
 from pipeline.params import group, main
 from pipeline.streams.batch import TokenBatch
@@ -40,6 +40,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path) -
     weights = generator("language", "weights", job.seed)
     model = Transformer(params.model, weights)
     if params.induction_heads:
+        relate_variants(model, text.token_bytes, weights)
         induction_heads(model, weights)
     stream = CorpusStream(tokens, text, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                           seed=job.seed, cache=job.folder.parent)  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pipeline.model.config import ModelConfig
-from pipeline.model.induction import induction_heads
+from pipeline.model.induction import induction_heads, relate_variants
 from pipeline.model.transformer import Transformer
 
 CONF = Path(__file__).parents[1] / "conf" / "model"
@@ -80,3 +80,16 @@ def test_the_heads_depend_on_the_generator_alone() -> None:
 def test_a_shape_without_room_for_them_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         fresh(replace(NANO, **change), heads=True)  # type: ignore[arg-type]
+
+
+def test_variants_of_a_word_start_half_alike_and_others_do_not() -> None:
+    spelled = [b"Oslo", b" oslo", b" Oslo", b"Rome", b" ", b"", b"a"] + [b"%d" % n for n in range(NANO.vocab_size - 7)]
+    draws = torch.Generator().manual_seed(0)
+    model = Transformer(NANO, draws)
+    before = model.model.embed_tokens.weight.clone()
+    relate_variants(model, spelled, draws)
+    table = model.model.embed_tokens.weight
+    alike = torch.nn.functional.cosine_similarity
+    assert all(0.3 < alike(table[i], table[j], dim=0) < 0.7 for i, j in ((0, 1), (0, 2), (1, 2)))
+    assert torch.equal(table[3:], before[3:])
+    assert abs(table[:3].std().item() - NANO.initializer_range) < 0.006

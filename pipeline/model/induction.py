@@ -11,9 +11,14 @@ structure that trained attention shows. All of it stays trainable, and the archi
     layer 1     query V x, key O^T x, on RoPE's slow angles: head 0 finds the place whose token before was this token,
                 and adds that place's token to the stream
 
+`relate_variants` lets the tokens of one word (" Oslo", "Oslo", " oslo") start half alike, so that a name that stood after a
+space is found and copied behind a quotation mark too; training alone has to learn that pair by pair.
+
 The embedding starts six times larger and the branches at zero but for the two heads, or else the noise of the first
 layer drowns the tokens; the last norm makes up for the size, so fresh logits keep their scale.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -79,6 +84,25 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     key += place * slowly
     value += successor
     out += added * successor.T
+
+
+@torch.no_grad()
+def relate_variants(model: Transformer, token_bytes: Sequence[bytes], generator: torch.Generator) -> None:
+    """Give tokens that differ in a leading space or in capitals alone a common half of their fresh embeddings.
+
+    `token_bytes[i]` are the bytes of token i. Squares of old and common part add up, so lengths stay. To be called before
+    `induction_heads`, which sets the scale. Draws from `generator`, on its device.
+    """
+    words: dict[bytes, list[int]] = {}
+    for token, spelled in enumerate(token_bytes):
+        if word := spelled.removeprefix(b" ").lower():
+            words.setdefault(word, []).append(token)
+    table = model.model.embed_tokens.weight
+    std = model.config.initializer_range
+    for tokens in words.values():
+        if len(tokens) > 1:
+            common = torch.empty(table.shape[1], device=generator.device).normal_(0.0, std, generator=generator)
+            table[tokens] = 0.5**0.5 * (table[tokens] + common)
 
 
 def _head(model: Transformer, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

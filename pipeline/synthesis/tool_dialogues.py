@@ -24,7 +24,7 @@ from pipeline.synthesis.tool_shape import Tool, draw, places, told, words
 from pipeline.synthesis.tool_values import Value, misspelt
 from pipeline.synthesis.toolbox import CHAINS, SEEN, UNSEEN, Chain
 
-INVENTED, RENAMED = 0.5, 0.25  # shares of the training conversations with such tools
+INVENTED, RENAMED = 0.5, 0.35  # shares of the training conversations with such tools
 ANSWERED = 0.3  # share of the single-request conversations that go on to result and closing sentence
 NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema costs some 50 tokens
 

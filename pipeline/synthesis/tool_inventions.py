@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from random import Random
 
+from pipeline.synthesis.drills import made_up
 from pipeline.synthesis.tool_shape import Param, Tool, array, nested, optional, param
 from pipeline.synthesis.tool_values import (
     ADJECTIVES,
@@ -45,7 +46,6 @@ VERBS = word_list(
     upload verify watch water weigh wrap"""
 )
 FINDERS = ("find", "get", "search", "fetch")
-SYLLABLES = word_list("ba ce di fo gu ha ji ka lo mu ne pi qua ro sa te vi wo xa yu za bre cli dro fla gri ple sto tri")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ Part = tuple[dict[str, Param], str]  # parameters and the piece of a wording tha
 
 def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Tool:
     """A new tool with one to three parameters; verb and noun may be given."""
-    verb, noun = verb or rng.choice(VERBS), noun or rng.choice(NOUNS)
+    verb, noun = verb or rng.choice(VERBS), noun or (rng.choice(NOUNS) if rng.random() < 0.6 else made_up(rng))
     parts: list[Part] = []
     taken: set[str] = set()
     target = rng.choice((1, 1, 1, 1, 2, 2, 2, 3))
@@ -280,7 +280,7 @@ def _spoken(name: str | None) -> str:
 
 def _gibberish(rng: Random) -> str:
     form = rng.random()
-    word = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3))))
+    word = made_up(rng)
     if form < 0.4:
         return word
     return f"{word}_{rng.choice(NOUNS)}" if form < 0.7 else f"{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}"
