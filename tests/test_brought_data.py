@@ -28,6 +28,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     "dialogues/messages.jsonl": [{"messages": TALK}, {"messages": [{"role": "system", "content": "Be brief."}, *TALK]}],
     "dialogues/sharegpt.json": [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}],
     "dialogues/questions.jsonl": [{"question": "Two and two?", "answer": "Four."}, {"question": "One?", "answer": "1"}],
+    "dialogues/val.jsonl": [{"messages": [{"role": "user", "content": f"Say {n}."}, TALK[1]]} for n in range(4)],
     "dialogues/alpaca.csv": [{"instruction": "Add.", "input": "1 and 2", "output": "3"}],
     "dialogues/xlam.jsonl": [XLAM],
     "dialogues/glaive.jsonl": [GLAIVE],
