@@ -138,7 +138,7 @@ def test_own_files_of_every_shape_with_every_fault_go_through_the_graph(tmp_path
 
 
 def hub_files() -> dict[str, dict[str, bytes]]:
-    """Five small data sets, in parquet and in compressed lines."""
+    """Four small data sets, in parquet and in compressed lines."""
     card = b"---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: data/train-*}\n  - {split: test, path: data/test-*}\n---\n"
 
     def parquet(rows: list[dict[str, Any]]) -> bytes:

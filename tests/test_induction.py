@@ -9,6 +9,7 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig
 from pipeline.model.induction import induction_heads, relate_variants
 from pipeline.model.transformer import Transformer
@@ -78,7 +79,7 @@ def test_the_heads_depend_on_the_generator_alone() -> None:
     [({"layers": 1}, "two layers"), ({"attention": "bidirectional"}, "causal"), ({"rope_theta": 50.0}, "rope_theta")],
 )
 def test_a_shape_without_room_for_them_is_refused(change: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ConfigError, match=words):
         fresh(replace(NANO, **change), heads=True)  # type: ignore[arg-type]
 
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipeline.errors import ConfigError
 from pipeline.model.transformer import Transformer
 
 EMBEDDING = 0.3  # standard deviation of the embedding's entries
@@ -35,18 +36,18 @@ STRENGTH = 1.7  # of what a head adds, in lengths of an embedding
 def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     """Write the two heads into a fresh model; draws from `generator`, on its device.
 
-    Raises ValueError for a model of one layer, a bidirectional one, or angles of which none are fast or slow.
+    Raises ConfigError for a model of one layer, a bidirectional one, or angles of which none are slow.
     """
     config = model.config
     width, size = config.width, config.head_dim
     if config.layers < 2 or config.attention != "causal":
-        raise ValueError(
+        raise ConfigError(
             "induction heads need a causal model of two layers or more; set language.induction_heads=false"
         )
     angles = config.rope_theta ** (-torch.arange(0, size, 2) / size)
     fast, slow = angles >= FAST, angles <= SLOW
     if not slow.any():
-        raise ValueError(
+        raise ConfigError(
             f"induction heads need angles of at most {SLOW} a token; rope_theta {config.rope_theta} and head_dim {size} "
             "have none. Raise rope_theta, or set language.induction_heads=false"
         )

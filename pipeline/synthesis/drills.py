@@ -14,7 +14,7 @@ mention follows from the first and from nothing else. Copying in context (the in
 arXiv:2209.11895) appears in one sudden fall of the loss; in prose and stories alone that fall comes late or, within the
 few steps of a small run, not at all (docs/LOG.md has the measurements).
 
-Not promised: sense. No tool name of the dialogues occurs here, and no sentence of the stories.
+Not promised: sense. No tool name of the toolbox occurs here, and no sentence of the stories.
 """
 
 import json
