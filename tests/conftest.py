@@ -56,3 +56,11 @@ def tiny_model(byte_tokenizer: Tokenizer) -> Transformer:
             if parameter.ndim > 1:
                 parameter.mul_(3.2)
     return model.train(False)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """An empty folder for a user's files."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    return folder

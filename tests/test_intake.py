@@ -13,13 +13,6 @@ from pipeline.streams.records import Text
 from tests.ownfiles import jsonl, read, texts
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    folder = tmp_path / "own"
-    folder.mkdir()
-    return folder
-
-
 def test_too_many_rejected_rows_fail_after_the_last_record(own: Path) -> None:
     (own / "a.jsonl").write_text(jsonl(*({"text": f"row {n}"} for n in range(99)), {"text": 1}))
     assert len(read(own, max_rejected=0.01).records) == 99

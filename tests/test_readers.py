@@ -19,14 +19,6 @@ from pipeline.streams.intake import Intake
 from pipeline.streams.sources import DataConfig
 from tests.ownfiles import ROOT, config, jsonl, read, texts
 
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    folder = tmp_path / "own"
-    folder.mkdir()
-    return folder
-
-
 # --- formats ---------------------------------------------------------------------------------------------------------
 
 
