@@ -2,7 +2,7 @@
 
     the source named by `data` + data/own + data/benchmarks -> data/raw/{text,code}
 
-`data=machine` gives text (stories and drills from generators; prose from READMEs and docstrings) and code (Python, shell,
+`data=machine` gives text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and code (Python, shell,
 generated functions), each until its quota is met; `files` and `hub` give all that they hold. Worker processes read and
 clean batches; this process takes the results in order (`streams/selection.py`), so the corpus is the same for any number
 of workers, any locale and any hash seed, on machines with the same packages.
@@ -29,14 +29,18 @@ from pipeline.streams.decontamination import Index, benchmark_files, benchmark_i
 from pipeline.streams.harvest import FileBatch, RecordBatch
 from pipeline.streams.records import Text
 from pipeline.streams.selection import Selection
-from pipeline.synthesis import drills, programs, stories
+from pipeline.synthesis import drills, programs, stories, transcripts
 from pipeline.tracking import progress, write_json
 from pipeline.work import Job, sha256
 
-PARTS = {"text": ("prose", "stories", "drills"), "code": ("python", "shell", "generated")}  # of data=machine
+PARTS = {
+    "text": ("prose", "stories", "drills", "transcripts"),
+    "code": ("python", "shell", "generated"),
+}  # of data=machine
 HARVESTED = ("prose", "python", "shell")  # by package; a generator has no package that could take over
-# numbers of each story family, drills, bytes of generated code
-BATCH_NUMBERS, BATCH_DRILLS, BATCH_CODE_BYTES = 10, 200, 60_000
+# numbers of each story family, of drills and transcripts, bytes of generated code
+BATCH_NUMBERS, BATCH_RECORDS, BATCH_CODE_BYTES = 10, {"drills": 200, "transcripts": 40}, 60_000
+WRITERS = {"drills": drills, "transcripts": transcripts}
 HELD_OUT_EVERY = 10  # of the numbers of a held-out story family: enough to measure with, little of the quota
 GENERATED_VAL = 50  # one generated file in so many is held out
 
@@ -48,6 +52,7 @@ class Params:
     stories_mb: float  # quotas of data=machine in 10^6 bytes kept, train and val together: generated stories,
     prose_mb: float  # English of READMEs and docstrings,
     drills_mb: float  # exercises in copying,
+    transcripts_mb: float  # tool conversations as text,
     python_mb: float  # Python of the standard library and of installed packages,
     shell_mb: float  # shell scripts,
     generated_mb: float  # generated functions
@@ -57,7 +62,7 @@ class Params:
 
     def __post_init__(self) -> None:
         """Refuse sizes and a similarity that cannot be."""
-        for name in ("stories_mb", "prose_mb", "drills_mb", "python_mb", "shell_mb", "generated_mb"):
+        for name in ("stories_mb", "prose_mb", "drills_mb", "transcripts_mb", "python_mb", "shell_mb", "generated_mb"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
         if self.cap_mb <= 0 or not 0 < self.near_duplicates <= 1:
@@ -75,9 +80,10 @@ class StoryBatch:
 
 
 @dataclass(frozen=True)
-class DrillBatch:
-    """Drills to write: these numbers, from this seed."""
+class WrittenBatch:
+    """Drills or transcripts to write: these numbers, from this seed."""
 
+    part: str
     numbers: range
     seed: int
 
@@ -90,7 +96,7 @@ class CodeBatch:
     seed: int
 
 
-Batch = FileBatch | RecordBatch | StoryBatch | DrillBatch | CodeBatch
+Batch = FileBatch | RecordBatch | StoryBatch | WrittenBatch | CodeBatch
 
 
 def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, code: Path) -> None:
@@ -128,9 +134,10 @@ def prepare(batch: Batch) -> list[Document]:
     """What a worker process does with a batch."""
     if isinstance(batch, StoryBatch):
         return [_told(path) for path in _story_paths(batch.numbers)]
-    if isinstance(batch, DrillBatch):
+    if isinstance(batch, WrittenBatch):
+        maker = WRITERS[batch.part]
         return [
-            made_record(drills.record(batch.seed, n), "drills", "val" if drills.is_held_out(n) else "train")
+            made_record(maker.record(batch.seed, n), batch.part, "val" if maker.is_held_out(n) else "train")
             for n in batch.numbers
         ]
     if isinstance(batch, CodeBatch):
@@ -190,10 +197,12 @@ def _machine(params: Params, seed: int, corpora: dict[str, Selection], versions:
         if not text.is_open("stories"):
             break
         yield StoryBatch(range(number * BATCH_NUMBERS, (number + 1) * BATCH_NUMBERS))
-    for number in range(_most(params.drills_mb)):
-        if not text.is_open("drills"):
-            break
-        yield DrillBatch(range(number * BATCH_DRILLS, (number + 1) * BATCH_DRILLS), seed)
+    for part, size in BATCH_RECORDS.items():
+        for number in range(_most(getattr(params, f"{part}_mb"))):
+            if not text.is_open(part):
+                break
+            # Stage tasks draws from `seed` and `seed + 1`.
+            yield WrittenBatch(part, range(number * size, (number + 1) * size), seed + (part == "transcripts") * 2)
 
 
 def _most(quota_mb: float) -> int:

@@ -20,7 +20,7 @@ from pipeline.evaluation.suites import Result, Settings, Subject
 from pipeline.params import block, main
 from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.streams.records import Dialogue, Problem, Text, read
-from pipeline.synthesis import drills, stories
+from pipeline.synthesis import drills, stories, transcripts
 from pipeline.tracking import progress, say, write_curve, write_json
 from pipeline.work import Job
 
@@ -45,7 +45,6 @@ def run(
     subject = Subject(loaded.train(False), tokenizer, settings, job.seed)
     texts = held_out(text)
     prose, told, unseen = split_texts(texts)
-    copying = [t for t in texts if t.source == drills.SOURCE]
     sources = held_out(code)
     talks = list(read(dialogues / "test.jsonl", Dialogue))
     asked = list(read(problems / "test.jsonl", Problem))
@@ -53,7 +52,8 @@ def run(
         "text": lambda: suites.documents(subject, prose[: settings.documents]),
         "stories": lambda: suites.documents(subject, told[: settings.documents]),
         "stories_held_out": lambda: suites.documents(subject, unseen[: settings.documents]),
-        "drills": lambda: suites.documents(subject, copying[: settings.documents]),
+        "drills": lambda: suites.documents(subject, of_source(texts, drills.SOURCE)[: settings.documents]),
+        "transcripts": lambda: suites.documents(subject, of_source(texts, transcripts.SOURCE)[: settings.documents]),
         "stories sampled": lambda: suites.sampled_stories(subject, told),
         "code": lambda: suites.documents(subject, sources[: settings.documents]),
         "code gaps": lambda: suites.gaps(subject, sources),
@@ -94,9 +94,14 @@ def held_out(corpus: Path) -> list[Text]:
     return found
 
 
+def of_source(texts: list[Text], source: str) -> list[Text]:
+    """The documents of one source."""
+    return [text for text in texts if text.source == source]
+
+
 def split_texts(texts: list[Text]) -> tuple[list[Text], list[Text], list[Text]]:
     """Prose, stories of families that were trained on, stories of families that were not."""
-    prose = [t for t in texts if t.source not in FAMILIES and t.source != drills.SOURCE]
+    prose = [t for t in texts if t.source not in FAMILIES and t.source not in (drills.SOURCE, transcripts.SOURCE)]
     told = [t for t in texts if t.source in FAMILIES and t.source not in stories.HELD_OUT]
     return prose, told, [t for t in texts if t.source in stories.HELD_OUT]
 

@@ -33,6 +33,7 @@ QUOTAS = {
     "stories_mb": 0.02,
     "prose_mb": 0.05,
     "drills_mb": 0.01,
+    "transcripts_mb": 0.01,
     "python_mb": 0.2,
     "shell_mb": 0.01,
     "generated_mb": 0.006,
@@ -190,7 +191,7 @@ def test_two_workers_write_the_bytes_of_one_also_with_full_packages(machine: Mac
 
 
 def test_a_quota_ends_its_part_and_a_quota_of_nothing_leaves_it_out(machine: Machine) -> None:
-    out = machine.build("out", python_mb=0.004, shell_mb=0, prose_mb=0, drills_mb=0)
+    out = machine.build("out", python_mb=0.004, shell_mb=0, prose_mb=0, drills_mb=0, transcripts_mb=0)
     kept = manifest(out, "code")["parts"]["python"]["kept"]
     largest = max(len(source(seed)) for seed in range(100, 120))
     assert 4000 <= sum(entry["bytes"] for entry in kept.values()) < 4000 + largest

@@ -145,6 +145,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         "stories_held_out",
         "code",
         "drills",
+        "transcripts",
         "problems",
         "tools",
         "answers",

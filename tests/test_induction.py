@@ -84,7 +84,8 @@ def test_a_shape_without_room_for_them_is_refused(change: dict[str, object], wor
 
 
 def test_variants_of_a_word_start_half_alike_and_others_do_not() -> None:
-    spelled = [b"Oslo", b" oslo", b" Oslo", b"Rome", b" ", b"", b"a"] + [b"%d" % n for n in range(NANO.vocab_size - 7)]
+    spelled = [b"Oslo", b"_oslo", b" Oslo", b"Rome", b' "', b"", b"a", b" 7", b" 8"]
+    spelled += [b"%d" % n for n in range(10, NANO.vocab_size + 1)]
     draws = torch.Generator().manual_seed(0)
     model = Transformer(NANO, draws)
     before = model.model.embed_tokens.weight.clone()

@@ -76,6 +76,14 @@ def test_logprobs_and_greedy_text_equal_transformers(config: ModelConfig, tmp_pa
     assert greedy == answer[0, 20:].tolist()
 
 
+@torch.no_grad()
+def test_qwen3_gives_the_very_bits_that_transformers_gives(tmp_path: Path) -> None:
+    model = written(CONFIGS[0], tmp_path).train(False)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = torch.randint(0, 320, (3, 200), generator=torch.Generator().manual_seed(3))
+    assert torch.equal(model(ids), oracle(ids).logits)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=["qwen3", "qwen3-untied", "qwen2", "llama"])
 def test_what_transformers_saves_loads_here(config: ModelConfig, tmp_path: Path) -> None:
     build, values = theirs(config)

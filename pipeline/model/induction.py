@@ -11,13 +11,15 @@ structure that trained attention shows. All of it stays trainable, and the archi
     layer 1     query V x, key O^T x, on RoPE's slow angles: head 0 finds the place whose token before was this token,
                 and adds that place's token to the stream
 
-`relate_variants` lets the tokens of one word (" Oslo", "Oslo", " oslo") start half alike, so that a name that stood after a
-space is found and copied behind a quotation mark too; training alone has to learn that pair by pair.
+`relate_variants` lets the tokens of one word (" Oslo", "Oslo", "_oslo") start half alike, so that a name that stood after a
+space is found and copied behind a quotation mark too, and "task" leads to "add_task"; training alone has to learn that
+pair by pair.
 
 The embedding starts six times larger and the branches at zero but for the two heads, or else the noise of the first
 layer drowns the tokens; the last norm makes up for the size, so fresh logits keep their scale.
 """
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +32,7 @@ EMBEDDING = 0.3  # standard deviation of the embedding's entries
 FAST, SLOW = 0.5, 0.01  # radians a token: from here on an angle tells neighbours apart; up to here it spans a context
 NOISE = 0.2  # of the normal weights that stays in the two heads
 STRENGTH = 1.7  # of what a head adds, in lengths of an embedding
+LEADING = re.compile(rb"[^A-Za-z0-9\x80-\xff]+(?=[A-Za-z\x80-\xff])")  # what may stand before a word in its token
 
 
 @torch.no_grad()
@@ -89,14 +92,14 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def relate_variants(model: Transformer, token_bytes: Sequence[bytes], generator: torch.Generator) -> None:
-    """Give tokens that differ in a leading space or in capitals alone a common half of their fresh embeddings.
+    """Give tokens that differ in a leading space or sign or in capitals alone a common half of their fresh embeddings.
 
     `token_bytes[i]` are the bytes of token i. Squares of old and common part add up, so lengths stay. To be called before
     `induction_heads`, which sets the scale. Draws from `generator`, on its device.
     """
     words: dict[bytes, list[int]] = {}
     for token, spelled in enumerate(token_bytes):
-        if word := spelled.removeprefix(b" ").lower():
+        if word := LEADING.sub(b"", spelled, count=1).lower():
             words.setdefault(word, []).append(token)
     table = model.model.embed_tokens.weight
     std = model.config.initializer_range

@@ -7,7 +7,8 @@ RoPE 2.0 -> 1.0, attention 46 (dense causal), 26 (a fused kernel call per docume
 hand-written SwiGLU, one matrix for q, k, v or gate and up, oneDNN's matmul.
 
 On other devices, in half precision and under `torch.compile` the first two are the plain formulas: there the compiler
-fuses better. No second derivatives.
+fuses better. Without gradients they are written operation by operation as transformers' Qwen3 writes them, so that an
+exported model gives there the very bits that it gives here. No second derivatives.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ def _by_hand(x: Tensor) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32 at least; shape and dtype of `x`."""
     if _by_hand(x):
+        if not torch.is_grad_enabled():
+            return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
         return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     return functional.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
@@ -37,9 +40,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + h/2) of each head. `x` (N, H, h); `cos`, `sin` (N, 1, h/2) in float32."""
-    if _by_hand(x):
+    if _by_hand(x) and torch.is_grad_enabled():
         return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
-    first, second = x.float().chunk(2, dim=-1)
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    first, second = wide.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 

@@ -112,7 +112,7 @@ Part = tuple[dict[str, Param], str]  # parameters and the piece of a wording tha
 
 def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Tool:
     """A new tool with one to three parameters; verb and noun may be given."""
-    verb, noun = verb or rng.choice(VERBS), noun or (rng.choice(NOUNS) if rng.random() < 0.6 else made_up(rng))
+    verb, noun = verb or rng.choice(VERBS), noun or (rng.choice(NOUNS) if rng.random() < 0.75 else made_up(rng))
     parts: list[Part] = []
     taken: set[str] = set()
     target = rng.choice((1, 1, 1, 1, 2, 2, 2, 3))

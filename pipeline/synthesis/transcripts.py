@@ -1,0 +1,35 @@
+"""Transcripts: tool conversations as plain text, for the corpus that the language model reads.
+
+In: a seed and a number. Out: `Text` records of source "transcripts", made by the generator of stage tasks from another
+seed and from its training split alone: the held-out tools and wordings never occur. Control tokens cannot stand in a text
+(`Tokenizer.encode` gives none), so a turn is its role on a line and then what is said; a call is its JSON.
+
+They are there for two reasons, both measured in docs/LOG.md: the tokenizer learns the words of schemas and requests as
+whole tokens, and reading a schema to fill in a call takes more tokens to learn than a small stage of fine-tuning has.
+"""
+
+import json
+
+from pipeline.streams.records import Text
+from pipeline.synthesis import tools
+
+SOURCE = "transcripts"
+HELD_OUT_EVERY = 50  # numbers that this divides are validation data
+
+
+def record(seed: int, number: int) -> Text:
+    """Transcript `number`, a pure function of (seed, number)."""
+    (dialogue,) = tools.dialogues("train", number + 1, seed, number)
+    lines = ["Tools you can call:", *(json.dumps(tool["function"], ensure_ascii=False) for tool in dialogue.tools)]
+    for message in dialogue.messages:
+        lines.append(message["role"])
+        if message["content"]:
+            lines.append(message["content"])
+        for name, arguments in tools.calls(message):
+            lines.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
+    return Text(text="\n".join((*lines, "")), source=SOURCE, path=f"{SOURCE}/{seed}/{number}", licence="CC0-1.0")
+
+
+def is_held_out(number: int) -> bool:
+    """Whether the transcript of a number is validation data."""
+    return number % HELD_OUT_EVERY == 0

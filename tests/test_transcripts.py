@@ -1,0 +1,35 @@
+"""The transcripts: pure functions of their number, whole conversations, and nothing of what is held out."""
+
+import json
+
+from pipeline.synthesis import transcripts
+from pipeline.synthesis.tools import dialogues
+from pipeline.synthesis.toolbox import UNSEEN
+
+TEXTS = [transcripts.record(3, number).text for number in range(150)]
+
+
+def test_a_transcript_is_a_function_of_its_seed_and_number() -> None:
+    assert [transcripts.record(3, number).text for number in range(150)] == TEXTS
+    assert len(set(TEXTS)) == 150
+    assert transcripts.record(4, 0).text != TEXTS[0]
+    made = transcripts.record(3, 7)
+    assert (made.source, made.path, made.licence) == ("transcripts", "transcripts/3/7", "CC0-1.0")
+
+
+def test_a_transcript_says_what_the_conversation_says_in_its_order() -> None:
+    for text, dialogue in zip(TEXTS, dialogues("train", 150, 3), strict=True):
+        said = [json.dumps(tool["function"], ensure_ascii=False) for tool in dialogue.tools]
+        for message in dialogue.messages:
+            said += [message["content"]] if message["content"] else []
+            said += [call["function"]["arguments"] for call in message.get("tool_calls", [])]
+        rest = text
+        for part in said:
+            _, found, rest = rest.partition(part)
+            assert found == part, (part, text)
+
+
+def test_no_transcript_offers_or_calls_a_held_out_tool() -> None:
+    names = {f'"name": "{tool.name}"' for tool in UNSEEN}
+    assert len(names) == len(UNSEEN) > 10
+    assert not [text for text in TEXTS if any(name in text for name in names)]
