@@ -3,8 +3,8 @@
 import json
 
 from pipeline.synthesis import transcripts
-from pipeline.synthesis.tools import dialogues
 from pipeline.synthesis.toolbox import UNSEEN
+from pipeline.synthesis.tools import dialogues
 
 TEXTS = [transcripts.record(3, number).text for number in range(150)]
 
