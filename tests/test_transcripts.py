@@ -5,6 +5,7 @@ import json
 from pipeline.synthesis import transcripts
 from pipeline.synthesis.toolbox import UNSEEN
 from pipeline.synthesis.tools import dialogues
+from pipeline.synthesis.vocabulary import COMMON
 
 TEXTS = [transcripts.record(3, number).text for number in range(150)]
 
@@ -33,3 +34,11 @@ def test_no_transcript_offers_or_calls_a_held_out_tool() -> None:
     names = {f'"name": "{tool.name}"' for tool in UNSEEN}
     assert len(names) == len(UNSEEN) > 10
     assert not [text for text in TEXTS if any(name in text for name in names)]
+
+
+def test_the_common_words_hold_none_of_the_held_out_tools() -> None:
+    words = {word for tool in UNSEEN for name in (tool.name, *tool.params) for word in name.split("_")}
+    assert {"currency", "hotel"} <= words
+    assert not words & set(COMMON)
+    assert len(set(COMMON)) == len(COMMON) > 1500
+    assert all(word.isascii() and word.isalpha() and word.islower() for word in COMMON)

@@ -24,6 +24,7 @@ from random import Random
 from pipeline.streams.records import Dialogue, Text
 from pipeline.synthesis import tool_values as values
 from pipeline.synthesis.tool_values import Kind, Value, word_list
+from pipeline.synthesis.vocabulary import COMMON
 
 SOURCE = "drills"
 HELD_OUT_EVERY = 50  # numbers that this divides are validation data
@@ -63,12 +64,17 @@ def _joined(rng: Random) -> str:
 
 
 def _noun(rng: Random) -> str:
-    return rng.choice(values.NOUNS)
+    return rng.choice(COMMON if rng.random() < 0.7 else values.NOUNS)
+
+
+def phrase(rng: Random) -> str:
+    """One to four common words."""
+    return " ".join(rng.choice(COMMON) for _ in range(rng.randint(1, 4)))
 
 
 MADE_UP = Kind(made_up)
 KINDS: tuple[Kind, ...] = (
-    *(MADE_UP, MADE_UP, Kind(_letters), Kind(_joined), Kind(_joined)),
+    *(MADE_UP, MADE_UP, Kind(_letters), Kind(_joined), Kind(_joined), Kind(_noun), Kind(phrase), Kind(phrase)),
     *(values.PERSON, values.FIRST, values.CITY, values.TEXT, values.WORD, values.LABEL, values.CODE, values.PATH),
     *(values.PHONE, values.EMAIL, values.DATE, values.TIME, values.NUMBER, values.AMOUNT, values.integer(2, 9999)),
 )
@@ -146,10 +152,16 @@ def _recall(rng: Random) -> str:
 
 
 def _fields(rng: Random) -> dict[str, Value]:
-    names = (
-        rng.choice((*FIELDS, *values.NOUNS)) if rng.random() < 0.7 else made_up(rng) for _ in range(rng.randint(1, 5))
-    )
-    return {name: rng.choice(KINDS).draw(rng) for name in names}
+    return {_field(rng): rng.choice(KINDS).draw(rng) for _ in range(rng.randint(1, 5))}
+
+
+def _field(rng: Random) -> str:
+    form = rng.random()
+    if form < 0.3:
+        return rng.choice(FIELDS)
+    if form < 0.6:
+        return _noun(rng)
+    return made_up(rng) if form < 0.75 else f"{_noun(rng)}_{_noun(rng)}"
 
 
 def _json(fields: dict[str, Value]) -> str:

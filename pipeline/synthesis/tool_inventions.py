@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from random import Random
 
-from pipeline.synthesis.drills import made_up
+from pipeline.synthesis.drills import made_up, phrase
 from pipeline.synthesis.tool_shape import Param, Tool, array, nested, optional, param
 from pipeline.synthesis.tool_values import (
     ADJECTIVES,
@@ -36,6 +36,7 @@ from pipeline.synthesis.tool_values import (
     several,
     word_list,
 )
+from pipeline.synthesis.vocabulary import COMMON
 
 VERBS = word_list(
     """add archive approve arrange assign attach balance block build calculate cancel check clean close collect
@@ -45,6 +46,9 @@ VERBS = word_list(
     resize restart restore scan search sell share show sign sort split stop store submit sync test translate update
     upload verify watch water weigh wrap"""
 )
+PHRASE = Kind(phrase, 0.9)
+SINGLE = Kind(lambda rng: rng.choice(COMMON), 0.6)
+HYPHENED = Kind(lambda rng: f"{rng.choice(COMMON)}-{rng.choice(COMMON)}", 0.4)
 FINDERS = ("find", "get", "search", "fetch")
 
 
@@ -64,7 +68,11 @@ CONCEPTS = (
     Concept(("guest", "friend", "member", "author"), "string", FIRST, ("for {}", "with {}", "for the <> {}")),
     Concept(("title", "subject", "topic", "name"), "string", TITLE, ("called {}", "about {}", "<> {}")),
     Concept(("text", "content", "message", "note", "body"), "string", TEXT, ("saying {}", "with the <> {}", ": {}")),
+    Concept(("text", "content", "message", "note", "body"), "string", PHRASE, ("saying {}", "with the <> {}", ": {}")),
+    Concept(("title", "subject", "topic", "name"), "string", PHRASE, ("called {}", "about {}", "<> {}")),
     Concept(("word", "keyword", "query"), "string", WORD, ("for {}", "by {}", "with the <> {}")),
+    Concept(("word", "keyword", "query"), "string", SINGLE, ("for {}", "by {}", "with the <> {}")),
+    Concept(("label", "tag", "channel", "group", "account"), "string", HYPHENED, ("in {}", "under {}", "in the <> {}")),
     Concept(("label", "tag", "channel", "group", "account"), "string", LABEL, ("in {}", "under {}", "in the <> {}")),
     Concept(("minutes", "days", "seats", "pages", "hours", "weeks", "pieces"), "integer", integer(2, 120),
             ("for {} <>", "with {} <>", "for {} <>")),
@@ -112,7 +120,7 @@ Part = tuple[dict[str, Param], str]  # parameters and the piece of a wording tha
 
 def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Tool:
     """A new tool with one to three parameters; verb and noun may be given."""
-    verb, noun = verb or rng.choice(VERBS), noun or (rng.choice(NOUNS) if rng.random() < 0.75 else made_up(rng))
+    verb, noun = verb or _verb(rng), noun or _noun(rng)
     parts: list[Part] = []
     taken: set[str] = set()
     target = rng.choice((1, 1, 1, 1, 2, 2, 2, 3))
@@ -144,12 +152,22 @@ def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Too
     )
 
 
+def _verb(rng: Random) -> str:
+    return rng.choice(VERBS if rng.random() < 0.6 else COMMON)
+
+
+def _noun(rng: Random) -> str:
+    form = rng.random()
+    return rng.choice(COMMON) if form < 0.5 else rng.choice(NOUNS) if form < 0.75 else made_up(rng)
+
+
 def sibling(tool: Tool, rng: Random) -> Tool:
     """A near-duplicate of an invented tool: the verb or the noun is another one."""
     verb, noun = tool.domain.split(" ")
-    if rng.random() < 0.5:
-        return invent(rng, verb=rng.choice([v for v in VERBS if v != verb]), noun=noun)
-    return invent(rng, verb=verb, noun=rng.choice([n for n in NOUNS if n != noun]))
+    other = verb
+    while other in (verb, noun):
+        other = (_verb if (swap_verb := rng.random() < 0.5) else _noun)(rng)
+    return invent(rng, verb=other, noun=noun) if swap_verb else invent(rng, verb=verb, noun=other)
 
 
 def lookup(rng: Random, noun: str) -> Tool:
@@ -217,7 +235,7 @@ def _part(rng: Random, noun: str) -> Part:
             (f"with {{{name}}}", f"with {name} {{{name}}}", f"for the {name} {{{name}}}")
         )
     if form < 0.34:
-        name, options = rng.choice(CHOICES), tuple(rng.sample(ADJECTIVES, rng.choice((2, 3))))
+        name, options = rng.choice(CHOICES), tuple(rng.sample(rng.choice((ADJECTIVES, COMMON)), rng.choice((2, 3))))
         choice = param("string", one_of(*options), enum=options)
         cue = rng.choice((f"with {name} {{{name}}}", f"in {name} {{{name}}}", f"with {{{name}}} {name}"))
         return {name: optional(choice, options[0]) if rng.random() < 0.5 else choice}, cue
@@ -231,6 +249,10 @@ def _part(rng: Random, noun: str) -> Part:
         return {name: nested(leaves)}, f"with {first} {{{first}}} and {second} {{{second}}}"
     concept = rng.choice(CONCEPTS)
     name = rng.choice(concept.names)
+    cues = (*concept.cues, "with <> {}")
+    if rng.random() < 0.35:  # any word may be a parameter; the request says which value it is
+        name, cues = rng.choice(COMMON), ("with <> {}", "with the <> {}", "<> {}")
+        name = f"{name}_{rng.choice(concept.names)}" if rng.random() < 0.4 else name
     if name in ("id", "name") and rng.random() < 0.7:
         name = f"{noun}_{name}"
     about = f"{_spoken(name)} of the {noun}" if rng.random() < 0.15 else ""
@@ -240,7 +262,7 @@ def _part(rng: Random, noun: str) -> Part:
         if default is None:
             one = param(["string", "null"], concept.kind, about)
         one = optional(one, default)
-    cue = rng.choice((*concept.cues, "with <> {}")).replace("<>", _spoken(name)).replace("{}", f"{{{name}}}")
+    cue = rng.choice(cues).replace("<>", _spoken(name)).replace("{}", f"{{{name}}}")
     return {name: one}, cue
 
 
@@ -281,6 +303,6 @@ def _spoken(name: str | None) -> str:
 def _gibberish(rng: Random) -> str:
     form = rng.random()
     word = made_up(rng)
-    if form < 0.4:
+    if form < 0.25:
         return word
-    return f"{word}_{rng.choice(NOUNS)}" if form < 0.7 else f"{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}"
+    return f"{word}_{rng.choice(NOUNS)}" if form < 0.5 else f"{rng.choice(COMMON)}_{rng.choice(COMMON)}"
