@@ -98,7 +98,7 @@ def test_every_split_has_what_was_asked_for(usual: Made) -> None:
         "rl": 8,
     }
     assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 10}
-    assert usual["report"]["kinds"] == {"code": 28, "copy": 7, "story": 5, "tools": 60}
+    assert usual["report"]["kinds"] == {"code": 35, "copy": 5, "story": 5, "tools": 55}
     assert usual["report"]["dropped_test_items"] == {"dialogues": 0, "problems": 0}
 
 
