@@ -32,7 +32,7 @@ check: setup
 
 test: check
 	pytest -m "not slow and not oracle and not gpu and not browser"
-	pytest -m "(slow or oracle or browser) and not gpu"
+	pytest --durations=15 -m "(slow or oracle or browser) and not gpu"
 
 chat: setup
 	python -m pipeline.serve.chat models/deploy
