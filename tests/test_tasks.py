@@ -90,7 +90,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def test_every_split_has_what_was_asked_for(usual: Made) -> None:
-    assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 11}
+    assert {split: len(rows) for split, rows in usual["dialogues"].items()} == {"train": 100, "val": 20, "test": 10}
     assert {split: len(rows) for split, rows in usual["problems"].items()} == {
         "train": 60,
         "val": 10,
