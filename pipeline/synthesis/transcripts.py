@@ -4,8 +4,11 @@ In: a seed and a number. Out: `Text` records of source "transcripts", made by th
 seed and from its training split alone: the held-out tools and wordings never occur. Control tokens cannot stand in a text
 (`Tokenizer.encode` gives none), so a turn is its role on a line and then what is said; a call is its JSON.
 
-They are there for two reasons, both measured in docs/LOG.md: the tokenizer learns the words of schemas and requests as
-whole tokens, and reading a schema to fill in a call takes more tokens to learn than a small stage of fine-tuning has.
+They are there so that the tokenizer learns the words of schemas and requests as whole tokens (measured, docs/LOG.md), and
+so that reading a schema is practised before the small stage of fine-tuning (not measured alone).
+
+Not promised: the chat format, which only `text/chat.py` writes; and that a conversation differs in more than its values from
+one that stage tasks makes.
 """
 
 import json

@@ -3,6 +3,8 @@
 What a model shall copy has to be drawn from far more words than a toolbox has: a token that is never an answer in training
 is never an answer afterwards (docs/LOG.md). Everyday words, and the thousand that occur in most docstrings of Python's
 standard library; the words in names and parameters of the held-out tools are left out.
+
+Not promised: that a word fits where it is put, or that descriptions and values of the held-out tools share none of them.
 """
 
 from pipeline.synthesis.tool_values import word_list
