@@ -40,7 +40,7 @@ class Wiring:
     items: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()  # inputs that may be absent
     metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
-    trains: bool = False  # has a curve (metrics/<stage>.csv) and may run in several processes
+    trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
 
 
 def main(run: Callable[..., None], **wiring: Any) -> None:
@@ -136,6 +136,7 @@ def _compute(
         tracking.write_json(folder / "out" / wiring.metrics.format(**names), final)
     if wiring.trains:
         tracking.write_curve(folder / "out" / f"metrics/{names['name']}.csv", job.tracker.rows)
+        tracking.write_json(folder / "out" / f"metrics/training/{names['name']}.json", job.tracker.headlines())
     job.tracker.speed["seconds"] = round(time.monotonic() - start, 3)
     work.mark_finished(folder)
     work.drop_states(folder)
@@ -149,7 +150,7 @@ def out_paths(folder: Path, wiring: Wiring, names: dict[str, str]) -> list[tuple
     if wiring.metrics:
         paths.append(wiring.metrics.format(**names))
     if wiring.trains:
-        paths.append(f"metrics/{names['name']}.csv")
+        paths += [f"metrics/{names['name']}.csv", f"metrics/training/{names['name']}.json"]
     return [(Path(path), folder / "out" / path) for path in paths]
 
 

@@ -1,7 +1,8 @@
 """Numbers that people look at: the step curve, the final metrics, MLflow, the progress bar. Nothing else logs numbers.
 
     metrics/<stage>.csv    the curve, a row per logged step          (DVC plots)
-    metrics/<stage>.json   final numbers and `lineage`               (DVC metrics)
+    metrics/<stage>.json   final numbers and `lineage`
+    metrics/training/<stage>.json   the few of them that people compare   (DVC metrics)
     .work/.../speed.json   how fast and where: never in an out
     MLflow                 one run per built stage, continued when a killed stage resumes
 
@@ -141,6 +142,12 @@ class Tracker:
     def report(self, **numbers: Any) -> None:
         """Final numbers for metrics/<stage>.json."""
         self.final.update(numbers)
+
+    def headlines(self) -> dict[str, Number]:
+        """The final numbers that `dvc metrics show` and `dvc exp show` print: best validation, tokens read."""
+        best = self.final.get("best", {})
+        found = {name: best[name] for name in ("val_loss", "val_bpb") if name in best}
+        return found | {name: self.final[name] for name in ("tokens",) if name in self.final}
 
     def flush(self) -> None:
         """Bring the curve into MLflow: called after each saved state."""

@@ -41,6 +41,7 @@ HARVESTED = ("prose", "python", "shell")  # by package; a generator has no packa
 # numbers of each story family, of drills and transcripts, bytes of generated code
 BATCH_NUMBERS, BATCH_RECORDS, BATCH_CODE_BYTES = 10, {"drills": 200, "transcripts": 40}, 60_000
 WRITERS = {"drills": drills, "transcripts": transcripts}
+WRITTEN_HELD_OUT_EVERY = 50  # drills and transcripts whose number this divides are validation data
 HELD_OUT_EVERY = 10  # of the numbers of a held-out story family: enough to measure with, little of the quota
 GENERATED_VAL = 50  # one generated file in so many is held out
 
@@ -137,7 +138,7 @@ def prepare(batch: Batch) -> list[Document]:
     if isinstance(batch, WrittenBatch):
         maker = WRITERS[batch.part]
         return [
-            made_record(maker.record(batch.seed, n), batch.part, "val" if maker.is_held_out(n) else "train")
+            made_record(maker.record(batch.seed, n), batch.part, "train" if n % WRITTEN_HELD_OUT_EVERY else "val")
             for n in batch.numbers
         ]
     if isinstance(batch, CodeBatch):

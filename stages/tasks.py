@@ -19,14 +19,14 @@ from pipeline.params import block, group, main
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 from pipeline.streams import hub, readers, screening, sources
 from pipeline.streams.records import Dialogue, Pair, Problem, write
-from pipeline.synthesis import drills, preferences, programs, stories, tools, wording
+from pipeline.synthesis import drills, preferences, programs, small_talk, stories, tool_choices, tools, wording
 from pipeline.tracking import progress
 from pipeline.work import Job
 
 CHUNK = 200  # records that a worker process generates at a time
 WORTH_A_WORKER = 500  # fewer are made sooner than a process starts
 # Of the dialogues; a story has three times the trained tokens.
-SHARES = {"tools": 0.55, "code": 0.35, "copy": 0.05, "story": 0.05}
+SHARES = {"tools": 0.25, "choice": 0.35, "code": 0.25, "copy": 0.05, "story": 0.05, "talk": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Params:
 class Chunk:
     """Records `first` to `stop` of a generator, for a worker process."""
 
-    kind: str  # problems, dialogues, tool pairs, story pairs
+    kind: str  # problems, dialogues, choices, tool pairs, story pairs
     split: str
     first: int
     stop: int
@@ -149,6 +149,8 @@ def generate(chunk: Chunk) -> list[Any]:
         return list(programs.problems(chunk.split, chunk.stop, chunk.seed, chunk.first))
     if chunk.kind == "story pairs":
         return list(preferences.story_pairs(_paths(chunk.split, chunk.stop)[chunk.first :], chunk.seed))
+    if chunk.kind == "choices":
+        return [tool_choices.dialogue(chunk.split, chunk.seed, n) for n in range(chunk.first, chunk.stop)]
     talks = tools.dialogues(chunk.split, chunk.stop, chunk.seed, chunk.first)
     return list(talks if chunk.kind == "dialogues" else preferences.tool_pairs(talks, chunk.seed))
 
@@ -178,19 +180,24 @@ def _problems(params: Params, job: Job) -> Splits:
 
 
 def _dialogues(params: Params, job: Job, problems: Splits) -> Splits:
-    """Tools, code, drills and stories in their shares, in an order in which every stretch holds all of them."""
+    """Tools, choices, code, drills, stories and talk in their shares, in an order in which every stretch holds all of them."""
     splits: Splits = {}
     counts = {"train": params.dialogues, "val": max(20, params.dialogues // 40), "test": params.test_items}
     shares = {split: count if split == "test" else round(count * SHARES["tools"]) for split, count in counts.items()}
     calls = _generated("dialogues", shares, job.seed, job.workers)
+    choices = _generated(
+        "choices", {s: round(counts[s] * SHARES["choice"]) for s in ("train", "val")}, job.seed, job.workers
+    )
     for split, count in counts.items():
         number = {kind: round(count * share) for kind, share in SHARES.items()}
         with_answer = [p for p in problems[split] if p.answer is not None]
         kinds = [
             calls[split],
+            choices.get(split, []),
             [programs.dialogue(p) for p in with_answer[: number["code"]]] if split != "test" else [],
             [drills.dialogue(split, job.seed, n) for n in range(number["copy"])],
             [preferences.story_dialogue(path) for path in _paths(split, number["story"])],
+            [small_talk.dialogue(split, job.seed, n) for n in range(number["talk"])],
         ]
         splits[split] = _interleave(kinds)
     return splits

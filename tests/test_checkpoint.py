@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from pipeline import checkpoint, work
 from pipeline.errors import ModelError, StagecoachError
 from pipeline.generation.sampling import Sampling, generate
+from pipeline.model import convert
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.text import chat
@@ -154,3 +155,10 @@ def test_transformers_computes_and_says_the_same(tied: bool, byte_tokenizer: Tok
     stops = generate(model, [rendered], Sampling(200), stop=(greedy[20],), seeds=[0])[0].ids
     answer = theirs.generate(**prompt, max_new_tokens=200, do_sample=False, eos_token_id=[greedy[20]], pad_token_id=0)
     assert answer[0, len(rendered) :].tolist() == [*stops, greedy[20]]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_broken_index_of_shards_is_refused_by_name(folder: Path, text: str) -> None:
+    (folder / convert.INDEX).write_text(text)
+    with pytest.raises(ModelError, match=r"index\.json: expected a JSON object with weight_map"):
+        checkpoint.load(folder)

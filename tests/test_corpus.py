@@ -182,6 +182,15 @@ def test_held_out_stories_are_in_val_and_reported_apart(machine: Machine) -> Non
     assert set(apart) == set(stories.HELD_OUT)
 
 
+def test_every_fiftieth_drill_and_transcript_is_held_out() -> None:
+    for part in ("drills", "transcripts"):
+        made = corpus.prepare(corpus.WrittenBatch(part, range(45, 105), 3))
+        assert [number for number, document in zip(range(45, 105), made, strict=True) if document.split == "val"] == [
+            50,
+            100,
+        ]
+
+
 @pytest.mark.slow
 def test_two_workers_write_the_bytes_of_one_also_with_full_packages(machine: Machine) -> None:
     """The cap of 3 kB fills within a batch, so which files are read at all differs between the two runs."""

@@ -40,9 +40,9 @@ def test_what_is_asked_for_again_is_what_stood_there() -> None:
 
 
 def test_every_object_holds_what_the_lines_before_it_say() -> None:
-    objects = calls = 0
+    objects = calls = choices = 0
     for text in TEXTS:
-        above, schemas = "", {}
+        above, schemas, described = "", {}, {}
         for line in text.splitlines():
             if not line.startswith("{"):
                 above += f"{line}\n"
@@ -50,6 +50,15 @@ def test_every_object_holds_what_the_lines_before_it_say() -> None:
             made = json.loads(line)
             if "parameters" in made:
                 schemas[made["name"]] = made["parameters"]
+                continue
+            if set(made) == {"name", "description"}:
+                described[made["name"]] = made["description"]
+                continue
+            if set(made) == {"name"} and made["name"] in described:
+                verb, thing = described[made["name"]].lower().rstrip(".").split(" the ")
+                assert f"{verb} the {thing}" in above.lower(), (text, made)
+                choices += 1
+                above = ""
                 continue
             if "arguments" in made:
                 calls += 1
@@ -59,7 +68,7 @@ def test_every_object_holds_what_the_lines_before_it_say() -> None:
             for name, value in made.items():
                 assert f"{name}: {value}" in above or f"{name} {value}" in above, (text, name)
             above = ""
-    assert objects > 300 and calls > 150
+    assert objects > 300 and calls > 80 and choices > 200
 
 
 def test_conversations_ask_for_what_the_answer_says() -> None:
@@ -68,18 +77,22 @@ def test_conversations_ask_for_what_the_answer_says() -> None:
     assert not {talk.messages[0]["content"] for talk in talks} & {
         drills.dialogue("test", 3, number).messages[0]["content"] for number in range(300)
     }
-    assert {talk.category for talk in talks} == {"again", "record", "request"}
+    assert {talk.category for talk in talks} == {"again", "record", "request", "choose"}
     for talk in talks:
+        if talk.category == "choose":
+            described = {
+                one["name"]: one["description"] for one in map(json.loads, talk.messages[0]["content"].split("\n"))
+            }
+            for asked, answer in zip(talk.messages[1::2], talk.messages[2::2], strict=True):
+                meant = described[json.loads(answer["content"])["name"]].lower().rstrip(".")
+                assert meant in asked["content"].lower()
+            continue
         asked, answer = (message["content"] for message in talk.messages)
         if talk.category == "again":
             assert asked.split(":\n", 1)[1] == answer
         else:
             joint = ": " if talk.category == "record" else " "
             assert all(f"{name}{joint}{value}" in asked for name, value in json.loads(answer).items())
-
-
-def test_every_fiftieth_drill_is_held_out() -> None:
-    assert [number for number in range(150) if drills.is_held_out(number)] == [0, 50, 100]
 
 
 def test_no_tool_is_named_and_no_request_stands_in_a_drill() -> None:

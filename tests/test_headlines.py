@@ -4,8 +4,8 @@ import pytest
 
 from pipeline.report.headlines import HEADLINES, Headline, lookup
 
-RATE = Headline(("problems", "easy", "pass_at_1"), "Easy", "share", "share", True)
-BITS = Headline(("text", "bpb"), "Text", "bits per byte", "bits per byte", False)
+RATE = Headline(("problems", "easy", "pass_at_1"), "Easy", "share", "share", True, "easy")
+BITS = Headline(("text", "bpb"), "Text", "bits per byte", "bits per byte", False, "text_bpb")
 
 
 def test_a_number_is_found_by_its_path_with_its_interval() -> None:
@@ -37,5 +37,10 @@ def test_shares_are_per_cent_and_their_changes_are_points() -> None:
 
 
 def test_no_number_stands_twice_and_shares_are_those_in_per_cent() -> None:
-    assert len({h.path for h in HEADLINES}) == len({h.title for h in HEADLINES}) == len(HEADLINES)
+    assert (
+        len({h.path for h in HEADLINES})
+        == len({h.title for h in HEADLINES})
+        == len({h.key for h in HEADLINES})
+        == len(HEADLINES)
+    )
     assert all((h.unit == "share") == (h.path[-1] != "bpb") for h in HEADLINES)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.evaluation.intervals import paired_difference, ratio, wilson
+from pipeline.evaluation.intervals import Interval, paired_difference, ratio, wilson
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -78,3 +78,12 @@ def test_what_has_no_interval_is_refused() -> None:
         ratio([1.0], [1.0, 2.0], generator=seeded())
     with pytest.raises(ValueError, match="the same items"):
         paired_difference(([1.0], None), ([1.0, 2.0], None), generator=seeded())
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_share_that_is_the_same_for_all_has_wilsons_border(value: float) -> None:
+    draws = torch.Generator().manual_seed(1)
+    found = ratio([value] * 30, generator=draws)
+    assert found == wilson(int(30 * value), 30)
+    assert found.high - found.low > 0.1
+    assert ratio([0.5] * 30, generator=draws) == Interval(0.5, 0.5, 0.5, 30)  # no share of successes

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.errors import ConfigError
 from pipeline.learning.optim import Muon, OptimizerConfig, Optimizers, groups, orthogonalise
 
 
@@ -115,3 +116,11 @@ def test_a_rate_of_no_group_or_below_zero_is_an_error(rates: dict[str, float]) -
                             learning_rates=rates)  # fmt: skip
     with pytest.raises(ValueError, match="learning_rates"):
         Optimizers(torch.nn.Linear(2, 2), wrong, fast_bf16=False)
+
+
+def test_a_rate_of_a_group_that_the_model_does_not_train_is_an_error() -> None:
+    """With tied weights the head is the embedding: a rate for it would do nothing."""
+    rates = OptimizerConfig(optimizer="adamw", learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
+                            learning_rates={"head": 0.1})  # fmt: skip
+    with pytest.raises(ConfigError, match=r"that the model trains \(norm_bias, hidden\), got head: .* \(tied\)"):
+        Optimizers(torch.nn.Linear(2, 2), rates, fast_bf16=False)

@@ -258,6 +258,7 @@ def test_a_stage_that_trains_publishes_its_curve_and_handles_signals(stage: Modu
 
     def hook(job: work.Job, out: Path) -> None:
         job.tracker.log(1, {"loss": 2.5})
+        job.report(best={"step": 1, "val_loss": 2.25, "val_bpb": 1.5}, tokens=64, steps=1)
         signal.raise_signal(signal.SIGTERM)
         assert job.stop.signal == signal.SIGTERM
 
@@ -268,6 +269,8 @@ def test_a_stage_that_trains_publishes_its_curve_and_handles_signals(stage: Modu
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert Path("metrics/toy.csv").read_text() == "step,loss\n1,2.5\n"
+    compared = json.loads(Path("metrics/training/toy.json").read_text())
+    assert compared == {"val_loss": 2.25, "val_bpb": 1.5, "tokens": 64}
 
 
 def test_an_item_of_a_matrix_has_its_own_key_and_files(stage: ModuleType) -> None:

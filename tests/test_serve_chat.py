@@ -68,6 +68,16 @@ def typed(conversation: Conversation, *lines: str, seed: int = 0) -> str:
     return screen.getvalue()
 
 
+def test_commands_are_not_said_to_the_model(scripted: Any) -> None:
+    conversation, script = scripted("One.", "Two.")
+    screen = typed(conversation, "/help", "/tools", "/tool", "/etc/hosts?", "/new", "Ho", "/quit", "never read")
+    assert screen == f"\n> {chat.HELP}" + f"\n> {chat.HELP}" * 2 + "\n> One.\n> \n> Two.\n> \n"
+    assert [m["content"] for m in conversation.messages] == ["Ho", "Two."]
+    assert "/etc/hosts?" in script.prompts[0] and "One." not in script.prompts[1]
+    ended, _ = scripted()
+    assert typed(ended, "/exit", "Hi") == "\n> \n" and not ended.messages
+
+
 def test_a_line_is_a_turn_and_the_end_of_input_ends(scripted: Any) -> None:
     conversation, script = scripted("Hello.", "Fine.", system="Be brief.")
     assert typed(conversation, "Hi", "How are you?") == "\n> Hello.\n> Fine.\n> \n"
@@ -201,7 +211,7 @@ def test_the_command_talks_to_a_model_directory(
     checkpoint.save(tmp_path, tiny_model, byte_tokenizer, {})
     assert command(monkeypatch, str(tmp_path), "--max-new-tokens", "6", keyboard="Hi\n") == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"{tmp_path}: 0.0 M parameters. /new starts over, an empty line ends.\n\n> ")
+    assert out.startswith(f"{tmp_path}: 0.0 M parameters. /new starts over, /quit or an empty line ends, /help.\n\n> ")
     assert out.count("\n> ") == 2
 
 

@@ -98,15 +98,15 @@ def test_every_split_has_what_was_asked_for(usual: Made) -> None:
         "rl": 8,
     }
     assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 10}
-    assert usual["report"]["kinds"] == {"code": 35, "copy": 5, "story": 5, "tools": 55}
+    assert usual["report"]["kinds"] == {"choice": 35, "code": 25, "copy": 5, "story": 5, "talk": 5, "tools": 25}
     assert usual["report"]["dropped_test_items"] == {"dialogues": 0, "problems": 0}
 
 
-def test_every_stretch_of_the_dialogues_holds_the_four_kinds_in_their_shares(usual: Made) -> None:
+def test_every_stretch_of_the_dialogues_holds_the_six_kinds_in_their_shares(usual: Made) -> None:
     kinds = [d.kind for d in usual["dialogues"]["train"]]
     for first in range(0, 100, 20):
         stretch = kinds[first : first + 20]
-        assert [abs(stretch.count(kind) - 20 * share) <= 1 for kind, share in tasks.SHARES.items()] == [True] * 4
+        assert [abs(stretch.count(kind) - 20 * share) <= 1 for kind, share in tasks.SHARES.items()] == [True] * 6
 
 
 def test_splits_share_no_item(usual: Made) -> None:
@@ -193,7 +193,7 @@ def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path, f
     assert {split: [p.entry_point for p in rows] for split, rows in found["problems"].items()} == {
         "train": [f"f{n}" for n in range(4) if f"f{n}" not in held_out], "val": held_out[::2], "test": held_out[1::2], "rl": ["f8"]
     }  # fmt: skip
-    assert {d.kind for d in found["dialogues"]["train"]} == {"tools", "code", "copy", "story"}
+    assert {d.kind for d in found["dialogues"]["train"]} == {"tools", "choice", "code", "copy", "story", "talk"}
     (rejected,) = map(json.loads, (tmp_path / "out/problems/rejected.jsonl").read_text().splitlines())
     assert (rejected["file"], rejected["line"]) == ("train.jsonl", 6)
 

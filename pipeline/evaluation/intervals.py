@@ -49,12 +49,16 @@ def ratio(
 ) -> Interval:
     """`sum(numerators) / sum(denominators)` over items (denominators None: the mean), by percentile bootstrap.
 
+    A share that is 0, or 1, for every item has no spread to draw from; there the border is Wilson's.
+
     Bits per byte: bits and bytes of each document. pass@k: each problem's estimate. Resamples whose denominator is 0
     (no item of the kind was drawn) are left out. Raises ValueError without items or with a denominator of 0.
     """
     top, bottom = _columns(numerators, denominators)
     if not len(top) or not bottom.sum():
         raise ValueError("bootstrap: expected at least one item and a denominator above 0")
+    if denominators is None and len(set(numerators)) == 1 and numerators[0] in (0, 1):
+        return wilson(int(sum(numerators)), len(numerators))
     sums = _resampled(np.stack([top, bottom], axis=1), generator, resamples)
     usable = sums[:, 1] != 0
     low, high = _percentiles(sums[usable, 0] / sums[usable, 1])

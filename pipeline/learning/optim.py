@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.errors import ConfigError
+
 GROUPS = ("embedding", "head", "norm_bias", "hidden")
 
 
@@ -115,6 +117,11 @@ class Optimizers:
         self.members = groups(model)
         self._names = {id(p): name for members in self.members.values() for name, p in members.items()}
         config.check_groups()
+        if unused := sorted(set(config.learning_rates) - set(self.members)):
+            raise ConfigError(
+                f"learning_rates: expected groups that the model trains ({', '.join(self.members)}), got {unused[0]}"
+                + (": its head is the embedding (tied)" if unused == ["head"] else "")
+            )
         self._rates = {name: config.learning_rates.get(name, config.learning_rate) for name in self.members}
         decay = config.weight_decay
         self.optimizers: list[torch.optim.Optimizer] = []

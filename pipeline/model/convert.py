@@ -53,7 +53,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of `model.safetensors`, or of the shards that its index names. Raises ModelError."""
     index = folder / INDEX
     if index.exists():
-        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        try:
+            places: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{index}: expected a JSON object with weight_map ({error!r}); fetch it again") from error
         names = sorted(set(places.values()))
     else:
         places, names = {}, ["model.safetensors"]

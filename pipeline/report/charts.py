@@ -64,6 +64,12 @@ def bars(name: str, values: Sequence[Bar], *, x: str) -> str:
     return _svg(figure, name)
 
 
+def standalone(svg: str) -> str:
+    """A chart of this module as a file of its own, dark on white (`dvc plots show` displays it without the web)."""
+    head = '<svg xmlns="http://www.w3.org/2000/svg" style="background: #fff; color: #222; font-family: sans-serif" '
+    return svg.replace("<svg ", head, 1).replace('width="100%"', 'width="640"', 1) + "\n"
+
+
 def _axes(x: str, y: str, height: float = 2.7):  # type: ignore[no-untyped-def]
     figure = Figure(figsize=(5.0, height), layout="constrained")
     FigureCanvasSVG(figure)

@@ -13,6 +13,7 @@ class Headline:
     axis: str
     unit: str  # "share" is shown in per cent
     higher_is_better: bool
+    key: str  # its name in reports/headlines/, which `dvc metrics show` and `dvc exp show` print
     chart: bool = False
 
     def show(self, value: float) -> str:
@@ -27,22 +28,59 @@ class Headline:
 
 
 HEADLINES = (
-    Headline(("text", "bpb"), "Running text", "bits per byte, lower is better", "bits per byte", False, True),
-    Headline(("stories", "bpb"), "Stories", "bits per byte, lower is better", "bits per byte", False),
-    Headline(("stories", "story_rate"), "Stories that pass every clause", "share of sampled stories", "share", True),
-    Headline(("stories", "end_rate"), "Stories that end", "share of sampled stories", "share", True),
-    Headline(("code", "bpb"), "Source code", "bits per byte, lower is better", "bits per byte", False, True),
-    Headline(("problems", "parse_rate"), "Answers whose code parses", "share of problems", "share", True),
     Headline(
-        ("problems", "easy", "pass_at_1"), "Easy problems, pass@1", "share of problems solved", "share", True, True
+        ("text", "bpb"), "Running text", "bits per byte, lower is better", "bits per byte", False, "text_bpb", True
+    ),
+    Headline(("stories", "bpb"), "Stories", "bits per byte, lower is better", "bits per byte", False, "stories_bpb"),
+    Headline(
+        ("stories", "story_rate"),
+        "Stories that pass every clause",
+        "share of sampled stories",
+        "share",
+        True,
+        "stories_pass",
+    ),
+    Headline(("stories", "end_rate"), "Stories that end", "share of sampled stories", "share", True, "stories_end"),
+    Headline(
+        ("code", "bpb"), "Source code", "bits per byte, lower is better", "bits per byte", False, "code_bpb", True
+    ),
+    Headline(("problems", "parse_rate"), "Answers whose code parses", "share of problems", "share", True, "parse"),
+    Headline(
+        ("problems", "easy", "pass_at_1"),
+        "Easy problems, pass@1",
+        "share of problems solved",
+        "share",
+        True,
+        "easy",
+        True,
     ),
     Headline(
-        ("problems", "medium", "pass_at_1"), "Unseen compositions, pass@1", "share of problems solved", "share", True
+        ("problems", "medium", "pass_at_1"),
+        "Unseen compositions, pass@1",
+        "share of problems solved",
+        "share",
+        True,
+        "medium",
     ),
-    Headline(("tools", "ast"), "Tool calls right (AST)", "share of calls right", "share", True, True),
-    Headline(("tools", "ast_unseen_tool"), "Calls of unseen tools right", "share of calls right", "share", True),
-    Headline(("tools", "false_call_rate"), "False calls", "share of prompts without a fitting tool", "share", False),
+    Headline(("tools", "ast"), "Tool calls right (AST)", "share of calls right", "share", True, "ast", True),
+    Headline(
+        ("tools", "ast_unseen_tool"), "Calls of unseen tools right", "share of calls right", "share", True, "ast_unseen"
+    ),
+    Headline(
+        ("tools", "false_call_rate"),
+        "False calls",
+        "share of prompts without a fitting tool",
+        "share",
+        False,
+        "false_calls",
+    ),
 )
+
+
+def short(numbers: dict[str, Any]) -> dict[str, float]:
+    """key -> value of the headlines that a model has: a file that people read as one line of a table."""
+    found = ((headline.key, lookup(numbers, headline)) for headline in HEADLINES)
+    return {key: round(measured["value"], 4) for key, measured in found if measured is not None}
 
 
 def lookup(numbers: dict[str, Any], headline: Headline) -> dict[str, float] | None:

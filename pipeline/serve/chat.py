@@ -2,14 +2,15 @@
 
     python -m pipeline.serve.chat models/deploy [--system TEXT] [--tools FILE] [--temperature 0] [--seed 0]
 
-A line is a turn; an empty line or Ctrl-D ends. `/new` forgets the conversation, `/tool TEXT` answers the model's call with
-a result. `--tools` names a JSON file with the tools the model may call (OpenAI form); calls are shown, not run.
+A line is a turn; `/quit`, an empty line or Ctrl-D ends. `/new` forgets the conversation, `/tool TEXT` answers the model's
+call with a result, `/help` lists these; another word after a slash is refused, not said. `--tools` names a JSON file with the tools the model may call (OpenAI form); calls are shown, not run.
 Ctrl-C stops an answer, and forgets it with its question. Not promised: that a small model knows anything.
 """
 
 import argparse
 import codecs
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +21,13 @@ from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.transformer import Transformer
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
+
+COMMAND = re.compile(r"/[a-z]+(?=\s|$)")  # a path such as /etc/hosts is no command
+ENDS = ("/quit", "/exit", "/bye")
+HELP = """/new forgets the conversation
+/tool TEXT answers the model's call with a result
+/quit, an empty line or Ctrl-D ends
+"""
 
 
 class Conversation:
@@ -111,14 +119,19 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
             line = keyboard.readline()
         except KeyboardInterrupt:
             line = ""
-        if not line.strip():
+        found = COMMAND.match(line)
+        command = found[0] if found else ""
+        if not line.strip() or command in ENDS:
             screen.write("\n")
             return
-        if line.strip() == "/new":
+        if command == "/new":
             conversation.start_over()
             continue
+        if command and (command != "/tool" or not line[6:].strip()):
+            screen.write(HELP)
+            continue
         message: dict[str, Any] = {"role": "user", "content": line.rstrip("\n")}
-        if line.startswith("/tool "):
+        if command == "/tool":
             message = {"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": line[6:].rstrip("\n")}
         try:
             conversation.answer(message, sampling, device.stable_hash(seed, turn) % 2**32, screen)
@@ -154,7 +167,7 @@ def main() -> int:
         return error.exit_code
     model.train(False)
     sys.stdout.write(
-        f"{options.model}: {model.num_parameters() / 1e6:.1f} M parameters. /new starts over, an empty line ends.\n"
+        f"{options.model}: {model.num_parameters() / 1e6:.1f} M parameters. /new starts over, /quit or an empty line ends, /help.\n"
     )
     talk(Conversation(model, tokenizer, tools, options.system), sampling, options.seed, sys.stdin, sys.stdout)
     return 0

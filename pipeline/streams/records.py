@@ -39,7 +39,7 @@ class Dialogue:
     """One conversation, with the tools that the assistant may call."""
 
     id: str
-    kind: str  # "tools", "code", "story", "copy", "chat"
+    kind: str  # "tools", "choice", "code", "story", "copy", "talk", "chat"
     category: str  # within the kind: "simple", "parallel", ..., or a problem's group
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)

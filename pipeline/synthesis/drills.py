@@ -1,13 +1,14 @@
 """Drills: short texts in which everything stands twice, so that a small model learns early to copy from its context.
 
-In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is a pure function of (seed, number). Three
-forms also come as conversations (`dialogue`): fine-tuning, too, would otherwise unlearn to say what it never saw said. Forms:
+In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is a pure function of (seed, number). Four
+forms also come as conversations (`dialogue`): fine-tuning would otherwise unlearn to say what it never saw said. Forms:
 
     again    a row of items, then the same row
     recall   pairs of a key and a value, then the keys in another order, each with its value
     record   lines `field: value`, then the same record as a JSON object
     request  a sentence that holds the values, then the JSON object of them
     schema   function schemas in the form in which tools are offered, a request for one of them, and the call
+    choose   functions with name and description alone, then request by request the name that is meant
 
 The items are names, places, words, numbers, dates, codes, paths and made-up words of syllables, so that the second
 mention follows from the first and from nothing else. Copying in context (the induction heads of Olsson et al. 2022,
@@ -27,7 +28,6 @@ from pipeline.synthesis.tool_values import Kind, Value, word_list
 from pipeline.synthesis.vocabulary import COMMON
 
 SOURCE = "drills"
-HELD_OUT_EVERY = 50  # numbers that this divides are validation data
 ONSETS = word_list("b br c cl d dr f fl g gr h j k l m n p pl qu r s st t tr v w z")
 VOWELS = word_list("a e i o u ai ea oo")
 ENDS = ("", "", "", "l", "n", "r", "s", "t", "m")
@@ -107,10 +107,16 @@ def records(target_bytes: int, seed: int) -> Iterator[Text]:
 
 
 def dialogue(split: str, seed: int, number: int) -> Dialogue:
-    """A row to repeat, or a record or a request to put into JSON, as a turn of each side; equal splits, equal dialogues."""
+    """A row to repeat, a record or a request to put into JSON, functions to choose from; equal splits, equal dialogues."""
     id_ = f"copy/{split}/{seed}/{number}"
     rng = Random(id_)
-    form = rng.choice(("again", "record", "request"))
+    form = rng.choice(("again", "record", "request", "choose", "choose"))
+    if form == "choose":
+        described, choices = _choices(rng, 12)
+        messages = [{"role": "system", "content": "\n".join(described)}]
+        for asked, answer in choices:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return Dialogue(id=id_, kind="copy", category=form, messages=messages)
     if form == "again":
         asked = answer = rng.choice((", ", " ", "\n")).join(
             str(rng.choice(KINDS).draw(rng)) for _ in range(rng.randint(1, 10))
@@ -124,11 +130,6 @@ def dialogue(split: str, seed: int, number: int) -> Dialogue:
         lead = rng.choice(AS_JSON)
     messages = [{"role": "user", "content": f"{lead}:\n{asked}"}, {"role": "assistant", "content": answer}]
     return Dialogue(id=id_, kind="copy", category=form, messages=messages)
-
-
-def is_held_out(number: int) -> bool:
-    """Whether the drill of a number is validation data."""
-    return number % HELD_OUT_EVERY == 0
 
 
 def _again(rng: Random) -> str:
@@ -209,5 +210,26 @@ def _schema(rng: Random) -> str:
     return "\n".join((*lines, ""))
 
 
+def _choices(rng: Random, most: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """Functions with name and description, and up to `most` requests with the name that each of them means."""
+    things: dict[str, tuple[str, str]] = {}
+    for _ in range(rng.randint(2, 6)):
+        verb, thing = rng.choice(VERBS if rng.random() < 0.3 else COMMON), rng.choice((made_up, _noun))(rng)
+        name = f"{verb}_{thing}" if rng.random() < 0.7 else f"{made_up(rng)}_{_noun(rng)}"
+        things[name] = verb, thing
+    described = [_json({"name": n, "description": f"{v.capitalize()} the {t}."}) for n, (v, t) in things.items()]
+    choices = []
+    for name in rng.choices(sorted(things), k=rng.randint(3, most)):
+        asked = rng.choice(ASKED).format(" the ".join(things[name]))
+        choices.append((f"{asked[0].upper()}{asked[1:]}", _json({"name": name})))
+    return described, choices
+
+
+def _choose(rng: Random) -> str:
+    described, choices = _choices(rng, 10)
+    return "\n".join((*described, *(line for choice in choices for line in choice), ""))
+
+
+ASKED = ("{}.", "please {}.", "can you {}?", "I need you to {}.", "{}, please.", "{} now.", "you should {}.")
 TYPES = {str: "string", int: "integer", float: "number"}
-FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request, _schema, _schema)
+FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request, _schema, _choose)

@@ -4,8 +4,7 @@
 number); quotas are exact in every block of 100. `Dialogue.category` is `<category>/<tool>/<template>` with tool in
 {seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` takes it apart. Held out of train and
 val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: the four quadrants in
-turn within each category. The splits share no opening request (a hash of its text decides where it may occur). Training
-conversations go on with more requests among the same tools.
+turn within each category. The splits share no opening request (a hash of its text decides where it may occur).
 
 What the truth is follows from the record alone (messages, tools), so conversations read from disk can be scored.
 Not promised: that the requests sound like people, or that other wordings of the same wish would not be right too.
@@ -76,28 +75,25 @@ def dialogues(split: str, count: int, seed: int, first: int = 0) -> Iterator[Dia
 
 def _dialogue(split: str, seed: int, number: int, category: str, quadrant: tuple[bool, bool]) -> Dialogue:
     """The first draw that works out and whose opening request belongs to the split."""
-    low, high = SPLITS[split]
     id_ = f"tools/{split}/{seed}/{number}"
     tool, template = quadrant
-
-    def mine(request: str) -> bool:
-        return low <= _tenth(request) < high
-
     for attempt in range(10_000):
         rng = Random(f"{id_}/{attempt}")
         invented, renamed = rng.random() < INVENTED, rng.random() < RENAMED
         train = split == "train"
-        setting = Setting(rng, tool, template, train and invented, train and renamed, goes_on=train, mine=mine)
+        setting = Setting(rng, tool, template, train and invented, train and renamed)
         script = build(category, setting)
-        if script is None or not mine(script.messages[0]["content"]):
+        if script is None or not belongs(script.messages[0]["content"], split):
             continue
         where = f"{'un' * tool}seen_tool/{'un' * template}seen_template"
         return script.close(id_, f"{category}/{where}")
     raise AssertionError(f"{id_}: no {category} conversation in 10,000 draws")
 
 
-def _tenth(text: str) -> int:
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] * 10 // 256
+def belongs(request: str, split: str) -> bool:
+    """Whether a request may open a conversation of the split: a hash of its text decides."""
+    low, high = SPLITS[split]
+    return low <= hashlib.blake2b(request.encode(), digest_size=8).digest()[0] * 10 // 256 < high
 
 
 # truth
@@ -116,7 +112,7 @@ def tools_at(dialogue: Dialogue, turn: int) -> list[dict[str, Any]]:
     for message in dialogue.messages[:turn]:
         if message["role"] == "user" and "\n<tools>\n" in message["content"]:
             block = message["content"].split("\n<tools>\n", 1)[1].split("\n</tools>", 1)[0]
-            known += [{"type": "function", "function": json.loads(line)} for line in block.splitlines()]
+            known += [{"type": "function", "function": json.loads(line)} for line in block.split("\n")]
     return known
 
 

@@ -1,7 +1,7 @@
 """Transcripts: tool conversations as plain text, for the corpus that the language model reads.
 
-In: a seed and a number. Out: `Text` records of source "transcripts", made by the generator of stage tasks from another
-seed and from its training split alone: the held-out tools and wordings never occur. Control tokens cannot stand in a text
+In: a seed and a number. Out: `Text` records of source "transcripts", made by the generators of stage tasks (half of
+them choices) from another seed and from their training split alone: the held-out tools and wordings never occur. Control tokens cannot stand in a text
 (`Tokenizer.encode` gives none), so a turn is its role on a line and then what is said; a call is its JSON.
 
 They are there so that the tokenizer learns the words of schemas and requests as whole tokens (measured, docs/LOG.md), and
@@ -14,15 +14,17 @@ one that stage tasks makes.
 import json
 
 from pipeline.streams.records import Text
-from pipeline.synthesis import tools
+from pipeline.synthesis import tool_choices, tools
 
 SOURCE = "transcripts"
-HELD_OUT_EVERY = 50  # numbers that this divides are validation data
 
 
 def record(seed: int, number: int) -> Text:
     """Transcript `number`, a pure function of (seed, number)."""
-    (dialogue,) = tools.dialogues("train", number + 1, seed, number)
+    if number % 4 < 2:
+        dialogue = tool_choices.dialogue("train", seed, number)
+    else:
+        (dialogue,) = tools.dialogues("train", number + 1, seed, number)
     lines = ["Tools you can call:", *(json.dumps(tool["function"], ensure_ascii=False) for tool in dialogue.tools)]
     for message in dialogue.messages:
         lines.append(message["role"])
@@ -31,8 +33,3 @@ def record(seed: int, number: int) -> Text:
         for name, arguments in tools.calls(message):
             lines.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
     return Text(text="\n".join((*lines, "")), source=SOURCE, path=f"{SOURCE}/{seed}/{number}", licence="CC0-1.0")
-
-
-def is_held_out(number: int) -> bool:
-    """Whether the transcript of a number is validation data."""
-    return number % HELD_OUT_EVERY == 0

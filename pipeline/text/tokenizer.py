@@ -1,5 +1,10 @@
 """Byte-level BPE with the Qwen2 split pattern, no normaliser, and every control token in a fixed place.
 
+Merges are learnt in two parts: first words without what stands before them, then the space, underscore or quotation
+mark that joins a word's first piece. So a word falls into the same pieces wherever it stands, and what was said as
+" blanket" can be copied into "merge_blanket"; a model this small never learns that "_b" "lanket" is the same word
+(docs/LOG.md). Spaces apart from words: Gow-Smith et al. 2022, arXiv:2204.04058.
+
     ids 0-8     special, named by role: end_of_text, pad, turn_start, turn_end, fim_*, mask
     ids 9-14    added but not special (decoding keeps them): tool calls, tool responses, thinking (reserved)
     id  15      a spare; then 256 bytes, the merges, spares up to `vocab_size` (a multiple of 64)
@@ -15,6 +20,7 @@ normalises (Qwen's own does NFC).
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +32,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from pipeline.errors import ModelError
 from pipeline.text.template import TEMPLATE
-from pipeline.text.words import PATTERN, Words, fits
+from pipeline.text.words import ASCII_WORDS, PATTERN, Words, fits
 
 SPECIAL = {
     "end_of_text": "<|endoftext|>",
@@ -49,6 +55,8 @@ ADDED = {
 }
 SPARE = re.compile(r"<\|unused_\d+\|>")
 SURROGATES = re.compile("[\ud800-\udfff]")
+LED = re.compile(r"[^\r\nA-Za-z0-9][A-Za-z]+", re.ASCII)  # a word with what stands before it
+JOINED = 0.3  # share of the merges that join such a character to a first piece
 
 
 class Tokenizer:
@@ -173,24 +181,34 @@ class Tokenizer:
         first = [*SPECIAL.values(), *ADDED.values(), "<|unused_0|>"]
         if vocab_size % 64 or vocab_size <= len(first) + 256:
             raise ValueError(f"vocab_size: expected a multiple of 64 of at least 320, found {vocab_size}")
+        joined = round(JOINED * (vocab_size - len(first) - 256))
+        split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        words = Counter[str]()
+
+        def counted() -> Iterator[str]:
+            for text in texts:
+                words.update(ASCII_WORDS.findall(text))
+                yield SURROGATES.sub("\ufffd", text)
+
         learner = tokenizers.Tokenizer(models.BPE())
-        learner.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        bare = pre_tokenizers.Split(Regex(r"\p{L}+"), behavior="isolated")
+        learner.pre_tokenizer = pre_tokenizers.Sequence([split, bare, to_bytes])
         learner.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
+            vocab_size=vocab_size - joined,
             special_tokens=first,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        learner.train_from_iterator((SURROGATES.sub("\ufffd", text) for text in texts), trainer)
+        learner.train_from_iterator(counted(), trainer)
+        learner.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
         state = json.loads(learner.to_str())
         for entry in state["added_tokens"]:  # the trainer marks all special; parsers would lose the tool calls
             entry["special"] = entry["content"] not in ADDED.values()
+        for pair in _joins(learner, words, joined):
+            state["model"]["vocab"]["".join(pair)] = len(state["model"]["vocab"])
+            state["model"]["merges"].append(list(pair))
         _add(state, [], vocab_size)
         return cls(json.dumps(state, ensure_ascii=False, indent=1))
 
@@ -211,6 +229,16 @@ class Tokenizer:
             )
         _add(state, missing, vocab_size)
         return cls(json.dumps(state, ensure_ascii=False, indent=1), source=str(path))
+
+
+def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[tuple[str, str]]:
+    """The most frequent pairs of the character before a word and the word's first piece; ties by their text."""
+    led = {word: number for word, number in words.items() if LED.fullmatch(word) and word[0].isascii()}
+    pairs = Counter[tuple[str, str]]()
+    for number, encoding in zip(led.values(), bare.encode_batch(list(led)), strict=True):
+        first, second = encoding.tokens[:2]
+        pairs[first, second] += number
+    return sorted(pairs, key=lambda pair: (-pairs[pair], pair))[:count]
 
 
 def _add(state: dict[str, Any], contents: list[str], vocab_size: int) -> None:

@@ -1,0 +1,42 @@
+"""Conversations without tools: no call, the same name in the answer, held-out wordings in the test split alone."""
+
+from pipeline.synthesis import small_talk
+from pipeline.synthesis.tool_requests import PLAIN, REFUSALS, UNSERVED
+from pipeline.synthesis.tool_values import FIRST_NAMES
+
+TALKS = [small_talk.dialogue("train", 3, number) for number in range(400)]
+TESTS = [small_talk.dialogue("test", 3, number) for number in range(400)]
+
+
+def test_a_number_decides_and_no_tool_occurs() -> None:
+    assert [small_talk.dialogue("train", 3, number) for number in range(400)] == TALKS
+    assert {talk.category for talk in TALKS} == {"greeting", "question", "refusal"}
+    for talk in TALKS + TESTS:
+        assert not talk.tools
+        assert [m["role"] for m in talk.messages] == ["user", "assistant"] * (len(talk.messages) // 2)
+        assert not any(m.get("tool_calls") or "{" in m["content"] for m in talk.messages)
+
+
+def test_a_wish_that_needs_a_tool_is_refused() -> None:
+    refused = [m["content"] for talk in TALKS if talk.category == "refusal" for m in talk.messages[1:2]]
+    assert len(refused) > 150 and set(refused) == set(REFUSALS)
+
+
+def test_the_answer_to_a_name_holds_the_name() -> None:
+    greeted = 0
+    for talk in TALKS + TESTS:
+        asked, answer = (message["content"] for message in talk.messages[:2])
+        if answer.startswith("Hello ") and answer.endswith(", how can I help?"):
+            name = answer.removeprefix("Hello ").removesuffix(", how can I help?")
+            assert name in FIRST_NAMES and name in asked
+            greeted += 1
+    assert greeted > 50
+
+
+def test_held_out_wordings_stand_in_the_test_split_alone() -> None:
+    rhymes, greetings = UNSERVED[-3].split("{")[0], PLAIN[4][0].split("{")[0]
+    said = {name: "\n".join(m["content"] for t in talks for m in t.messages) for name, talks in
+            (("train", TALKS), ("test", TESTS))}  # fmt: skip
+    for wording in (rhymes, greetings):
+        assert wording in said["test"] and wording not in said["train"]
+    assert UNSERVED[0].split("{")[0] in said["train"] and UNSERVED[0].split("{")[0] not in said["test"]
