@@ -26,7 +26,7 @@ from pipeline.work import Job
 CHUNK = 200  # records that a worker process generates at a time
 WORTH_A_WORKER = 500  # fewer are made sooner than a process starts
 # Of the dialogues; a story has three times the trained tokens.
-SHARES = {"tools": 0.25, "choice": 0.35, "code": 0.25, "copy": 0.05, "story": 0.05, "talk": 0.05}
+SHARES = {"tools": 0.40, "choice": 0.10, "code": 0.35, "copy": 0.05, "story": 0.05, "talk": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)

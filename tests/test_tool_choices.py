@@ -20,7 +20,7 @@ def test_a_number_decides() -> None:
     assert tool_choices.dialogue("val", 3, 0).messages != TALKS[0].messages
     assert {talk.kind for talk in TALKS} == {"choice"}
     assert all(int(talk.category) == len(talk.tools) for talk in TALKS)
-    assert {talk.category for talk in TALKS} == {"2", "3", "4", "5"}
+    assert {talk.category for talk in TALKS} == {"2", "3", "4"}
 
 
 def test_every_call_fits_its_schema_and_says_what_was_asked() -> None:

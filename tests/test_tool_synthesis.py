@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.streams.records import Dialogue
 from pipeline.synthesis import tool_requests
+from pipeline.synthesis.tool_dialogues import LENGTH
 from pipeline.synthesis.tool_script import Script, provenance
 from pipeline.synthesis.tool_shape import Tool, draw, function, leaf_values, problems, told
 from pipeline.synthesis.tool_values import FIRST_NAMES
@@ -207,6 +208,27 @@ def test_training_requests_and_names_are_various(train: list[Dialogue]) -> None:
     assert len(openings) > 0.98 * TRAIN
     assert len(names) > 400
     assert any(any(name in d.messages[0]["content"] for name in FIRST_NAMES if not name.isascii()) for d in train)
+
+
+def test_training_conversations_go_on_until_they_are_long(train: list[Dialogue], val: list[Dialogue]) -> None:
+    added = refused = 0
+    for dialogue in train:
+        messages = dialogue.messages
+        last = max(n for n, message in enumerate(messages) if message["role"] == "user")
+        size = len(json.dumps(dialogue.tools)) + sum(len(json.dumps(message)) for message in messages)
+        assert size >= LENGTH, dialogue.id
+        requests = [m for m in messages if m["role"] == "user"]
+        if len(requests) < 3:  # a question of the assistant's and a late tool have two of their own
+            continue
+        added += 1
+        answer = messages[last + 1]
+        refused += not calls(answer)
+        assert calls(answer) or answer["content"] in tool_requests.REFUSALS
+        before = len(json.dumps([t["function"] for t in dialogue.tools]))
+        before += sum(len(json.dumps(m)) for m in messages[:last])
+        assert before < LENGTH + 400  # 400: results and closing words come after the size was looked at
+    assert added > 0.3 * TRAIN and 0.1 < refused / added < 0.5
+    assert all(sum(m["role"] == "user" for m in d.messages) <= 2 for d in val)
 
 
 def test_simple_conversations_are_short(val: list[Dialogue]) -> None:

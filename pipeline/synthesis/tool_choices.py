@@ -1,9 +1,8 @@
 """Practice in choosing: a few short tools, and one request after the other for one, two or three of them.
 
-What a small model learns last is which of the offered tools is meant, and which value belongs to which parameter; it takes
-some ten thousand choices (docs/LOG.md). A conversation of tools.py costs two hundred tokens for one call, and half of them
-offer one tool alone; here a call costs a hundred. Nearly all tools are invented, many under a name that says nothing, so
-that the description has to be read.
+What a small model learns last is which of the offered tools is meant: it takes some ten thousand choices (docs/LOG.md), and
+half of the conversations of tools.py offer one tool alone. Nearly all tools are invented, many under a name that says
+nothing, so that the description has to be read.
 For training alone: a request may follow a call whose result nobody showed.
 
 In: split, seed, number. Out: `Dialogue` records of kind "choice", a pure function of the three; the category is the number
@@ -22,11 +21,11 @@ from pipeline.synthesis.tool_shape import Tool, function
 from pipeline.synthesis.toolbox import SEEN
 from pipeline.synthesis.tools import belongs, calls
 
-NUM_TOOLS = (2, 2, 3, 3, 4, 5)
+NUM_TOOLS = (2, 2, 3, 3, 4)
 REAL, SIBLING, RENAMED = 0.1, 0.3, 0.3  # shares: of the toolbox, near-duplicate of an offered one, under another name
 REFUSED, SEVERAL, TOGETHER = 0.1, 0.15, 0.3  # shares of the requests: no tool fits, calls of one tool, of two or three
 ANSWERED = 0.1  # share of the calls whose results and closing words are there
-SCHEMA, LENGTH = 200, 1_250  # characters: of a tool at most, and beyond which no request is added: about 500 tokens
+SCHEMA, LENGTH = 240, 1_250  # characters: of a tool at most, and beyond which no request is added: about 500 tokens
 
 
 def dialogue(split: str, seed: int, number: int) -> Dialogue:

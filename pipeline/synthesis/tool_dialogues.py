@@ -11,8 +11,12 @@ that names have to be read; validation and test hold real tools alone. Categorie
     later                                            the fitting tool comes in a later user turn
     dependent                                        the second call needs a value from the first one's result
     repair                                           the first call fails, its message says how to call again
+
+`go_on` adds requests to a conversation, for training: the tools are what a conversation costs, and one more request
+among them costs a third of a new conversation.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
@@ -20,12 +24,14 @@ from random import Random
 from pipeline.synthesis import tool_requests as requests
 from pipeline.synthesis.tool_inventions import invent, lookup, renamed, sibling, user_of
 from pipeline.synthesis.tool_script import Call, Script
-from pipeline.synthesis.tool_shape import Tool, draw, places, told, words
+from pipeline.synthesis.tool_shape import Tool, draw, function, places, told, words
 from pipeline.synthesis.tool_values import Value, misspelt
 from pipeline.synthesis.toolbox import CHAINS, SEEN, UNSEEN, Chain
 
 INVENTED, RENAMED = 0.65, 0.3  # shares of the training conversations with such tools
 ANSWERED = 0.3  # share of the single-request conversations that go on to result and closing sentence
+REFUSED = 0.3  # share of the added requests that no offered tool serves
+LENGTH = 1_200  # characters of tools and messages beyond which no request is added: most conversations fit 512 tokens
 NUM_OFFERED = (*[2] * 11, *[3] * 5, 4, 4, 5, 6)  # mostly few: a schema costs some 50 tokens
 
 Request = tuple[str, list[Call]]  # a wish without its frame, and the calls that serve it
@@ -40,6 +46,8 @@ class Setting:
     unseen_template: bool = False  # wordings and frames of the held-out families alone
     invented: bool = False
     renamed: bool = False
+    goes_on: bool = False  # more requests follow, up to LENGTH characters in all
+    mine: Callable[[str], bool] = bool  # whether a request belongs to the split
 
     def target(self) -> Tool:
         """A tool to call."""
@@ -60,7 +68,9 @@ def build(category: str, setting: Setting) -> Script | None:
     """A finished script; None if this draw has no conversation of the category. Raises KeyError for another name."""
     script = BUILDERS[category](setting)
     names = [tool.name for tool in (*script.tools, *script.late)] if script else []
-    return script if script and len(set(names)) == len(names) else None
+    if script is None or len(set(names)) < len(names):
+        return None
+    return go_on(script, setting) if setting.goes_on else script
 
 
 def others(setting: Setting, targets: list[Tool], number: int, *, near: bool = True) -> list[Tool]:
@@ -178,6 +188,40 @@ def _ask(script: Script, setting: Setting, request: Request | None) -> Script | 
     script.user(requests.sentence(text, setting.unseen_template, setting.rng))
     script.call(calls)
     return _finish(script, setting.rng, 0.2)
+
+
+def go_on(script: Script, setting: Setting) -> Script | None:
+    """More requests for the offered tools, and some that none of them serves, up to LENGTH characters.
+
+    None where a tool refuses what was asked (the world is no longer as it was at the start).
+    """
+    rng, known = setting.rng, [*script.tools, *script.late]
+    size = len(json.dumps([function(tool) for tool in script.tools]))
+    tools = [tool for tool in known if stands_alone(tool)]
+    while size + sum(len(json.dumps(message)) for message in script.messages) < LENGTH:
+        if script.messages[-1].get("tool_calls"):
+            script.answer()
+        form = rng.random()
+        if form < REFUSED or not tools:
+            (wanted,) = others(setting, known, 1, near=False)
+            request: Request | None = (one_of_each(setting, [wanted])[0], [])
+        elif form < 0.7:
+            request = one_of_each(setting, [rng.choice(tools)])
+        elif form < 0.85 or len(tools) < 2:
+            request = several_of(setting, rng.choice(tools))
+        else:
+            request = one_of_each(setting, rng.sample(tools, 2))
+        if request is None:
+            continue
+        text = requests.sentence(request[0], setting.unseen_template, rng)
+        if not setting.mine(text):
+            continue
+        script.user(text)
+        if not request[1]:
+            script.say(rng.choice(requests.REFUSALS))
+        elif any("error" in result for result in script.call(request[1])):
+            return None
+    return script
 
 
 def stands_alone(tool: Tool) -> bool:

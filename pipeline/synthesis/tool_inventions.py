@@ -1,6 +1,6 @@
 """Tools made up for one training conversation, so that a model learns to read schemas and not to know tools by heart.
 
-`invent` puts a verb, a noun and one to three parameters together; names, types, enums, defaults and wordings follow.
+`invent` puts a verb, a noun and one to four parameters together; names, types, enums, defaults and wordings follow.
 `sibling` is a near-duplicate (same verb or same noun). `renamed` gives any tool and its parameters random names; the
 old names stay as descriptions. An invented tool executes by writing into `World.ledger`. Not promised: sense.
 """
@@ -49,6 +49,7 @@ VERBS = word_list(
 PHRASE = Kind(phrase, 0.9)
 SINGLE = Kind(lambda rng: rng.choice(COMMON), 0.6)
 HYPHENED = Kind(lambda rng: f"{rng.choice(COMMON)}-{rng.choice(COMMON)}", 0.4)
+NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair makes one more: binding values to parameters is what takes practice
 FINDERS = ("find", "get", "search", "fetch")
 
 
@@ -119,11 +120,11 @@ Part = tuple[dict[str, Param], str]  # parameters and the piece of a wording tha
 
 
 def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Tool:
-    """A new tool with one to three parameters; verb and noun may be given."""
+    """A new tool with one to four parameters; verb and noun may be given."""
     verb, noun = verb or _verb(rng), noun or _noun(rng)
     parts: list[Part] = []
     taken: set[str] = set()
-    target = rng.choice((1, 1, 1, 1, 2, 2, 2, 3))
+    target = rng.choice(NUM_PARAMS)
     while len(taken) < target:
         part = _part(rng, noun)
         if taken & _names(part):
@@ -131,7 +132,7 @@ def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Too
         parts.append(part)
         taken |= _names(part)
     params = {name: p for part, _ in parts for name, p in part.items()}
-    if rng.random() < 0.3:  # the schema's order is not always the request's
+    if rng.random() < 0.5:  # the schema's order is not always the request's
         params = dict(rng.sample(list(params.items()), len(params)))
     said = f"{verb} the {noun}"
     required = [part for part in parts if not _is_optional(part)]
@@ -139,6 +140,7 @@ def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Too
         _wording(said, parts, None),
         _wording(said, required, None),
         _wording(said, rng.sample(parts, len(parts)), None),
+        _before(said, rng.sample(parts, len(parts)), rng),
     ]
     missing = [(next(iter(p)), _wording(said, parts, piece)) for p, piece in required if len(p) == 1]
     return Tool(
@@ -146,7 +148,7 @@ def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Too
         domain=f"{verb} {noun}",
         description=_description(rng, verb, noun),
         params=params,
-        wordings=(*wordings, wordings[0], wordings[0]),
+        wordings=(*wordings, wordings[0]),
         missing=tuple(missing),
         answer=rng.choice(("Done.", f"The {noun} is done.", f"The {noun} has id {{{noun}_id}}.")),
     )
@@ -279,6 +281,13 @@ def _is_optional(part: Part) -> bool:
 def _wording(said: str, parts: list[Part], without: str | None) -> str:
     pieces = [piece for _, piece in parts if piece != without]
     return " ".join((said, *pieces)).replace(" : ", ": ")
+
+
+def _before(said: str, parts: list[Part], rng: Random) -> str:
+    """A wording that says a part before the wish, in half of the draws."""
+    if len(parts) < 2 or rng.random() < 0.5 or parts[0][1].startswith((":", "{")):
+        return _wording(said, parts, None)
+    return f"{parts[0][1]} {_wording(said, parts[1:], None)}"
 
 
 def _join(rng: Random, verb: str, noun: str) -> str:

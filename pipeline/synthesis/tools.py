@@ -4,7 +4,8 @@
 number); quotas are exact in every block of 100. `Dialogue.category` is `<category>/<tool>/<template>` with tool in
 {seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` takes it apart. Held out of train and
 val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: the four quadrants in
-turn within each category. The splits share no opening request (a hash of its text decides where it may occur).
+turn within each category. The splits share no opening request (a hash of its text decides where it may occur). Training
+conversations go on with more requests among the same tools.
 
 What the truth is follows from the record alone (messages, tools), so conversations read from disk can be scored.
 Not promised: that the requests sound like people, or that other wordings of the same wish would not be right too.
@@ -77,13 +78,17 @@ def _dialogue(split: str, seed: int, number: int, category: str, quadrant: tuple
     """The first draw that works out and whose opening request belongs to the split."""
     id_ = f"tools/{split}/{seed}/{number}"
     tool, template = quadrant
+
+    def mine(request: str) -> bool:
+        return belongs(request, split)
+
     for attempt in range(10_000):
         rng = Random(f"{id_}/{attempt}")
         invented, renamed = rng.random() < INVENTED, rng.random() < RENAMED
         train = split == "train"
-        setting = Setting(rng, tool, template, train and invented, train and renamed)
+        setting = Setting(rng, tool, template, train and invented, train and renamed, goes_on=train, mine=mine)
         script = build(category, setting)
-        if script is None or not belongs(script.messages[0]["content"], split):
+        if script is None or not mine(script.messages[0]["content"]):
             continue
         where = f"{'un' * tool}seen_tool/{'un' * template}seen_template"
         return script.close(id_, f"{category}/{where}")
