@@ -14,6 +14,8 @@ from pipeline.generation.sampling import Completion, Sampling
 from pipeline.model.transformer import Transformer
 from pipeline.serve import chat
 from pipeline.serve.chat import Conversation, Stream, load_tools, talk
+from pipeline.synthesis import tool_shape
+from pipeline.synthesis.toolbox import TOOLS as TOOLBOX
 from pipeline.text.tokenizer import Tokenizer
 
 GREEDY = Sampling(40)
@@ -76,6 +78,14 @@ def test_commands_are_not_said_to_the_model(scripted: Any) -> None:
     assert "/etc/hosts?" in script.prompts[0] and "One." not in script.prompts[1]
     ended, _ = scripted()
     assert typed(ended, "/exit", "Hi") == "\n> \n" and not ended.messages
+
+
+def test_a_backslash_joins_lines(scripted: Any) -> None:
+    conversation, _ = scripted("One.", "Two.")
+    typed(conversation, "Write f:\\", "\\", "f(1) == 2", "a\\b")
+    assert [m["content"] for m in conversation.messages[::2]] == ["Write f:\n\nf(1) == 2", "a\\b"]
+    cut = io.StringIO("Hi\\\n")
+    assert chat.read(cut) == "Hi\n" and chat.read(cut) == ""
 
 
 def test_a_line_is_a_turn_and_the_end_of_input_ends(scripted: Any) -> None:
@@ -224,3 +234,9 @@ def test_a_wrong_model_or_setting_is_one_line_and_exit_2(
         command(monkeypatch, str(tmp_path), "--temperature", "-1")
     assert refused.value.code == 2
     assert "temperature >= 0" in capsys.readouterr().err
+
+
+def test_the_tools_that_the_readme_offers_are_those_of_the_toolbox() -> None:
+    path = Path(__file__).parents[1] / "docs/tools.json"
+    assert load_tools(path) == [tool_shape.function(TOOLBOX[tool["function"]["name"]]) for tool in load_tools(path)]
+    assert str(path.relative_to(path.parents[1])) in (path.parents[1] / "README.md").read_text()

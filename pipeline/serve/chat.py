@@ -2,8 +2,9 @@
 
     python -m pipeline.serve.chat models/deploy [--system TEXT] [--tools FILE] [--temperature 0] [--seed 0]
 
-A line is a turn; `/quit`, an empty line or Ctrl-D ends. `/new` forgets the conversation, `/tool TEXT` answers the model's
-call with a result, `/help` lists these; another word after a slash is refused, not said. `--tools` names a JSON file with the tools the model may call (OpenAI form); calls are shown, not run.
+A line is a turn, and one that ends in a backslash goes on in the next; `/quit`, an empty line or Ctrl-D ends. `/new` forgets
+the conversation, `/tool TEXT` answers the model's call with a result, `/help` lists these; another word after a slash is
+refused, not said. `--tools` names a JSON file with the tools the model may call (OpenAI form); calls are shown, not run.
 Ctrl-C stops an answer, and forgets it with its question. Not promised: that a small model knows anything.
 """
 
@@ -24,7 +25,8 @@ from pipeline.text.tokenizer import Tokenizer
 
 COMMAND = re.compile(r"/[a-z]+(?=\s|$)")  # a path such as /etc/hosts is no command
 ENDS = ("/quit", "/exit", "/bye")
-HELP = """/new forgets the conversation
+HELP = """a line that ends in \\ goes on in the next
+/new forgets the conversation
 /tool TEXT answers the model's call with a result
 /quit, an empty line or Ctrl-D ends
 """
@@ -109,6 +111,14 @@ def load_tools(path: Path | None) -> list[dict[str, Any]]:
     return tools
 
 
+def read(keyboard: TextIO) -> str:
+    """A turn: a line, and those that follow a backslash at its end."""
+    line = keyboard.readline()
+    while line.endswith("\\\n"):
+        line = f"{line[:-2]}\n{keyboard.readline()}"
+    return line
+
+
 def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: TextIO, screen: TextIO) -> None:
     """The loop of turns, until the input ends."""
     turn = 0
@@ -116,7 +126,7 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
         screen.write("\n> ")
         screen.flush()
         try:
-            line = keyboard.readline()
+            line = read(keyboard)
         except KeyboardInterrupt:
             line = ""
         found = COMMAND.match(line)
