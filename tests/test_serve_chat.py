@@ -80,6 +80,17 @@ def test_commands_are_not_said_to_the_model(scripted: Any) -> None:
     assert typed(ended, "/exit", "Hi") == "\n> \n" and not ended.messages
 
 
+def test_an_answer_that_goes_round_in_a_circle_is_stopped_and_forgotten(
+    scripted: Any, byte_tokenizer: Tokenizer
+) -> None:
+    conversation, _ = scripted("ab" * 40, "a" * 47, "Fine.")
+    screen = typed(conversation, "Hi", "Ho", "Hu")
+    circle = "ab" * (chat.REPEATED // 2)
+    assert len(ids_of(byte_tokenizer, circle)) == chat.REPEATED
+    assert f"> {circle} [stopped: it repeats itself; the question is forgotten]\n> {'a' * 47}\n" in screen
+    assert [m["content"] for m in conversation.messages] == ["Ho", "a" * 47, "Hu", "Fine."]
+
+
 def test_a_backslash_joins_lines(scripted: Any) -> None:
     conversation, _ = scripted("One.", "Two.")
     typed(conversation, "Write f:\\", "\\", "f(1) == 2", "a\\b")

@@ -5,7 +5,7 @@
 A line is a turn, and one that ends in a backslash goes on in the next; `/quit`, an empty line or Ctrl-D ends. `/new` forgets
 the conversation, `/tool TEXT` answers the model's call with a result, `/help` lists these; another word after a slash is
 refused, not said. `--tools` names a JSON file with the tools the model may call (OpenAI form); calls are shown, not run.
-Ctrl-C stops an answer, and forgets it with its question. Not promised: that a small model knows anything.
+Ctrl-C stops an answer, and forgets it with its question; so does an answer that only repeats itself. Not promised: that a small model knows anything.
 """
 
 import argparse
@@ -30,6 +30,11 @@ HELP = """a line that ends in \\ goes on in the next
 /tool TEXT answers the model's call with a result
 /quit, an empty line or Ctrl-D ends
 """
+REPEATED, PERIOD = 48, 8  # an answer whose last 48 tokens are one piece of at most 8, over and over, says no more
+
+
+class Repeats(Exception):
+    """The model goes round in a circle."""
 
 
 class Conversation:
@@ -47,7 +52,7 @@ class Conversation:
     def answer(self, message: dict[str, Any], sampling: Sampling, seed: int, screen: TextIO) -> dict[str, Any]:
         """Add a user or tool message, stream the assistant's turn to `screen`, add it and return it.
 
-        Raises InputError when the conversation no longer fits the context; nothing is added then.
+        Raises InputError when the conversation no longer fits the context, and Repeats; nothing is added then.
         """
         prompt = chat.render(self.tokenizer, [*self.messages, message], self.tools, generation_prompt=True).ids
         room = self.model.config.max_context - len(prompt)
@@ -82,11 +87,15 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer, screen: TextIO) -> None:
         self.tokenizer, self.screen = tokenizer, screen
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.last: list[int] = []
 
     def token(self, _row: int, token: int) -> None:
-        """Show one more token of the answer."""
+        """Show one more token of the answer. Raises Repeats when the last ones are one short piece over and over."""
         self.screen.write(printable(self.decoder.decode(self.tokenizer.token_bytes[token])))
         self.screen.flush()
+        self.last = [*self.last[1 - REPEATED :], token]
+        if len(self.last) == REPEATED and any(self.last[p:] == self.last[:-p] for p in range(1, PERIOD + 1)):
+            raise Repeats
 
     def close(self) -> None:
         """Show what is left: a character that was cut."""
@@ -147,6 +156,8 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
             conversation.answer(message, sampling, device.stable_hash(seed, turn) % 2**32, screen)
         except KeyboardInterrupt:
             screen.write(" [stopped]")
+        except Repeats:
+            screen.write(" [stopped: it repeats itself; the question is forgotten]")
         except InputError as error:
             screen.write(f"{error}\n")
         turn += 1  # also after an answer that was stopped: asked again, it is drawn anew
