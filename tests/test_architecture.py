@@ -26,7 +26,7 @@ LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
 # what -> (pattern, where it may stand)
 ONE_PLACE = {
-    "losses": (r"\bcross_entropy\b|\blogsigmoid\b", ("pipeline/learning/objectives.py",)),
+    "losses": (r"\bcross_entropy\b|\blogsigmoid\b", ("pipeline/learning/objectives",)),
     "the one-token shift": (r"\[[^\]]*:, ?:-1\]|\[[^\]]*:, ?1:\]", ("pipeline/streams/batch.py",)),
     "special tokens": (r"<\|[a-z_]+\|>", ("pipeline/text/",)),
     "the optimiser step": (r"\.backward\(\)|optimi[sz]ers?\.step\(", ("pipeline/learning/fit.py", "pipeline/learning/optim.py")),

@@ -17,6 +17,7 @@ from pipeline.learning import fit as fit_module
 from pipeline.learning import objectives, states
 from pipeline.learning.fit import fit, weights_of
 from pipeline.learning.objectives import Loss
+from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import FitConfig
 from pipeline.params import Runtime
 from pipeline.tracking import Tracker
@@ -26,8 +27,8 @@ from pipeline.work import Job, StopRequest
 class Batch:
     def __init__(self, ids: torch.Tensor, targets: torch.Tensor) -> None:
         self.ids, self.targets = ids, targets
-        self.num_targets = int((targets >= 0).sum())
-        self.num_bytes = 3 * self.num_targets
+        num_targets = int((targets >= 0).sum())
+        self.counts = {"tokens": num_targets, "bytes": 3 * num_targets}
 
     def to(self, where: Any) -> "Batch":
         return self
@@ -159,10 +160,10 @@ def test_the_gradient_is_that_of_the_mean_over_trained_tokens(tmp_path: Path) ->
     chosen = batch.targets >= 0
     value = nn.functional.cross_entropy(model(batch.ids)[chosen], batch.targets[chosen])
     value.backward()
-    run = fit_module.Run(Net(), Rows(), loss, config(), job(tmp_path, micro_batch=2), False)
+    run = fit_module.Run(Net(), Rows(), loss, config(), job(tmp_path, micro_batch=2), False, Watchers())
     parts = [stream.batch(0, 8, stream.rows(0, 8)[i : i + 2]) for i in (0, 2, 4)]
-    total = run._backward(parts, batch.num_targets)
-    assert total / batch.num_targets == pytest.approx(value.item(), rel=1e-6)
+    totals = run._backward(parts, batch.counts)
+    assert totals.value == pytest.approx(value.item(), rel=1e-6)
     for x, y in zip(model.parameters(), run.plain.parameters(), strict=True):
         torch.testing.assert_close(x.grad, y.grad, atol=1e-7, rtol=1e-5)
 

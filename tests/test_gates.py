@@ -1,7 +1,6 @@
 """Each gate fires for its fault, names what to do, and is silent for a healthy run."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,9 +28,9 @@ class Leaky(nn.Module):
 
 
 def test_a_batch_without_targets_is_refused() -> None:
-    gates.trainable_tokens(SimpleNamespace(num_targets=1), "tools")
+    gates.trainable_tokens(1, "tools")
     with pytest.raises(GateError, match=r"tools: .* no token to train on; look at the data's trained-on masks"):
-        gates.trainable_tokens(SimpleNamespace(num_targets=0), "tools")
+        gates.trainable_tokens(0, "tools")
 
 
 def test_a_model_that_sees_the_future_is_refused_and_ours_is_not(tiny_model: Transformer) -> None:

@@ -24,8 +24,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 def test_one_process_hears_itself(alone: Ranks) -> None:
     model = nn.Linear(2, 2)
     assert alone.wrap(model) is model
-    assert alone.control(15, True, [3, 4]) == (15, True, 3, 4)
-    assert alone.control(0, False, [0, 0]) == (0, False, 0, 0)
+    assert alone.control(15, True, {"tokens": 3, "bytes": 4}) == (15, True, {"tokens": 3, "bytes": 4})
+    assert alone.control(0, False, {"tokens": 0}) == (0, False, {"tokens": 0})
     assert alone.sum_float(1 / 3) == 1 / 3
     assert alone.sum_tensor(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     with alone.no_sync(model, skip=True):
@@ -56,8 +56,8 @@ from pipeline.learning.ranks import Ranks
 ranks = Ranks("fp32", sys.argv[1])
 mine = ranks.rank
 assert ranks.world == 2
-assert ranks.control(15 * mine, mine == 0, [3, 4 + mine]) == (15, True, 6, 9)
-assert ranks.control(0, False, [1, 1]) == (0, False, 2, 2)
+assert ranks.control(15 * mine, mine == 0, {"a": 3, "b": 4 + mine}) == (15, True, {"a": 6, "b": 9})
+assert ranks.control(0, False, {"a": 1}) == (0, False, {"a": 2})
 assert ranks.sum_float(0.5 + mine) == 2.0
 torch.manual_seed(0)
 model = nn.Linear(3, 1, bias=False)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,36 +22,13 @@ from torch import Tensor, nn
 from pipeline import device
 from pipeline.errors import ConfigError, GateError
 from pipeline.learning import gates, states
-from pipeline.learning.objectives import Loss
 from pipeline.learning.optim import Optimizers
+from pipeline.learning.protocols import LossFunction, Stream, Watchers
 from pipeline.learning.ranks import Ranks
-from pipeline.learning.settings import FitConfig
+from pipeline.learning.settings import TrainingConfig
+from pipeline.learning.window import Totals, Window
 from pipeline.tracking import progress, say
 from pipeline.work import Job
-
-
-class Batch(Protocol):
-    """What fit needs to know of a batch; the loss knows the rest."""
-
-    @property
-    def num_targets(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-    def to(self, device: torch.device) -> Any: ...
-
-
-class Stream(Protocol):
-    """Batches as a pure function of (seed, step); see streams/corpus.py."""
-
-    fingerprint: str
-    tokens_per_epoch: int
-
-    def rows(self, step: int, context: int) -> np.ndarray: ...
-    def batch(self, step: int, context: int, rows: np.ndarray) -> Any: ...
-    def evaluation(self, tokens: int) -> Iterator[Any]: ...
-
-
-LossFunction = Callable[[Any, Any], Loss]  # of the model and a batch, whose types the stage knows
 
 
 @dataclass
@@ -68,32 +44,36 @@ class Course:
     anchor: float = math.inf  # early stopping: moves only on a gain above `threshold`
     stale: int = 0  # evaluations since the anchor moved
     done: bool = False
-    window_loss: float = 0.0  # sums since the last logged row
-    window_targets: int = 0
-    window_bytes: int = 0
-    window_norm: float = 0.0
-    window_steps: int = 0
 
 
 def fit(
-    model: nn.Module, stream: Stream, loss: LossFunction, config: FitConfig, job: Job, *, from_scratch: bool = False
+    model: nn.Module,
+    stream: Stream,
+    loss: LossFunction,
+    config: TrainingConfig,
+    job: Job,
+    *,
+    from_scratch: bool = False,
+    watchers: Watchers | None = None,
 ) -> None:
     """Train `model` in place and leave it with the best (or last) weights.
 
     Raises ConfigError for a batch that cannot be formed, GateError when a health gate fails, SystemExit(128 + signal) when
     asked to stop (a state is saved first).
     """
-    Run(model, stream, loss, config, job, from_scratch).go()
+    Run(model, stream, loss, config, job, from_scratch, watchers or Watchers()).go()
 
 
 class Run:
     """One call of fit: the pieces it works with, and the steps of the loop as methods."""
 
     def __init__(
-        self, model: nn.Module, stream: Stream, loss: LossFunction, config: FitConfig, job: Job, from_scratch: bool
-    ) -> None:
+        self, model: nn.Module, stream: Stream, loss: LossFunction, config: TrainingConfig, job: Job,
+        from_scratch: bool, watchers: Watchers,
+    ) -> None:  # fmt: skip
         self.stream, self.loss, self.config, self.job = stream, loss, config, job
-        self.from_scratch = from_scratch
+        self.from_scratch, self.watchers = from_scratch, watchers
+        self.rolling: Any = stream if hasattr(stream, "fill") else None
         self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         self.plain = model.to(self.hardware.device)
@@ -102,8 +82,10 @@ class Run:
             self.plain.checkpointing = job.runtime.gradient_checkpointing  # type: ignore[assignment]
         self.optimizers = Optimizers(self.plain, config, fast_bf16=self.hardware.precision == "bf16")
         self.steps = config.resolve_steps(stream.tokens_per_epoch)
-        self.course = Course()
+        self.course, self.window = Course(), Window()
         self.last_save = time.monotonic()
+        self.save_due = False
+        self.seen = 0  # positions that this call has trained on, over all ranks
         self.micro_batch = self._micro_batch()
 
     def go(self) -> None:
@@ -114,67 +96,76 @@ class Run:
         say(self._headline())
         start, first_step, tokens = time.monotonic(), self.course.step, self.course.tokens
         with progress(total=self.steps, desc=self.job.name, unit="step", initial=self.course.step) as bar:
+            if self.course.step == 0 and self.watchers.evaluate:
+                self._evaluate()
             while self.course.step < self.steps and not self.course.done:
                 self._one_step()
                 bar.update()
                 if self.job.tracker.rows:
                     last = self.job.tracker.rows[-1]
-                    bar.note(" ".join(f"{k} {last[k]:.3f}" for k in ("loss", "val/loss") if k in last))
+                    bar.note(" ".join(f"{k} {last[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in last))
         self._speed(time.monotonic() - start, self.course.step - first_step, self.course.tokens - tokens)
         self._publish()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def _one_step(self) -> None:
-        course, context = self.course, self.config.context
+        course, length = self.course, self.config.row_length
         # 1. what this rank works on, and what all ranks know before the forward pass
-        rows = self.stream.rows(course.step, context)
+        if self.rolling and course.step % self.rolling.steps_per_rollout == 0:
+            self.job.tracker.log(course.step, self.rolling.fill(course.step))
+        rows = self.stream.rows(course.step, length)
         mine = rows[self.ranks.rank :: self.ranks.world]
         batches = [
-            self.stream.batch(course.step, context, mine[first : first + self.micro_batch])
+            self.stream.batch(course.step, length, mine[first : first + self.micro_batch])
             for first in range(0, len(mine), self.micro_batch)
         ]
-        counts = [sum(b.num_targets for b in batches), sum(b.num_bytes for b in batches)]
+        names = batches[0].counts if batches else {"tokens": 0}
+        counts = {name: sum(b.counts[name] for b in batches) for name in names}
         elapsed = time.monotonic() - self.last_save > 60 * self.job.runtime.save_minutes and self.ranks.rank == 0
-        stop, save, targets, num_bytes = self.ranks.control(self.job.stop.signal, elapsed, counts)
+        stop, save, counts = self.ranks.control(self.job.stop.signal, elapsed, counts)
         if stop:
             self._stop(stop)
         # 2. forward and backward per micro-batch
-        total = self._backward(batches, targets)
+        totals = self._backward(batches, counts)
         # 3. norm, verdict, update
         norm = self.ranks.gradient_norm(self.plain, self.config.max_grad_norm)
-        total = self.ranks.sum_float(total)
-        if course.step == 0:
-            gates.gradients(self.optimizers.members, self.plain)
-        self._update(total, norm, rows)
+        totals.reduce(self.ranks)
+        self._check_step(totals)
+        if batches:
+            self._update(totals, norm, rows)
         course.step += 1
-        course.tokens += targets
-        course.window_loss += total
-        course.window_targets += targets
-        course.window_bytes += num_bytes
-        course.window_norm += norm
-        course.window_steps += 1
+        course.tokens += counts["tokens"]
+        self.seen += counts.get("positions", counts["tokens"])
+        self.window.add(totals, norm)
         # 4. log, evaluate, save
         self._after_step(save)
 
-    def _backward(self, batches: list[Any], targets: int) -> float:
-        """Gradients of sum_k c_k S_k / G_k over all ranks; returns this rank's sum of nats."""
-        total = torch.zeros((), dtype=torch.float64)
+    def _backward(self, batches: list[Any], counts: dict[str, int]) -> Totals:
+        """Gradients of sum_k c_k S_k / G_k over all ranks; returns this rank's sums."""
+        totals = Totals(counts)
         for micro, batch in enumerate(batches):
             device.seed_step(self.job.seed, self.course.step, micro, self.ranks.rank)
             with self.ranks.no_sync(self.model, skip=micro < len(batches) - 1):
                 with self.hardware.autocast():
                     loss = self.loss(self.model, batch.to(self.hardware.device))
-                parts = [t.coefficient * t.sum * (self.ranks.world / targets) for t in loss.terms if t.count]
+                parts = [t.coefficient * t.sum * (self.ranks.world / counts[t.per]) for t in loss.terms if counts[t.per]]
                 objective = sum(parts, start=loss.terms[0].sum * 0)  # a rank without targets still runs backward
                 assert isinstance(objective, Tensor)
                 objective.backward()
-            total += sum(float(t.coefficient) * t.sum.detach().double().cpu() for t in loss.terms)
-        return float(total)
+            totals.add(loss)
+        return totals
 
-    def _update(self, total: float, norm: float, rows: np.ndarray) -> None:
-        course = self.course
-        if math.isfinite(total) and math.isfinite(norm):
+    def _check_step(self, totals: Totals) -> None:
+        """The gates of the first steps, before their update."""
+        if self.course.step == self.watchers.gradients_at:
+            gates.gradients(self.optimizers.members, self.plain)
+        if self.course.step == 0 and self.watchers.first and totals.terms:
+            self.watchers.first(totals.values())
+
+    def _update(self, totals: Totals, norm: float, rows: np.ndarray) -> None:
+        course, value = self.course, totals.value
+        if math.isfinite(value) and math.isfinite(norm) and not totals.veto:
             self.optimizers.step(self.config.factor(course.step, self.steps))
             course.skipped_in_row = 0
             return
@@ -182,8 +173,9 @@ class Run:
         course.skipped += 1
         course.skipped_in_row += 1
         if self.config.on_nonfinite == "stop" or course.skipped_in_row >= 3 or course.skipped >= 10:
+            why = totals.veto or "not finite"
             raise GateError(
-                f"step {course.step}: loss {total}, gradient norm {norm}: not finite ({course.skipped_in_row} in a row, "
+                f"step {course.step}: loss {value}, gradient norm {norm}: {why} ({course.skipped_in_row} in a row, "
                 f"rows {rows[:8].tolist()}). Lower {self.job.stage}.learning_rate or lengthen the warm-up; "
                 f"the newest state is in {self.job.folder}"
             )
@@ -191,72 +183,83 @@ class Run:
     def _after_step(self, save: bool) -> None:
         course, config, runtime = self.course, self.config, self.job.runtime
         last = course.step == self.steps
-        if course.step % runtime.logging_steps == 0 or last or course.step == 1:
+        between = not self.rolling or course.step % self.rolling.steps_per_rollout == 0
+        every = self.rolling.steps_per_rollout if self.rolling else runtime.logging_steps
+        if course.step % every == 0 or last or course.step == 1:
             self._log()
         evaluate = course.step % config.eval_steps == 0 or last
         if evaluate:
             self._evaluate()
-        if evaluate or save or course.step % runtime.save_steps == 0 or course.done:
+        self.save_due |= evaluate or save or course.step % runtime.save_steps == 0 or course.done
+        if self.save_due and between:
             self._save()
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def _log(self) -> None:
-        course = self.course
-        if not course.window_steps:
+        course, window = self.course, self.window
+        if not window.steps:
             return
-        nats = course.window_loss / max(1, course.window_targets)
-        values: dict[str, float | int] = {
-            "loss": nats,
-            "bpb": course.window_loss / math.log(2) / max(1, course.window_bytes),
-            "grad_norm": course.window_norm / course.window_steps,
+        values = window.totals.values()
+        run: dict[str, float | int] = {
+            "grad_norm": window.norm / window.steps,
             "lr": self.config.learning_rate * self.config.factor(course.step - 1, self.steps),
             "tokens": course.tokens,
             "skipped": course.skipped,
         }
-        self.job.tracker.log(course.step, values)
+        self.job.tracker.log(course.step, values | run)
         if course.step == 1:
-            gates.first_loss(nats, self.plain, from_scratch=self.from_scratch)
-        if course.step >= self.steps // 10 > 20:
+            gates.first_loss(values["loss"], self.plain, from_scratch=self.from_scratch)
+        if course.step >= self.steps // 10 > 20 and not self.rolling:
             gates.falling(self.job.tracker.rows, self.steps, self.job.name)
-        course.window_loss = course.window_norm = 0.0
-        course.window_targets = course.window_bytes = course.window_steps = 0
+        self.window = Window()
+        if self.watchers.logged:
+            self.watchers.logged(self.job.tracker.rows)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Token-weighted loss over the fixed slice of the validation split; moves `best` and the anchor."""
-        course, config = self.course, self.config
+        """Loss over the fixed slice of the validation split, which moves `best` and the anchor; the stage's own numbers."""
         self.model.train(False)
-        sums = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-        for number, batch in enumerate(self.stream.evaluation(config.eval_tokens)):
+        totals = Totals({})
+        for number, batch in enumerate(self.stream.evaluation(self.config.eval_tokens)):
             if number % self.ranks.world != self.ranks.rank:
                 continue
             with self.hardware.autocast():
-                loss = self.loss(self.plain, batch.to(self.hardware.device))
-            sums += torch.tensor([float(loss.terms[0].sum), batch.num_targets, batch.num_bytes], dtype=torch.float64)
+                part = Totals(batch.counts)
+                part.add(self.loss(self.plain, batch.to(self.hardware.device)))
+            totals.merge(part)
+        if self.watchers.evaluate:
+            self.job.tracker.log(self.course.step, self.watchers.evaluate(self.course.step))
         self.model.train(True)
-        nats, targets, num_bytes = self.ranks.sum_tensor(sums).tolist()
-        if not targets:
-            return
-        value = nats / targets
+        names = sorted(totals.counts)
+        summed = self.ranks.sum_tensor(torch.tensor([totals.counts[n] for n in names], dtype=torch.int64)).tolist()
+        totals.counts = dict(zip(names, summed, strict=True))
+        totals.reduce(self.ranks)
+        if totals.terms and self.course.step:
+            values = totals.values()
+            self._compare(values["loss"])
+            self.job.tracker.log(self.course.step, {f"val/{name}": value for name, value in values.items()})
+
+    def _compare(self, value: float) -> None:
+        """Is this validation loss the best, and did it move the anchor of early stopping?"""
+        course = self.course
         if value < course.best:
             course.best, course.best_step = value, course.step
-        if value < course.anchor - config.threshold:
+        if value < course.anchor - self.config.threshold:
             course.anchor, course.stale = value, 0
         else:
             course.stale += 1
-        course.done = config.patience > 0 and course.stale >= config.patience
-        bpb = nats / math.log(2) / max(1.0, num_bytes)
-        self.job.tracker.log(course.step, {"val/loss": value, "val/bpb": bpb})
+        course.done = self.config.patience > 0 and course.stale >= self.config.patience
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        self.last_save = time.monotonic()
+        self.last_save, self.save_due = time.monotonic(), False
         if self.ranks.rank == 0:
-            meta = {**vars(self.course), "fingerprint": self.stream.fingerprint, "micro_batch": self.micro_batch,
+            meta = {**vars(self.course), "window": self.window.state(), "fingerprint": self.stream.fingerprint, "micro_batch": self.micro_batch,
                     "threads": torch.get_num_threads(), "precision": self.hardware.precision,
-                    "world": self.ranks.world}  # fmt: skip
+                    "world": self.ranks.world,
+                    "stream": self.rolling.state() if self.rolling else {}}  # fmt: skip
             states.save(self.job.folder, self.course.step, weights=weights_of(self.plain),
                         optimizer=self.optimizers.state_tensors(), meta=meta,
                         curve=self.job.tracker.rows)  # fmt: skip
@@ -274,6 +277,9 @@ class Run:
         load_weights(self.plain, state.weights())
         self.optimizers.load_state_tensors(state.optimizer())
         self.course = Course(**{k: v for k, v in state.meta.items() if k in vars(self.course)})
+        self.window = Window.of(state.meta["window"])
+        if self.rolling:
+            self.rolling.load_state(state.meta["stream"])
         self.job.tracker.restore(state.curve)
         say(f"{self.job.name}: resumed at step {state.step} of {self.steps}")
         now = {"micro_batch": self.micro_batch, "threads": torch.get_num_threads(), "world": self.ranks.world,
@@ -283,8 +289,11 @@ class Run:
             say(f"{self.job.name}: not bit-exact with an uninterrupted run: changed {changed}")
 
     def _stop(self, number: int) -> None:
-        self._save()
-        say(f"{self.job.name}: stopped by signal {number} at step {self.course.step}; the same command resumes here")
+        inside = self.rolling and self.course.step % self.rolling.steps_per_rollout
+        if not inside:
+            self._save()
+        where = "at the rollout before it" if inside else "here"
+        say(f"{self.job.name}: stopped by signal {number} at step {self.course.step}; the same command resumes {where}")
         raise SystemExit(128 + number)
 
     def _publish(self) -> None:
@@ -295,11 +304,11 @@ class Run:
         published = self.course.best_step if best else self.course.step
         self.job.report(steps=self.course.step, tokens=self.course.tokens, published_step=published)
         if rows:
-            self.job.report(final={"loss": rows[-1]["loss"], "bpb": rows[-1]["bpb"]})
+            self.job.report(final={name: rows[-1][name] for name in ("loss", "bpb") if name in rows[-1]})
         if math.isfinite(self.course.best):
             chosen = [r for r in self.job.tracker.rows if r["step"] == self.course.best_step and "val/bpb" in r]
-            self.job.report(best={"val_loss": self.course.best, "step": self.course.best_step,
-                                  "val_bpb": chosen[-1]["val/bpb"] if chosen else "not kept"})  # fmt: skip
+            best = {"val_loss": self.course.best, "step": self.course.best_step}
+            self.job.report(best=best | ({"val_bpb": chosen[-1]["val/bpb"]} if chosen else {}))
 
     # -- before and around ---------------------------------------------------------------------------------------------
 
@@ -308,19 +317,20 @@ class Run:
         rows = -(-self.config.rows // self.ranks.world)
         if self.config.rows < self.ranks.world:
             raise ConfigError(
-                f"{self.job.stage}: {self.config.rows} rows a step for {self.ranks.world} processes; raise tokens_per_step"
+                f"{self.job.stage}: {self.config.rows} rows a step for {self.ranks.world} processes; make the batch larger"
             )
         asked = self.job.runtime.micro_batch
         if asked != "auto":
             return min(int(asked), rows)
-        bytes_per_row = self.config.context * gates.activation_bytes_per_token(self.plain)
+        bytes_per_row = self.config.row_length * gates.activation_bytes_per_token(self.plain)
         fitting = max(1, int(device.total_memory(self.hardware.device) / 4 / bytes_per_row))
         return min(rows, 2 ** int(math.log2(fitting)))
 
     def _check_before(self) -> None:
-        rows = self.stream.rows(0, self.config.context)
-        batch = self.stream.batch(0, self.config.context, rows[: self.micro_batch]).to(self.hardware.device)
-        gates.trainable_tokens(batch, self.job.name)
+        if not self.rolling:  # what the policy fills is checked when it is full
+            rows = self.stream.rows(0, self.config.row_length)
+            batch = self.stream.batch(0, self.config.row_length, rows[: self.micro_batch])
+            gates.trainable_tokens(batch.counts["tokens"], self.job.name)
         gates.causal(self.plain)
         self.ranks.check_equal_weights(self.plain)
 
@@ -328,17 +338,17 @@ class Run:
         size = sum(p.numel() for p in self.plain.parameters())
         precision = f"{self.hardware.device.type} {self.hardware.precision}"
         return (
-            f"{self.job.name}: {size / 1e6:.2f} M parameters, {self.steps} steps of {self.config.tokens_per_step} tokens "
-            f"({self.config.rows} rows of {self.config.context}, micro-batch {self.micro_batch}), {precision}, "
+            f"{self.job.name}: {size / 1e6:.2f} M parameters, {self.steps} steps of {self.config.rows} rows of at most "
+            f"{self.config.row_length} tokens (micro-batch {self.micro_batch}), {precision}, "
             f"{self.ranks.world} process{'es' if self.ranks.world > 1 else ''}"
         )
 
     def _speed(self, seconds: float, steps: int, targets: int) -> None:
         if not steps:
             return
-        tokens = steps * self.config.tokens_per_step
+        tokens = self.seen
         per_token: Any = getattr(self.plain, "flops_per_token", None)
-        flops = tokens * per_token(self.config.context) if per_token else 0
+        flops = tokens * per_token(self.config.row_length) if per_token else 0
         self.job.tracker.speed.update(
             tokens_per_second=tokens / seconds, targets_per_second=targets / seconds,
             samples_per_second=steps * self.config.rows / seconds, step_seconds=seconds / steps,

@@ -21,9 +21,9 @@ def activation_bytes_per_token(model: nn.Module) -> int:
     return 4 * config.layers * (14 * config.width + 4 * config.d_ff) + 12 * config.vocab_size
 
 
-def trainable_tokens(batch: Any, name: str) -> None:
+def trainable_tokens(num_targets: int, name: str) -> None:
     """The first batch trains at least one token."""
-    if batch.num_targets == 0:
+    if num_targets == 0:
         raise GateError(
             f"{name}: the first batch holds no token to train on; look at the data's trained-on masks, and whether the "
             "answers lie within `context` tokens"

@@ -1,7 +1,11 @@
-"""Losses as pure functions of logits and log-probabilities. Each returns sums and counts; the loop divides once.
+"""Losses as pure functions of logits and log-probabilities. Each returns sums; the loop divides once.
 
-A `Loss` is a list of terms c_k * S_k / G_k, S and G taken over all micro-batches and ranks (specs: training, 1), so that
-accumulation and ragged ranks change nothing. A term with G = 0 drops out.
+A loss is a list of terms c_k * S_k / G_k, S and G taken over all micro-batches and ranks (specs: training, 1), so that
+accumulation and ragged ranks change nothing. What a sum is divided by is named (`per`), and the batch knows the counts
+before the forward pass (`counts`). A term with G = 0 drops out.
+
+Here: the terms and cross-entropy. `objectives_pairs.py`: reward models and the DPO family. `objectives_policy.py`: clipped
+policy gradients. They are files of their own so that a change in one method retrains no stage of another.
 """
 
 from dataclasses import dataclass, field
@@ -16,16 +20,18 @@ class Term:
 
     name: str
     sum: Tensor  # scalar, with a gradient
-    count: int  # what the sum runs over; known before the forward pass
+    per: str = "tokens"  # the count of the batch that the sum is divided by
     coefficient: float = 1.0
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Terms to be optimised, and metrics (name -> (sum, count)) to be averaged and shown."""
+    """Terms to be optimised, and what is to be shown of them."""
 
     terms: list[Term]
-    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # name -> (sum, count)
+    extremes: dict[str, Tensor] = field(default_factory=dict)  # the least where the name says min, else the greatest
+    veto: str = ""  # why no update may be made from this batch
 
 
 def next_token(logits: Tensor, targets: Tensor) -> Loss:
@@ -34,5 +40,4 @@ def next_token(logits: Tensor, targets: Tensor) -> Loss:
     logits (N, V) and targets (N,) are those positions alone. In float32: with a large vocabulary the softmax of bf16
     logits loses the small probabilities.
     """
-    total = F.cross_entropy(logits.float(), targets, reduction="sum")
-    return Loss([Term("loss", total, targets.numel())])
+    return Loss([Term("loss", F.cross_entropy(logits.float(), targets, reduction="sum"))])

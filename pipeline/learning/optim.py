@@ -1,6 +1,7 @@
 """Parameter groups by rule, and the optimisers: AdamW for all, or Muon for the hidden matrices and AdamW for the rest.
 
-First match wins: `embedding` (tied too), `head`, `norm_bias` (ndim < 2, no weight decay), `hidden`. Muon (Jordan 2024;
+First match wins: `critic` (all of PPO's value model), `embedding` (tied too), `head`, `norm_bias` (ndim < 2, no weight
+decay), `hidden`. Muon (Jordan 2024;
 Liu et al. 2025, arXiv:2502.16982) is torch.optim.Muon's rule with `match_rms_adamw`, so AdamW's rates hold. Ours differs
 in two ways that leave the rule alone: matrices of one shape are orthogonalised together, and the iteration runs in fp32
 where bf16 is emulated (50 times slower there).
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 
-GROUPS = ("embedding", "head", "norm_bias", "hidden")
+GROUPS = ("embedding", "head", "norm_bias", "hidden", "critic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class OptimizerConfig:
     weight_decay: float
     betas: tuple[float, ...]
     eps: float
-    # Of embedding, head, norm_bias, hidden; a group that is not named has learning_rate.
+    # Of embedding, head, norm_bias, hidden, critic; a group that is not named has learning_rate.
     learning_rates: dict[str, float] = field(default_factory=dict)
 
     def check_groups(self) -> None:
@@ -41,6 +42,8 @@ class OptimizerConfig:
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
     """The group of a trainable parameter, by its name in the state dict."""
+    if name.startswith("critic."):
+        return "critic"
     if "embed_tokens" in name:
         return "embedding"
     if "lm_head" in name or "score" in name:

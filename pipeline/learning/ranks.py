@@ -36,14 +36,31 @@ class Ranks:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(model)
 
-    def control(self, stop: int, save: bool, counts: list[int]) -> tuple[int, bool, int, int]:
-        """Agree on (signal to stop for, save now, summed counts) before a step."""
-        values = torch.tensor([int(save), *counts], dtype=torch.int64)
+    def control(self, stop: int, save: bool, counts: dict[str, int]) -> tuple[int, bool, dict[str, int]]:
+        """Agree on (signal to stop for, save now, summed counts) before a step; every rank names the same counts."""
+        names = sorted(counts)
+        values = torch.tensor([int(save), *(counts[name] for name in names)], dtype=torch.int64)
         signal = torch.tensor([stop], dtype=torch.int64)
         if self.world > 1:
             dist.all_reduce(values, group=self.side)
             dist.all_reduce(signal, op=dist.ReduceOp.MAX, group=self.side)
-        return int(signal), bool(values[0]), int(values[1]), int(values[2])
+        return int(signal), bool(values[0]), dict(zip(names, values[1:].tolist(), strict=True))
+
+    def greatest(self, value: float) -> float:
+        """The greatest of a number over ranks."""
+        if self.world == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.side)
+        return float(tensor)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in their order: rollouts travel so (ids and log-probabilities, no weights)."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self.side)
+        return found
 
     def sum_tensor(self, values: Tensor) -> Tensor:
         """The sum over ranks of a CPU tensor."""

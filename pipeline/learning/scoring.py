@@ -4,13 +4,33 @@ The heads run only over the positions that are asked for: with a vocabulary of 4
 third of all multiplications, and in tool dialogues two thirds of the positions are prompt.
 """
 
+import torch
 from torch import Tensor, nn
 
-from pipeline.streams.batch import TokenBatch
+from pipeline.streams.batch import Tokens
 
 
-def trained_logits(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
     """Logits (N, V) and targets (N,) at the N trained positions of the batch, row by row."""
     chosen = batch.targets >= 0  # (B, T)
     logits = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen)
     return logits, batch.targets[chosen]
+
+
+def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (N,) of the trained targets at `temperature`, with gradient, and the entropies (N,), without.
+
+    float32, in nats, row by row: log softmax(z / T)[target].
+    """
+    logits, targets = trained_logits(model, batch)
+    scaled = logits.float() / temperature
+    norm = scaled.logsumexp(-1)  # (N,)
+    logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - norm
+    with torch.no_grad():
+        entropy = norm - (scaled * (scaled - norm[:, None]).exp()).sum(-1)
+    return logprobs, entropy
+
+
+def sum_by_row(values: Tensor, chosen: Tensor) -> Tensor:
+    """Sums (B,) of `values` (N,), which stand row by row at the True places of `chosen` (B, T)."""
+    return values.new_zeros(chosen.shape).masked_scatter(chosen, values).sum(1)

@@ -1,4 +1,10 @@
-"""FitConfig: what a person may say about a training run. Its keys stand flat in each stage's block of params.yaml."""
+"""What a person may say about a training run. The keys stand flat in each stage's block of params.yaml.
+
+    TrainingConfig              optimiser, schedule, evaluation, what is published
+    ├── FitConfig               rows of packed tokens: language, code, tools, lora
+    ├── PairConfig              pairs of answers: reward, dpo
+    └── rollout.RolloutConfig   answers that the policy gives itself: rlhf, grpo
+"""
 
 from dataclasses import dataclass
 
@@ -7,14 +13,9 @@ from pipeline.learning.optim import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitConfig(OptimizerConfig):
-    """One training run. Exactly one of steps, tokens, epochs says how long it is."""
+class TrainingConfig(OptimizerConfig):
+    """What every training run has. Subclasses say what a step's batch is and how many steps there are."""
 
-    steps: int | None = None  # batches
-    tokens: int | None = None  # or: trained on so many tokens
-    epochs: float | None = None  # or: so often over the data
-    tokens_per_step: int = 16384  # of the global batch, whatever the number of processes
-    context: int = 2048  # tokens in a row
     optimizer: str = "adamw"  # adamw, or muon: Muon for the hidden matrices, AdamW for the rest
     learning_rate: float  # at the top of the schedule
     weight_decay: float = 0.1
@@ -34,20 +35,11 @@ class FitConfig(OptimizerConfig):
     publish: str = "best"  # best: the weights of the lowest validation loss; last
     on_nonfinite: str = "skip"  # skip the update (3 in a row stop), or stop at once
 
-    def __post_init__(self) -> None:
-        given = [k for k in ("steps", "tokens", "epochs") if getattr(self, k) is not None]
-        if len(given) != 1:
-            raise ValueError(f"expected exactly one of steps, tokens, epochs; got {', '.join(given) or 'none'}")
-        if getattr(self, given[0]) <= 0:
-            raise ValueError(f"{given[0]}: expected more than 0, got {getattr(self, given[0])}")
+    def check(self) -> None:
+        """Raise ValueError for values that cannot be; called by the subclasses' `__post_init__`."""
         self.check_groups()
-        if self.learning_rate < 0 or self.context < 2 or self.eval_steps < 1 or len(self.betas) != 2:
-            raise ValueError("expected learning_rate >= 0, context >= 2, eval_steps >= 1 and two betas")
-        if self.tokens_per_step % self.context or self.tokens_per_step < self.context:
-            low = self.tokens_per_step // self.context * self.context or self.context
-            raise ValueError(
-                f"tokens_per_step {self.tokens_per_step} is not a multiple of context {self.context}; try {low}"
-            )
+        if self.learning_rate < 0 or self.eval_steps < 1 or len(self.betas) != 2:
+            raise ValueError("expected learning_rate >= 0, eval_steps >= 1 and two betas")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("at most one of warmup_steps and warmup_ratio may be set")
         choices = {
@@ -59,8 +51,55 @@ class FitConfig(OptimizerConfig):
                 raise ValueError(f"{key}: expected one of {', '.join(allowed)}, got {getattr(self, key)!r}")
 
     @property
+    def row_length(self) -> int:
+        """Tokens that a row of the batch holds at most."""
+        raise NotImplementedError
+
+    @property
     def rows(self) -> int:
         """Rows of the global batch."""
+        raise NotImplementedError
+
+    def resolve_steps(self, tokens_per_epoch: int) -> int:
+        """The number of steps; `tokens_per_epoch` are positions of the data, padding counted."""
+        raise NotImplementedError
+
+    def factor(self, step: int, steps: int) -> float:
+        """The schedule at `step` of `steps`."""
+        warmup = self.warmup_steps or round(self.warmup_ratio * steps)
+        return schedule.factor(
+            step, name=self.schedule, steps=steps, warmup=warmup, min_ratio=self.min_ratio, cycles=self.cycles,
+            decay_ratio=self.decay_ratio,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig(TrainingConfig):
+    """A run over packed rows. Exactly one of steps, tokens, epochs says how long it is."""
+
+    steps: int | None = None  # batches
+    tokens: int | None = None  # or: trained on so many tokens
+    epochs: float | None = None  # or: so often over the data
+    tokens_per_step: int = 16384  # of the global batch, whatever the number of processes
+    context: int = 2048  # tokens in a row
+
+    def __post_init__(self) -> None:
+        _exactly_one(steps=self.steps, tokens=self.tokens, epochs=self.epochs)
+        self.check()
+        if self.context < 2:
+            raise ValueError("expected context >= 2")
+        if self.tokens_per_step % self.context or self.tokens_per_step < self.context:
+            low = self.tokens_per_step // self.context * self.context or self.context
+            raise ValueError(
+                f"tokens_per_step {self.tokens_per_step} is not a multiple of context {self.context}; try {low}"
+            )
+
+    @property
+    def row_length(self) -> int:
+        return self.context
+
+    @property
+    def rows(self) -> int:
         return self.tokens_per_step // self.context
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
@@ -70,10 +109,43 @@ class FitConfig(OptimizerConfig):
         tokens = self.tokens if self.tokens is not None else (self.epochs or 0) * tokens_per_epoch
         return max(1, round(tokens / self.tokens_per_step))
 
-    def factor(self, step: int, steps: int) -> float:
-        """The schedule at `step` of `steps`."""
-        warmup = self.warmup_steps or round(self.warmup_ratio * steps)
-        return schedule.factor(
-            step, name=self.schedule, steps=steps, warmup=warmup, min_ratio=self.min_ratio, cycles=self.cycles,
-            decay_ratio=self.decay_ratio,
-        )  # fmt: skip
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(TrainingConfig):
+    """A run over pairs of answers. Exactly one of steps and epochs says how long it is."""
+
+    steps: int | None = None  # batches
+    epochs: float | None = None  # or: so often over the pairs
+    pairs: int = 32  # of a step, whatever the number of processes
+    max_prompt: int = 512  # tokens; pairs with a longer prompt are dropped and counted
+    max_length: int = 1024  # tokens of prompt and answer; a cut answer would lose its end, so longer pairs are dropped
+
+    def __post_init__(self) -> None:
+        _exactly_one(steps=self.steps, epochs=self.epochs)
+        self.check()
+        if self.pairs < 1 or not 2 <= self.max_prompt < self.max_length:
+            raise ValueError("expected pairs >= 1 and 2 <= max_prompt < max_length")
+
+    @property
+    def row_length(self) -> int:
+        """Two answers make a row."""
+        return 2 * self.max_length
+
+    @property
+    def rows(self) -> int:
+        return self.pairs
+
+    def resolve_steps(self, tokens_per_epoch: int) -> int:
+        """The number of steps, from whichever of steps and epochs was given."""
+        if self.steps is not None:
+            return self.steps
+        return max(1, round((self.epochs or 0) * tokens_per_epoch / (self.rows * self.row_length)))
+
+
+def _exactly_one(**lengths: float | None) -> None:
+    """Raise ValueError unless one of the ways to say how long a run is was given."""
+    given = [name for name, value in lengths.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"expected exactly one of {', '.join(lengths)}; got {', '.join(given) or 'none'}")
+    if (lengths[given[0]] or 0) <= 0:
+        raise ValueError(f"{given[0]}: expected more than 0, got {lengths[given[0]]}")

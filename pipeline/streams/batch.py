@@ -39,6 +39,11 @@ class TokenBatch:
         """Positions with a target; counted on the CPU, before the batch moves."""
         return int((self.targets >= 0).sum())
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What sums are divided by."""
+        return {"tokens": self.num_targets, "bytes": self.num_bytes, "positions": self.input_ids.numel()}
+
     def to(self, device: torch.device | str) -> "TokenBatch":
         """The same batch on another device, without waiting for the copy."""
         count = self.num_targets
@@ -46,6 +51,19 @@ class TokenBatch:
         moved = replace(self, **tensors)
         moved.__dict__["num_targets"] = count  # fills the cached property: no device is read
         return moved
+
+
+class Tokens(Protocol):
+    """What a model and a scorer read of any batch."""
+
+    @property
+    def input_ids(self) -> Tensor: ...  # (B, T)
+    @property
+    def targets(self) -> Tensor: ...  # (B, T)
+    @property
+    def documents(self) -> Tensor: ...  # (B, T)
+    @property
+    def positions(self) -> Tensor: ...  # (B, T)
 
 
 _TENSORS = ("input_ids", "targets", "documents", "positions")

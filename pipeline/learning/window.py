@@ -1,0 +1,117 @@
+"""Sums of what a run has seen since it last wrote a row: loss terms, metrics, extremes.
+
+`Totals` are those of one step (or one evaluation), from `Loss` objects and the counts that the step's sums are divided by.
+`Window` adds steps up. Both are plain numbers, so a window travels in a state and a resumed curve has no seam.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pipeline.learning.objectives import Loss
+from pipeline.learning.ranks import Ranks
+
+
+@dataclass
+class Totals:
+    """Sums over micro-batches, and after `reduce` over ranks."""
+
+    counts: dict[str, int]  # of the whole step, over all ranks
+    terms: dict[str, list[Any]] = field(default_factory=dict)  # name -> [sum, per, coefficient]
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # name -> [sum, count]
+    extremes: dict[str, float] = field(default_factory=dict)
+    veto: str = ""
+
+    def add(self, loss: Loss) -> None:
+        """Count a micro-batch in."""
+        for term in loss.terms:
+            entry = self.terms.setdefault(term.name, [0.0, term.per, term.coefficient])
+            entry[0] += float(term.sum.detach().double())
+        for name, (total, count) in loss.metrics.items():
+            entry = self.metrics.setdefault(name, [0.0, 0])
+            entry[0] += float(total)
+            entry[1] += count
+        for name, value in loss.extremes.items():
+            self.extremes[name] = _extreme(name, self.extremes.get(name), float(value))
+        self.veto = self.veto or loss.veto
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Sum over all ranks; every rank must have seen the same names."""
+        if ranks.world == 1:
+            return
+        places = [(entry, 0) for entry in self.terms.values()]
+        places += [(self.metrics[name], place) for name in sorted(self.metrics) for place in (0, 1)]
+        values = [float(entry[place]) for entry, place in places] + [float(bool(self.veto))]
+        summed = ranks.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
+        for (entry, place), value in zip(places, summed[:-1], strict=True):
+            entry[place] = value
+        if summed[-1] and not self.veto:
+            self.veto = "another process refuses its part of the batch"
+        for name in sorted(self.extremes):
+            sign = -1.0 if "min" in name else 1.0
+            self.extremes[name] = sign * ranks.greatest(sign * self.extremes[name])
+
+    @property
+    def value(self) -> float:
+        """The loss: sum of coefficient * sum / count over the terms."""
+        return sum(c * s / self.counts[per] for s, per, c in self.terms.values() if self.counts[per])
+
+    def values(self) -> dict[str, float]:
+        """The loss, its terms where there are several, metrics, extremes."""
+        found = {"loss": self.value}
+        if len(self.terms) > 1:
+            found |= {name: s / self.counts[per] for name, (s, per, _) in self.terms.items() if self.counts[per]}
+        found |= {name: s / count for name, (s, count) in self.metrics.items() if count}
+        if self.counts.get("bytes"):
+            found["bpb"] = sum(s for s, per, _ in self.terms.values() if per == "tokens") / (
+                math.log(2) * self.counts["bytes"]
+            )
+        return found | self.extremes
+
+    def merge(self, other: "Totals") -> None:
+        """Add another step's totals."""
+        for name, count in other.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        for name, (total, per, coefficient) in other.terms.items():
+            entry = self.terms.setdefault(name, [0.0, per, coefficient])
+            entry[0] += total
+            entry[2] = coefficient
+        for name, (total, count) in other.metrics.items():
+            entry = self.metrics.setdefault(name, [0.0, 0])
+            entry[0] += total
+            entry[1] += count
+        for name, value in other.extremes.items():
+            self.extremes[name] = _extreme(name, self.extremes.get(name), value)
+
+
+def _extreme(name: str, known: float | None, new: float) -> float:
+    """The least where the name says min, else the greatest."""
+    if known is None:
+        return new
+    return min(known, new) if "min" in name else max(known, new)
+
+
+@dataclass
+class Window:
+    """Steps since the last row."""
+
+    totals: Totals = field(default_factory=lambda: Totals({}))
+    norm: float = 0.0  # sum of gradient norms
+    steps: int = 0
+
+    def add(self, totals: Totals, norm: float) -> None:
+        """Count a step in."""
+        self.totals.merge(totals)
+        self.norm += norm
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"totals": vars(self.totals), "norm": self.norm, "steps": self.steps}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "Window":
+        """From what `state` gave."""
+        return cls(Totals(**state["totals"]), state["norm"], state["steps"])
