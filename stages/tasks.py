@@ -37,7 +37,7 @@ class Params:
     problems: int  # programming problems with a known answer
     rl_problems: int  # problems for reinforcement learning: tests, no answer
     pairs: int  # preference pairs to train on
-    test_items: int  # held-out items of each kind
+    test_items: int  # held-out items of each kind; three times as many pairs, a third of each kind
     label_noise: float  # share of the training pairs whose answers are swapped
     data: sources.DataConfig = group("data")
     sandbox: SandboxConfig = block("sandbox")
@@ -259,7 +259,7 @@ def _pairs(params: Params, job: Job) -> Splits:
         def code_pairs() -> Iterator[Pair]:
             return preferences.code_pairs((p for p in made("problems") if p.answer), job.seed, scores)
 
-        for split, count in (("train", params.pairs), ("val", params.test_items), ("test", params.test_items)):
+        for split, count in (("train", params.pairs), ("val", params.test_items), ("test", 3 * params.test_items)):
             more = 2 * count + 100  # what gives no pair is passed over
             kinds = {"code": code_pairs, "tools": lambda: made("tool pairs"), "story": lambda: made("story pairs")}
             splits[split] = list(preferences.pairs(kinds, count=count, split=split))

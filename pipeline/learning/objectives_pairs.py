@@ -35,7 +35,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
     """
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     centred = (chosen + rejected).square()
-    terms = [Term("loss", -F.logsigmoid(difference).sum(), "pairs")]
+    terms = [Term("ranking", -F.logsigmoid(difference).sum(), "pairs")]
     if centring:
         terms.append(Term("centring", centred.sum(), "pairs", centring))
     both, num = torch.cat([chosen, rejected]).detach(), len(chosen)
@@ -45,6 +45,11 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
         "mean_reward": (both.sum(), 2 * num),
     }
     return Loss(terms, metrics, {"min_reward": both.amin(), "max_reward": both.amax()} if num else {})
+
+
+def untrained_loss(margins: Tensor) -> float:
+    """The mean loss of `bradley_terry` where all rewards are 0: ln 2 without margins (P,)."""
+    return float(-F.logsigmoid(-margins.double()).mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +177,7 @@ def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) 
     ratios = _Ratios(
         chosen, rejected, policy.num_chosen, policy.num_rejected, mean_chosen, policy.rejected / policy.num_rejected
     )
-    terms = [Term("loss", LOSSES[config.loss](ratios, config).sum(), "pairs")]
+    terms = [Term("preference", LOSSES[config.loss](ratios, config).sum(), "pairs")]
     if config.nll_weight:
         terms.append(Term("nll", -mean_chosen.sum(), "pairs", config.nll_weight))
     num = len(chosen)

@@ -145,6 +145,34 @@ def token_batch(
     )
 
 
+class Answered(NamedTuple):
+    """Rows of one document each, padded to the longest: a prompt and an answer. The last token is read, not only aimed at."""
+
+    input_ids: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64, the next token where it is trained, else -100
+    documents: Tensor  # (B, T) int32, 0, and -1 in the padding
+    positions: Tensor  # (B, T) int64, from 0; 0 in the padding
+
+
+def answered(rows: Sequence[Piece], pad: int) -> Answered:
+    """Lay one piece into each row and shift. Padding is known by length alone, so `pad` may be any id."""
+    lengths = np.array([len(row.ids) for row in rows], dtype=np.int64)
+    longest = int(lengths.max(initial=1))
+    tokens = np.full((len(rows), longest + 1), pad, dtype=np.int64)  # a last column for targets only
+    trained = np.zeros((len(rows), longest + 1), dtype=bool)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row.ids)] = row.ids
+        trained[number, : len(row.ids)] = row.trained
+    column = np.arange(longest)
+    inside = column < lengths[:, None]
+    return Answered(
+        torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
+        torch.from_numpy(np.where(trained[:, 1:], tokens[:, 1:], IGNORED)),
+        torch.from_numpy(np.where(inside, 0, PADDING).astype(np.int32)),
+        torch.from_numpy(np.where(inside, column, 0)),
+    )
+
+
 def _positions(segments: np.ndarray) -> np.ndarray:
     """Distance of each place from the start of its run of equal numbers, (B, T) -> (B, T) int64."""
     column = np.arange(segments.shape[1], dtype=np.int64)

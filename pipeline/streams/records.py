@@ -74,6 +74,10 @@ class Pair:
     gold_chosen: float | None = None
     gold_rejected: float | None = None
     flipped: bool = False
+    margin: float | None = None  # by how much the chosen answer's reward should be the larger one
+    # What scores any answer to the prompt: {"entry_point", "tests"} of a problem, {"right": message} of a tool turn, {} of a
+    # story; None where nobody knows it.
+    truth: dict[str, Any] | None = None
 
 
 Record = TypeVar("Record", Text, Dialogue, Problem, Pair)

@@ -286,6 +286,9 @@ def _pair(row: Row, columns: Columns) -> Pair:
     if sides[0] == sides[1]:
         raise RowError("rejected", "equals `chosen`")
     gold = [_gold(row.get(name), name) for name in ("gold_chosen", "gold_rejected")]
+    margin = row.get("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise RowError("margin", f"expected a number, found {margin!r:.40}")
     return Pair(
         id=row_id(row),
         source=_optional(row, "source"),
@@ -296,6 +299,7 @@ def _pair(row: Row, columns: Columns) -> Pair:
         tools=tools(row.get("tools")),
         gold_chosen=gold[0],
         gold_rejected=gold[1],
+        margin=margin,
     )
 
 

@@ -75,6 +75,15 @@ def story_gold(text: str) -> float:
     return sum(clauses.values()) / len(clauses)
 
 
+def tool_gold(pair: Pair, message: Message) -> float:
+    """Score of an answer to a pair of kind "tools", by the right answer that its `truth` holds."""
+    assert pair.truth is not None
+    dialogue = Dialogue(
+        id=pair.id, kind="tools", category="", messages=[*pair.prompt, pair.truth["right"]], tools=pair.tools
+    )
+    return tools.gold(dialogue, message, len(pair.prompt))
+
+
 def code_gold(content: str, passed: float) -> float:
     """Score of an answer to a problem from the share of hidden tests it passed."""
     pieces = content.split("```python\n")
@@ -126,7 +135,7 @@ def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def _pair(identity: str, kind: str, prompt: list[Message], candidates: list[Candidate], rng: Random,
-          offered: list[dict[str, Any]] | None = None) -> Iterator[Pair]:  # fmt: skip
+          truth: dict[str, Any], offered: list[dict[str, Any]] | None = None) -> Iterator[Pair]:  # fmt: skip
     """Pairs of candidates whose scores differ enough: one where the better is longer, one where it is shorter."""
     ordered = list(itertools.permutations(candidates, 2))
     rng.shuffle(ordered)
@@ -138,7 +147,7 @@ def _pair(identity: str, kind: str, prompt: list[Message], candidates: list[Cand
         seen.add(longer)
         yield Pair(id=f"{identity}-{len(seen)}", source="generated", kind=kind, prompt=prompt, chosen=[better.message],
                    rejected=[worse.message], tools=offered or [], gold_chosen=better.gold,
-                   gold_rejected=worse.gold)  # fmt: skip
+                   gold_rejected=worse.gold, truth=truth)  # fmt: skip
 
 
 def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> Iterator[Pair]:
@@ -158,7 +167,9 @@ def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> I
         for problem in batch:
             prompt = [{"role": "user", "content": problem.question}]
             rng = Random(stable_hash("pair", seed, problem.id))
-            yield from _pair(problem.id, "code", prompt, scored.get(problem.id, []), rng)
+            hidden = [test for test in problem.tests if not test["visible"]]
+            truth = {"entry_point": problem.entry_point, "tests": hidden}
+            yield from _pair(problem.id, "code", prompt, scored.get(problem.id, []), rng, truth)
 
 
 def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Iterator[Pair]:
@@ -172,7 +183,8 @@ def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Iterator[Pair]:
         found = [right, *(message for _, message in tools.wrong_answers(dialogue, seed, turn))]
         candidates = [Candidate(message, tools.gold(dialogue, message, turn)) for message in found]
         rng = Random(stable_hash("pair", seed, dialogue.id))
-        yield from _pair(dialogue.id, "tools", dialogue.messages[:turn], candidates, rng, dialogue.tools)
+        truth = {"right": right}
+        yield from _pair(dialogue.id, "tools", dialogue.messages[:turn], candidates, rng, truth, dialogue.tools)
 
 
 def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
@@ -182,7 +194,7 @@ def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
         found = [text, *edits(text, path, generator("story pair", seed, path)).values()]
         candidates = [Candidate(assistant(one), story_gold(one)) for one in found]
         rng = Random(stable_hash("pair", seed, path))
-        yield from _pair(path, "story", story_prompt(stories.opening(text)), candidates, rng)
+        yield from _pair(path, "story", story_prompt(stories.opening(text)), candidates, rng, {})
 
 
 def flip(pairs: Sequence[Pair], share: float, seed: int) -> Iterator[Pair]:

@@ -57,6 +57,7 @@ SPARE = re.compile(r"<\|unused_\d+\|>")
 SURROGATES = re.compile("[\ud800-\udfff]")
 LED = re.compile(r"[^\r\nA-Za-z0-9][A-Za-z]+", re.ASCII)  # a word with what stands before it
 JOINED = 0.3  # share of the merges that join such a character to a first piece
+MOST_WORDS = 500_000  # distinct words that are counted for the joins
 
 
 class Tokenizer:
@@ -189,6 +190,10 @@ class Tokenizer:
         def counted() -> Iterator[str]:
             for text in texts:
                 words.update(ASCII_WORDS.findall(text))
+                if len(words) > 2 * MOST_WORDS:  # bounds the memory; what is rare so far leads to no merge
+                    kept = words.most_common(MOST_WORDS)
+                    words.clear()
+                    words.update(dict(kept))
                 yield SURROGATES.sub("\ufffd", text)
 
         learner = tokenizers.Tokenizer(models.BPE())
