@@ -1,0 +1,81 @@
+"""The stored golden numbers against their oracles, made again: a stale file or another oracle fails.
+
+Each oracle runs in a process of its own, as `tests/golden/make.py` says: by this interpreter where it has trl 1.12.0, or
+by the one that STAGECOACH_TRL_A or STAGECOACH_TRL_B names; else skipped.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+VERSIONS = {"A": "1.12.0", "B": "0.11.4", "hand": "1"}
+TOLERANCE = 1e-6  # another processor rounds sums of float32 otherwise
+
+
+def interpreter(oracle: str) -> str:
+    """The Python that has the oracle, or the reason to skip."""
+    named = os.environ.get(f"STAGECOACH_TRL_{oracle}")
+    if named or oracle == "hand":
+        return named or sys.executable
+    try:
+        found = metadata.version("trl")
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if found != VERSIONS[oracle]:
+        pytest.skip(
+            f"needs trl {VERSIONS[oracle]} (found: {found}) or STAGECOACH_TRL_{oracle}; see tests/golden/make.py"
+        )
+    return sys.executable
+
+
+def cases(folder: Path, oracle: str) -> dict[str, dict[str, Any]]:
+    """File and name -> case, of one oracle."""
+    files = sorted(folder.glob("*.json"))
+    records = [(path.stem, case) for path in files for case in json.loads(path.read_text(encoding="utf-8"))]
+    return {f"{stem}/{case['name']}": case for stem, case in records if case["oracle"] == oracle}
+
+
+def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Every number of nested lists and dicts, with the way to it."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from leaves(part, f"{where}.{key}")
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from leaves(part, f"{where}[{index}]")
+    else:
+        yield where, value
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("oracle", ["A", "B", "hand"])
+def test_the_oracle_gives_the_stored_numbers_again(oracle: str, tmp_path: Path) -> None:
+    command = [interpreter(oracle), "-W", "ignore", str(GOLDEN / "make.py"), oracle.lower(), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    stored, made = cases(GOLDEN, oracle), cases(tmp_path, oracle)
+    assert stored.keys() == made.keys()
+    for name, case in made.items():
+        expected = dict(leaves(stored[name].pop("expected"), name))
+        found = dict(leaves(case.pop("expected"), name))
+        assert case == stored[name], "the case itself changed: run make.py"
+        assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), name
+
+
+def test_every_golden_file_is_small_and_names_its_cases_once() -> None:
+    files = sorted(GOLDEN.glob("*.json"))
+    assert {path.stem for path in files} == {"reward", "dpo", "ppo", "grpo", "rloo", "reinforce_pp"}
+    for path in files:
+        records = json.loads(path.read_text(encoding="utf-8"))
+        names = [case["name"] for case in records]
+        assert len(set(names)) == len(names), path.name
+        assert all(case["version"] == VERSIONS[case["oracle"]] for case in records), path.name
+        assert path.stat().st_size < 40_000, path.name
