@@ -167,7 +167,9 @@ class GroupMethod:
     """What tells the group methods apart (alignment spec, section 6)."""
 
     advantage: str  # scaled, centred, others, to_go
-    normaliser: str  # sequences: own length, then sequences; max_tokens; tokens; ratio: one ratio a sequence
+    # sequences: own length, then sequences; max_tokens; tokens; ratio, mean_ratio: one ratio a sequence, of the whole
+    # answer or its geometric mean per token
+    normaliser: str
     clip: Clip
     beta: float  # weight of the KL divergence from the reference
     kl_in: str  # loss (k3), or reward (k1)
@@ -175,7 +177,7 @@ class GroupMethod:
 
     def __post_init__(self) -> None:
         assert self.advantage in ("scaled", "centred", "others", "to_go"), self.advantage
-        assert self.normaliser in ("sequences", "max_tokens", "tokens", "ratio"), self.normaliser
+        assert self.normaliser in ("sequences", "max_tokens", "tokens", "ratio", "mean_ratio"), self.normaliser
         assert self.kl_in in ("loss", "reward"), self.kl_in
 
 
@@ -188,6 +190,8 @@ METHODS = {
     "dapo": GroupMethod(
         advantage="scaled", normaliser="tokens", clip=Clip(0.2, 0.28), beta=0.0, kl_in="loss", dynamic=True
     ),
+    # Zheng et al. 2025, arXiv:2507.18071
+    "gspo": GroupMethod(advantage="scaled", normaliser="mean_ratio", clip=Clip(3e-4, 4e-4), beta=0.0, kl_in="loss"),
     # Ahmadian et al. 2024, arXiv:2402.14740
     "rloo": GroupMethod(advantage="others", normaliser="ratio", clip=Clip(0.2, 0.2), beta=0.05, kl_in="reward"),
     # Hu 2025, arXiv:2501.03262
@@ -206,9 +210,12 @@ def group_policy(
     """
     num = len(logprobs)
     lengths = torch.bincount(row_of, minlength=num_rows).clamp(min=1)
-    if method.normaliser == "ratio":  # one ratio and one advantage a sequence
-        whole, before = (torch.zeros(num_rows, device=old.device).index_add(0, row_of, x) for x in (logprobs, old))
-        first = torch.zeros(num_rows, device=old.device).index_add(0, row_of, advantages) / lengths
+    if method.normaliser in ("ratio", "mean_ratio"):  # one ratio and one advantage a sequence
+        zero = old.new_zeros(num_rows)
+        whole, before, first = (zero.index_add(0, row_of, x) for x in (logprobs, old, advantages))
+        first = first / lengths
+        if method.normaliser == "mean_ratio":
+            whole, before = whole / lengths, before / lengths
         loss, ratio = surrogate(whole, before, first, method.clip)
         weight, signs = torch.ones_like(loss), first
     else:
