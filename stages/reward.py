@@ -9,9 +9,9 @@ and spread, by which later stages normalise it. Accuracy is measured per kind of
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import checkpoint
+from pipeline import checkpoint, device
 from pipeline.evaluation import ranking
-from pipeline.generation.sampling import Sampling
+from pipeline.generation.sampling import Sampling, sampler
 from pipeline.learning import gates, objectives_pairs
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
@@ -45,6 +45,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     policy, tokenizer = checkpoint.load_frozen(base)
     trunk, _ = checkpoint.load(base)
     model = RewardModel(trunk)
+    where = device.hardware(job.runtime.precision).device
     config = params.fit
     stream = PairStream(pairs, tokenizer, max_prompt=config.max_prompt, max_length=config.max_length,
                         pairs=config.pairs, seed=job.seed, label_flip=params.label_flip)  # fmt: skip
@@ -56,17 +57,19 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
 
     # The head starts at zero, so all rewards are 0 and no gradient reaches the trunk before the second step.
     first = stream.batch(0, config.row_length, stream.rows(0, config.row_length))
-    watchers = Watchers(first=gates.first_value(objectives_pairs.untrained_loss(first.margins), 1e-5), gradients_at=1)
-    fit(model, stream, loss, config, job, watchers=watchers)
+    gate = gates.first_reward(objectives_pairs.untrained_loss(first.margins))
+    fit(model, stream, loss, config, job, watchers=Watchers(first=gate, gradients_at=1))
 
-    prompts = answers.prompts_of(stream.train, room=policy.config.max_context - params.calibration_tokens)
-    given = answers.sample(policy, answers.repeated(prompts, params.calibration_answers),
-                           Sampling(params.calibration_tokens, temperature=1.0), tokenizer, job.seed)  # fmt: skip
-    model.calibrate(answers.raw_rewards(model, given, tokenizer.pad))
+    prompts = answers.pair_prompts(stream.train, params.calibration_tokens)
+    sampled = answers.sample(
+        sampler(policy.to(where), Sampling(params.calibration_tokens, temperature=1.0), {tokenizer.turn_end}),
+        answers.repeated(prompts, params.calibration_answers), tokenizer, job.seed,
+    )  # fmt: skip
+    model.calibrate(answers.raw_rewards(model, sampled, tokenizer.pad))
     test = PairSplit(pairs / "test.jsonl", tokenizer, config.max_prompt, config.max_length)
     job.report(dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)},
                reward_mean=model.reward_mean, reward_std=model.reward_std,
-               test=ranking.measure(model, test, tokenizer.pad, job.seed))  # fmt: skip
+               test=ranking.measure(model, test, tokenizer.pad))  # fmt: skip
     checkpoint.save_reward(out, model, tokenizer, job.lineage)
 
 

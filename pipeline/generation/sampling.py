@@ -175,6 +175,17 @@ def generate(
         model.train(was_training)
 
 
+def sampler(
+    model: Transformer, sampling: Sampling, stop: Collection[int], batch_rows: int = 64
+) -> Callable[[list[list[int]], list[int]], list[Completion]]:
+    """`generate` of one model with one way to sample: prompts and seeds in, completions out. What rollouts are given."""
+
+    def sample(prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
+        return generate(model, prompts, sampling, stop=stop, seeds=seeds, batch_rows=batch_rows)
+
+    return sample
+
+
 def _generate(
     model: Transformer,
     prompts: list[list[int]],

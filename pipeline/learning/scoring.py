@@ -4,11 +4,13 @@ The heads run only over the positions that are asked for: with a vocabulary of 4
 third of all multiplications, and in tool dialogues two thirds of the positions are prompt.
 """
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeline.learning.objectives_pairs import PairLogprobs
 from pipeline.streams.batch import Tokens
+from pipeline.streams.preferences import PairStream
 
 
 def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
@@ -48,3 +50,16 @@ def pairs_of(sums: Tensor, chosen: Tensor) -> PairLogprobs:
     """Sums (2P,) of the answers marked by `chosen` (2P, T) as pairs."""
     (better, worse), (longer, other) = sums.chunk(2), chosen.sum(1).chunk(2)
     return PairLogprobs(better, worse, longer, other)
+
+
+@torch.no_grad()
+def reference_sums(model: nn.Module, stream: PairStream, where: torch.device) -> dict[str, np.ndarray]:
+    """Sums (n, 2) of the chosen and rejected answers of each split's pairs, in their order: computed once, the reference goes."""
+    found = {}
+    for name in ("train", "val"):
+        parts = []
+        for batch in stream.batches(name):
+            pairs = pair_logprobs(model, batch.to(where))
+            parts.append(torch.stack([pairs.chosen, pairs.rejected], 1).cpu().numpy())
+        found[name] = np.concatenate(parts)
+    return found

@@ -83,7 +83,7 @@ def repeated(prompts: Sequence[Prompt], count: int) -> list[tuple[Prompt, int]]:
     return [(prompts[n % len(prompts)], n // len(prompts)) for n in range(count)]
 
 
-def pair_prompts(split: PairSplit, tokenizer: Tokenizer, max_new_tokens: int, kinds: Sequence[str] = ()) -> list[Prompt]:
+def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = ()) -> list[Prompt]:
     """The distinct prompts of pairs whose better answer has room in `max_new_tokens`; `kinds` restricts them.
 
     Raises DataError when none is left.

@@ -1,0 +1,93 @@
+"""A policy to be trained and the reference that it starts from: a frozen copy, or the policy with its adapter off.
+
+    start = begin(base, adapter, seed)      start.policy trains, start.reference never moves
+    finish(start)                           the reference is as it was; an adapter is merged under its gate
+
+The copy is made in memory from the weights that were loaded, never read again by name, in the same dtype. Not promised: that
+a copy fits beside the policy; with an adapter there is none.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pipeline import checkpoint, device
+from pipeline.learning import gates
+from pipeline.model import lora
+from pipeline.model.lora import AdapterConfig
+from pipeline.model.transformer import Transformer
+from pipeline.text.tokenizer import Tokenizer
+
+GATE_TOKENS = 32  # of each row that the merge gate looks at
+
+
+class Reference:
+    """The frozen weights. `model()` gives something to run them with."""
+
+    def __init__(self, policy: Transformer, *, adapted: bool) -> None:
+        self.adapted = adapted
+        self._model = policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
+        self.digest = self._now()
+
+    @contextmanager
+    def model(self, where: torch.device | None = None) -> Iterator[Transformer]:
+        """The reference in evaluation mode, without gradients, on a device."""
+        model = self._model if where is None or self.adapted else self._model.to(where)
+        was_training = model.training
+        model.train(False)
+        with torch.no_grad(), lora.disabled(model):
+            yield model
+        model.train(was_training)
+
+    def check(self) -> None:
+        """Raise GateError when its weights are not those of the start."""
+        gates.unmoved(self.digest, self._now(), "the reference")
+
+    def _now(self) -> str:
+        if not self.adapted:
+            return checkpoint.weights_digest(self._model)
+        return checkpoint.weights_digest(self._model, leave_out="lora_")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a stage of preference or reinforcement learning begins with."""
+
+    policy: Transformer
+    tokenizer: Tokenizer
+    reference: Reference
+    adapter: AdapterConfig | None
+
+
+def begin(base: Path, adapter: AdapterConfig | None, seed: int) -> Start:
+    """Load a policy, attach its adapter if there is to be one, and freeze the reference. Raises ModelError."""
+    policy, tokenizer = checkpoint.load(base)
+    if adapter is not None:
+        lora.attach(policy, adapter, device.generator("adapter", seed))
+    return Start(policy, tokenizer, Reference(policy, adapted=adapter is not None), adapter)
+
+
+def finish(start: Start) -> dict[str, float | str]:
+    """Check the reference, merge the adapter; what is to be reported. Raises GateError."""
+    start.reference.check()
+    report: dict[str, float | str] = {"reference": start.reference.digest[:16]}
+    if start.adapter is not None:
+        start.policy.float()
+        report["merge_difference"] = lora.merged_with_gate(start.policy, gate_rows(start.policy))
+    return report
+
+
+def gate_rows(model: nn.Module) -> torch.Tensor:
+    """Rows of ids for the merge gate, (64, T), on the model's device."""
+    config: object = model.config
+    drawn = torch.randint(
+        config.vocab_size,  # type: ignore[attr-defined]
+        (lora.MERGE_ROWS, min(GATE_TOKENS, config.max_context)),  # type: ignore[attr-defined]
+        generator=device.generator("merge gate"),
+    )
+    return drawn.to(next(model.parameters()).device)

@@ -1,0 +1,67 @@
+"""Stage dpo: learn from pairs of answers which one is better, without a reward model.
+
+    models/tools + data/preferences -> models/dpo        (Rafailov et al. 2023, arXiv:2305.18290, eq. 7)
+
+`dpo.loss` chooses among nine losses of the family. The reference is the model that training starts from; its log-probabilities
+may be computed once and kept (`precompute_reference`), and with an adapter it is the model with the adapter off.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline import checkpoint, device
+from pipeline.evaluation import pairs as pair_evaluation
+from pipeline.learning import gates, objectives_pairs, reference, scoring
+from pipeline.learning.fit import fit
+from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives_pairs import PairLoss
+from pipeline.learning.protocols import Watchers
+from pipeline.learning.settings import PairConfig
+from pipeline.model.lora import AdapterConfig
+from pipeline.model.transformer import Transformer
+from pipeline.params import main
+from pipeline.streams.preferences import PairBatch, PairSplit, PairStream
+from pipeline.work import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `dpo`; its training keys are those of PairConfig."""
+
+    loss: PairLoss = field(default_factory=PairLoss)
+    precompute_reference: bool  # compute the reference's log-probabilities once, before training
+    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    fit: PairConfig
+
+
+def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
+    """Align `base` with the pairs and save the model directory `out`."""
+    start = reference.begin(base, params.adapter, job.seed)
+    config, losses = params.fit, params.loss
+    stream = PairStream(pairs, start.tokenizer, max_prompt=config.max_prompt, max_length=config.max_length,
+                        pairs=config.pairs, seed=job.seed)  # fmt: skip
+    where = device.hardware(job.runtime.precision).device
+    if losses.uses_reference and params.precompute_reference:
+        with start.reference.model(where) as frozen:
+            stream.references = scoring.reference_sums(frozen, stream, where)
+
+    def loss(model: Transformer, batch: PairBatch) -> Loss:
+        policy = scoring.pair_logprobs(model, batch)
+        if not losses.uses_reference:
+            return objectives_pairs.dpo(policy, None, losses)
+        if batch.reference is not None:
+            return objectives_pairs.dpo(policy, scoring.pairs_of(batch.reference, batch.targets >= 0), losses)
+        with start.reference.model(batch.input_ids.device) as frozen:
+            return objectives_pairs.dpo(policy, scoring.pair_logprobs(frozen, batch), losses)
+
+    test = PairSplit(pairs / "test.jsonl", start.tokenizer, config.max_prompt, config.max_length)
+    before = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)
+    fit(start.policy, stream, loss, config, job, watchers=Watchers(first=gates.first_dpo(losses.at_start)))
+    job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
+    after = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)
+    job.report(test=pair_evaluation.measure(test, before, after, job.seed))
+    checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
+
+
+if __name__ == "__main__":
+    main(run, inputs={"base": "models/tools", "pairs": "data/preferences"}, outs={"out": "models/dpo"}, trains=True)
