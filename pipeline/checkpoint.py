@@ -3,21 +3,25 @@
     config.json  model.safetensors  generation_config.json  lineage.json
     tokenizer.json  tokenizer_config.json  chat_template.jinja
 
-It is a Hugging Face directory: transformers 4 and 5 load it (`Qwen3ForCausalLM`). No pickle, no code, no clock, id or
-host name in it, so equal runs give equal bytes. `lineage.json` says which inputs and code made it.
+It is a Hugging Face directory: transformers 4 and 5 load it (`Qwen3ForCausalLM`; a reward model as
+`Qwen3ForSequenceClassification`, without generation_config.json). No pickle, no code, no clock, id or host name in it,
+so equal runs give equal bytes. `lineage.json` says which inputs and code made it.
 Not promised: weights in another dtype than they were trained in; export/ does that.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from torch import Tensor
 
 from pipeline.errors import ModelError
-from pipeline.model import convert
-from pipeline.model.config import ModelConfig
+from pipeline.model import convert, lora
+from pipeline.model.config import FAMILIES, ModelConfig
+from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.work import need_space
@@ -28,15 +32,53 @@ def save(folder: Path, model: Transformer, tokenizer: Tokenizer, lineage: dict[s
 
     Raises ModelError when the tokenizer has more ids, StagecoachError before writing when the disk is too full.
     """
-    check_vocabulary(model.config, tokenizer, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    need_space(folder, sum(tensor.numel() * tensor.element_size() for tensor in state.values()) + 20_000_000)
-    save_torch_state_dict(state, folder, max_shard_size="5GB", metadata={"format": "pt"})
+    assert not lora.adapters(model), "merge the adapter before saving the model"
     ids = {"pad_token_id": tokenizer.pad, "bos_token_id": None, "eos_token_id": tokenizer.turn_end}
-    _write(folder / "config.json", model.config.to_hf() | ids)
+    _save(folder, model.state_dict(), model.config, tokenizer, lineage, model.config.to_hf() | ids)
     stops = {"eos_token_id": [tokenizer.turn_end, tokenizer.end_of_text], "pad_token_id": tokenizer.pad}
     _write(folder / "generation_config.json", {"do_sample": False} | stops)
+
+
+def save_reward(folder: Path, model: RewardModel, tokenizer: Tokenizer, lineage: dict[str, Any]) -> None:
+    """Write a reward model as transformers' sequence classifier with one label. Raises as `save`.
+
+    transformers scores the last token that is not `pad_token_id`, so a row must end with the token that counts, padding
+    to its right. It gives r; `reward_mean` and `reward_std` stand in config.json for who normalises.
+    """
+    values = model.config.to_hf() | {
+        "architectures": [_classifier(model.config)],
+        "num_labels": 1,
+        "id2label": {"0": "REWARD"},
+        "label2id": {"REWARD": 0},
+        "pad_token_id": tokenizer.pad,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.turn_end,
+        "reward_mean": model.reward_mean,
+        "reward_std": model.reward_std,
+    }
+    state = {name.removeprefix("trunk."): tensor for name, tensor in model.state_dict().items()}
+    _save(folder, state, model.config, tokenizer, lineage, values)
+
+
+def _classifier(config: ModelConfig) -> str:
+    return FAMILIES[config.family].replace("ForCausalLM", "ForSequenceClassification")
+
+
+def _save(
+    folder: Path,
+    state: dict[str, Tensor],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    lineage: dict[str, Any],
+    values: dict[str, Any],
+) -> None:
+    """Weights, tokenizer, lineage, and `values` as config.json."""
+    check_vocabulary(config, tokenizer, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    need_space(folder, sum(tensor.numel() * tensor.element_size() for tensor in state.values()) + 20_000_000)
+    save_torch_state_dict(state, folder, max_shard_size="5GB", metadata={"format": "pt"})
+    _write(folder / "config.json", values)
     _write(folder / "lineage.json", lineage | {"tokenizer": tokenizer.hash})
     tokenizer.save(folder)
 
@@ -57,6 +99,59 @@ def load(folder: Path) -> tuple[Transformer, Tokenizer]:
     model = Transformer(config)
     convert.load_weights(model, folder)
     return model, tokenizer
+
+
+def load_frozen(folder: Path) -> Transformer:
+    """The model in evaluation mode, none of its weights trainable: a reference. Raises as `load`."""
+    model, _ = load(folder)
+    return model.train(False).requires_grad_(False)
+
+
+def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
+    """The reward model (float32, training mode) and its tokenizer.
+
+    Raises ModelError for another kind of model, one without its mean and deviation, and as `load`.
+    """
+    config = convert.read_config(folder)
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = (values.get("architectures") or ["no architecture"])[0]
+    if found != _classifier(config):
+        raise ModelError(
+            f"{folder}: expected a reward model ({_classifier(config)}), found {found}; make one with dvc repro stage_reward"
+        )
+    tokenizer = Tokenizer.load(folder)
+    check_vocabulary(config, tokenizer, folder)
+    model = RewardModel(Transformer(config))
+    model.reward_mean, model.reward_std = _calibration(values, folder)
+    state = convert.read_weights(folder)
+    score = state.pop("score.weight", None)
+    if score is None or score.shape != model.score.weight.shape:
+        shape = "nothing" if score is None else list(score.shape)
+        raise ModelError(f"{folder}: expected score.weight of shape {list(model.score.weight.shape)}, found {shape}")
+    convert.load_state(model.trunk, state, source=str(folder))
+    with torch.no_grad():
+        model.score.weight.copy_(score)
+    return model, tokenizer
+
+
+def _calibration(values: dict[str, Any], folder: Path) -> tuple[float, float]:
+    """`reward_mean` and `reward_std` of config.json. Raises ModelError."""
+    mean, std = values.get("reward_mean"), values.get("reward_std")
+    if isinstance(mean, int | float) and isinstance(std, int | float) and math.isfinite(mean) and 0 < std < math.inf:
+        return float(mean), float(std)
+    raise ModelError(
+        f"{folder}/config.json: expected numbers reward_mean and reward_std > 0, found {mean!r} and {std!r}; for a "
+        "reward model from elsewhere add those of its rewards over some hundred answers"
+    )
+
+
+def same_tokenizer(first: Tokenizer, second: Tokenizer, what_first: str, what_second: str) -> None:
+    """Raise ModelError saying which two disagree when ids mean other tokens in one of them than in the other."""
+    if first.hash != second.hash:
+        raise ModelError(
+            f"{what_first} and {what_second} have different tokenizers ({first.hash[:12]} and {second.hash[:12]}); "
+            "expected one: train both from the same base model"
+        )
 
 
 def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:

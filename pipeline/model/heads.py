@@ -1,0 +1,117 @@
+"""Models that give numbers instead of tokens: the reward model, and PPO's actor with its critic.
+
+    r_t = w . h_t     h_t the trunk's hidden state after token t; an answer's reward stands on its last token
+
+The head is one row without bias, zero at the start. `save_reward` and `load_reward` of `checkpoint.py` know its files
+(transformers' `Qwen3ForSequenceClassification`). Not here: losses, advantages, the choice of the token that counts.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Checkpointing, Linear, Transformer
+
+
+class RewardModel(nn.Module):
+    """A trunk and a scalar head. It takes the trunk over: the head for tokens goes, dropout must be off.
+
+    `reward_mean` and `reward_std` are those of the answers that the head was calibrated on; 0 and 1 before that.
+    """
+
+    def __init__(self, trunk: Transformer) -> None:
+        """Raises ValueError for a bidirectional trunk, or one with dropout: scores would depend on more than the text."""
+        super().__init__()
+        if trunk.config.attention != "causal" or trunk.dropout:
+            raise ValueError(
+                "a reward model needs a causal trunk without dropout, found "
+                f"attention={trunk.config.attention}, dropout={trunk.dropout}"
+            )
+        self.trunk = trunk
+        if not trunk.config.tied:
+            del trunk.lm_head
+        table = trunk.model.embed_tokens.weight
+        self.score = Linear(trunk.config.width, 1).to(table.device, table.dtype)
+        self.reward_mean, self.reward_std = 0.0, 1.0
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        select: Tensor | None = None,
+    ) -> Tensor:
+        """Rewards in float32, also under autocast: (B, T), or (n,) of the n places where `select` (B, T) is True.
+
+        The other arguments and errors as in `Transformer.hidden`. Rewards of padding have no meaning: do not select it.
+        """
+        hidden = self.trunk.hidden(input_ids, positions=positions, documents=documents)
+        if select is not None:
+            hidden = hidden[select]  # (n, D), row by row
+        with torch.autocast(hidden.device.type, enabled=False):
+            return functional.linear(hidden.float(), self.score.weight.float()).squeeze(-1)
+
+    def normalised(self, rewards: Tensor) -> Tensor:
+        """(r - mean) / std: the learned part of a score, and what a critic starts from."""
+        return (rewards - self.reward_mean) / self.reward_std
+
+    @property
+    def config(self) -> ModelConfig:
+        """The trunk's shape."""
+        return self.trunk.config
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """As in `Transformer`."""
+        return self.trunk.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, mode: Checkpointing) -> None:
+        self.trunk.checkpointing = mode
+
+    def num_parameters(self) -> int:
+        """All weights, the scalar head with them."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, context: int) -> int:
+        """Training FLOPs of one token: the trunk's, with one row in place of the vocabulary's."""
+        return self.config.flops_per_token(context) - 6 * (self.config.vocab_size - 1) * self.config.width
+
+
+class ActorCritic(nn.Module):
+    """PPO's two models, trained side by side; they share no weight."""
+
+    def __init__(self, actor: Transformer, critic: RewardModel) -> None:
+        """Raises ValueError where the actor has dropout: the ratio of equal policies would not be 1."""
+        super().__init__()
+        if actor.dropout:
+            raise ValueError(f"an actor must have no dropout, found {actor.dropout}")
+        assert actor is not critic.trunk, "the critic needs a trunk of its own"
+        self.actor, self.critic = actor, critic
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        select: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the next token, and the value of the state that it is chosen in: (n, V) and (n,) at `select`.
+
+        One call for both, so that a wrapper that averages gradients over processes sees it. Arguments as in `RewardModel`.
+        """
+        logits = self.actor(input_ids, positions=positions, documents=documents, select=select)
+        rewards = self.critic(input_ids, positions=positions, documents=documents, select=select)
+        return logits, self.critic.normalised(rewards)
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """Of both, as in `Transformer`."""
+        return self.actor.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, mode: Checkpointing) -> None:
+        self.actor.checkpointing = self.critic.checkpointing = mode
