@@ -169,12 +169,17 @@ def lineage(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def weights_digest(model: torch.nn.Module) -> str:
-    """sha256 over names and bytes of all parameters: equal for equal weights, whatever the file looks like."""
+def weights_digest(model: torch.nn.Module, leave_out: str = "\0") -> str:
+    """sha256 over names and bytes of all parameters: equal for equal weights, whatever the file looks like.
+
+    Parameters whose names hold `leave_out` do not count (an adapter's, where the base is meant).
+    """
     import hashlib
 
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
+        if leave_out in name:
+            continue
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
