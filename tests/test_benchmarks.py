@@ -362,6 +362,30 @@ def test_calls_are_scored_by_category_with_wilsons_interval(scripted: Any, tmp_p
     assert '"type": "object"' in shown and '"type": "number"' in shown and '"dict"' not in shown
 
 
+def test_the_truth_of_a_file_scores_one_whatever_its_types_are_called(scripted: Any, tmp_path: Path) -> None:
+    schema = {"type": "dict", "required": ["a"], "properties": {
+        "a": {"type": "float"}, "b": {"type": "any"}, "c": {"type": "tuple", "items": {"type": "integer"}},
+        "d": {"type": "dict", "properties": {"x": {"type": "string"}, "y": {"type": "boolean"}}},
+        "e": {"type": "array", "items": {"type": "dict", "properties": {"x": {"type": "string"}}}},
+    }}  # fmt: skip
+    truth = {
+        "own.f": {
+            "a": [8.0],
+            "b": ["", "any"],
+            "c": [[1, 2]],
+            "d": [{"x": ["A", "B"], "y": ["", True]}],
+            "e": [[{"x": ["q"]}]],
+        }
+    }
+    given = {"a": 8, "b": "any", "c": [1, 2], "d": {"x": "b"}, "e": [{"x": "Q"}]}
+    row = QUESTION | {"function": [{"name": "own.f", "description": "", "parameters": schema}]}
+    write(tmp_path / "possible_answer/BFCL_v4_multiple.json", [{"id": "s", "ground_truth": [truth]}])
+    path = write(tmp_path / "BFCL_v4_multiple.json", [row])
+    for change, right in (({}, 1.0), ({"d": {"x": "c"}}, 0.0), ({"c": [2, 1]}, 0.0), ({"a": "8"}, 0.0)):
+        text = f"<tool_call>\n{json.dumps({'name': 'own.f', 'arguments': given | change})}\n</tool_call>"
+        assert scored(scripted({"s": text}), path).numbers["BFCL_v4_multiple"]["ast_multiple"] == right, change
+
+
 @pytest.mark.parametrize("name", ["BFCL_v4_simple_python.json", "BFCL_v3_live_simple.json", "simple.jsonl"])
 def test_the_category_stands_in_the_name_of_either_version(name: str) -> None:
     assert bfcl_files.category(Path(name)) == ("live_simple" if "live" in name else "simple")
