@@ -6,10 +6,11 @@ from itertools import combinations
 import pytest
 import sacrebleu
 
-from pipeline.evaluation import code, codebleu, text
-from pipeline.evaluation.code import Judged, exact_match, extract, formatted, judge_answers, pass_at_k, pass_rows, rates
+from pipeline.evaluation import codebleu, text
+from pipeline.evaluation.code import Judged, exact_match, judge_answers, pass_at_k, pass_rows, rates
 from pipeline.sandbox.judge import Program, Verdict
 from pipeline.streams.records import Problem
+from pipeline.text.fenced import extract, formatted, tree
 
 ADD = "def add(a, b):\n    total = a + b\n    return total\n"
 
@@ -137,7 +138,7 @@ def test_renaming_variables_keeps_syntax_and_dataflow() -> None:
 
 def test_dataflow_edges_of_a_small_function() -> None:
     """v0 = a, v1 = b by first appearance; total is v2."""
-    module = code.tree(ADD)
+    module = tree(ADD)
     assert module is not None
     assert dict(codebleu.edges(module)) == {"v2<-v0": 1, "v2<-v1": 1, "Return<-v2": 1}
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.evaluation.code import tree
+from pipeline.text.fenced import tree
 
 OTHER_WEIGHT = 0.2  # of unigrams that are no keyword
 SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)

@@ -15,11 +15,12 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.evaluation import code, unrolling
+from pipeline.evaluation import unrolling
 from pipeline.evaluation.rows import Row
 from pipeline.evaluation.unrolling import Check
 from pipeline.streams import asserts
 from pipeline.streams.calls import RowError
+from pipeline.text import fenced
 
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # of human-eval's paper, section 3.1
 BEGIN, DONE = "[BEGIN]", "[DONE]"
@@ -49,10 +50,10 @@ class Exercise:
 
         The function anew stands behind what the exercise gives; a body alone goes on where the exercise ends.
         """
-        source = code.extract(answer)
+        source = fenced.extract(answer)
         if source is None:
             return None
-        module = code.tree(source)
+        module = fenced.tree(source)
         defined = {node.name for node in module.body if isinstance(node, ast.FunctionDef)} if module else set()
         return self.before + ("\n\n" if self.entry_point in defined else "") + source
 

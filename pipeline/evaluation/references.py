@@ -10,16 +10,16 @@ Not promised: that the tests are strong, or that a problem without a solution ha
 from collections.abc import Iterable, Iterator
 
 from pipeline.errors import DataError
-from pipeline.evaluation import code
 from pipeline.sandbox.judge import Judge, Program, Verdict, parse_test
 from pipeline.streams.records import Problem
+from pipeline.text import fenced
 
 NOT_ONE = "none of its tests can be judged safely; expected `assert f(...) == literal`, or {args, expected}"
 
 
 def solution(problem: Problem) -> str | None:
     """The source of a problem's own answer: its code block, or the answer itself where that is bare code."""
-    return None if problem.answer is None else code.extract(problem.answer) or problem.answer
+    return None if problem.answer is None else fenced.extract(problem.answer) or problem.answer
 
 
 def faults(

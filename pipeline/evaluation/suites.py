@@ -28,7 +28,7 @@ from pipeline.streams.records import Dialogue, Problem, Text
 from pipeline.synthesis import stories
 from pipeline.synthesis import tools as tool_synthesis
 from pipeline.synthesis.story_check import check
-from pipeline.text import chat
+from pipeline.text import chat, fenced
 from pipeline.text.tokenizer import Tokenizer
 
 CUT = 2000  # characters of an output that are kept
@@ -259,7 +259,7 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Resul
 
 def _references(result: Result, problems: Sequence[Problem], judged: Sequence[code.Judged]) -> None:
     """How near the greedy answers are to the reference solutions."""
-    pairs = [(j.source or "", code.extract(p.answer) or "") for p, j in zip(problems, judged, strict=True) if p.answer]
+    pairs = [(j.source or "", fenced.extract(p.answer) or "") for p, j in zip(problems, judged, strict=True) if p.answer]
     if not pairs:
         return
     result.measure("exact_match", wilson(sum(code.exact_match(a, b) for a, b in pairs), len(pairs)))

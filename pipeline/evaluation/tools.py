@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.evaluation import bfcl
-from pipeline.streams.records import Dialogue
+from pipeline.streams.records import Dialogue, Pair
 from pipeline.synthesis import toolbox
 from pipeline.synthesis.tool_shape import problems
 from pipeline.synthesis.tool_world import Result, World
@@ -145,6 +145,27 @@ def _triples(schemas: dict[str, Any], made: list[tuple[str, Any]]) -> Counter[tu
         for name, arguments in made
         for key, value in stated(schemas.get(name, {}).get("properties", {}), arguments).items()
     )
+
+
+def call_reward(pair: Pair, text: str) -> float:
+    """How right an answer is to a prompt whose right answer is known: the reward `tool_call` (alignment spec, section 9).
+
+    1 if BFCL's rules accept it (no call where none is right), else 0.1 * its calls parse + 0.4 * (names right) * F1 of values.
+    """
+    assert pair.truth is not None
+    dialogue = Dialogue(
+        id=pair.id, kind="tools", category="", messages=[*pair.prompt, pair.truth["right"]], tools=pair.tools
+    )
+    turn, reply = len(pair.prompt), chat.parse(text)
+    right, functions = truth(dialogue, turn), [tool["function"] for tool in tools_at(dialogue, turn)]
+    if not right:
+        return float(not reply.tool_calls and reply.error is None and bool(reply.content.strip()))
+    if reply.error is None and bfcl.check(functions, reply.tool_calls, right).valid:
+        return 1.0
+    form = _form(functions, reply, right, calls(dialogue.messages[turn]))
+    asked = form["arguments_given"] + form["arguments_wanted"]
+    f1 = 2 * form["arguments_right"] / asked if asked else 1.0
+    return 0.1 * form["json_valid"] + 0.4 * form["name_right"] * f1
 
 
 # execution

@@ -9,7 +9,7 @@ old.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -250,6 +250,15 @@ def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[T
         "ratio": (ratio.sum(), num),
         "approxkl": (0.5 * ratio.log().square().sum(), num),
     }
+
+
+def with_agreement(loss: Loss, logprobs: Tensor, old: Tensor) -> Loss:
+    """The loss with the difference between teacher forcing and sampling, where the policy has not moved since it sampled."""
+    difference = (logprobs.detach() - old).abs()
+    name = "sampling/sampling_logp_difference"
+    metrics = loss.metrics | {f"{name}/mean": (difference.sum(), len(difference))}
+    extremes = {f"{name}/max": difference.max()} if len(difference) else {}
+    return replace(loss, metrics=metrics, extremes=loss.extremes | extremes)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

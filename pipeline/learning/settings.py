@@ -1,12 +1,14 @@
 """What a person may say about a training run. The keys stand flat in each stage's block of params.yaml.
 
-    TrainingConfig              optimiser, schedule, evaluation, what is published
-    ├── FitConfig               rows of packed tokens: language, code, tools, lora
-    ├── PairConfig              pairs of answers: reward, dpo
+    TrainingConfig              optimiser, schedule, when to evaluate
+    ├── ValidatedConfig         validation loss, early stopping, what is published
+    │   ├── FitConfig           rows of packed tokens: language, code, tools, lora
+    │   └── PairConfig          pairs of answers: reward, dpo
     └── rollout.RolloutConfig   answers that the policy gives itself: rlhf, grpo
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pipeline.learning import schedule
 from pipeline.learning.optim import OptimizerConfig
@@ -29,11 +31,13 @@ class TrainingConfig(OptimizerConfig):
     warmup_steps: int = 0  # at most one of these two
     warmup_ratio: float = 0.0
     eval_steps: int = 500  # evaluate every so many steps, and at the end
-    eval_tokens: int = 262144  # size of the fixed validation slice
-    patience: int = 0  # stop after so many evaluations without a gain; 0 is off
-    threshold: float = 0.0  # what counts as a gain for patience, in nats per token
-    publish: str = "best"  # best: the weights of the lowest validation loss; last
     on_nonfinite: str = "skip"  # skip the update (3 in a row stop), or stop at once
+
+    # Of runs that have a validation loss (ValidatedConfig makes them keys); the others publish their last weights.
+    eval_tokens: ClassVar[int] = 0
+    patience: ClassVar[int] = 0
+    threshold: ClassVar[float] = 0.0
+    publish: ClassVar[str] = "last"
 
     def check(self) -> None:
         """Raise ValueError for values that cannot be; called by the subclasses' `__post_init__`."""
@@ -74,7 +78,17 @@ class TrainingConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitConfig(TrainingConfig):
+class ValidatedConfig(TrainingConfig):
+    """A run whose loss is also taken over held-out data."""
+
+    eval_tokens: int = 262144  # pyright: ignore[reportIncompatibleVariableOverride]  # size of the fixed validation slice
+    patience: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]  # stop after so many evaluations without a gain
+    threshold: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]  # a gain, in nats per token
+    publish: str = "best"  # pyright: ignore[reportIncompatibleVariableOverride]  # best (lowest validation loss), or last
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig(ValidatedConfig):
     """A run over packed rows. Exactly one of steps, tokens, epochs says how long it is."""
 
     steps: int | None = None  # batches
@@ -111,7 +125,7 @@ class FitConfig(TrainingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig(TrainingConfig):
+class PairConfig(ValidatedConfig):
     """A run over pairs of answers. Exactly one of steps and epochs says how long it is."""
 
     steps: int | None = None  # batches

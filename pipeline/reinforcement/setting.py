@@ -1,0 +1,100 @@
+"""The models of a reinforcement-learning run on their device: sampling, reference, values, rewards, all in one precision.
+
+What a rollout needs, as functions of answers, so that `rollout.py` and `estimators.py` know no model.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from pipeline import device
+from pipeline.errors import ConfigError
+from pipeline.generation.sampling import Sampling, sampler
+from pipeline.learning.ranks import Ranks
+from pipeline.learning.reference import Start
+from pipeline.model.heads import RewardModel
+from pipeline.model.transformer import Transformer
+from pipeline.reinforcement import answers
+from pipeline.reinforcement.answers import Answer, Prompt
+from pipeline.reinforcement.rewards import Resources
+from pipeline.reinforcement.rollout import RolloutConfig
+from pipeline.sandbox.judge import Judge, SandboxConfig
+from pipeline.streams.records import Pair
+from pipeline.tracking import say
+from pipeline.work import Job
+
+
+class Setting:
+    """Policy, reference and reward model of a run, and how it samples."""
+
+    def __init__(self, start: Start, config: RolloutConfig, job: Job, reward_model: RewardModel | None = None) -> None:
+        self.start, self.config, self.seed, self.workers = start, config, job.seed, job.workers
+        self.hardware = device.hardware(job.runtime.precision)
+        self.ranks = Ranks(job.runtime.precision, str(job.folder))
+        self.policy = start.policy.to(self.hardware.device)
+        self.reward_model = reward_model.to(self.hardware.device) if reward_model else None
+        self.pad = start.tokenizer.pad
+
+    @property
+    def precision(self) -> str:
+        """fp32, bf16 or fp16."""
+        return self.hardware.precision
+
+    def sample(self, asked: Sequence[tuple[Prompt, int]]) -> list[Answer]:
+        """The policy's answers."""
+        return self._answers(self.policy, asked, self.config.temperature, self.seed)
+
+    def held_out(self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
+        """Answers to held-out prompts by their own seeds: the policy's, or the reference's."""
+        seed = device.stable_hash("held out", self.seed) % 2**62
+        if not of_reference:
+            return self._answers(self.policy, asked, self.config.temperature, seed)
+        with self.start.reference.model(self.hardware.device) as frozen:
+            return self._answers(frozen, asked, self.config.temperature, seed)
+
+    def _answers(
+        self, model: Transformer, asked: Sequence[tuple[Prompt, int]], temperature: float, seed: int
+    ) -> list[Answer]:
+        sampling = Sampling(self.config.max_new_tokens, temperature=temperature)
+        with self.hardware.autocast():
+            generate = sampler(model, sampling, {self.start.tokenizer.turn_end})
+            return answers.sample(generate, asked, self.start.tokenizer, seed)
+
+    def reference(self, given: Sequence[Answer]) -> list[np.ndarray]:
+        """The reference's log-probabilities of each answer's tokens."""
+        with self.start.reference.model(self.hardware.device) as frozen, self.hardware.autocast():
+            return answers.logprobs_of(frozen, given, self.pad, self.config.temperature)
+
+    def values(self, critic: RewardModel, given: Sequence[Answer]) -> list[np.ndarray]:
+        """The critic's values."""
+        with self.hardware.autocast():
+            return answers.values_of(critic, given, self.pad)
+
+    def proxies(self, given: Sequence[Answer]) -> np.ndarray:
+        """The reward model's normalised scores, (n,)."""
+        assert self.reward_model is not None
+        with self.hardware.autocast():
+            return self.reward_model.normalised(answers.raw_rewards(self.reward_model, given, self.pad)).numpy()
+
+    def resources(self, judge: Judge | None, call_score: Callable[[Pair, str], float] | None = None) -> Resources:
+        """What the rewards may use."""
+        return Resources(max_new_tokens=self.config.max_new_tokens, pad=self.pad, judge=judge,
+                         reward_model=self.reward_model, call_score=call_score)  # fmt: skip
+
+    @contextmanager
+    def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> Iterator[Judge | None]:
+        """The sandbox; without one, None (true scores of code stay empty) unless a reward runs code. Raises ConfigError."""
+        judge = Judge(sandbox, self.workers)
+        try:
+            judge.__enter__()
+        except ConfigError as error:
+            if "code" in wanted:
+                raise
+            say(f"no sandbox, so answers with code have no true score here: {error}")
+            yield None
+            return
+        try:
+            yield judge
+        finally:
+            judge.__exit__(None, None, None)

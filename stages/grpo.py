@@ -1,0 +1,107 @@
+"""Stage grpo: reinforcement learning from executed code, in groups of answers instead of a critic.
+
+    models/tools + data/problems (prompts, hidden tests) -> models/grpo     (Shao et al. 2024, arXiv:2402.03300)
+
+`grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/objectives_policy.METHODS); a key that is null
+there has the method's own value. Answers run in the sandbox and nowhere else; without one the stage refuses to start.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from pipeline import checkpoint
+from pipeline.evaluation import solving
+from pipeline.evaluation.tools import call_reward
+from pipeline.learning import first_steps, objectives_policy, reference, scoring
+from pipeline.learning.fit import fit
+from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives_policy import METHODS, Clip, GroupMethod
+from pipeline.learning.protocols import Watchers
+from pipeline.model.lora import AdapterConfig
+from pipeline.model.transformer import Transformer
+from pipeline.params import block, main
+from pipeline.reinforcement import alarms, answers, estimators
+from pipeline.reinforcement.rewards import Scorer
+from pipeline.reinforcement.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
+from pipeline.reinforcement.setting import Setting
+from pipeline.sandbox.judge import SandboxConfig
+from pipeline.streams import records
+from pipeline.streams.records import Problem
+from pipeline.work import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `grpo`; its training keys are those of RolloutConfig."""
+
+    method: str  # grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp
+    rewards: dict[str, float]  # name: weight; code, code_format, length, tool_call
+    clip_low: float | None = None  # ratios are held above 1 - clip_low; none: the method's
+    clip_high: float | None = None  # and below 1 + clip_high
+    beta: float | None = None  # weight of the divergence from the reference
+    dynamic: bool | None = None  # draw again for groups whose scores are all equal
+    held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
+    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    sandbox: SandboxConfig = block("sandbox")
+    fit: RolloutConfig
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown method, and groups of one."""
+        if self.method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.fit.samples < 2 and self.method != "reinforce_pp":
+            raise ValueError(f"samples: {self.method} compares answers to one prompt; expected at least 2, got 1")
+
+    @property
+    def resolved(self) -> GroupMethod:
+        """The method with what this block says otherwise."""
+        found = METHODS[self.method]
+        low, high = (own if given is None else given for own, given in
+                     ((found.clip.low, self.clip_low), (found.clip.high, self.clip_high)))  # fmt: skip
+        return replace(found, clip=Clip(low, high), beta=found.beta if self.beta is None else self.beta,
+                       dynamic=found.dynamic if self.dynamic is None else self.dynamic)  # fmt: skip
+
+
+def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path) -> None:
+    """Train the policy on what its code does, save the model directory `out`."""
+    config, method = params.fit, params.resolved
+    start = reference.begin(base, params.adapter, job.seed)
+    setting = Setting(start, config, job)
+    asked, kept = (list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val"))
+    prompts = answers.problem_prompts(asked, start.tokenizer, config.max_prompt)
+    with setting.judge(params.sandbox, wanted=params.rewards) as judge:
+        scorer = Scorer(params.rewards, setting.resources(judge, call_reward))
+        frozen = setting.reference if method.beta else None
+        stream = RolloutStream(
+            prompts, config,
+            Method(sample=setting.sample, score=scorer, annotate=partial(estimators.annotate_group, reference=frozen),
+                   estimate=partial(estimators.estimate_group, method=method, samples=config.samples),
+                   dynamic=method.dynamic),
+            pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks,
+        )  # fmt: skip
+        held_out = solving.HeldOut(answers.problem_prompts(kept, start.tokenizer, config.max_prompt), setting, judge,
+                                   params.held_out)  # fmt: skip
+        gate = first_steps.first_policy("ratio", "approxkl", "clip_ratio/region_mean", setting.precision)
+        watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
+        fit(start.policy, stream, partial(loss, method=method, config=config), config, job, watchers=watchers)
+        job.report(**reference.finish(start), **held_out.report(), prompts=len(prompts),
+                   alarms=alarms.of(job.tracker.rows))  # fmt: skip
+        held_out.write_samples(samples)
+    checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
+
+
+def loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, config: RolloutConfig) -> Loss:
+    """The method's loss of a minibatch."""
+    logprobs, entropy = scoring.token_logprobs(model, batch, config.temperature)
+    found = objectives_policy.group_policy(
+        logprobs, entropy, old=batch.old, advantages=batch.arrays["advantages"],
+        reference=batch.arrays["reference"] if method.beta and method.kl_in == "loss" else None,
+        row_of=batch.row_of, num_rows=len(batch.input_ids), method=method, max_tokens=config.max_new_tokens,
+    )  # fmt: skip
+    return objectives_policy.with_agreement(found, logprobs, batch.old) if batch.fresh else found
+
+
+if __name__ == "__main__":
+    main(run, inputs={"base": "models/tools", "problems": "data/problems"},
+         outs={"out": "models/grpo", "samples": "metrics/samples/grpo.jsonl"}, trains=True)  # fmt: skip

@@ -1,0 +1,53 @@
+"""Stage lora: the fine-tuning of stage tools with low-rank adapters on a frozen model.
+
+    models/code + data/dialogues -> models/lora        (Hu et al. 2021, arXiv:2106.09685; rsLoRA, DoRA)
+
+The adapter is published as peft reads it (`models/lora/adapter/`) and merged into the weights of `models/lora`, if the merged
+model's logits equal those of the model with its adapter.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import checkpoint, device
+from pipeline.learning import objectives, reference, scoring
+from pipeline.learning.fit import fit
+from pipeline.learning.objectives import Loss
+from pipeline.learning.settings import FitConfig
+from pipeline.model import lora
+from pipeline.model.lora import AdapterConfig
+from pipeline.model.transformer import Transformer
+from pipeline.params import main
+from pipeline.streams.batch import TokenBatch
+from pipeline.streams.dialogues import DialogueStream
+from pipeline.work import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `lora`; its training keys are those of FitConfig, its adapter's those of AdapterConfig."""
+
+    adapter: AdapterConfig
+    fit: FitConfig
+
+
+def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
+    """Fine-tune an adapter of `base` on the assistant's turns; save it, and the merged model, under `out`."""
+    model, tokenizer = checkpoint.load(base)
+    lora.attach(model, params.adapter, device.generator("adapter", job.seed))
+    stream = DialogueStream(dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
+                            seed=job.seed)  # fmt: skip
+
+    def loss(model: Transformer, batch: TokenBatch) -> Loss:
+        return objectives.next_token(*scoring.trained_logits(model, batch))
+
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    fit(model, stream, loss, params.fit, job)
+    lora.export_peft(out / "adapter", model, params.adapter, base_name=str(base))
+    difference = lora.merged_with_gate(model, reference.gate_rows(model))
+    job.report(trained_parameters=trained, parameters=model.num_parameters(), merge_difference=difference)
+    checkpoint.save(out, model, tokenizer, job.lineage)
+
+
+if __name__ == "__main__":
+    main(run, inputs={"base": "models/code", "dialogues": "data/dialogues"}, outs={"out": "models/lora"}, trains=True)

@@ -1,0 +1,94 @@
+"""Stage rlhf: PPO against the reward model, held back by the divergence from where it began.
+
+    models/tools + models/reward + data/preferences (prompts) -> models/rlhf   (Ziegler et al. 2019; Ouyang et al. 2022)
+
+The actor starts as models/tools, the critic as models/reward; only the actor is published. At every evaluation the same held-out
+prompts are answered: `proxy` is what the reward model says, `gold` the true score, which training never sees.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from pipeline import checkpoint
+from pipeline.evaluation import overoptimisation
+from pipeline.learning import first_steps, objectives_policy, reference, scoring
+from pipeline.learning.fit import fit
+from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives_policy import Clip
+from pipeline.learning.protocols import Watchers
+from pipeline.model.heads import ActorCritic
+from pipeline.model.lora import AdapterConfig
+from pipeline.params import block, main
+from pipeline.reinforcement import alarms, answers, estimators
+from pipeline.reinforcement.estimators import PPOConfig
+from pipeline.reinforcement.rewards import Resources, Scorer
+from pipeline.reinforcement.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
+from pipeline.reinforcement.setting import Setting
+from pipeline.sandbox.judge import SandboxConfig
+from pipeline.streams.preferences import PairSplit
+from pipeline.work import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig."""
+
+    kinds: tuple[str, ...] = ()  # of prompts to train on; empty: all whose better answer has room
+    rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})  # name: weight
+    held_out: overoptimisation.HeldOutConfig = field(default_factory=overoptimisation.HeldOutConfig)
+    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    ppo: PPOConfig
+    sandbox: SandboxConfig = block("sandbox")
+    fit: RolloutConfig
+
+
+def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out: Path, samples: Path) -> None:
+    """Train the actor, measure gold against proxy on the way, save the model directory `out`."""
+    config = params.fit
+    start = reference.begin(base, params.adapter, job.seed)
+    judge_model, theirs = checkpoint.load_reward(reward)
+    checkpoint.same_tokenizer(start.tokenizer, theirs, str(base), str(reward))
+    critic, _ = checkpoint.load_reward(reward)
+    model = ActorCritic(start.policy, critic)
+    splits = {name: PairSplit(pairs / f"{name}.jsonl", start.tokenizer, config.max_prompt, config.row_length * 4)
+              for name in ("train", "test")}  # fmt: skip
+    prompts = {name: answers.pair_prompts(split, config.max_new_tokens, params.kinds) for name, split in splits.items()}
+    setting = Setting(start, config, job, judge_model.train(False).requires_grad_(False))
+    with setting.judge(params.sandbox, wanted=params.rewards) as judge:
+        scorer = Scorer(params.rewards, setting.resources(judge))
+        carried = {"beta": params.ppo.beta}
+        method = Method(
+            sample=setting.sample, score=scorer,
+            annotate=partial(estimators.annotate_ppo, reference=setting.reference, values=partial(setting.values, critic)),
+            estimate=partial(estimators.estimate_ppo, config=params.ppo, carried=carried),
+        )  # fmt: skip
+        stream = RolloutStream(prompts["train"], config, method, pad=start.tokenizer.pad, seed=job.seed,
+                               ranks=setting.ranks, state=carried)  # fmt: skip
+        held_out = overoptimisation.HeldOut(prompts["test"], setting, judge, params.held_out)
+        watchers = Watchers(
+            first=first_steps.first_policy("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision),
+            evaluate=held_out.row,
+            logged=alarms.watch(job.name, target_kl=params.ppo.target_kl),
+        )
+        fit(model, stream, partial(loss, temperature=config.temperature, ppo=params.ppo), config, job, watchers=watchers)
+        job.report(**reference.finish(start), **held_out.report(), prompts=len(prompts["train"]),
+                   alarms=alarms.of(job.tracker.rows, target_kl=params.ppo.target_kl))  # fmt: skip
+        held_out.write_samples(samples)
+    checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
+
+
+def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PPOConfig) -> Loss:
+    """PPO's loss of a minibatch."""
+    logprobs, entropy, values = scoring.actor_critic(model, batch, temperature)
+    found = objectives_policy.ppo(
+        logprobs, entropy, values, old=batch.old, advantages=batch.arrays["advantages"],
+        old_values=batch.arrays["old_values"], returns=batch.arrays["returns"], clip=Clip(ppo.clip, ppo.clip),
+        value_clip=ppo.value_clip, value_weight=ppo.value_weight,
+    )  # fmt: skip
+    return objectives_policy.with_agreement(found, logprobs, batch.old) if batch.fresh else found
+
+
+if __name__ == "__main__":
+    main(run, inputs={"base": "models/tools", "reward": "models/reward", "pairs": "data/preferences"},
+         outs={"out": "models/rlhf", "samples": "metrics/samples/rlhf.jsonl"}, trains=True)  # fmt: skip
