@@ -146,6 +146,6 @@ if __name__ == "__main__":
                 "dialogues": "data/dialogues", "problems": "data/problems", "benchmarks": str(BENCHMARKS)},
         outs={"summary": "metrics/eval/{item}.json", "items": "metrics/eval/{item}.jsonl",
               "curves": "metrics/eval/{item}.csv"},
-        items=("language", "code", "tools"),
+        items=("language", "code", "tools", "lora", "dpo", "grpo", "rlhf"),
         metrics=None,
     )  # fmt: skip

@@ -17,19 +17,19 @@ from pipeline.report.headlines import short
 from pipeline.tracking import write_json
 from pipeline.work import Job
 
+MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf")  # that have a line in `dvc metrics show`
+
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
     """The report has no keys: everything that was measured is shown."""
 
 
-def run(
-    params: Params, job: Job, *, metrics: Path, out: Path, plots: Path, language: Path, code: Path, tools: Path
-) -> None:
+def run(params: Params, job: Job, *, metrics: Path, out: Path, plots: Path, **headlines: Path) -> None:
     """Write the page `out`, the folder `plots`, and each model's headlines."""
     out.write_text(card.render(metrics), encoding="utf-8")
     measured = card.read(metrics)
-    for model, path in (("language", language), ("code", code), ("tools", tools)):
+    for model, path in headlines.items():
         write_json(path, short(measured.evaluations.get(model, {})))
     plots.mkdir()
     for number, figure in enumerate(card.figures(measured)):
@@ -42,6 +42,6 @@ if __name__ == "__main__":
         run,
         inputs={"metrics": "metrics"},
         outs={"out": "reports/index.html", "plots": "reports/plots"}
-        | {m: f"reports/headlines/{m}.json" for m in ("language", "code", "tools")},
+        | {m: f"reports/headlines/{m}.json" for m in MODELS},
         metrics=None,
     )

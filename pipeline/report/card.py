@@ -19,7 +19,10 @@ from pipeline import work
 from pipeline.report import charts
 from pipeline.report.headlines import HEADLINES, Headline, lookup
 
-ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "deploy")
+ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "lora", "dpo", "grpo",
+         "reward", "rlhf", "deploy")  # fmt: skip
+# What a model was made from, and so is compared with; lora does the work of tools, so it is compared with it.
+BASES = {"code": "language", "tools": "code", "lora": "tools", "dpo": "tools", "grpo": "tools", "rlhf": "tools"}
 
 
 @dataclass(frozen=True)
@@ -110,14 +113,13 @@ def thinned(series: list[charts.Series], most: int = 24) -> list[list[str]]:
 
 
 def table(run: Run) -> list[dict[str, Any]]:
-    """A row per headline number: a cell per model, with interval and the change from the model before."""
+    """A row per headline number: a cell per model, with interval and the change from the model that it was made from."""
     rows = []
     for headline in HEADLINES:
-        cells, before = [], None
-        for numbers in run.evaluations.values():
-            measured = lookup(numbers, headline)
-            cells.append(_cell(headline, measured, before))
-            before = measured or before
+        cells = []
+        for model, numbers in run.evaluations.items():
+            base = run.evaluations.get(BASES.get(model, ""))
+            cells.append(_cell(headline, lookup(numbers, headline), lookup(base, headline) if base else None))
         if any(cell["value"] != "–" for cell in cells):
             rows.append({"headline": headline, "cells": cells})
     return rows
