@@ -112,7 +112,7 @@ def drawn(seed: int, pairs: int = 8) -> PairLogprobs:
 
 def any_config(loss: str, **changes: Any) -> PairLoss:
     """Allowed constants for any loss."""
-    needed = {"label_smoothing": 0.2} if loss in ("cdpo", "robust") else {}
+    needed: dict[str, Any] = {"label_smoothing": 0.2} if loss in ("cdpo", "robust") else {}
     return PairLoss(loss=loss, **(needed | changes))
 
 

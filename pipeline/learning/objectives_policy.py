@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.learning.objectives import Loss, Term
 
 LIMIT = 20.0  # of log-ratios before exp, in nats
-MAX_RATIO = 10.0  # a batch whose mean ratio is above it is not trained on
+MAX_RATIO = 10.0  # a step whose mean ratio is above it is not trained on
 
 
 # Kullback-Leibler divergence
@@ -136,12 +136,6 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tup
     return 0.5 * torch.maximum(free, bound), bound > free
 
 
-def veto_of(ratio: Tensor) -> str:
-    """Why a batch with these ratios must not be trained on; empty where it may."""
-    mean = float(ratio.detach().mean()) if ratio.numel() else 1.0
-    return f"the mean ratio is {mean:.1f}, above {MAX_RATIO:.0f}" if not mean <= MAX_RATIO else ""
-
-
 def ppo(
     logprobs: Tensor, entropy: Tensor, values: Tensor, *, old: Tensor, advantages: Tensor, old_values: Tensor,
     returns: Tensor, clip: Clip, value_clip: float, value_weight: float,
@@ -159,7 +153,7 @@ def ppo(
         "val/ratio_var": ((still - 1).square().sum(), num),
     }
     terms = [Term("loss/policy_avg", policy.sum()), Term("loss/value_avg", value.sum(), "tokens", value_weight)]
-    return Loss(terms, metrics, veto=veto_of(still))
+    return Loss(terms, metrics, limits={"val/ratio": MAX_RATIO})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +229,7 @@ def group_policy(
         token_weight = weight if len(weight) == num else 1 / lengths[row_of]
         terms.append(Term("kl_loss", (divergence * token_weight).sum(), per, coefficient * method.beta))
         metrics["kl"] = (divergence.detach().sum(), num)
-    return Loss(terms, metrics, veto=veto_of(ratio))
+    return Loss(terms, metrics, limits={"ratio": MAX_RATIO})
 
 
 def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[Tensor, int]]:
