@@ -247,6 +247,6 @@ def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[T
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(R - V) / Var(R); 0 where all returns are equal."""
+    """1 - mean (R - V)^2 / Var(R), so a critic that is off by a constant explains less; 0 where all returns are equal."""
     spread = float(returns.var()) if len(returns) > 1 else 0.0
-    return 1 - float((returns - values).var()) / spread if spread > 0 and math.isfinite(spread) else 0.0
+    return 1 - float((returns - values).square().mean()) / spread if spread > 0 and math.isfinite(spread) else 0.0
