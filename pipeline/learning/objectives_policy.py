@@ -131,7 +131,7 @@ def surrogate(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """0.5 * max((V - R)^2, (V clipped around its old self - R)^2), and where the clipped one is larger; elementwise."""
-    near = old + (values - old).clamp(-clip, clip)
+    near = values.clamp(old - clip, old + clip)  # bit-equal inside, so rounding counts nothing as clipped
     free, bound = (values - returns).square(), (near - returns).square()
     return 0.5 * torch.maximum(free, bound), bound > free
 
