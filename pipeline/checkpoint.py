@@ -19,7 +19,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from pipeline.errors import ModelError
-from pipeline.model import convert, lora
+from pipeline.model import convert
 from pipeline.model.config import FAMILIES, ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
@@ -32,7 +32,6 @@ def save(folder: Path, model: Transformer, tokenizer: Tokenizer, lineage: dict[s
 
     Raises ModelError when the tokenizer has more ids, StagecoachError before writing when the disk is too full.
     """
-    assert not lora.adapters(model), "merge the adapter before saving the model"
     ids = {"pad_token_id": tokenizer.pad, "bos_token_id": None, "eos_token_id": tokenizer.turn_end}
     _save(folder, model.state_dict(), model.config, tokenizer, lineage, model.config.to_hf() | ids)
     stops = {"eos_token_id": [tokenizer.turn_end, tokenizer.end_of_text], "pad_token_id": tokenizer.pad}
@@ -73,6 +72,7 @@ def _save(
     values: dict[str, Any],
 ) -> None:
     """Weights, tokenizer, lineage, and `values` as config.json."""
+    assert not any(".lora_" in name for name in state), "merge the adapter before saving the model"
     check_vocabulary(config, tokenizer, folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -169,12 +169,17 @@ def lineage(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def weights_digest(model: torch.nn.Module) -> str:
-    """sha256 over names and bytes of all parameters: equal for equal weights, whatever the file looks like."""
+def weights_digest(model: torch.nn.Module, leave_out: str = "\0") -> str:
+    """sha256 over names and bytes of all parameters: equal for equal weights, whatever the file looks like.
+
+    Parameters whose names hold `leave_out` do not count (an adapter's, where the base is meant).
+    """
     import hashlib
 
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
+        if leave_out in name:
+            continue
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

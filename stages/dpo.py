@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline import checkpoint, device
 from pipeline.evaluation import pairs as pair_evaluation
-from pipeline.learning import gates, objectives_pairs, reference, scoring
+from pipeline.learning import first_steps, objectives_pairs, reference, scoring_pairs
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.objectives_pairs import PairLoss
@@ -43,20 +43,20 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     where = device.hardware(job.runtime.precision).device
     if losses.uses_reference and params.precompute_reference:
         with start.reference.model(where) as frozen:
-            stream.references = scoring.reference_sums(frozen, stream, where)
+            stream.references = scoring_pairs.reference_sums(frozen, stream, where)
 
     def loss(model: Transformer, batch: PairBatch) -> Loss:
-        policy = scoring.pair_logprobs(model, batch)
+        policy = scoring_pairs.pair_logprobs(model, batch)
         if not losses.uses_reference:
             return objectives_pairs.dpo(policy, None, losses)
         if batch.reference is not None:
-            return objectives_pairs.dpo(policy, scoring.pairs_of(batch.reference, batch.targets >= 0), losses)
+            return objectives_pairs.dpo(policy, scoring_pairs.pairs_of(batch.reference, batch.targets >= 0), losses)
         with start.reference.model(batch.input_ids.device) as frozen:
-            return objectives_pairs.dpo(policy, scoring.pair_logprobs(frozen, batch), losses)
+            return objectives_pairs.dpo(policy, scoring_pairs.pair_logprobs(frozen, batch), losses)
 
     test = PairSplit(pairs / "test.jsonl", start.tokenizer, config.max_prompt, config.max_length)
     before = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)
-    fit(start.policy, stream, loss, config, job, watchers=Watchers(first=gates.first_dpo(losses.at_start)))
+    fit(start.policy, stream, loss, config, job, watchers=Watchers(first=first_steps.first_dpo(losses.at_start)))
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
     after = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)
     job.report(test=pair_evaluation.measure(test, before, after, job.seed))

@@ -1,13 +1,14 @@
 """Stage evaluate: the same measurements for every checkpoint, on held-out data, with intervals.
 
-    models/<model>, data/raw, data/dialogues, data/problems -> metrics/eval/<model>.{json,jsonl,csv}
+    models/<model>, data/{raw,dialogues,problems,benchmarks} -> metrics/eval/<model>.{json,jsonl,csv}
 
 json: the numbers. jsonl: a row per item with what the model answered. csv: curves. Generated code runs in the sandbox and
-nowhere else; where there is none, the problems say "skipped: no sandbox".
+nowhere else; where there is none, the problems say "skipped: no sandbox". Test sets that `benchmarks` names (HumanEval,
+MBPP, BFCL) are read before anything is measured, so that a wrong file stops the stage at once.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pyarrow.parquet
 
 from pipeline import checkpoint
 from pipeline.errors import ConfigError
+from pipeline.evaluation import benchmarks as brought
 from pipeline.evaluation import suites
 from pipeline.evaluation.suites import Result, Settings, Subject
 from pipeline.params import block, main
@@ -25,6 +27,7 @@ from pipeline.tracking import progress, say, write_curve, write_json
 from pipeline.work import Job
 
 FAMILIES = frozenset(stories.FAMILIES)
+BENCHMARKS = Path("data/benchmarks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +35,28 @@ class Params:
     """The block `evaluate`."""
 
     settings: Settings
+    benchmarks: list[str] = field(default_factory=list)  # files of data/benchmarks/ to score: HumanEval, MBPP, BFCL
     sandbox: SandboxConfig = block("sandbox")
+
+    def __post_init__(self) -> None:
+        names = [brought.stem(Path(name)) for name in self.benchmarks]
+        for name in self.benchmarks:
+            if not Path(name).is_relative_to(BENCHMARKS) or ".." in Path(name).parts:
+                raise ValueError(
+                    f"benchmarks: expected files of {BENCHMARKS}, which DVC watches, got {name!r}; for a file from "
+                    "elsewhere: python -m pipeline.evaluation.benchmarks MODEL_DIR FILE"
+                )
+        if len(set(names)) < len(names):
+            raise ValueError(f"benchmarks: expected files of different names, got {', '.join(names)}")
 
 
 def run(
     params: Params, job: Job, *, model: Path, text: Path, code: Path, dialogues: Path, problems: Path,
-    summary: Path, items: Path, curves: Path,
+    benchmarks: Path, summary: Path, items: Path, curves: Path,
 ) -> None:  # fmt: skip
     """Measure `model` and write the three files."""
     settings = params.settings
+    sets = [brought.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
     loaded, tokenizer = checkpoint.load(model)
     subject = Subject(loaded.train(False), tokenizer, settings, job.seed)
     texts = held_out(text)
@@ -61,6 +77,11 @@ def run(
         "tools": lambda: suites.called(subject, [d for d in talks if d.kind == "tools"]),
         "answers": lambda: suites.answered(subject, talks),
     }
+    if sets:
+        completes = model.name in brought.COMPLETES
+        plan["benchmarks"] = lambda: brought.score(
+            subject, sets, completes=completes, sandbox=params.sandbox, workers=job.workers
+        )
     numbers: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     with progress(total=len(plan), desc=job.name, unit="suite") as bar:
@@ -122,7 +143,7 @@ if __name__ == "__main__":
     main(
         run,
         inputs={"model": "models/{item}", "text": "data/raw/text", "code": "data/raw/code",
-                "dialogues": "data/dialogues", "problems": "data/problems"},
+                "dialogues": "data/dialogues", "problems": "data/problems", "benchmarks": str(BENCHMARKS)},
         outs={"summary": "metrics/eval/{item}.json", "items": "metrics/eval/{item}.jsonl",
               "curves": "metrics/eval/{item}.csv"},
         items=("language", "code", "tools"),

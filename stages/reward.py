@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline import checkpoint, device
 from pipeline.evaluation import ranking
 from pipeline.generation.sampling import Sampling, sampler
-from pipeline.learning import gates, objectives_pairs
+from pipeline.learning import first_steps, objectives_pairs
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.protocols import Watchers
@@ -42,9 +42,8 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
     """Train a reward model on `base` and save the model directory `out`."""
-    policy, tokenizer = checkpoint.load_frozen(base)
-    trunk, _ = checkpoint.load(base)
-    model = RewardModel(trunk)
+    trunk, tokenizer = checkpoint.load(base)
+    policy, model = checkpoint.load_frozen(base), RewardModel(trunk)
     where = device.hardware(job.runtime.precision).device
     config = params.fit
     stream = PairStream(pairs, tokenizer, max_prompt=config.max_prompt, max_length=config.max_length,
@@ -57,7 +56,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
 
     # The head starts at zero, so all rewards are 0 and no gradient reaches the trunk before the second step.
     first = stream.batch(0, config.row_length, stream.rows(0, config.row_length))
-    gate = gates.first_reward(objectives_pairs.untrained_loss(first.margins))
+    gate = first_steps.first_reward(objectives_pairs.untrained_loss(first.margins))
     fit(model, stream, loss, config, job, watchers=Watchers(first=gate, gradients_at=1))
 
     prompts = answers.pair_prompts(stream.train, params.calibration_tokens)

@@ -3,27 +3,32 @@
     data/raw, data/own, feedback/preferences.jsonl -> data/{dialogues,problems,preferences}/{train,val,test}.jsonl
 
 `data: machine` generates all three. `data: files` and `data: hub` bring their own where they name some, and the rest is
-generated. Test items whose text stands in the training data are dropped here, so that no knob of this stage retrains the
+generated. Problems that are brought are tried in the sandbox: one whose tests cannot be judged, or whose own solution fails
+them, stops the stage (of the user's files) or leaves (of the hub's sets, up to `max_rejected`). Test items whose text stands in the training data are dropped here, so that no knob of this stage retrains the
 language model. Pairs that people gave on the web page join the training pairs.
 """
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import DataError
+from pipeline.evaluation import references
 from pipeline.launch import pool_map
 from pipeline.params import block, group, main
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 from pipeline.streams import hub, readers, screening, sources
 from pipeline.streams.records import Dialogue, Pair, Problem, write
 from pipeline.synthesis import drills, preferences, programs, small_talk, stories, tool_choices, tools, wording
-from pipeline.tracking import progress
+from pipeline.tracking import progress, say
 from pipeline.work import Job
 
 CHUNK = 200  # records that a worker process generates at a time
+SHOWN = 5  # wrong problems that a message names
 WORTH_A_WORKER = 500  # fewer are made sooner than a process starts
 # Of the dialogues; a story has three times the trained tokens.
 SHARES = {"tools": 0.40, "choice": 0.10, "code": 0.35, "copy": 0.05, "story": 0.05, "talk": 0.05}
@@ -74,6 +79,8 @@ def run(
         brought = {
             kind: _brought(kind, params.data, own, parts, rows) for kind in ("dialogues", "problems", "preferences")
         }
+        if brought["problems"] is not None:
+            _try_out(brought["problems"], params, job.workers, parts, rows["problems"])
         bar.update()
         made = _problems(params, job) if brought["problems"] is None else brought["problems"]
         bar.update()
@@ -129,6 +136,36 @@ def _brought(
         splits["rl"] = [p for p in splits["train"] if p.answer is None]
         splits["train"] = [p for p in splits["train"] if p.answer is not None]
     return splits
+
+
+def _try_out(splits: Splits, params: Params, workers: int, parts: Path, counts: dict[str, int]) -> None:
+    """Judge every brought problem's own solution by its tests. Raises DataError, or ConfigError without a sandbox.
+
+    A person can mend his own files, so one wrong problem stops the stage. Nobody here can mend a set of the hub: its wrong
+    problems are named, written down and left out, as long as they are no more than `max_rejected` of all.
+    """
+    problems = [problem for records in splits.values() for problem in records]
+    with Judge(params.sandbox, workers) as judge:
+        found = references.faults(judge, ((problem, references.solution(problem)) for problem in problems))
+        wrong = {p.id: fault for p, fault in zip(problems, found, strict=True) if fault[1]}
+    if not wrong:
+        return
+    named = [f"problem {identity!r}: {field}: {reason}" for identity, (field, reason) in wrong.items()]
+    shown = "\n  ".join(named[:SHOWN])
+    allowed = params.data.max_rejected if params.data.source == "hub" else 0.0
+    if len(wrong) > allowed * len(problems):
+        raise DataError(
+            f"{len(wrong)} of {len(problems)} problems are wrong; repair them or take them out. "
+            f"{'All of them' if len(wrong) <= SHOWN else f'The first {SHOWN}'}:\n  {shown}"
+        )
+    say(f"{len(wrong)} of {len(problems)} problems are left out:\n  {shown}")
+    with (parts / "problems-rejected.jsonl").open("w", encoding="utf-8", newline="\n") as file:
+        for identity, (field, reason) in wrong.items():
+            file.write(json.dumps({"id": identity, "field": field, "reason": reason}) + "\n")
+    for split, records in splits.items():
+        splits[split] = [problem for problem in records if problem.id not in wrong]
+    counts["rejected"] += len(wrong)
+    counts["accepted"] -= len(wrong)
 
 
 def _feedback(folder: Path, data: sources.DataConfig, parts: Path, counts: dict[str, dict[str, int]]) -> list[Pair]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline import checkpoint
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.suites import Settings, Subject
 from pipeline.model.transformer import Transformer
 from pipeline.params import Runtime
@@ -24,6 +24,8 @@ from pipeline.text.tokenizer import Tokenizer
 from pipeline.tracking import Tracker
 from pipeline.work import Job, StopRequest
 from stages import evaluate
+from tests.test_benchmarks import HALF
+from tests.test_benchmarks import write as write_set
 
 SETTINGS = Settings(documents=3, stories=3, problems=12, samples=1, dialogues=24, gaps=2, max_new_tokens=4, story_tokens=4,
                     temperature=0.8, top_p=0.95, context=64, bootstrap=20)  # fmt: skip
@@ -103,6 +105,30 @@ def test_without_a_sandbox_problems_say_so(
     assert "problems are skipped: sandbox: no name spaces here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["HumanEval.jsonl.gz"], "expected files of data/benchmarks, which DVC watches, got 'HumanEval.jsonl.gz'"),
+        (["data/benchmarks/../own/a.jsonl"], "expected files of data/benchmarks"),
+        (["/data/benchmarks/a.jsonl"], "python -m pipeline.evaluation.benchmarks MODEL_DIR FILE"),
+        (["data/benchmarks/a.jsonl", "data/benchmarks/x/a.jsonl.gz"], "expected files of different names, got a, a"),
+    ],
+)
+def test_test_sets_that_nobody_watches_or_that_share_a_name_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(PARAMS, benchmarks=names)
+
+
+def test_a_wrong_test_set_stops_the_stage_before_the_model_is_read(tmp_path: Path) -> None:
+    write_set(tmp_path / "wrong.jsonl", [{"text": "a story"}])
+    paths: dict[str, Any] = dict.fromkeys(
+        ("model", "text", "code", "dialogues", "problems", "summary", "items", "curves"), tmp_path / "missing"
+    )
+    job: Any = None
+    with pytest.raises(DataError, match=r"wrong\.jsonl:1: expected a row of HumanEval"):
+        evaluate.run(replace(PARAMS, benchmarks=["data/benchmarks/wrong.jsonl"]), job, benchmarks=tmp_path, **paths)
+
+
 @pytest.mark.slow
 def test_a_model_is_measured_into_three_files_the_same_each_time(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +147,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         [*tools.dialogues("test", 24, 1), preferences.story_dialogue("stories/gift/50")],
     )
     write(tmp_path / "problems/test.jsonl", programs.problems("test", 12, 1))
+    write_set(tmp_path / "benchmarks/own/HumanEval.jsonl.gz", [HALF])
 
     def measured(name: str) -> list[bytes]:
         outs = {
@@ -133,7 +160,8 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
                   tracker=Tracker("evaluate", tmp_path, {}, {}, quiet=True), lineage={"key": "k"}, stop=StopRequest())  # fmt: skip
         inputs: dict[str, Any] = {"model": tmp_path / "model", "text": text, "code": code}
         inputs |= {"dialogues": tmp_path / "dialogues", "problems": tmp_path / "problems"}
-        evaluate.run(PARAMS, job, **inputs, **outs)
+        params = replace(PARAMS, benchmarks=["data/benchmarks/own/HumanEval.jsonl.gz"])
+        evaluate.run(params, job, **inputs, benchmarks=tmp_path / "benchmarks", **outs)
         return [path.read_bytes() for path in outs.values()]
 
     first, second = measured("a"), measured("b")
@@ -149,6 +177,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         "problems",
         "tools",
         "answers",
+        "benchmarks",
         "settings",
         "lineage",
     }
@@ -161,7 +190,8 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
     missing = [headline.path for headline in HEADLINES if lookup(numbers, headline) is None]
     assert missing == [], "a headline that no suite writes would be a row that never appears"
     assert (numbers["settings"]["seed"], numbers["settings"]["stories"], numbers["lineage"]) == (1, 3, {"key": "k"})
+    assert (numbers["benchmarks"]["HumanEval"]["form"], numbers["benchmarks"]["HumanEval"]["n"]) == ("chat", 1)
     rows = [json.loads(line) for line in first[1].decode().split("\n") if line]
-    assert {row["suite"] for row in rows} >= {"stories", "gaps"}
-    assert all(row["stop"] in ("stop", "length") and len(row["output"]) <= 2000 for row in rows)
+    assert {row["suite"] for row in rows} >= {"stories", "gaps", "benchmarks/HumanEval", "benchmarks/HumanEval/tests"}
+    assert all(row["stop"] in ("stop", "length", "") and len(row["output"]) <= 2000 for row in rows)
     assert first[2].decode().splitlines()[0].startswith("step,curve,high,low,value")

@@ -9,12 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pipeline import checkpoint
 from pipeline.errors import GateError, ModelError
 from pipeline.generation.sampling import Decoder, Sampling, generate
+from pipeline.learning import gates, optim
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.model.transformer import Linear, Transformer
+from pipeline.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "peft.json"
 KINDS: dict[str, dict[str, Any]] = {
@@ -156,6 +159,32 @@ def test_only_the_adapter_trains_and_its_parameters_are_counted_by_hand() -> Non
     assert set(fresh().state_dict()) == set(model.state_dict()) - trained
     model(IDS).square().mean().backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+def test_the_loop_trains_the_adapter_and_its_gate_lets_b_alone_begin() -> None:
+    model = adapted("dora").train()
+    members = optim.groups(model)
+    assert set(members) == {"hidden", "norm_bias"}  # no weight decay on magnitudes
+    assert all("magnitude" in name for name in members["norm_bias"])
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    settings = optim.OptimizerConfig(
+        optimizer="adamw", learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8
+    )
+    optimizers = optim.Optimizers(model, settings, fast_bf16=False)
+    model(IDS[:8]).logsumexp(-1).sum().backward()
+    gates.gradients(members, model)
+    assert all(
+        not p.grad.any() for n, p in model.named_parameters() if "lora_A" in n and p.grad is not None
+    )  # B is zero
+    optimizers.step(1.0)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {name for name in lora.adapter_state(model) if "lora_A" not in name}
+
+
+def test_a_model_with_its_adapter_is_not_saved_as_a_whole_model(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="merge the adapter"):
+        checkpoint.save(tmp_path, adapted("lora"), byte_tokenizer, {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_the_named_modules_get_an_adapter() -> None:

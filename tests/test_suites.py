@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.evaluation import likelihood, suites
+from pipeline.evaluation import tools as measures
 from pipeline.evaluation.suites import Settings, Subject
 from pipeline.generation.sampling import Completion
 from pipeline.model.transformer import Transformer
@@ -201,8 +202,13 @@ def truthful(dialogue: Dialogue, turn: int) -> str:
 def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scripted: Any) -> None:
     dialogues = list(tools.dialogues("test", 40, 1))
     turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
+    category = {d.id: tools.facets(d).category for d in dialogues}
     right = suites.called(scripted({f"{d.id}#{turn}": truthful(d, turn) for d, turn in turns}), dialogues)
-    assert right.numbers["ast"] == right.numbers["ast_low"] == right.numbers["ast_high"] == 1.0
+    assert right.numbers["ast"] == right.numbers["ast_high"] == 1.0
+    calling = {row["id"].partition("#")[0] for row in right.rows if row["category"] in measures.AST}
+    for name, dialogues_of_it in (("ast", calling), ("ast_simple", {i for i in calling if category[i] == "simple"})):
+        n = len(dialogues_of_it)
+        assert right.numbers[f"{name}_low"] == pytest.approx(n / (n + 1.959964**2))  # Wilson, n of n
     assert (right.numbers["false_call_rate"], right.numbers["argument_f1"], right.numbers["n"]) == (
         0.0,
         1.0,

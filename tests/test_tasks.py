@@ -10,7 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from pipeline.errors import ConfigError, DataError
 from pipeline.params import Runtime
+from pipeline.sandbox import pool
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
 from pipeline.streams import readers
 from pipeline.streams.records import Dialogue, Pair, Problem, read
@@ -171,7 +173,7 @@ def test_noise_swaps_generated_training_pairs_and_pairs_that_people_gave_join_th
     assert found["test"] == usual["preferences"]["test"]
 
 
-def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path, fake: None) -> None:
+def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
 
     def row(number: int, **more: Any) -> dict[str, Any]:
@@ -196,6 +198,80 @@ def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path, f
     assert {d.kind for d in found["dialogues"]["train"]} == {"tools", "choice", "code", "copy", "story", "talk"}
     (rejected,) = map(json.loads, (tmp_path / "out/problems/rejected.jsonl").read_text().splitlines())
     assert (rejected["file"], rejected["line"]) == ("train.jsonl", 6)
+
+
+PLUS = {"question": "Write f that adds one.", "answer": "def f(x):\n    return x + 1", "tests": ["assert f(1) == 2"]}
+FAULTY: dict[str, tuple[dict[str, Any], str]] = {
+    "lies": (PLUS | {"tests": ["assert f(1) == 2", "assert f(2) == 4"]}, "answer: .*(wrong, value: 1 of 2 tests pass)"),
+    "raises": (PLUS | {"answer": "```python\ndef f(x):\n    return y\n```"}, "NameError: name 'y' is not defined"),
+    "ends": (PLUS | {"answer": "import sys\n\ndef f(x):\n    sys.exit(0)"}, "answer: .*error, exit"),
+    "sleeps": (PLUS | {"answer": "def f(x):\n    while True:\n        pass"}, "answer: .*timeout"),
+    "talks": (PLUS | {"answer": "Just add one."}, "answer: .*syntax"),
+    "elsewhere": (PLUS | {"answer": "def g(x):\n    return x + 1"}, "the source defines no f"),
+    "unsafe": (PLUS | {"tests": ["assert f.__name__ == 'f'", "assert f(1).real == 2"], "entry_point": "f"}, "tests: none of"),
+    "unsafe_rl": ({"question": "Write f.", "tests": ["assert f(open('x')) == 1"], "entry_point": "f"}, "tests: none of"),
+}  # fmt: skip
+
+
+def own_problems(folder: Path, rows: dict[str, dict[str, Any]]) -> Params:
+    (folder / "own").mkdir(parents=True)
+    text = "".join(json.dumps(row | {"id": name}) + "\n" for name, row in rows.items())
+    (folder / "own/problems.jsonl").write_text(text)
+    data = DataConfig(source="files", problems=["problems.jsonl"], max_rejected=0.9)
+    return replace(PARAMS, data=data, dialogues=20, pairs=3, test_items=2)
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_problem_that_no_test_can_judge_or_whose_solution_fails_stops_the_stage_and_is_named(
+    tmp_path: Path, name: str
+) -> None:
+    row, reason = FAULTY[name]
+    good = {f"good{n}": PLUS | {"question": f"Write f, version {n}."} for n in range(30)}
+    params = own_problems(tmp_path, good | {name: row})
+    with pytest.raises(DataError, match=rf"(?s)1 of 31 problems are wrong.*problem '{name}': .*{reason}") as caught:
+        made(tmp_path, params)
+    assert "good" not in str(caught.value)
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_a_message_names_five_wrong_problems_and_counts_the_rest(tmp_path: Path) -> None:
+    rows = {f"bad{n}": PLUS | {"question": f"{n}", "tests": ["assert f(1) == 3"]} for n in range(7)}
+    with pytest.raises(DataError, match=r"7 of 7 problems are wrong.*The first 5:") as caught:
+        made(tmp_path, own_problems(tmp_path, rows))
+    assert [f"'bad{n}'" in str(caught.value) for n in range(7)].count(True) == 5
+
+
+def test_brought_problems_are_refused_where_there_is_no_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "JAIL", tmp_path / "missing.py")
+    with pytest.raises(ConfigError, match=r"safely needs Linux with seccomp.*allow_unsafe"):
+        made(tmp_path, own_problems(tmp_path, {"good": PLUS}))
+
+
+def test_wrong_problems_of_the_hub_leave_up_to_max_rejected_and_are_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def problem(number: int, expected: int) -> Problem:
+        tests = [{"assert": f"assert f({number}) == {expected}", "visible": False}]
+        return Problem(id=f"p{number}", level=1, group="easy", key=str(number), question="Q", entry_point="f",
+                       signature="", tests=tests, answer="def f(x):\n    return x")  # fmt: skip
+
+    def tried(bad: int) -> tuple[dict[str, list[Any]], dict[str, int]]:
+        splits = {"train": [problem(n, n + (n < bad)) for n in range(20)], "test": [problem(99, 99)]}
+        counts = {"accepted": 21, "duplicates": 0, "rejected": 3}
+        data = DataConfig(source="hub", max_rejected=0.05)
+        tasks._try_out(splits, replace(PARAMS, data=data), 1, tmp_path, counts)
+        return splits, counts
+
+    splits, counts = tried(1)
+    assert [p.id for p in splits["train"]] == [f"p{n}" for n in range(1, 20)] and len(splits["test"]) == 1
+    assert counts == {"accepted": 20, "duplicates": 0, "rejected": 4}
+    (row,) = map(json.loads, (tmp_path / "problems-rejected.jsonl").read_text().splitlines())
+    assert (row["id"], row["field"]) == ("p0", "answer") and "0 of 1 tests pass" in row["reason"]
+    assert "problem 'p0': answer: its own solution fails" in capsys.readouterr().err
+    with pytest.raises(DataError, match="2 of 21 problems are wrong"):
+        tried(2)
 
 
 @pytest.mark.parametrize("change", [{"pairs": 0}, {"label_noise": 0.5}, {"label_noise": -0.1}, {"test_items": 0}])

@@ -39,19 +39,26 @@ class Judged:
 
 def judge_answers(judge: Judge, problems: Sequence[Problem], answers: Sequence[Sequence[str]]) -> list[Judged]:
     """Judge `answers[i][s]`, sample s of problem i; in that order, problem by problem."""
-    asked = [
-        (problem, s, text) for problem, texts in zip(problems, answers, strict=True) for s, text in enumerate(texts)
-    ]
-    sources = [extract(text) for _, _, text in asked]
-    programs = [
-        Program(source=source, entry_point=problem.entry_point, tests=problem.tests)
-        for (problem, _, _), source in zip(asked, sources)
-    ]
+    return judge_sources(
+        judge,
+        [
+            (problem.id, s, text, Program(source=extract(text), entry_point=problem.entry_point, tests=problem.tests))
+            for problem, texts in zip(problems, answers, strict=True)
+            for s, text in enumerate(texts)
+        ],
+    )
+
+
+def judge_sources(judge: Judge, asked: Sequence[tuple[str, int, str, Program]]) -> list[Judged]:
+    """Judge programs that were read from answers: (problem, sample, text of the answer, program); in that order."""
     judged = []
-    for (problem, sample, text), source, result in zip(asked, sources, judge.judge(programs), strict=True):
-        parses = source is not None and tree(source) is not None
+    verdicts = judge.judge(program for _, _, _, program in asked)
+    for (problem, sample, text, program), result in zip(asked, verdicts, strict=True):
+        parses = program.source is not None and tree(program.source) is not None
         form = formatted(text)
-        judged.append(Judged(problem.id, sample, source, form, parses, result.verdict, result.reason, result.score))
+        judged.append(
+            Judged(problem, sample, program.source, form, parses, result.verdict, result.reason, result.score)
+        )
     return judged
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from pipeline.device import generator
 from pipeline.evaluation.intervals import paired_difference, wilson
 from pipeline.evaluation.ranking import PAIRS, truly_swapped
-from pipeline.learning import scoring
+from pipeline.learning import scoring_pairs
 from pipeline.streams.preferences import PairSplit, batch_of
 
 
@@ -26,7 +26,7 @@ def likelihoods(model: nn.Module, split: PairSplit, pad: int, where: torch.devic
     was_training, found = model.training, []
     model.to(where).train(False)
     for first in range(0, len(split.pairs), PAIRS):
-        pairs = scoring.pair_logprobs(model, batch_of(split.pairs[first : first + PAIRS], pad).to(where))
+        pairs = scoring_pairs.pair_logprobs(model, batch_of(split.pairs[first : first + PAIRS], pad).to(where))
         found.append(torch.stack([pairs.chosen, pairs.rejected], 1).cpu().numpy())
     model.train(was_training)
     return np.concatenate(found)

@@ -11,6 +11,7 @@ nothing.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -194,41 +195,58 @@ def gaps(subject: Subject, texts: Sequence[Text]) -> Result:
     return result
 
 
+@dataclass(frozen=True)
+class Attempts:
+    """What was answered to each prompt that fits: one greedy completion, and `samples` drawn ones."""
+
+    greedy: dict[str, Completion]
+    drawn: list[dict[str, Completion]]
+
+
+def attempt(subject: Subject, suite: str, prompts: dict[str, list[int]]) -> Attempts:
+    """Answer every prompt greedily and by sampling."""
+    tokens, temperature = subject.settings.max_new_tokens, subject.settings.temperature
+    greedy = subject.complete(suite, prompts, tokens=tokens, temperature=0.0)
+    fitting = {name: ids for name, ids in prompts.items() if name in greedy}
+    numbers = range(1, subject.settings.samples + 1) if fitting else ()
+    drawn = [subject.complete(suite, fitting, tokens=tokens, temperature=temperature, sample=s) for s in numbers]
+    return Attempts(greedy, drawn)
+
+
+def pass_rates(subject: Subject, judged: Sequence[code.Judged], sampled: Sequence[code.Judged]) -> Result:
+    """`pass_at_1_greedy` of one answer each (Wilson), `pass_at_<k>` of the samples (bootstrap over problems), `n`."""
+    part = Result()
+    part.measure("pass_at_1_greedy", wilson(sum(j.verdict == "passed" for j in judged), len(judged)))
+    for k in PASS_AT:
+        rows = code.pass_rows(sampled, k)
+        if rows:
+            part.measure(f"pass_at_{k}", subject.bootstrap(list(rows.values())))
+    part.numbers["n"] = len(judged)
+    return part
+
+
 def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Result:
     """Programming problems: greedy pass@1, pass@k from samples, form; by group and over all."""
-    result, settings = Result(), subject.settings
-    problems = problems[: settings.problems]
-    prompts = {p.id: _user(subject.tokenizer, p.question) for p in problems}
+    result = Result()
+    problems = problems[: subject.settings.problems]
+    prompts = {p.id: user(subject.tokenizer, p.question) for p in problems}
     if not prompts:
         return result
-    greedy = subject.complete("problems", prompts, tokens=settings.max_new_tokens, temperature=0.0)
+    attempts = attempt(subject, "problems", prompts)
+    greedy = attempts.greedy
     result.numbers["left_out"] = len(prompts) - len(greedy)
     if not greedy:
         return result
     problems = [p for p in problems if p.id in greedy]
     answers = {name: subject.tokenizer.decode(c.ids) for name, c in greedy.items()}
     judged = code.judge_answers(judge, problems, [[answers[p.id]] for p in problems])
-    sampled: list[code.Judged] = []
-    if settings.samples:
-        drawn = [
-            subject.complete(
-                "problems", prompts, tokens=settings.max_new_tokens, temperature=settings.temperature, sample=s
-            )
-            for s in range(1, settings.samples + 1)
-        ]
-        texts = [[subject.tokenizer.decode(d[p.id].ids) for d in drawn] for p in problems]
-        sampled = code.judge_answers(judge, problems, texts)
+    texts = [[subject.tokenizer.decode(d[p.id].ids) for d in attempts.drawn] for p in problems]
+    sampled = code.judge_answers(judge, problems, texts)
     for group in ("", *sorted({p.group for p in problems})):
         ids = {p.id for p in problems if group in ("", p.group)}
-        part = Result()
-        mine = [j for j in judged if j.problem in ids]
-        part.measure("pass_at_1_greedy", wilson(sum(j.verdict == "passed" for j in mine), len(mine)))
-        for k in PASS_AT:
-            rows = code.pass_rows((j for j in sampled if j.problem in ids), k)
-            if rows:
-                part.measure(f"pass_at_{k}", subject.bootstrap(list(rows.values())))
-        part.numbers["n"] = len(mine)
-        result.numbers |= {group: part.numbers} if group else part.numbers
+        mine, drawn = ([j for j in part if j.problem in ids] for part in (judged, sampled))
+        numbers = pass_rates(subject, mine, drawn).numbers
+        result.numbers |= {group: numbers} if group else numbers
     result.numbers |= code.rates(judged)
     result.measure("parse_rate", wilson(sum(j.parses for j in judged), len(judged)))
     result.measure("format_rate", wilson(sum(j.formatted for j in judged), len(judged)))
@@ -278,7 +296,11 @@ def called(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
 
 
 def _tool_intervals(rows: list[dict[str, Any]], subject: Subject) -> dict[str, tuple[float, float]]:
-    """Percentile bootstrap over whole dialogues; every measure is formed anew in each resample."""
+    """Percentile bootstrap over whole dialogues; every measure is formed anew in each resample.
+
+    A share that is 0, or 1, in every resample has no spread to draw from; there it is Wilson's over the dialogues that
+    have the measure.
+    """
     by_dialogue: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_dialogue.setdefault(row["id"], []).append(row)
@@ -289,11 +311,19 @@ def _tool_intervals(rows: list[dict[str, Any]], subject: Subject) -> dict[str, t
         drawn = [row for place in draws.integers(len(groups), size=len(groups)) for row in groups[place]]
         for name, value in tools.summarise(drawn).items():
             found.setdefault(name, []).append(value)
+    having = Counter(name for group in groups for name in tools.summarise(group))
     return {
-        name: (float(np.percentile(values, 2.5)), float(np.percentile(values, 97.5)))
+        name: _tool_interval(values, having[name])
         for name, values in found.items()
         if name not in ("n", "greedy_disagreements")
     }
+
+
+def _tool_interval(values: list[float], n: int) -> tuple[float, float]:
+    if set(values) in ({0.0}, {1.0}):
+        share = wilson(n if values[0] else 0, n)
+        return share.low, share.high
+    return float(np.percentile(values, 2.5)), float(np.percentile(values, 97.5))
 
 
 def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
@@ -325,7 +355,8 @@ def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
     return result
 
 
-def _user(tokenizer: Tokenizer, content: str) -> list[int]:
+def user(tokenizer: Tokenizer, content: str) -> list[int]:
+    """A prompt of one turn of the user."""
     return chat.render(tokenizer, [{"role": "user", "content": content}], generation_prompt=True).ids
 
 

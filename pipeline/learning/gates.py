@@ -4,7 +4,6 @@ Each raises GateError (exit 3) or, where it is only suspicious, says a warning.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,62 +98,3 @@ def falling(rows: list[dict[str, Any]], steps: int, name: str) -> None:
     before = losses[-2][0] if len(losses) > 1 else 0
     if before < steps // 10 <= step and loss > 0.98 * losses[0][1]:
         say(f"warning: {name}: the loss fell by under 2 % in the first tenth of the run; try another learning_rate")
-
-
-# first steps of preference learning and reinforcement learning (specs: alignment, 12)
-
-
-def value(values: dict[str, float], name: str, expected: float, tolerance: float, cause: str) -> None:
-    """Raise GateError unless a number of the first step is what the mathematics says; `cause` is the likely fault."""
-    found = values.get(name)
-    if found is None or not abs(found - expected) <= tolerance:
-        shown = "nothing" if found is None else f"{found:.8g}"
-        raise GateError(f"gate {name}: expected {expected:.8g} within {tolerance:g}, found {shown}. Likely cause: {cause}")
-
-
-def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
-    """A fresh head gives 0 to all, so the ranking loss is ln 2 (less with margins)."""
-
-    def check(values: dict[str, float]) -> None:
-        name = "ranking" if "ranking" in values else "loss"
-        value(values, name, expected, 1e-5, "the reward head does not start at zero, or the margins are read wrongly")
-
-    return check
-
-
-def first_dpo(expected: float | None) -> Callable[[dict[str, float]], None]:
-    """The policy equals its reference: the loss is known, and no answer is preferred (strictly)."""
-
-    def check(values: dict[str, float]) -> None:
-        if expected is None:
-            return
-        cause = "policy and reference differ: other weights, dropout, another dtype, or stale precomputed sums"
-        value(values, "preference" if "preference" in values else "loss", expected, 1e-4, cause)
-        for name in ("rewards/chosen", "rewards/rejected"):
-            value(values, name, 0.0, 1e-4, cause)
-
-    return check
-
-
-def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> Callable[[dict[str, float]], None]:
-    """Nothing has moved since the rollout: ratio 1, no divergence, nothing clipped, sampling agrees with teacher forcing."""
-    narrow = precision == "fp32"
-
-    def check(values: dict[str, float]) -> None:
-        cause = "the sampler and the training pass score answers differently: temperature, masks, positions, dropout"
-        name = "sampling/sampling_logp_difference/"
-        value(values, name + ("max" if narrow else "mean"), 0.0, 1e-4 if narrow else 2e-2, cause)
-        value(values, ratio, 1.0, 1e-4 if narrow else 5e-2, cause)
-        value(values, divergence, 0.0, 1e-6 if narrow else 1e-2, cause)
-        value(values, clipped, 0.0, 0.0 if narrow else 1e-1, cause)
-
-    return check
-
-
-def unmoved(before: str, after: str, what: str) -> None:
-    """Raise GateError when frozen weights changed during the run."""
-    if before != after:
-        raise GateError(
-            f"{what}: its weights had the hash {before[:16]} at the start and {after[:16]} now; it must stay frozen: "
-            "something trains or overwrites it"
-        )

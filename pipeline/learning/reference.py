@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pipeline import checkpoint, device
-from pipeline.learning import gates
+from pipeline.learning import first_steps
 from pipeline.model import lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
@@ -46,7 +46,7 @@ class Reference:
 
     def check(self) -> None:
         """Raise GateError when its weights are not those of the start."""
-        gates.unmoved(self.digest, self._now(), "the reference")
+        first_steps.unmoved(self.digest, self._now(), "the reference")
 
     def _now(self) -> str:
         if not self.adapted:

@@ -4,13 +4,10 @@ The heads run only over the positions that are asked for: with a vocabulary of 4
 third of all multiplications, and in tool dialogues two thirds of the positions are prompt.
 """
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.learning.objectives_pairs import PairLogprobs
 from pipeline.streams.batch import Tokens
-from pipeline.streams.preferences import PairStream
 
 
 def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
@@ -37,29 +34,3 @@ def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) ->
 def sum_by_row(values: Tensor, chosen: Tensor) -> Tensor:
     """Sums (B,) of `values` (N,), which stand row by row at the True places of `chosen` (B, T)."""
     return values.new_zeros(chosen.shape).masked_scatter(chosen, values).sum(1)
-
-
-def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
-    """Summed log-probabilities of the answers of P pairs, whose rows are the P chosen, then the P rejected ones."""
-    logprobs, _ = token_logprobs(model, batch)
-    chosen = batch.targets >= 0
-    return pairs_of(sum_by_row(logprobs, chosen), chosen)
-
-
-def pairs_of(sums: Tensor, chosen: Tensor) -> PairLogprobs:
-    """Sums (2P,) of the answers marked by `chosen` (2P, T) as pairs."""
-    (better, worse), (longer, other) = sums.chunk(2), chosen.sum(1).chunk(2)
-    return PairLogprobs(better, worse, longer, other)
-
-
-@torch.no_grad()
-def reference_sums(model: nn.Module, stream: PairStream, where: torch.device) -> dict[str, np.ndarray]:
-    """Sums (n, 2) of the chosen and rejected answers of each split's pairs, in their order: computed once, the reference goes."""
-    found = {}
-    for name in ("train", "val"):
-        parts = []
-        for batch in stream.batches(name):
-            pairs = pair_logprobs(model, batch.to(where))
-            parts.append(torch.stack([pairs.chosen, pairs.rejected], 1).cpu().numpy())
-        found[name] = np.concatenate(parts)
-    return found

@@ -13,6 +13,8 @@ from torch.nn import functional
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Checkpointing, Linear, Transformer
 
+MIN_STD = 1e-3  # below it normalising would only magnify rounding
+
 
 class RewardModel(nn.Module):
     """A trunk and a scalar head. It takes the trunk over: the head for tokens goes, dropout must be off.
@@ -56,6 +58,11 @@ class RewardModel(nn.Module):
     def normalised(self, rewards: Tensor) -> Tensor:
         """(r - mean) / std: the learned part of a score, and what a critic starts from."""
         return (rewards - self.reward_mean) / self.reward_std
+
+    def calibrate(self, rewards: Tensor) -> None:
+        """Take mean and spread (unbiased, at least 1e-3) of raw rewards (n,) of the base model's answers."""
+        self.reward_mean = float(rewards.double().mean())
+        self.reward_std = max(MIN_STD, float(rewards.double().std()))
 
     @property
     def config(self) -> ModelConfig:

@@ -6,7 +6,6 @@ Inputs are rounded to 9 digits first, so that the file holds the very numbers th
 """
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 SEED, IN, OUT, RANK, ALPHA, ROWS = 20, 6, 5, 2, 3, 4
-CASES = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
+CASES: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 
 
 def digits(tensor: Tensor) -> Any:
@@ -23,7 +22,7 @@ def digits(tensor: Tensor) -> Any:
     return [digits(row) for row in tensor] if tensor.ndim else float(f"{float(tensor.detach()):.9g}")
 
 
-def case(name: str, options: dict[str, bool]) -> dict[str, Any]:
+def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Forward, gradients and merged weight of an adapter away from zero."""
     generator = torch.Generator().manual_seed(SEED)
 
@@ -33,7 +32,8 @@ def case(name: str, options: dict[str, bool]) -> dict[str, Any]:
     linear = torch.nn.Linear(IN, OUT)
     linear.weight.data, linear.bias.data = drawn(OUT, IN), drawn(OUT)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["layer"], **options)
-    layer = peft.get_peft_model(torch.nn.ModuleDict({"layer": linear}), config).base_model.model["layer"]
+    model: Any = peft.get_peft_model(torch.nn.ModuleDict({"layer": linear}), config)  # pyright: ignore[reportArgumentType]
+    layer = model.base_model.model["layer"]
     inputs = {"weight": linear.weight.detach().clone(), "bias": linear.bias.detach(), "x": drawn(ROWS, IN)}
     parameters = {n.replace(".default", ""): p for n, p in layer.named_parameters() if "lora_" in n}
     for key, parameter in parameters.items():
@@ -56,7 +56,6 @@ if __name__ == "__main__":
         "oracle": "peft",
         "version": peft.__version__,
         "torch": torch.__version__.partition("+")[0],
-        "python": platform.python_version(),
         "call": "peft.tuners.lora.Linear.forward, .merge; gradients of sum(out * upstream)",
         "seed": SEED,
         "cases": [case(name, options) for name, options in CASES.items()],
