@@ -22,7 +22,11 @@ def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) ->
 
     float32, in nats, row by row: log softmax(z / T)[target].
     """
-    logits, targets = trained_logits(model, batch)
+    return target_logprobs(*trained_logits(model, batch), temperature)
+
+
+def target_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The same from logits (N, V) and their targets (N,)."""
     scaled = logits.float() / temperature
     norm = scaled.logsumexp(-1)  # (N,)
     logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - norm
