@@ -1,10 +1,13 @@
 """Log-probabilities at the trained positions alone equal those of the whole forward pass."""
 
+import pytest
 import torch
+from torch import Tensor, nn
 
-from pipeline.learning.scoring import trained_logits
+from pipeline.learning.scoring import sum_by_row, token_logprobs, trained_logits
 from pipeline.model.transformer import Transformer
-from pipeline.streams.batch import TokenBatch
+from pipeline.streams.batch import Answered, TokenBatch
+from tests.goldens import assert_near, cases, tensors
 
 I = -100  # noqa: E741 (nothing is trained here)
 BATCH = TokenBatch(
@@ -37,3 +40,57 @@ def test_a_batch_without_targets_gives_no_logits(tiny_model: Transformer) -> Non
     logits, targets = trained_logits(tiny_model, dataclasses.replace(BATCH, targets=torch.full((2, 8), I)))
     assert logits.shape == (0, tiny_model.config.vocab_size)
     assert targets.shape == (0,)
+
+
+class Given(nn.Module):
+    """Answers every call with the same logits (B, T, V), at the places that are asked for."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, input_ids: Tensor, *, positions: Tensor, documents: Tensor, select: Tensor) -> Tensor:
+        assert input_ids.shape == positions.shape == documents.shape == select.shape == self.logits.shape[:2]
+        return self.logits[select]
+
+
+def rows_of(ids: Tensor, mask: Tensor) -> Answered:
+    """Targets that stand where they are predicted, so nothing is left to shift."""
+    zero = torch.zeros_like(ids)
+    return Answered(zero, ids.where(mask, I), zero.int(), zero)
+
+
+@pytest.mark.parametrize("name", ["temperature_0.7", "temperature_1.0"])
+def test_log_probabilities_and_entropies_at_a_temperature_are_trl_s(name: str) -> None:
+    case = cases("grpo")[name]
+    given = tensors(case["inputs"], torch.float32)
+    every = rows_of(given["ids"], torch.ones_like(given["ids"], dtype=torch.bool))
+    logprobs, entropies = token_logprobs(Given(given["logits"]), every, case["inputs"]["temperature"])
+    assert_near(logprobs.view_as(given["ids"]), case["expected"]["logprobs"], torch.float32)
+    assert_near(entropies.view_as(given["ids"]), case["expected"]["entropies"], torch.float32)
+
+
+def test_log_probabilities_have_a_gradient_and_entropies_none() -> None:
+    logits = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    batch = rows_of(torch.tensor([[1, 2, 3]]), torch.tensor([[True, False, True]]))
+    logprobs, entropies = token_logprobs(Given(logits), batch, 2.0)
+    assert logprobs.shape == entropies.shape == (2,)
+    assert logprobs.requires_grad and not entropies.requires_grad
+    logprobs.sum().backward()
+    expected = -(logits.detach() / 2).softmax(-1)
+    expected[0, 0, 1] += 1
+    expected[0, 2, 3] += 1
+    expected[0, 1] = 0
+    torch.testing.assert_close(logits.grad, expected / 2)
+
+
+def test_half_precision_logits_are_normalised_in_float32() -> None:
+    logits = torch.zeros(1, 1, 4096, dtype=torch.bfloat16)
+    logprobs, entropies = token_logprobs(Given(logits), rows_of(torch.tensor([[7]]), torch.tensor([[True]])), 1.0)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(torch.stack([-logprobs, entropies]), torch.full((2, 1), 4096.0).log())
+
+
+def test_sums_are_taken_row_by_row_and_a_row_without_places_is_zero() -> None:
+    chosen = torch.tensor([[True, False, True], [False, False, False], [False, True, False]])
+    assert sum_by_row(torch.tensor([1.0, 20.0, 300.0]), chosen).tolist() == [21.0, 0.0, 300.0]

@@ -31,7 +31,7 @@ class Loss:
     terms: list[Term]
     metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # name -> (sum, count)
     extremes: dict[str, Tensor] = field(default_factory=dict)  # the least where the name says min, else the greatest
-    veto: str = ""  # why no update may be made from this batch
+    limits: dict[str, float] = field(default_factory=dict)  # metric -> the most its mean over the whole step may be
 
 
 def next_token(logits: Tensor, targets: Tensor) -> Loss:

@@ -8,7 +8,7 @@ Not here: the log-probabilities (`scoring.py`). Not promised: losses that need m
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ class PairLogprobs:
     rejected: Tensor  # (P,)
     num_chosen: Tensor  # (P,) tokens, the end of the turn included
     num_rejected: Tensor  # (P,)
+    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # of single tokens, name -> (sum, count)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, centring: float = 0.01) -> Loss:
@@ -196,4 +197,4 @@ def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) 
     }
     if reference:
         metrics["nll/reference"] = (-reference.chosen.sum(), int(reference.num_chosen.sum()))
-    return Loss(terms, metrics)
+    return Loss(terms, metrics | policy.metrics)

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.learning.objectives import Loss, Term
 
 LIMIT = 20.0  # of log-ratios before exp, in nats
-MAX_RATIO = 10.0  # a batch whose mean ratio is above it is not trained on
+MAX_RATIO = 10.0  # a step whose mean ratio is above it is not trained on
 
 
 # Kullback-Leibler divergence
@@ -131,15 +131,9 @@ def surrogate(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """0.5 * max((V - R)^2, (V clipped around its old self - R)^2), and where the clipped one is larger; elementwise."""
-    near = old + (values - old).clamp(-clip, clip)
+    near = values.clamp(old - clip, old + clip)  # bit-equal inside, so rounding counts nothing as clipped
     free, bound = (values - returns).square(), (near - returns).square()
     return 0.5 * torch.maximum(free, bound), bound > free
-
-
-def veto_of(ratio: Tensor) -> str:
-    """Why a batch with these ratios must not be trained on; empty where it may."""
-    mean = float(ratio.detach().mean()) if ratio.numel() else 1.0
-    return f"the mean ratio is {mean:.1f}, above {MAX_RATIO:.0f}" if not mean <= MAX_RATIO else ""
 
 
 def ppo(
@@ -159,7 +153,7 @@ def ppo(
         "val/ratio_var": ((still - 1).square().sum(), num),
     }
     terms = [Term("loss/policy_avg", policy.sum()), Term("loss/value_avg", value.sum(), "tokens", value_weight)]
-    return Loss(terms, metrics, veto=veto_of(still))
+    return Loss(terms, metrics, limits={"val/ratio": MAX_RATIO})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +229,7 @@ def group_policy(
         token_weight = weight if len(weight) == num else 1 / lengths[row_of]
         terms.append(Term("kl_loss", (divergence * token_weight).sum(), per, coefficient * method.beta))
         metrics["kl"] = (divergence.detach().sum(), num)
-    return Loss(terms, metrics, veto=veto_of(ratio))
+    return Loss(terms, metrics, limits={"ratio": MAX_RATIO})
 
 
 def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[Tensor, int]]:
@@ -262,6 +256,6 @@ def with_agreement(loss: Loss, logprobs: Tensor, old: Tensor) -> Loss:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(R - V) / Var(R); 0 where all returns are equal."""
+    """1 - mean (R - V)^2 / Var(R), so a critic that is off by a constant explains less; 0 where all returns are equal."""
     spread = float(returns.var()) if len(returns) > 1 else 0.0
-    return 1 - float((returns - values).var()) / spread if spread > 0 and math.isfinite(spread) else 0.0
+    return 1 - float((returns - values).square().mean()) / spread if spread > 0 and math.isfinite(spread) else 0.0

@@ -22,18 +22,18 @@ def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) ->
 
     float32, in nats, row by row: log softmax(z / T)[target].
     """
-    logits, targets = trained_logits(model, batch)
-    return _logprobs(logits, targets, temperature)
+    return target_logprobs(*trained_logits(model, batch), temperature)
 
 
 def actor_critic(model: nn.Module, batch: Tokens, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """As `token_logprobs` of the actor, and the critic's values (N,) of the states that the tokens were chosen in."""
     chosen = batch.targets >= 0
     logits, values = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen)
-    return *_logprobs(logits, batch.targets[chosen], temperature), values
+    return *target_logprobs(logits, batch.targets[chosen], temperature), values
 
 
-def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def target_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The same from logits (N, V) and their targets (N,)."""
     scaled = logits.float() / temperature
     norm = scaled.logsumexp(-1)  # (N,)
     logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - norm

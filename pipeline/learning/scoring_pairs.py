@@ -3,21 +3,36 @@
 A file of its own, so that a change here retrains no language model.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeline.learning.objectives_pairs import PairLogprobs
-from pipeline.learning.scoring import sum_by_row, token_logprobs
+from pipeline.learning.scoring import sum_by_row, target_logprobs, trained_logits
 from pipeline.streams.batch import Tokens
 from pipeline.streams.preferences import PairStream
 
 
 def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
-    """Summed log-probabilities of the answers of P pairs, whose rows are the P chosen, then the P rejected ones."""
-    logprobs, _ = token_logprobs(model, batch)
+    """Summed log-probabilities of the answers of P pairs, whose rows are the P chosen, then the P rejected ones.
+
+    With TRL's metrics of the single tokens: mean logits of both sides, entropy of both, accuracy over the chosen answers.
+    """
+    logits, targets = trained_logits(model, batch)
+    logprobs, entropy = target_logprobs(logits, targets)
     chosen = batch.targets >= 0
-    return pairs_of(sum_by_row(logprobs, chosen), chosen)
+    num = int(chosen.chunk(2)[0].sum())  # tokens of the chosen answers, which stand first
+    still = logits.detach()
+    means, right = still.float().mean(-1), still[:num].argmax(-1) == targets[:num]
+    metrics = {
+        "logits/chosen": (means[:num].sum(), num),
+        "logits/rejected": (means[num:].sum(), len(means) - num),
+        "entropy": (entropy.sum(), len(entropy)),
+        "mean_token_accuracy": (right.sum(), num),
+    }
+    return replace(pairs_of(sum_by_row(logprobs, chosen), chosen), metrics=metrics)
 
 
 def pairs_of(sums: Tensor, chosen: Tensor) -> PairLogprobs:

@@ -22,7 +22,7 @@ class Totals:
     terms: dict[str, list[Any]] = field(default_factory=dict)  # name -> [sum, per, coefficient]
     metrics: dict[str, list[float]] = field(default_factory=dict)  # name -> [sum, count]
     extremes: dict[str, float] = field(default_factory=dict)
-    veto: str = ""
+    limits: dict[str, float] = field(default_factory=dict)  # metric -> the most its mean may be
 
     def add(self, loss: Loss) -> None:
         """Count a micro-batch in."""
@@ -35,7 +35,7 @@ class Totals:
             entry[1] += count
         for name, value in loss.extremes.items():
             self.extremes[name] = _extreme(name, self.extremes.get(name), float(value))
-        self.veto = self.veto or loss.veto
+        self.limits |= loss.limits
 
     def reduce(self, ranks: Ranks) -> None:
         """Sum over all ranks; every rank must have seen the same names."""
@@ -43,15 +43,21 @@ class Totals:
             return
         places = [(entry, 0) for entry in self.terms.values()]
         places += [(self.metrics[name], place) for name in sorted(self.metrics) for place in (0, 1)]
-        values = [float(entry[place]) for entry, place in places] + [float(bool(self.veto))]
-        summed = ranks.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
-        for (entry, place), value in zip(places, summed[:-1], strict=True):
+        values = torch.tensor([float(entry[place]) for entry, place in places], dtype=torch.float64)
+        for (entry, place), value in zip(places, ranks.sum_tensor(values).tolist(), strict=True):
             entry[place] = value
-        if summed[-1] and not self.veto:
-            self.veto = "another process refuses its part of the batch"
         for name in sorted(self.extremes):
             sign = -1.0 if "min" in name else 1.0
             self.extremes[name] = sign * ranks.greatest(sign * self.extremes[name])
+
+    @property
+    def veto(self) -> str:
+        """Why no update may be made from this step; empty where it may. Read it after `reduce`: a limit binds the whole step."""
+        for name, limit in self.limits.items():
+            total, count = self.metrics[name]
+            if count and not total / count <= limit:  # also where it is not a number
+                return f"the mean of {name} is {total / count:.1f}, above {limit:g}"
+        return ""
 
     @property
     def value(self) -> float:

@@ -39,6 +39,8 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.beta < 0 or self.target_kl <= 0 or self.horizon < 1:
             raise ValueError("expected beta >= 0, target_kl > 0, horizon >= 1")
+        if self.value_weight < 0:
+            raise ValueError(f"expected value_weight >= 0, got {self.value_weight}")
         if not (0 < self.gamma <= 1 and 0 <= self.lam <= 1 and self.clip > 0 and self.value_clip > 0):
             raise ValueError("expected gamma in (0, 1], lam in [0, 1], clip > 0, value_clip > 0")
 
@@ -102,6 +104,8 @@ def estimate_group(rollouts: list[Rollout], method: GroupMethod, samples: int) -
     if "reference" in rollouts[0].arrays:
         divergence = _padded(rollouts, "old", mask) - _padded(rollouts, "reference", mask)
         numbers["kl/rollout"] = float((divergence * mask).sum(1).mean())
+    else:
+        assert method.kl_in == "loss" or not method.beta, "the reward holds a divergence: annotate with a reference"
     if method.advantage == "to_go":
         per_token = policy.ppo_rewards(divergence, torch.zeros_like(divergence), mask, known, method.beta)
         counted = mask & valid[:, None]

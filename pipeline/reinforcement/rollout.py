@@ -55,8 +55,12 @@ class RolloutConfig(TrainingConfig):
         if (self.iterations is None) == (self.passes is None):
             raise ValueError("expected exactly one of iterations and passes")
         counts = (self.prompts, self.samples, self.epochs, self.minibatches, self.max_prompt, self.max_new_tokens)
-        if min(counts) < 1 or (self.iterations or 1) < 1 or (self.passes or 1) <= 0 or self.temperature <= 0:
-            raise ValueError("prompts, samples, epochs, minibatches, max_prompt, max_new_tokens, temperature: expected > 0")
+        length = self.passes if self.iterations is None else self.iterations
+        if min(counts) < 1 or (length or 0) <= 0 or self.temperature <= 0:
+            raise ValueError(
+                "prompts, samples, iterations, passes, epochs, minibatches, max_prompt, max_new_tokens, temperature: "
+                "expected > 0"
+            )
         if self.prompts * self.samples < self.minibatches:
             raise ValueError(f"minibatches: expected at most prompts * samples, got {self.minibatches}")
         self.check()
@@ -182,7 +186,9 @@ class RolloutStream:
             turn, within = divmod(place, count)
             order = np.random.default_rng(stable_hash("prompts", self._seed, turn) % 2**63).permutation(count)
             prompt = self.prompts[int(order[within])]
-            group = (iteration * (EXTRA_ROUNDS + 1) + extra) * config.prompts + place - start  # no two groups share a number
+            group = (
+                (iteration * (EXTRA_ROUNDS + 1) + extra) * config.prompts + place - start
+            )  # no two groups share a number
             first = group * config.samples if config.samples > 1 else turn
             asked += [(prompt, first + n) for n in range(config.samples)]
         return asked
@@ -266,9 +272,9 @@ def grouped(rollouts: Sequence[Rollout], samples: int) -> list[Sequence[Rollout]
 
 
 def spread(group: Sequence[Rollout]) -> float:
-    """The standard deviation of a group's known scores; 0 below two of them."""
+    """The standard deviation of a group's known scores; NaN below two of them: neither equal nor different."""
     known = [rollout.total for rollout in group if rollout.score.total is not None]
-    return float(np.std(known, ddof=1)) if len(known) > 1 else 0.0
+    return _deviation(known) if len(known) > 1 else math.nan
 
 
 def informative(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:
@@ -283,7 +289,7 @@ def numbers_of(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
     groups = grouped(rollouts, samples)
     numbers = {
         "reward": _mean(totals),
-        "reward_std": float(np.std(totals, ddof=1)) if len(totals) > 1 else 0.0,
+        "reward_std": _deviation(totals),
         "completions/mean_length": _mean(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
@@ -295,10 +301,15 @@ def numbers_of(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
     for name in rollouts[0].score.parts:
         values = [r.score.parts[name] for r in rollouts]
         known = [value for value in values if value is not None]
-        numbers |= {f"rewards/{name}/mean": _mean(known), f"rewards/{name}/std": float(np.std(known)) if known else 0.0}
+        numbers |= {f"rewards/{name}/mean": _mean(known), f"rewards/{name}/std": _deviation(known)}
     verdicts = Counter(r.score.verdict for r in rollouts if r.score.verdict)
     return numbers | {f"verdicts/{name}": float(count) for name, count in sorted(verdicts.items())}
 
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else math.nan
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Unbiased; 0 below two values."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
