@@ -99,7 +99,7 @@ def test_every_split_has_what_was_asked_for(usual: Made) -> None:
         "test": 20,
         "rl": 8,
     }
-    assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 10}
+    assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 30}
     assert usual["report"]["kinds"] == {"choice": 10, "code": 35, "copy": 5, "story": 5, "talk": 5, "tools": 40}
     assert usual["report"]["dropped_test_items"] == {"dialogues": 0, "problems": 0}
 
