@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.sandbox import kernel
-from pipeline.sandbox import pool as pool_module
+from pipeline.sandbox import servers as servers_module
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 from pipeline.sandbox.pool import Pool, Task
 from tests import attacks
@@ -187,7 +187,7 @@ def test_the_probe_names_what_is_enforced():
 
 
 def test_a_machine_without_a_sandbox_is_refused_with_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(pool_module, "JAIL", _broken_jail(tmp_path))
+    monkeypatch.setattr(servers_module, "JAIL", _broken_jail(tmp_path))
     with (
         pytest.raises(ConfigError, match=r"needs Linux with seccomp.*allow_unsafe.*no seccomp here"),
         Judge(SandboxConfig(), 1),
@@ -196,7 +196,7 @@ def test_a_machine_without_a_sandbox_is_refused_with_what_to_do(monkeypatch, tmp
 
 
 def test_allow_unsafe_runs_and_marks_the_verdicts(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(pool_module, "JAIL", _broken_jail(tmp_path))
+    monkeypatch.setattr(servers_module, "JAIL", _broken_jail(tmp_path))
     with Judge(SandboxConfig(allow_unsafe=True), 1) as judge:
         (verdict,) = judge.judge([ADD])
     assert (verdict.verdict, verdict.profile) == ("passed", "unsafe")
@@ -223,22 +223,22 @@ def test_a_killed_server_loses_no_job():
         def programs():
             for number in range(30):
                 if number == 10:
-                    server = judge.pool._servers[0].process
+                    server = judge.pool.host.running["sealed"][0].process
                     assert server is not None
                     server.kill()
                 yield ADD
 
         assert [v.verdict for v in judge.judge(programs())] == ["passed"] * 30
-        assert judge.pool.num_restarts >= 1
+        assert judge.pool.host.num_restarts >= 1
 
 
 def test_a_server_that_dies_twice_makes_the_candidate_unscorable(monkeypatch, caplog):
     with Judge(SandboxConfig(), 1) as judge:
 
         def fail(self, job, seconds):
-            raise pool_module.HarnessError("gone")
+            raise servers_module.HarnessError("gone")
 
-        monkeypatch.setattr(pool_module.Server, "call", fail)
+        monkeypatch.setattr(servers_module.Server, "call", fail)
         (verdict,) = judge.judge([ADD])
     assert (verdict.verdict, verdict.reason, verdict.score) == ("unscorable", "harness", None)
     assert "unscorable" in caplog.text
@@ -251,7 +251,7 @@ from pipeline.sandbox.pool import Pool, SandboxConfig, Task
 pool = Pool(SandboxConfig(), 2).__enter__()
 task = Task("import time\\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 10.0)
 for _ in range(2): threading.Thread(target=pool.run, args=(task,), daemon=True).start()
-print(*[s.process.pid for s in pool._servers], flush=True)
+print(*[s.process.pid for s in pool.host.running['sealed']], flush=True)
 threading.Event().wait()
 """
     trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
@@ -281,7 +281,7 @@ def test_no_secret_of_the_trainer_is_in_the_memory_of_server_or_child(monkeypatc
         Judge(SandboxConfig(limits=Limits(cpu_seconds=0.2, wall_extra_seconds=0.5)), 1) as judge,
         ThreadPoolExecutor(1) as other_thread,
     ):
-        server = judge.pool._servers[0].process
+        server = judge.pool.host.running["sealed"][0].process
         assert server is not None
         verdicts = judge.judge([program])
         future = other_thread.submit(next, verdicts)
@@ -323,6 +323,13 @@ def test_a_program_reads_its_stdin_and_its_time_out_stops_no_other_test():
         (verdict,) = judge.judge([Program(source=source, entry_point="", tests=tests)])
     assert [r.verdict for r in verdict.results] == ["passed", "timeout", "passed", "error"]
     assert verdict.results[3].message == "EOFError: EOF when reading a line"
+
+
+def test_exit_and_quit_end_a_program_as_in_any_script():
+    programs = [Program(source=f"print(1)\n{s}\nprint(2)", entry_point="", tests=[{"stdin": "", "stdout": "1"}])
+                for s in ("exit()", "quit(0)", "exit(1)")]  # fmt: skip
+    with Judge(SandboxConfig(), 1) as judge:
+        assert [(v.verdict, v.reason) for v in judge.judge(programs)] == [("passed", "")] * 2 + [("error", "exit")]
 
 
 @pytest.mark.slow
@@ -373,7 +380,7 @@ def test_a_preloaded_module_that_is_not_there_is_named():
 @pytest.mark.slow
 def test_a_thousand_jobs_leave_no_process_descriptor_or_server_memory():
     with Judge(SandboxConfig(), 2) as judge:
-        servers = [server.process.pid for server in judge.pool._servers if server.process is not None]
+        servers = [server.process.pid for server in judge.pool.host.running["sealed"] if server.process is not None]
 
         def state() -> list[int]:
             return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in servers if os.getuid() == 0]
@@ -384,4 +391,4 @@ def test_a_thousand_jobs_leave_no_process_descriptor_or_server_memory():
         assert all(v.verdict == "passed" for v in judge.judge([ADD] * 20))
         before = state()
         assert all(v.verdict == "passed" for v in judge.judge([ADD] * 1000))
-        assert state() == before and not children() and judge.pool.num_restarts == 0
+        assert state() == before and not children() and judge.pool.host.num_restarts == 0

@@ -8,7 +8,8 @@ answers on fd 3: the byte R when it is closed off, then per test `{"n": nonce, "
 
     settings  {"profile", "preload": [module], "paths": [folder]}  ->  {"ready": {...}}, {"refused": why} or {"missing": module}
     job       {"id", "nonce", "profile", "source", "entry", "tests": [{"args", "kwargs"} or {"stdin"}], "limits": {...}}
-    answer    {"id", "frames", "status", "signal", "cpu_ms", "max_rss_kb", "stdout", "stderr", "cut"} or {"id", "fault"}
+    answer    {"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"}
+              or {"id", "fault"}
 
 Neighbours: `child.py` what runs after the fork, `kernel.py` the layers, `watch.py` the limits, `trial.py` the self-test.
 `python -m pipeline.sandbox.jail --probe` prints what this machine enforces. Standard library only, nothing of the project.
@@ -19,6 +20,7 @@ code of strangers belongs on a machine of its own.
 """
 
 import ast
+import builtins
 import fcntl
 import gc
 import importlib
@@ -87,6 +89,8 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
 
     Returns what is enforced. Raises Refused, or ImportError for a module of `preload`.
     """
+    if profile not in child.LAYERS:
+        raise kernel.Refused(f"no profile {profile!r} in this version")
     os.environ.clear()
     os.environ |= {"TZ": "UTC0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     time.tzset()
@@ -94,6 +98,7 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
     sys.modules[WITHOUT_OPENSSL] = None  # pyright: ignore[reportArgumentType]
     for name in [*MODULES.split(), *preload]:
         importlib.import_module(name)
+    builtins.exit = builtins.quit = sys.exit  # programs call them; `site`, which -S leaves out, would define them
     sys.path.clear()
     sys.path_importer_cache.clear()
     os.environ.clear()

@@ -38,7 +38,7 @@ class Watch:
         self.exit: tuple[int, Any] | None = None  # wait status and usage, once reaped
         self.died = False  # by itself
         self.cpu_mark, self.started = 0.0, time.monotonic()
-        self.wall_mark = self.started
+        self.wall_mark = self.stopped = self.started
         self.poller = select.poll()
 
     def until_done(self, jobs: int) -> None:
@@ -171,6 +171,7 @@ class Watch:
 
     def reap(self) -> None:
         """Kill what is left, collect what it wrote, close everything."""
+        self.stopped = time.monotonic()
         for kill in (os.kill, os.killpg):
             try:
                 if self.exit is None or kill is os.killpg:
@@ -204,6 +205,7 @@ class Watch:
             "status": os.WEXITSTATUS(status) if alone and os.WIFEXITED(status) else None,
             "signal": os.WTERMSIG(status) if alone and os.WIFSIGNALED(status) else None,
             "cpu_ms": round(1000 * (usage.ru_utime + usage.ru_stime)),
+            "wall_ms": round(1000 * (self.stopped - self.started)),
             "max_rss_kb": usage.ru_maxrss,
             "stdout": self.output[self.out][: self.caps[self.out]].decode("utf-8", "replace"),
             "stderr": self.output[self.err][: self.caps[self.err]].decode("utf-8", "replace"),
