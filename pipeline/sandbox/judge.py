@@ -353,8 +353,11 @@ def _ending(report: Report) -> _Answer | None:
         return _Answer(verdict="timeout", message=f"{report.cut} limit")
     if report.cut == "forged":
         return FORGED
+    if report.cut == "memory":
+        return _Answer(verdict="memory", message="memory of all its processes")
     if report.cut is not None:
-        return _Answer(verdict="error", reason="output", message="too much output")
+        what = "output" if report.cut == "output" else "in its files"
+        return _Answer(verdict="error", reason="output", message=f"too much {what}")
     if report.signal == signal.SIGKILL:  # it cannot kill itself, and we did not: the kernel was out of memory
         return _Answer(verdict="memory", message="killed by the kernel")
     if report.signal is not None:

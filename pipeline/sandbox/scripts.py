@@ -51,7 +51,8 @@ try:
 except BaseException as error:
     found = [None, [type(error).__name__, str(error)[:200]]]
 sys.stdout.flush()
-print("\\n{mark}" + json.dumps(found), flush=True)
+sys.stdout.write("\\n{mark}" + json.dumps(found) + "\\n")
+sys.stdout.flush()
 """
 
 
