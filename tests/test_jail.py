@@ -169,6 +169,29 @@ def test_arguments_decide_about_the_checked_calls(name: str):
         assert refused == [filters.ERRNO | filters.EPERM] * len(bad), call
 
 
+@pytest.mark.parametrize("name", filters.ARCHITECTURES)
+def test_files_adds_the_listed_calls_and_shell_denies_the_listed_calls_and_no_other(name: str):
+    machine = filters.ARCHITECTURES[name]
+    denied = {numbers[machine.column] for numbers in filters.DENIED.values()}
+    allowed = {numbers[machine.column] for table in (filters.ALLOWED, filters.ON_FILES) for numbers in table.values()}
+    checked = {numbers[machine.column] for numbers in filters.CHECKED.values()}
+    files, shell = (filters.filter_program(machine, profile) for profile in ("files", "shell"))
+    eperm, enosys = filters.ERRNO | filters.EPERM, filters.ERRNO | filters.ENOSYS
+    for number in {*range(600), 4000, 1 << 29} - checked:
+        other = enosys if number == filters.CLONE3 or number > filters.LAST_KNOWN else None
+        found = decision(files, number, machine.audit)
+        assert found == (filters.ALLOW if number in allowed else other or eperm), number
+        assert decision(shell, number, machine.audit) == (other or (eperm if number in denied else filters.ALLOW)), (
+            number
+        )
+    clone, ioctl = (filters.CHECKED[call][machine.column] for call in ("clone", "ioctl"))
+    for flags, right in ((17, True), (0x3D0F00, True), (0x10000011, False), (0x20011, False), (0x40000011, False)):
+        assert decision(shell, clone, machine.audit, (flags,)) == (filters.ALLOW if right else eperm)
+    for request, right in ((0x5401, True), (0x5412, False), (0x541C, False), (1 << 32 | 0x5412, False)):
+        assert decision(shell, ioctl, machine.audit, (0, request)) == (filters.ALLOW if right else eperm)
+    assert decision(shell, 1, 0x40000003) == filters.KILL
+
+
 def without(word: str, count: int) -> str:
     """Takes an argument and what follows it out of bubblewrap's command line."""
     return f"shell.arguments = lambda size, f=shell.arguments: (w := f(size)) and w[:w.index({word})] + w[w.index({word}) + {count}:]"

@@ -302,3 +302,16 @@ def test_scripts_of_other_trainers_are_answered_as_by_their_router(url: str):
     other = httpx.post(f"{url}/execute_batch", json={"scripts": ["2"], "languages": ["r"]}, trust_env=False).json()
     assert other == [{"execution": None, "exception_str": "language: expected one of python, bash, found 'r'"}]
     assert httpx.post(f"{url}/execute_batch", json={"scripts": 2}, trust_env=False).status_code == 422
+
+
+def test_scripts_that_start_processes_run_in_the_shell_where_there_is_one(url: str):
+    if (why := httpx.get(f"{url}/health", trust_env=False).json()["refused"].get("shell")) is not None:
+        pytest.skip(f"profile shell: {why}")
+    nested = "import subprocess, sys\nr = subprocess.run([sys.executable, '-c', 'print(6 * 7)'], capture_output=True)\n"
+    scripts = [nested + "float(r.stdout)", "echo $((6 * 7)); exit 3", "print('stagecoach-result-')\nraise KeyError(1)"]
+    batch = {"scripts": scripts, "languages": ["python", "bash", "python"], "timeout": 9, "request_timeout": 9}
+    answers = httpx.post(f"{url}/execute_batch", json=batch, timeout=60, trust_env=False).json()
+    value, status, raised = (answer["execution"] for answer in answers)
+    assert value["results"][0]["text"] == "42.0" and value["logs"]["stdout"] == []
+    assert status["error"]["value"] == "3" and status["logs"]["stdout"] == ["42\n"]
+    assert raised["error"]["name"] == "KeyError" and "stagecoach" in raised["logs"]["stdout"][0]
