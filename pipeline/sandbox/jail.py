@@ -15,7 +15,16 @@ Neighbours: `child.py` what runs after the fork, `kernel.py` and `filters.py` th
 `scratch.py` directories for profile `files`, `shell.py` profile `shell`, `trial.py` the self-test.
 `python -m pipeline.sandbox.jail --probe` prints what this machine enforces. Standard library only, nothing of the project.
 
-Promised: no file, network, process or secret within reach of the child; bounded time, memory and output; no survivors.
+The opponent is code of a model that is rewarded for passing: careless, greedy, tuned to cheat; through the service,
+hostile. Promised: no file beyond the profile, no network, no other process touched (signal, trace, limit, memory), no
+secret in the address space, bounded time, memory and output, no survivors. Where a layer of a profile cannot be
+had, the profile is refused: without seccomp there is none, without Landlock (ABI 3) no `files`, without bubblewrap and user
+namespaces no `shell`.
+
+    sealed   functions, programs on stdin: no call that takes a path; threads
+    files    one scratch directory, and the interpreter to read where the user of the servers may; threads
+    shell    bash scripts, 32 processes in namespaces of their own; /usr to read, 16 MiB at /tmp
+
 Not promised: kernel bugs, CPU side channels, hidden test inputs, strong tests, fair shares. This is no virtual machine:
 code of strangers belongs on a machine of its own.
 """

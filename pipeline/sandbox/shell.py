@@ -156,7 +156,7 @@ class ShellWatch(Watch):
         if self.cut is None and self.exit is None:
             if self.rss > self.limits["memory"]:
                 self.cut = "memory"
-            elif _files(self.pid) > self.limits["files"]:
+            elif _files(self.pid, self.limits["scratch"]) > self.limits["files"]:
                 self.cut = "files"
 
     def _bury(self) -> None:
@@ -207,13 +207,15 @@ def tree(pid: int) -> list[tuple[float, int]]:
     return found
 
 
-def _files(pid: int) -> int:
-    """The files in /tmp of the tree, counted by its file system."""
+def _files(pid: int, size: float) -> int:
+    """The files in /tmp of the tree, counted by its file system, which is known by its size.
+
+    One call: while bubblewrap builds, the same path is on other file systems.
+    """
     for process in _children(pid)[:1]:
         with contextlib.suppress(OSError):
-            inside = Path(f"/proc/{process}/root/tmp")
-            if inside.stat().st_dev != Path("/tmp").stat().st_dev:  # mounted by now
-                found = os.statvfs(inside)
+            found = os.statvfs(f"/proc/{process}/root/tmp")
+            if 0 < found.f_blocks * found.f_frsize < size + found.f_frsize:
                 return found.f_files - found.f_ffree
     return 0
 
