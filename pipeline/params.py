@@ -37,6 +37,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
+class SandboxAddress:
+    """`runtime.sandbox`: where generated code runs."""
+
+    url: str | None = None  # of a sandbox service (python -m pipeline.sandbox.service); none: this machine
+
+
+@dataclass(frozen=True, kw_only=True)
 class Runtime:
     """The `runtime` block: read by all stages, tracked by none, because none of it may change a result."""
 
@@ -49,6 +56,12 @@ class Runtime:
     save_minutes: float = 2.0  # and every so many minutes
     keep: int = 3  # how many states are kept besides the best
     fresh: bool = False  # throw away the state and the finished result of this key first
+    sandbox: SandboxAddress | None = None  # {url: http://machine:8801}: judge generated code on another machine
+
+    @property
+    def sandbox_url(self) -> str | None:
+        """`runtime.sandbox.url`; None: generated code runs on this machine."""
+        return None if self.sandbox is None else self.sandbox.url
 
     def __post_init__(self) -> None:
         if self.precision not in ("auto", "fp32", "bf16", "fp16"):
@@ -306,6 +319,8 @@ def convert(value: Value, kind: Any, where: str) -> Any:
     raw, wrong = value.raw, f'{value.origin}: {where}: expected {type_name(kind)}, got "{value.raw}"'
     if isinstance(kind, types.UnionType):
         for option in typing.get_args(kind):
+            if dataclasses.is_dataclass(option) and isinstance(raw, Mapping):
+                return convert(value, option, where)  # its own message says more than "expected this or that"
             try:
                 return convert(value, option, where)
             except ConfigError:
@@ -327,7 +342,12 @@ def convert(value: Value, kind: Any, where: str) -> Any:
             return float(raw)
         except ValueError:
             raise ConfigError(wrong) from None
-    if kind is Any or (kind is bool and isinstance(raw, bool)) or (kind is str and isinstance(raw, str)):
+    if (
+        kind is Any
+        or (kind is type(None) and raw is None)
+        or (kind is bool and isinstance(raw, bool))
+        or (kind is str and isinstance(raw, str))
+    ):
         return raw
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):
         return raw
@@ -362,17 +382,12 @@ def check(argv: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    for stage in stage_names(Path()):
+    for name in [*stage_names(Path()), "runtime"]:
         try:
-            stage_params(stage, settings)
+            build(Runtime, settings.layers(name), name) if name == "runtime" else stage_params(name, settings)
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             faults = error.exit_code
-    try:
-        build(Runtime, settings.layers("runtime"), "runtime")
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        faults = error.exit_code
     if not faults:
         sys.stderr.write(f"parameters of {len(stage_names(Path()))} stages: ok\n")
     return faults

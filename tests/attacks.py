@@ -1,17 +1,25 @@
 """Candidates that try to get out, to stay, or to pass without being right; data for `test_jail.py`.
 
 `CHEATS`: name, source of `f(x)`, the verdicts and reasons that may follow. The one test is f(2) == 4, three times.
-`REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did.
+`REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did; once
+in profile `sealed`, and again in `files` but for what only asks about a path.
+`SCRATCH`: as CHEATS, in profile `files`. `PROGRAMS`, `SCRIPTS`: name, source, stdin, stdout, verdicts; a script is bash
+in profile `shell`. `ROWS`: the rows of the attack table and the attacks that make each.
 Standard library only: `python attacks.py` judges all of them as whoever runs it and prints JSON.
 """
 
 import json
 import platform
+import select
+import signal
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 RIGHT = "def f(x): return x * x\n"
 TESTS = [{"args": f"[{n}]", "expected": str(n * n), "visible": n == 2} for n in (2, 3, 4)]
-FAST = {"cpu_seconds": 0.25, "wall_extra_seconds": 0.4, "timeouts": 1, "memory_mib": 64}
+FAST = {"cpu_seconds": 0.4, "wall_extra_seconds": 0.4, "timeouts": 1, "memory_mib": 64}
 NO_PASS = ("wrong", "error", "timeout", "unsafe")
 
 FRAME = r"""
@@ -88,9 +96,22 @@ CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("cyclic value", "a = []\na.append(a)\ndef f(x): return a", ("wrong",), ("opaque",)),
     ("deep value", "d = 0\nfor _ in range(10**5): d = [d]\ndef f(x): return d", ("wrong",), ("opaque",)),
+    (
+        "colliding keys",
+        "d = {n * (2**61 - 1): 0 for n in range(1, 1500)}\ndef f(x): return d",
+        ("wrong", "timeout"),
+        ("value", ""),
+    ),
+    ("knows no sign of zero", "def f(x): return x * x * -0.0", ("wrong",), ("value",)),
     ("huge integer", "def f(x): return 1 << 3321928", ("wrong",), ("opaque",)),
     ("knows only the public test", "def f(x): return 4", ("wrong",), ("value",)),
     ("endless loop", "def f(x):\n while True: pass", ("timeout",), ("",)),
+    ("recursion, limit raised", "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)", ("error", "memory", "timeout"),
+     ("crash", "exception", "")),
+    ("subprocess", "import subprocess\ndef f(x): return subprocess.run(['true']).returncode or x * x", ("error",),
+     ("exception",)),
+    ("multiprocessing", "import multiprocessing\ndef f(x):\n p = multiprocessing.Process(target=print)\n p.start()\n"
+     " return x * x", ("error",), ("exception",)),
     ("endless C call", "def f(x): return sum(iter(int, 1))", ("timeout",), ("",)),
     ("sleep", "import time\ndef f(x): time.sleep(3600)", ("timeout",), ("",)),
     (
@@ -147,11 +168,18 @@ def refused(call, *args):
     except OSError as error:
         return error.errno in REFUSALS
     return False
+def fails(call, *args):
+    try:
+        call(*args)
+    except OSError:
+        return True
+    return False
 def raw(number, *args):
     ctypes.set_errno(0)
     wide = [a if isinstance(a, bytes) else ctypes.c_long(a) for a in args]
     return libc.syscall(ctypes.c_long(number), *wide) == -1 and ctypes.get_errno() in REFUSALS
 P = os.getppid()
+PLACES = ('/root', '/home', {places!r})
 """
 X86 = platform.machine() == "x86_64"
 
@@ -166,11 +194,16 @@ REFUSED: list[tuple[str, str]] = [
     ("clone", f"raw({_nr(56, 220)}, 17, 0, 0, 0, 0)"),
     ("clone of a thread in new namespaces", f"raw({_nr(56, 220)}, 0x10010000 | 0x3d0f00, 0, 0, 0, 0)"),
     ("clone3", "raw(435, bytes(88), 88)"),
+    ("posix_spawn", "refused(os.posix_spawn, '/bin/true', ['true'], {})"),
     ("execve", "refused(os.execv, '/bin/sh', ['sh'])"),
     ("execveat", f"raw({_nr(322, 281)}, 0, b'', 0, 0, 0x1000)"),
     ("memfd", "refused(os.memfd_create, 'a')"),
     ("system by ctypes", "libc.system(b'true') != 0"),
     ("reads /etc/passwd", "refused(open, '/etc/passwd')"),
+    (
+        "reads the home and the repository",
+        "all(refused(os.listdir, p) for p in PLACES) and refused(open, PLACES[2] + '/README.md')",
+    ),
     ("lists the root", "refused(os.listdir, '/')"),
     ("stat", "refused(os.stat, '/etc/passwd')"),
     ("openat2", "raw(437, -100, b'/etc/passwd', bytes(24), 24)"),
@@ -201,6 +234,12 @@ REFUSED: list[tuple[str, str]] = [
     ("FIOASYNC, FIOSETOWN", "refused(fcntl.ioctl, 3, 0x5452, b'1234') and refused(fcntl.ioctl, 3, 0x8901, b'1234')"),
     ("prlimit on the server", "refused(resource.prlimit, P, resource.RLIMIT_CPU, (1, 1))"),
     ("raises its own limit", f"raw({_nr(302, 261)}, 0, 7, bytes(16), 0) and raw({_nr(160, 164)}, 7, bytes(16))"),
+    (
+        "two candidates against each other",
+        f"all(refused(os.kill, q, 0) and refused(resource.prlimit, q, 7, (9, 9)) and raw({_nr(101, 117)}, 16, q, 0, 0)"
+        " and fails(open, f'/proc/{q}/mem', 'rb') for q in (*range(P + 1, P + 99), os.getpid() ^ 1))",
+    ),
+    ("prlimit on a sibling", "all(refused(resource.prlimit, os.getpid() + d, 7, (9, 9)) for d in (-2, -1, 1, 2))"),
     ("ptrace", f"raw({_nr(101, 117)}, 16, P, 0, 0)"),
     ("process_vm_readv, writev", f"raw({_nr(310, 270)}, P, 0, 0, 0, 0, 0) and raw({_nr(311, 271)}, P, 0, 0, 0, 0, 0)"),
     ("setsid", "refused(os.setsid)"),
@@ -224,19 +263,194 @@ REFUSED: list[tuple[str, str]] = [
 ]
 
 
-def programs() -> list[tuple[str, str]]:
-    """(name, source of f(x)) of all; those of REFUSED answer right exactly if the kernel refused."""
-    refusals = [(name, f"{PRELUDE}def f(x): return x * x if {test} else 'it worked'\n") for name, test in REFUSED]
-    return [(name, source) for name, source, _, _ in CHEATS] + refusals
+# Behind `f` of profile `files`; `refusals` must not run there what only asks about a path.
+ASKS = ("stat", "chdir and unlink")
+OUT_OF_SCRATCH = """
+open('own', 'w').close()
+OUT = (refused(open, '../x', 'w') and refused(os.listdir, '..') and refused(os.rename, 'own', '../own')
+       and refused(os.mkdir, '../d') and refused(os.symlink, '/etc/passwd', 'l') and refused(os.link, 'own', 'l')
+       and refused(os.mkfifo, 'p') and refused(os.chmod, 'own', 0o777) and refused(os.utime, 'own')
+       and refused(os.truncate, 'own', 0) and refused(os.setxattr, 'own', 'user.a', b'')
+       and refused(os.chdir, '/root') | refused(os.listdir, '.'))
+"""
+KILLED = ("error",)
+SCRATCH: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
+    ("uses its scratch", "import os\nos.mkdir('d')\nopen('d/a', 'w').write('1')\nos.rename('d/a', 'b')\n"
+     "def f(x): return x * x * int(open('b').read())", ("passed",), ("",)),
+    ("symlink, hard link, .. out of scratch", "{prelude}" + OUT_OF_SCRATCH + "def f(x): return x * x if OUT else None",
+     ("passed",), ("",)),
+    ("one big file", "def f(x): open('a', 'wb').write(bytes(2 << 20))", KILLED, ("crash",)),
+    ("sparse file", "def f(x): open('a', 'wb').truncate(1 << 40)", KILLED, ("crash",)),
+    ("many bytes", "def f(x):\n for n in range(64): open(str(n), 'wb').write(bytes(1 << 20))", KILLED, ("output",)),
+    ("sparse files", "def f(x):\n for n in range(64): open(str(n), 'wb').truncate(1 << 20)\n return x * x", KILLED, ("output",)),
+    ("many files", "def f(x):\n for n in range(999): open(str(n), 'w')\n return x * x", KILLED, ("output",)),
+    ("deep folders", "import os\ndef f(x):\n while True: os.mkdir('d'); os.chdir('d')", KILLED, ("output",)),
+    ("long deep folders", "import os\ndef f(x):\n for n in range(99): os.mkdir('d' * 250); os.chdir('d' * 250)\n return x * x",
+     KILLED, ("output",)),
+    ("hidden folder", "import os\nos.mkdir('d', 0o300)\nopen('d/a', 'w').write('1')\ndef f(x): return x * x", KILLED,
+     ("output",)),
+    ("subprocess in files", "import subprocess\ndef f(x): return subprocess.run(['true']).returncode or x * x", KILLED,
+     ("exception",)),
+]  # fmt: skip
+PROGRAMS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("only the first expected line", "print(int(input()) ** 2)", "2\n3", "4\n9\n", ("wrong",)),
+    ("all expected lines", "print(int(input()) ** 2)\nprint(int(input()) ** 2)", "2\n3", "4\n9\n", ("passed",)),
+]
+COUNT = "ls -d /proc/[0-9]* | wc -l"
+SCRIPTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("shell: honest", "read -r x; echo $((x * x)) | tee a; cat <(cat a)", "3", "9\n9", ("passed",)),
+    ("shell: fork bomb", "b() { b | b & }; b; b; sleep 0.3; echo done", "", "done", ("passed", "timeout", "error")),
+    ("shell: 32 processes", "for n in {1..99}; do sleep 9 & done 2> /dev/null; echo none", "", "none", ("timeout", "error")),
+    ("shell: socket", "(exec 9<> /dev/tcp/127.0.0.1/22) 2>&1 | grep -q 'not permitted' && echo 1", "", "1", ("passed",)),
+    ("shell: namespace", "for n in U m n p i u; do unshare -$n true 2> /dev/null || echo refused; done", "",
+     "refused\n" * 6, ("passed",)),
+    ("shell: write to /usr", "for p in /usr /usr/bin / /dev /proc/sys/kernel /script; do\n"
+     " (echo a > $p/x || echo a > $p) 2> /dev/null || echo refused; done", "", "refused\n" * 6, ("passed",)),
+    ("shell: files of others", "cat /etc/passwd /root/x /home/x /proc/1/environ 2> /dev/null | tr -d '\\0'", "", "", ("error", "passed")),
+    ("shell: processes of others", f"[ $({COUNT}) -lt 9 ] && kill -9 -1; kill -9 1; sleep 0.1; echo alone", "", "alone",
+     ("passed", "error")),
+    ("shell: more than 16 MiB", "for n in 1 2; do head -c 16000000 /dev/zero > $n; done 2> /dev/null; cat 1 2 | wc -c", "",
+     "32000000", ("wrong",)),
+    ("shell: many files", "for n in {1..999}; do : > $n; done; ls | wc -l", "", "999", ("error",)),
+    ("shell: survivors", "for n in 1 2 3; do (setsid sleep 60 < /dev/null > /dev/null 2>&1 &); done; echo left", "", "left",
+     ("passed",)),
+    ("shell: endless", "while :; do :; done & wait", "", "", ("timeout",)),
+    ("shell: sleeps", "trap '' TERM XCPU; sleep 60", "", "", ("timeout",)),
+]  # fmt: skip
+
+# The attack table: row -> the attacks above that make it, all of them.
+ROWS: dict[str, tuple[str, ...]] = {
+    "eq, hostile subclass": ("honest", "__eq__ always true", "hostile subclass"),
+    "frame walk, gc search": ("frame walk and gc search for expected values",),
+    "prints passed, frames on stdout": ("prints passed", "frames on stdout"),
+    "writes to every fd": ("writes to every fd", "one stray byte"),
+    "repeated, early, wrong-nonce frame": ("repeated frame", "early frame", "frame with a wrong nonce", "end at once"),
+    "sys.exit(0)": ("sys.exit(0) at import", "sys.exit(0) in the call"),
+    "os._exit(0) after one answer": ("os._exit(0) after one answer",),
+    "atexit, __del__, late thread": ("answers at exit and from __del__", "answers from a late thread"),
+    "patches builtins": ("patches builtins, json, os.write and the encoder",),
+    "catches BaseException": ("catches BaseException for ever",),
+    "only the first expected line": ("only the first expected line", "all expected lines"),
+    "cyclic, deep, huge value": ("cyclic value", "deep value", "huge integer"),
+    "colliding keys": ("colliding keys",),
+    "NaN, -0.0, lone surrogate, NUL": ("exact values", "knows no sign of zero"),
+    "knows only the public tests": ("knows only the public test",),
+    "endless loop, endless C call": ("endless loop", "endless C call"),
+    "sleep, signals ignored": ("sleep", "ignores the signals", "closes its channel and sleeps"),
+    "1 GB at once, growing list": ("1 GB at once", "growing list"),
+    "recursion, limit raised": ("recursion through C", "recursion, limit raised"),
+    "floods": ("stdout flood", "stderr flood", "result flood"),
+    "thread bomb": ("thread bomb",),
+    "fork, vfork, clone, clone3": ("fork", "vfork", "clone", "clone of a thread in new namespaces", "clone3"),
+    "subprocess, multiprocessing": ("subprocess", "multiprocessing", "posix_spawn", "subprocess in files"),
+    "execve, execveat, memfd, system": ("execve", "execveat", "memfd", "system by ctypes"),
+    "reads passwd, home, repository": (
+        "reads /etc/passwd", "reads the home and the repository", "lists the root", "stat", "openat2"),
+    "writes outside, /dev/shm": ("writes outside", "writes /dev/shm"),
+    "links, .. out of scratch": (
+        "symlink", "hard link", "chdir and unlink", "uses its scratch", "symlink, hard link, .. out of scratch"),
+    "big, sparse, many files in scratch": (
+        "one big file", "sparse file", "many bytes", "sparse files", "many files", "deep folders", "long deep folders",
+        "hidden folder"),
+    "environ": ("environment", "/proc/self/environ"),
+    "parent's /proc": ("parent's environ", "parent's mem", "parent's maps and fd"),
+    "inherited fds": ("inherited descriptors",),
+    "sockets": ("inet", "unix", "netlink", "socketpair", "connects its channel", "passes descriptors"),
+    "io_uring": ("io_uring",),
+    "kill, tgkill, pidfd": ("kill the parent", "kill everyone", "kill itself", "tgkill", "pidfd", "sigqueue"),
+    "F_SETOWN, F_SETSIG": ("F_SETOWN", "F_SETSIG", "FIOASYNC, FIOSETOWN"),
+    "prlimit": ("prlimit on the server", "prlimit on a sibling", "raises its own limit"),
+    "ptrace, process_vm_writev": ("ptrace", "process_vm_readv, writev"),
+    "setsid, setpgid": ("setsid", "setpgid"),
+    "unshare, setns, mount, chroot": ("unshare", "setns", "mount", "chroot"),
+    "bpf, perf, userfaultfd, keyctl, modules": ("bpf", "perf", "userfaultfd", "keyctl", "modules", "seccomp again", "prctl"),
+    "ids, nice, affinity": ("ids back to 0", "nice", "affinity"),
+    "32-bit and x32 calls": ("x32 call", "32-bit call") if X86 else ("unknown call",),
+    "TIOCSTI": ("TIOCSTI", "unknown call"),
+    "two candidates against each other": ("two candidates against each other",),
+    "trainer killed": ("trainer killed",),
+    "shell": tuple(name for name, *_ in SCRIPTS),
+}  # fmt: skip
 
 
-def judge_all() -> dict[str, tuple[str, str, float | None]]:
-    """name -> (verdict, reason, score), two candidates at a time."""
+def expected() -> dict[str, tuple[tuple[str, ...], tuple[str, ...] | None, str]]:
+    """name -> the verdicts and reasons (None: any) that may follow, and the profile. What the kernel refuses passes."""
+    found: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None, str]] = {}
+    for table, profile in ((CHEATS, "sealed"), (SCRATCH, "files")):
+        found |= {name: (verdicts, reasons, profile) for name, _, verdicts, reasons in table}
+    found |= {name: (("passed",), None, "sealed") for name, _ in REFUSED}
+    found |= {f"{name} (files)": (("passed",), None, "files") for name, _ in REFUSED if name not in ASKS}
+    found |= {name: (verdicts, None, "sealed") for name, *_, verdicts in PROGRAMS}
+    found |= {name: (verdicts, None, "shell") for name, *_, verdicts in SCRIPTS}
+    return found | {"exact values": (("passed",), None, "sealed"), "trainer killed": (("passed",), None, "sealed")}
+
+
+def sources() -> list[tuple[str, dict[str, Any]]]:
+    """(name, the fields of a Program) of all but `trainer killed`."""
+    prelude = PRELUDE.format(places=str(Path(__file__).parents[1]))
+    found = [(name, {"source": source}) for name, source, _, _ in CHEATS]
+    for name, test in REFUSED:
+        source = f"{prelude}def f(x): return x * x if {test} else 'it worked'\n"
+        found.append((name, {"source": source}))
+        if name not in ASKS:
+            found.append((f"{name} (files)", {"source": source, "profile": "files"}))
+    for name, source, _, _ in SCRATCH:
+        found.append((name, {"source": source.replace("{prelude}", prelude), "profile": "files"}))
+    found = [(name, {"entry_point": "f", "tests": TESTS} | fields) for name, fields in found]
+    for table, profile in ((PROGRAMS, "sealed"), (SCRIPTS, "shell")):
+        for name, source, stdin, stdout, _ in table:
+            tests = [{"stdin": stdin, "stdout": stdout}]
+            seconds = 1.0 if profile == "shell" else None
+            fields = {"source": source, "entry_point": "", "tests": tests, "profile": profile, "cpu_seconds": seconds}
+            found.append((name, fields))
+    exact = "['\\ud800\\0', -0.0, 1e999, 10**400]".replace("10**400", "1" + "0" * 400)
+    tests = [{"args": "[1]", "expected": exact}]
+    return [*found, ("exact values", {"source": f"def f(x): return {exact}", "entry_point": "f", "tests": tests})]
+
+
+TRAINER = """
+import sys, threading
+from pipeline.sandbox.pool import Pool, SandboxConfig, Task
+pool = Pool(SandboxConfig(), 2).__enter__()
+task = Task("import time\\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 10.0)
+for _ in range(2): threading.Thread(target=pool.run, args=(task,), daemon=True).start()
+print(*[s.process.pid for s in pool.host.running["sealed"]], flush=True)
+threading.Event().wait()
+"""
+
+
+def survivors() -> int:
+    """How many servers and children are alive a while after their trainer was killed."""
+    import os
+
+    root = Path(__file__).parents[1]
+    trainer = subprocess.Popen([sys.executable, "-B", "-c", TRAINER], cwd=root, stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    servers = [int(pid) for pid in trainer.stdout.readline().split()]
+    children: list[int] = []
+    while len(children) < 2:
+        children = [int(p) for s in servers for p in Path(f"/proc/{s}/task/{s}/children").read_text().split()]
+    watched = [os.pidfd_open(pid) for pid in (*servers, *children)]
+    trainer.send_signal(signal.SIGKILL)
+    trainer.communicate()
+    alive = sum(not select.select([fd], [], [], 5.0)[0] for fd in watched)
+    for fd in watched:
+        os.close(fd)
+    return alive
+
+
+def judge_all() -> dict[str, Any]:
+    """name -> (verdict, reason, score), two candidates at a time; "missing" -> the profiles not to be had, and why."""
     from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 
     with Judge(SandboxConfig(limits=Limits(**FAST)), 2) as judge:
-        verdicts = judge.judge(Program(source=s, entry_point="f", tests=TESTS) for _, s in programs())
-        return {name: (v.verdict, v.reason, v.score) for (name, _), v in zip(programs(), verdicts, strict=True)}
+        verdicts = judge.judge(Program(**fields) for _, fields in sources())
+        found: dict[str, Any] = {
+            name: (v.verdict, v.reason, v.score) for (name, _), v in zip(sources(), verdicts, strict=True)
+        }
+        found["missing"] = {name: why for name in ("files", "shell") if (why := judge.missing(name)) is not None}
+    alive = survivors()
+    return found | {"trainer killed": ("passed", "", 1.0) if alive == 0 else ("wrong", f"{alive} alive", 0.0)}
 
 
 if __name__ == "__main__":

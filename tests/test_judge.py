@@ -132,11 +132,11 @@ def test_a_value_beyond_the_limits_is_opaque_at_once(size: str):
 
 
 def test_colliding_keys_cost_nothing_to_compare():
-    keys = [number * ((1 << 61) - 1) for number in range(1, 10_000)]  # every one has hash 0
+    keys = [number * ((1 << 61) - 1) for number in range(1, 100_001)]  # every one has hash 0
     text = json.dumps({"d": [[{"i": hex(key)}, 1] for key in keys]}, separators=(",", ":"))
     start = time.process_time()
     assert values.equal(values.decode(values.parse(text)), values.decode(values.parse(text)))
-    assert time.process_time() - start < 3  # hashing them would take minutes
+    assert time.process_time() - start < 5  # 1 s on a quiet machine, for two values; hashing them would take hours
 
 
 @pytest.mark.parametrize(

@@ -206,3 +206,18 @@ def read_blocks(stage: str) -> set[str]:
         else:
             names |= {which, "scale", f"scale:{which}"}
     return names
+
+
+def test_the_address_of_the_sandbox_service_is_a_nested_key_of_the_runtime_block(repository: Path) -> None:
+    def runtime(*overrides: str) -> Runtime:
+        settings = Settings(repository, list(overrides))
+        return build(Runtime, settings.layers("runtime"), "runtime")
+
+    assert runtime().sandbox_url is None
+    write(repository, "rlhf: {}\nruntime: {sandbox: {url: null}}")
+    assert runtime().sandbox_url is None
+    assert runtime("runtime.sandbox.url=http://a:8801").sandbox_url == "http://a:8801"
+    with pytest.raises(ConfigError, match=r"command line: runtime\.sandbox: unknown key 'urll'.*valid keys: url"):
+        runtime("runtime.sandbox.urll=a")
+    with pytest.raises(ConfigError, match=r"runtime\.sandbox\.url: expected str or none, got \"3\""):
+        runtime("runtime.sandbox.url=3")

@@ -11,17 +11,24 @@ answers for itself, and still knows no expected value.
 import json
 import os
 import random
+import signal
 import struct
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import kernel
 import values
 
-LAYERS = {"sealed": ("landlock", "seccomp"), "unsafe": ()}  # unsafe: resource limits only, where a person allowed it
+LAYERS = {  # shell has its own (`shell.py`); unsafe: resource limits only, where a person allowed it
+    "sealed": ("landlock", "seccomp"),
+    "files": ("landlock", "seccomp"),
+    "unsafe": (),
+}
 CHANNEL = 3  # the descriptor of the answers, a socket: "go" comes in, frames go out
 LOST = 70  # exit code of a child that could not close itself off
 
@@ -33,13 +40,28 @@ def write_all(fd: int, data: bytes, write: Callable[[int, memoryview], int] = os
         view = view[write(fd, view) :]
 
 
-def enter(layers: tuple[str, ...], memory: int, cpu_seconds: float, parent: int) -> None:
+@dataclass(frozen=True)
+class Cell:
+    """What closes one child off."""
+
+    profile: str
+    memory: int  # bytes of address space
+    cpu_seconds: float
+    parent: int
+    scratch: str | None = None  # profile `files`: its directory
+
+
+def enter(cell: Cell, layers: tuple[str, ...]) -> None:
     """Close this process off. Raises OSError or Refused if a layer cannot be had; then nothing foreign may run."""
-    kernel.isolate(memory, cpu_seconds, parent)
+    if cell.scratch is not None:
+        os.chdir(cell.scratch)
+        tempfile.tempdir = cell.scratch
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file too large ends it, as in a program that is not Python
+    kernel.isolate(cell.memory, cell.cpu_seconds, cell.parent)
     if "landlock" in layers and kernel.landlock_version():
-        kernel.install_landlock()
+        kernel.install_landlock(tuple(sys.path), () if cell.scratch is None else (cell.scratch,))
     if "seccomp" in layers:
-        kernel.install_seccomp()
+        kernel.install_seccomp(cell.profile)
 
 
 def prepare_streams() -> list[Any]:
@@ -67,7 +89,8 @@ def run(job: dict[str, Any], ends: tuple[int, int, int, int], memory: int, paren
         os.closerange(CHANNEL + 1, 256)
         random.seed(0)
         limits = job["limits"]
-        enter(LAYERS[job["profile"]], memory + limits["memory"], limits["job_cpu"], parent)
+        cell = Cell(job["profile"], memory + limits["memory"], limits["job_cpu"], parent, job.get("scratch"))
+        enter(cell, LAYERS[cell.profile])
         os.write(CHANNEL, b"R")
     except BaseException:
         os._exit(LOST)

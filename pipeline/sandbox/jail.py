@@ -8,17 +8,29 @@ answers on fd 3: the byte R when it is closed off, then per test `{"n": nonce, "
 
     settings  {"profile", "preload": [module], "paths": [folder]}  ->  {"ready": {...}}, {"refused": why} or {"missing": module}
     job       {"id", "nonce", "profile", "source", "entry", "tests": [{"args", "kwargs"} or {"stdin"}], "limits": {...}}
-    answer    {"id", "frames", "status", "signal", "cpu_ms", "max_rss_kb", "stdout", "stderr", "cut"} or {"id", "fault"}
+    answer    {"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"}
+              or {"id", "fault"}
 
-Neighbours: `child.py` what runs after the fork, `kernel.py` the layers, `watch.py` the limits, `trial.py` the self-test.
+Neighbours: `child.py` what runs after the fork, `kernel.py` and `filters.py` the layers, `watch.py` the limits,
+`scratch.py` directories for profile `files`, `shell.py` profile `shell`, `trial.py` the self-test.
 `python -m pipeline.sandbox.jail --probe` prints what this machine enforces. Standard library only, nothing of the project.
 
-Promised: no file, network, process or secret within reach of the child; bounded time, memory and output; no survivors.
+The opponent is code of a model that is rewarded for passing: careless, greedy, tuned to cheat; through the service,
+hostile. Promised: no file beyond the profile, no network, no other process touched (signal, trace, limit, memory), no
+secret in the address space, bounded time, memory and output, no survivors. Where a layer of a profile cannot be
+had, the profile is refused: without seccomp there is none, without Landlock (ABI 3) no `files`, without bubblewrap and user
+namespaces no `shell`.
+
+    sealed   functions, programs on stdin: no call that takes a path; threads
+    files    one scratch directory, and the interpreter to read where the user of the servers may; threads
+    shell    bash scripts, 32 processes in namespaces of their own; /usr to read, 16 MiB at /tmp
+
 Not promised: kernel bugs, CPU side channels, hidden test inputs, strong tests, fair shares. This is no virtual machine:
 code of strangers belongs on a machine of its own.
 """
 
 import ast
+import builtins
 import fcntl
 import gc
 import importlib
@@ -36,6 +48,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))  # -P left it out; the neighbours are taken without the project package
 import child
 import kernel
+import scratch
+import shell
 import trial
 from watch import Watch
 
@@ -54,6 +68,8 @@ encodings.ascii encodings.base64_codec encodings.cp1252 encodings.hex_codec enco
 encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unicode_escape encodings.utf_16
 encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodings.utf_8_sig
 """
+FILE_MODULES = "configparser filecmp gzip shutil tarfile tomllib zipfile"  # besides, in profile `files`
+PROFILES = ("sealed", "files", "shell")
 WITHOUT_OPENSSL = "_hashlib"  # hashlib falls back to its own implementations
 
 
@@ -87,20 +103,23 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
 
     Returns what is enforced. Raises Refused, or ImportError for a module of `preload`.
     """
+    library = Path(os.__file__).parent
     os.environ.clear()
     os.environ |= {"TZ": "UTC0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     time.tzset()
     sys.path += paths
     sys.modules[WITHOUT_OPENSSL] = None  # pyright: ignore[reportArgumentType]
-    for name in [*MODULES.split(), *preload]:
+    for name in [*MODULES.split(), *(FILE_MODULES.split() if profile == "files" else ()), *preload]:
         importlib.import_module(name)
-    sys.path.clear()
+    builtins.exit = builtins.quit = sys.exit  # programs call them; `site`, which -S leaves out, would define them
     sys.path_importer_cache.clear()
     os.environ.clear()
     uid = kernel.drop_identity()
-    kernel.harden()
+    folders = [str(library), str(library / "lib-dynload"), *paths] if profile == "files" else []
+    sys.path[:] = [path for path in folders if os.access(path, os.R_OK | os.X_OK) and Path(path).is_dir()]
+    kernel.harden(profile)
     if profile != "unsafe":
-        trial.self_test()
+        trial.self_test(profile)
     gc.collect()
     gc.freeze()  # children then copy no page only because the collector wrote to it
     return {
@@ -132,12 +151,28 @@ def serve() -> None:
         write_frame(answers, {"refused": str(error)})
         return
     write_frame(answers, {"ready": ready})
+    folder = scratch.base() if settings["profile"] == "files" else None
     while (job := read_frame(jobs)) is not None:
         try:
-            answer = run(job, ready["memory"], jobs)
+            answer = _answer(job, ready["memory"], jobs, folder)
         except Exception as error:  # a defect of ours: the pool logs it and starts another server
             answer = {"id": job["id"], "fault": f"{type(error).__name__}: {error}"}
         write_frame(answers, answer)
+    if folder is not None:
+        scratch.remove(folder)
+
+
+def _answer(job: dict[str, Any], memory: int, jobs: int, folder: str | None) -> dict[str, Any]:
+    """The answer to a job; profile `files` gets a directory in `folder` for as long as it runs."""
+    if job["profile"] == "shell":
+        return shell.run(job, memory, jobs)
+    if folder is None:
+        return run(job, memory, jobs)
+    place = scratch.make(folder)
+    try:
+        return run(job | {"scratch": place}, memory, jobs)
+    finally:
+        scratch.remove(place)
 
 
 def run(job: dict[str, Any], memory: int, jobs: int) -> dict[str, Any]:
@@ -161,23 +196,34 @@ def run(job: dict[str, Any], memory: int, jobs: int) -> dict[str, Any]:
 
 
 def probe() -> dict[str, Any]:
-    """What this machine enforces, for a person. A child finds out: it cannot write to a file afterwards."""
-    source, sink = os.pipe()
-    if os.fork() == 0:
-        try:
-            found = {"profiles": ["sealed"], "uid": prepare([], [], "sealed")["uid"]}
-        except (kernel.Refused, OSError) as error:
-            found = {"profiles": [], "refused": str(error)}
-        write_frame(sink, found)
-        os._exit(0)
-    os.close(sink)
-    found = read_frame(source) or {"profiles": [], "refused": "the self-test ended without a word"}
-    os.wait()
+    """What this machine enforces, for a person: the profiles to be had, and why the others are not.
+
+    A child for each profile finds out: it cannot write to a file afterwards.
+    """
     machine = {
         "architecture": platform.machine(),
         "landlock": kernel.landlock_version(),
         "bwrap": shutil.which("bwrap"),
     }
+    found: dict[str, Any] = {"profiles": [], "refused": {}, "uid": None}
+    for profile in PROFILES:
+        source, sink = os.pipe()
+        if os.fork() == 0:
+            try:
+                answer = prepare([], [], profile)
+            except (kernel.Refused, OSError) as error:
+                answer = {"refused": str(error)}
+            write_frame(sink, answer)
+            os._exit(0)
+        os.close(sink)
+        answer = read_frame(source) or {"refused": "the self-test ended without a word"}
+        os.close(source)
+        os.wait()
+        if "refused" in answer:
+            found["refused"][profile] = answer["refused"]
+        else:
+            found["profiles"].append(profile)
+            found["uid"] = answer["uid"]
     return found | machine
 
 

@@ -14,7 +14,9 @@ an index out of turn or bad JSON is `unsafe` and scores 0; a value counts only i
 | error | exception, exit, crash, output (too much of it, or a source that is too long) |
 | timeout, memory, syntax, no_code | |
 | unsafe | forged |
-| unscorable | harness (a server died twice), unprotected (no test can be judged): score None, never 0 or 1 |
+| unscorable | harness (a server died twice, no service), profile (not here), unprotected (no test can be judged) |
+
+An unscorable program has the score None, never 0 or 1. Where no program at all had its profile, that is an error.
 
 A program's verdict is that of its first test that fails; its score is tests passed / tests that can be judged.
 
@@ -31,7 +33,8 @@ from typing import Any
 
 from pipeline.errors import DataError
 from pipeline.sandbox import asserts, values
-from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
+from pipeline.sandbox.pool import Limits, NoSandboxError, Pool, Report, SandboxConfig, Task
+from pipeline.sandbox.servers import PROFILES
 
 __all__ = ["Judge", "Limits", "Program", "SandboxConfig", "TestResult", "Verdict"]
 
@@ -47,10 +50,13 @@ class Program:
     tests: list[dict[str, Any]]
     cpu_seconds: float | None = None  # of one test; None: the sandbox's default
     compare: str = "strict"  # how `expected` is compared: strict, python, close (`values.equal`)
+    profile: str = "sealed"  # what holds it: sealed, files (a scratch directory), shell (`source` is a bash script)
 
     def __post_init__(self) -> None:
         if self.compare not in values.MODES:
             raise ValueError(f"compare: expected one of {', '.join(values.MODES)}, got {self.compare!r}")
+        if self.profile not in PROFILES:
+            raise ValueError(f"profile: expected one of {', '.join(PROFILES)}, got {self.profile!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,7 @@ class Verdict:
     score: float | None  # passed / total, 0 if unsafe, None if unscorable
     results: list[TestResult]  # of the tests that can be judged, in their order
     unprotected: int = 0  # asserts that cannot be judged safely
-    profile: str = "sealed"  # "unsafe": it ran with resource limits only
+    profile: str = "sealed"  # what held it; "unsafe": it ran with resource limits only
 
 
 @dataclass(frozen=True)
@@ -106,11 +112,12 @@ FORGED = _Answer(verdict="unsafe", reason="forged")
 class Judge:
     """Judges programs in the sandbox, `workers` at a time. A context manager: entering starts the servers.
 
-    Entering raises ConfigError where there is no sandbox and `allow_unsafe` is false.
+    `url` is the address of a sandbox service (`runtime.sandbox.url`); None: this machine. Entering raises ConfigError
+    where there is no sandbox and `allow_unsafe` is false, or where the service does not answer or fit.
     """
 
-    def __init__(self, config: SandboxConfig, workers: int) -> None:
-        self.config, self.pool = config, Pool(config, workers)
+    def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
+        self.config, self.pool = config, Pool(config, workers, url)
 
     def __enter__(self) -> "Judge":
         self.pool.__enter__()
@@ -122,13 +129,18 @@ class Judge:
     @property
     def enforced(self) -> dict[str, Any]:
         """What holds the candidates: profile, architecture, landlock (its ABI), uid."""
-        return {key: value for key, value in self.pool.enforced.items() if key != "memory"}
+        return {key: value for key, value in self.pool.host.enforced.items() if key != "memory"}
+
+    def missing(self, profile: str) -> str | None:
+        """Why programs of this profile cannot be judged, or None."""
+        return self.pool.host.missing(profile)
 
     def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
         """The verdicts in the order of the programs; reads a few programs ahead, so they may be endless.
 
-        Raises DataError for a test that is none.
+        Raises DataError for a test that is none, and in the end NoSandboxError if no program had its profile here.
         """
+        judged, counted_out = 0, 0
         prepared: list[tuple[Program, list[_Check], int]] = []
 
         def tasks() -> Iterator[Task | None]:
@@ -139,7 +151,11 @@ class Judge:
 
         for reports in self.pool.map(tasks()):
             program, checks, unprotected = prepared.pop(0)
-            yield self._verdict(program, checks, unprotected, reports)
+            verdict = self._verdict(program, checks, unprotected, reports)
+            judged, counted_out = judged + 1, counted_out + (verdict.reason == "profile")
+            yield verdict
+        if judged and judged == counted_out:
+            raise NoSandboxError(f"none of {judged} programs can be judged here: {verdict.results[0].message}")
 
     def _checks(self, program: Program) -> tuple[list[_Check], int]:
         if len(program.tests) > self.config.limits.max_tests:
@@ -148,15 +164,18 @@ class Judge:
         checks = [check for check in parsed if check is not None]
         if len({_is_program(check) for check in checks}) > 1:
             raise DataError(f"{program.entry_point}: tests with stdin and tests with arguments do not mix")
+        if program.profile == "shell" and checks and not _is_program(checks[0]):
+            raise DataError(f"{program.entry_point}: profile shell: expected tests with stdin and stdout")
         return checks, len(parsed) - len(checks)
 
     def _task(self, program: Program, checks: list[_Check]) -> Task | None:
-        if not checks or _refused(program, self.config.limits) is not None:
+        if not checks or _refused(program, self.config.limits) is not None or self.missing(program.profile) is not None:
             return None
         assert program.source is not None
         entry = None if _is_program(checks[0]) else program.entry_point
         sends = [send for check in checks for send in check.sends]
-        return Task(program.source, entry, sends, program.cpu_seconds or self.config.limits.cpu_seconds)
+        cpu_seconds = program.cpu_seconds or self.config.limits.cpu_seconds
+        return Task(program.source, entry, sends, cpu_seconds, program.profile)
 
     def _verdict(
         self, program: Program, checks: list[_Check], unprotected: int, reports: list[Report] | None
@@ -170,10 +189,13 @@ class Judge:
             score=None,
             results=[],
             unprotected=unprotected,
-            profile=self.pool.profile,
+            profile=self.pool.host.enforces(program.profile),
         )
         if not checks:
             return blank
+        if (why := self.missing(program.profile)) is not None:
+            absent = TestResult(verdict="unscorable", reason="profile", visible=False, message=why)
+            return replace(blank, reason="profile", results=[replace(absent, visible=c.visible) for c in checks])
         if refused is not None:
             results = [TestResult(verdict=refused[0], reason=refused[1], visible=c.visible) for c in checks]
         elif reports is None:
@@ -331,8 +353,11 @@ def _ending(report: Report) -> _Answer | None:
         return _Answer(verdict="timeout", message=f"{report.cut} limit")
     if report.cut == "forged":
         return FORGED
+    if report.cut == "memory":
+        return _Answer(verdict="memory", message="memory of all its processes")
     if report.cut is not None:
-        return _Answer(verdict="error", reason="output", message="too much output")
+        what = "output" if report.cut == "output" else "in its files"
+        return _Answer(verdict="error", reason="output", message=f"too much {what}")
     if report.signal == signal.SIGKILL:  # it cannot kill itself, and we did not: the kernel was out of memory
         return _Answer(verdict="memory", message="killed by the kernel")
     if report.signal is not None:

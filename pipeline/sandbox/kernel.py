@@ -3,90 +3,35 @@
 Every function acts on the calling process and cannot be undone; the child of `jail.py` calls them between fork and the
 first line of foreign code. Standard library only, and nothing of the project: `jail.py` loads this file by its path.
 
-Sources: seccomp(2), bpf's classic instruction set in linux/filter.h, landlock(7), prctl(2); syscall numbers from the
-kernel's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (aarch64).
+Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); the filters themselves stand in `filters.py`.
 
-Not promised: protection from bugs of the kernel, from CPU side channels, or on another architecture than those two.
+Not promised: protection from bugs of the kernel, or from CPU side channels.
 """
 
 import ctypes
 import functools
 import os
-import platform
 import resource
 import struct
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+import filters
+from filters import Refused, architecture
 
 UIDS = (61000, 65534)  # whom root becomes: the first one that the user namespace maps
 NOFILE, STACK = 32, 8 << 20
-EPERM, ENOSYS = 1, 38
+FILE_BYTES = {"files": 1 << 20, "shell": 16 << 20}  # of one file; in the other profiles nothing is written but pipes
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_DUMPABLE = 1, 2, 3, 4
-PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 38, 39
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 36, 38, 39
 SIGKILL = 9
-
-# name: (x86_64, aarch64); None where the architecture has none. No call here takes a path, an address or another
-# process. Everything else up to LAST_KNOWN answers EPERM; what is unknown here, and clone3, answers ENOSYS.
-ALLOWED: dict[str, tuple[int | None, int | None]] = {
-    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "poll": (7, None), "lseek": (8, 62),
-    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "pread64": (17, 67), "readv": (19, 65), "writev": (20, 66),
-    "select": (23, None), "sched_yield": (24, 124), "mremap": (25, 216), "madvise": (28, 233), "dup": (32, 23),
-    "dup2": (33, None), "nanosleep": (35, 101), "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103),
-    "getpid": (39, 172), "exit": (60, 93), "uname": (63, 160), "getcwd": (79, 17), "gettimeofday": (96, 169),
-    "getrlimit": (97, 163), "getrusage": (98, 165), "sysinfo": (99, 179), "times": (100, 153), "getuid": (102, 174),
-    "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173),
-    "rt_sigpending": (127, 136), "sigaltstack": (131, 132), "gettid": (186, 178), "time": (201, None),
-    "futex": (202, 98), "set_tid_address": (218, 96), "restart_syscall": (219, 128), "clock_gettime": (228, 113),
-    "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "exit_group": (231, 94), "epoll_wait": (232, None),
-    "epoll_ctl": (233, 21), "pselect6": (270, 72), "ppoll": (271, 73), "set_robust_list": (273, 99),
-    "epoll_pwait": (281, 22), "eventfd2": (290, 19), "epoll_create1": (291, 20), "dup3": (292, 24), "pipe2": (293, 59),
-    "getrandom": (318, 278), "rseq": (334, 293),
-}  # fmt: skip
-CHECKED = {  # allowed with some arguments only
-    "ioctl": (16, 29), "clone": (56, 220), "fcntl": (72, 25), "sched_getaffinity": (204, 123), "prlimit64": (302, 261),
-}  # fmt: skip
-CLONE3 = 435
-LAST_KNOWN = 470
-CLONE_THREAD = 0x00010000
-CLONE_OF_THREADS = 0x007D0F00  # the flags that glibc and musl pass to start a thread
-FCNTL_COMMANDS = (0, 1030, 1, 2, 3)  # F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL
-IOCTL_REQUESTS = (0x5401, 0x5451)  # TCGETS, FIOCLEX
-
-# seccomp_data: nr at 0, arch at 4, argument n at 16 + 8 n (little endian: its low half first)
-LOAD, AND, RETURN, JUMP_EQ, JUMP_GE, JUMP_SET = 0x20, 0x54, 0x06, 0x15, 0x35, 0x45
-ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How one architecture numbers its calls."""
-
-    column: int  # of ALLOWED and CHECKED
-    audit: int  # AUDIT_ARCH_*
-    seccomp: int
-    landlock_create: int = 444
-    landlock_restrict: int = 446
-
-
-ARCHITECTURES = {"x86_64": Architecture(0, 0xC000003E, 317), "aarch64": Architecture(1, 0xC00000B7, 277)}
+READ_RIGHTS = 1 << 2 | 1 << 3  # Landlock: read a file, list a directory
+WRITE_RIGHTS = (
+    READ_RIGHTS | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
+)  # make files and directories
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Refused(RuntimeError):
-    """This machine cannot enforce a layer of the sandbox; the message says which and why."""
-
-
-def architecture() -> Architecture:
-    """The machine's numbers. Raises Refused where there are none."""
-    name = platform.machine()
-    if sys.platform != "linux" or name not in ARCHITECTURES or sys.maxsize < 1 << 32 or sys.byteorder != "little":
-        raise Refused(f"no seccomp filter for {sys.platform} on {name}")
-    return ARCHITECTURES[name]
 
 
 def call(number: int, *arguments: int | bytes | None) -> int:
@@ -106,72 +51,9 @@ def prctl(option: int, value: int = 0) -> int:
     return result
 
 
-def filter_program(machine: Architecture) -> list[Instruction]:
-    """The seccomp filter of profile `sealed`, as classic BPF.
-
-    The number is found by halving: the kernel tries a new filter on every number, so a chain of comparisons would
-    cost each child half a millisecond.
-    """
-    permitted, forbidden = [(RETURN, 0, 0, ALLOW)], [(RETURN, 0, 0, ERRNO | EPERM)]
-    unknown = [(RETURN, 0, 0, ERRNO | ENOSYS)]
-    actions = {numbers[machine.column]: permitted for numbers in ALLOWED.values()}
-    actions |= {CHECKED[name][machine.column]: block for name, block in _checks().items()}
-    actions[CLONE3] = unknown
-    pieces: list[tuple[int, list[Instruction]]] = []  # (first number, what becomes of it and of those up to the next)
-    for number in range(LAST_KNOWN + 1):
-        action = actions.get(number, forbidden)
-        if not pieces or pieces[-1][1] is not action:
-            pieces.append((number, action))
-    pieces.append((LAST_KNOWN + 1, unknown))
-    program = [(LOAD, 0, 0, 4), (JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    if machine.column == 0:  # x32 calls carry this bit under the same architecture word
-        program += [(JUMP_SET, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
-    return program + _search(pieces)
-
-
-def _search(pieces: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
-    if len(pieces) == 1:
-        return pieces[0][1]
-    middle = len(pieces) // 2
-    below, above = _search(pieces[:middle]), _search(pieces[middle:])
-    assert len(below) < 256, "a jump of classic BPF spans a byte"
-    return [(JUMP_GE, len(below), 0, pieces[middle][0]), *below, *above]
-
-
-def _checks() -> dict[str, list[Instruction]]:
-    """What decides about the calls of CHECKED, by their arguments."""
-    forbidden = (RETURN, 0, 0, ERRNO | EPERM)
-    return {
-        "ioctl": [(LOAD, 0, 0, 24), *_one_of(IOCTL_REQUESTS), forbidden],
-        "fcntl": [(LOAD, 0, 0, 24), *_one_of(FCNTL_COMMANDS), forbidden],
-        "clone": [
-            *[(LOAD, 0, 0, 16), (JUMP_SET, 1, 0, CLONE_THREAD), forbidden],
-            *[(AND, 0, 0, 0xFFFFFFFF & ~CLONE_OF_THREADS), *_one_of((0,)), forbidden],
-        ],
-        "sched_getaffinity": [(LOAD, 0, 0, 16), *_one_of((0,)), forbidden],  # of itself
-        "prlimit64": [  # of itself, and the pointer to new limits must be null in both halves
-            *[(LOAD, 0, 0, 16), (JUMP_EQ, 1, 0, 0), forbidden, (LOAD, 0, 0, 32), (JUMP_EQ, 1, 0, 0), forbidden],
-            *[(LOAD, 0, 0, 36), *_one_of((0,)), forbidden],
-        ],
-    }
-
-
-def _one_of(constants: tuple[int, ...]) -> list[Instruction]:
-    """Allow when the loaded word is one of these; else fall through."""
-    return [step for constant in constants for step in ((JUMP_EQ, 0, 1, constant), (RETURN, 0, 0, ALLOW))]
-
-
-@functools.cache
-def filter_code() -> tuple[bytes, ctypes.Array[ctypes.c_char]]:
-    """The filter as the kernel reads it, made once before any fork: struct sock_fprog, and the code it points to."""
-    program = b"".join(struct.pack("=HBBI", *step) for step in filter_program(architecture()))
-    code = ctypes.create_string_buffer(program, len(program))
-    return struct.pack("@HP", len(program) // 8, ctypes.addressof(code)), code
-
-
-def install_seccomp() -> None:
+def install_seccomp(profile: str) -> None:
     """Filter the system calls of this process from now on. Needs no_new_privs. Raises Refused or OSError."""
-    call(architecture().seccomp, 1, 0, filter_code()[0])
+    call(architecture().seccomp, 1, 0, filters.filter_code(profile)[0])
 
 
 @functools.cache
@@ -183,14 +65,23 @@ def landlock_version() -> int:
         return 0
 
 
-def install_landlock() -> None:
-    """Forbid every right on files, network and scopes that this kernel's Landlock knows. Raises OSError."""
+def install_landlock(readable: tuple[str, ...] = (), writable: tuple[str, ...] = ()) -> None:
+    """Forbid every right on files, network and scopes that this kernel's Landlock knows, but for some folders.
+
+    `readable` may be read, `writable` holds files and directories of the candidate: no links, devices, pipes, sockets.
+    Raises OSError.
+    """
     version = landlock_version()
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rights = struct.pack("=QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 8 if version < 4 else 16 if version < 6 else 24
     machine = architecture()
     ruleset = call(machine.landlock_create, rights[:size], size, 0)
+    for paths, granted in ((readable, READ_RIGHTS), (writable, WRITE_RIGHTS)):
+        for path in paths:
+            folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            call(machine.landlock_rule, ruleset, 1, struct.pack("=Qi", granted & files, folder), 0)
+            os.close(folder)
     call(machine.landlock_restrict, ruleset, 0)
     os.close(ruleset)
 
@@ -214,10 +105,10 @@ def drop_identity() -> int:
     return os.getuid()
 
 
-def fixed_limits() -> dict[int, int]:
-    """The resource limits that no job changes. File size 0: nothing is written but pipes."""
+def fixed_limits(profile: str) -> dict[int, int]:
+    """The resource limits that no job changes."""
     limits = {
-        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_FSIZE: FILE_BYTES.get(profile, 0),
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: NOFILE,
         resource.RLIMIT_STACK: STACK,
@@ -234,12 +125,12 @@ def limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value, value))
 
 
-def harden() -> None:
+def harden(profile: str) -> None:
     """What the server gives up and its children inherit: core dumps, new privileges, files, open descriptors.
 
     After the id drop, which would make the process dumpable again.
     """
-    for which, value in fixed_limits().items():
+    for which, value in fixed_limits(profile).items():
         limit(which, value)
     if sys.platform == "linux":
         prctl(PR_SET_DUMPABLE, 0)
@@ -261,7 +152,12 @@ def isolate(memory: int, cpu_seconds: float, parent: int) -> None:
         os._exit(1)
 
 
-def faults(memory: int) -> list[str]:
+def adopt_orphans() -> None:
+    """Become the parent of every descendant that loses its own, so that none is left unwaited."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def faults(memory: int, profile: str) -> list[str]:
     """What `harden` and `isolate` should have set in this process and did not."""
     signal = ctypes.c_int(0)
     _libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(signal), 0, 0, 0)
@@ -272,7 +168,7 @@ def faults(memory: int) -> list[str]:
         "root": 0 in os.getresuid(),
         "session": os.getsid(0) != os.getpid(),
     }
-    for which, value in (fixed_limits() | {resource.RLIMIT_AS: memory}).items():
+    for which, value in (fixed_limits(profile) | {resource.RLIMIT_AS: memory}).items():
         found[f"resource limit {which}"] = not all(0 <= bound <= value for bound in resource.getrlimit(which))
     return [name for name, wrong in found.items() if wrong]
 

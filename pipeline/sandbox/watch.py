@@ -17,8 +17,10 @@ import time
 from typing import Any
 
 import kernel
+import scratch
 
 TICK = 0.05  # seconds between two looks at a child's clock, at most
+SCRATCH_TICK = 0.02  # and at its directory
 
 
 class Watch:
@@ -38,8 +40,10 @@ class Watch:
         self.exit: tuple[int, Any] | None = None  # wait status and usage, once reaped
         self.died = False  # by itself
         self.cpu_mark, self.started = 0.0, time.monotonic()
-        self.wall_mark = self.started
+        self.wall_mark = self.stopped = self.started
         self.poller = select.poll()
+        self.scratch: str | None = job.get("scratch")
+        self.measured = self.started
 
     def until_done(self, jobs: int) -> None:
         """Until the child said end, died, or passed a limit. The end of the trainer ends everything."""
@@ -68,7 +72,12 @@ class Watch:
         """Seconds until the CPU limit can be reached at the earliest, at most a tick."""
         if self.closed:
             return 0.001
-        return min(TICK, max(0.001, self.limits["cpu"] - (kernel.cpu_clock(self.pid) - self.cpu_mark)))
+        tick = TICK if self.scratch is None else SCRATCH_TICK
+        return min(tick, max(0.001, self.limits["cpu"] - (self._cpu() - self.cpu_mark)))
+
+    def _cpu(self) -> float:
+        """CPU seconds that it has used."""
+        return kernel.cpu_clock(self.pid)
 
     def _look(self) -> None:
         """Has it died, or passed a limit of time?"""
@@ -77,7 +86,12 @@ class Watch:
             if pid:
                 self.exit = (status, usage)
                 return
-        cpu, now = kernel.cpu_clock(self.pid), time.monotonic()
+        cpu, now = self._cpu(), time.monotonic()
+        if self.scratch is not None and now - self.measured >= SCRATCH_TICK:
+            self.measured = now
+            if scratch.exceeds(self.scratch, self.limits["scratch"], self.limits["files"]):
+                self.cut = "files"
+                return
         if cpu - self.cpu_mark > self.limits["cpu"] or cpu > self.limits["job_cpu"]:
             self.cut = "cpu"
         elif now - self.wall_mark > self.limits["wall"] or now - self.started > self.limits["job_wall"]:
@@ -152,7 +166,7 @@ class Watch:
             self.ended = frame == f'{{"n":"{self.job["nonce"]}","end":true}}' and not self.buffer
             self.cut = None if self.ended else "forged"
             return
-        cpu = kernel.cpu_clock(self.pid)
+        cpu = self._cpu()
         if cpu - self.cpu_mark > self.limits["cpu"] or cpu > self.limits["job_cpu"]:
             self.cut = "cpu"
             return
@@ -171,6 +185,22 @@ class Watch:
 
     def reap(self) -> None:
         """Kill what is left, collect what it wrote, close everything."""
+        self.stopped = time.monotonic()
+        self._bury()
+        if self.scratch is not None and self.cut is None:
+            too_much = scratch.exceeds(self.scratch, self.limits["scratch"], self.limits["files"])
+            self.cut = "files" if too_much else None
+        for fd in (self.out, self.err):
+            size = -1
+            while self.cut != "output" and size != len(self.output[fd]):  # what is still in the pipe
+                size = len(self.output[fd])
+                self._output(fd)
+        for fd in (self.channel, self.out, self.err, self.stdin):
+            if fd >= 0:
+                os.close(fd)
+
+    def _bury(self) -> None:
+        """Kill the child and its group, and wait for it."""
         for kill in (os.kill, os.killpg):
             try:
                 if self.exit is None or kill is os.killpg:
@@ -180,14 +210,6 @@ class Watch:
         self.died = self.exit is not None
         if self.exit is None:
             self.exit = os.wait4(self.pid, 0)[1:]
-        for fd in (self.out, self.err):
-            size = -1
-            while self.cut != "output" and size != len(self.output[fd]):  # what is still in the pipe
-                size = len(self.output[fd])
-                self._output(fd)
-        for fd in (self.channel, self.out, self.err, self.stdin):
-            if fd >= 0:
-                os.close(fd)
 
     def answer(self) -> dict[str, Any]:
         """The frame for the pool. `status` and `signal` only if the child ended by itself; `cut` if we ended it."""
@@ -204,6 +226,7 @@ class Watch:
             "status": os.WEXITSTATUS(status) if alone and os.WIFEXITED(status) else None,
             "signal": os.WTERMSIG(status) if alone and os.WIFSIGNALED(status) else None,
             "cpu_ms": round(1000 * (usage.ru_utime + usage.ru_stime)),
+            "wall_ms": round(1000 * (self.stopped - self.started)),
             "max_rss_kb": usage.ru_maxrss,
             "stdout": self.output[self.out][: self.caps[self.out]].decode("utf-8", "replace"),
             "stderr": self.output[self.err][: self.caps[self.err]].decode("utf-8", "replace"),

@@ -1,0 +1,42 @@
+"""Block `sandbox` of params.yaml: what a candidate may use, what it may import, whether it may run without a sandbox.
+
+All of it changes verdicts, so all of it is tracked. Where candidates run (`runtime.sandbox.url`) changes none and is not.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one candidate may use. All of it changes verdicts, so all of it is tracked."""
+
+    cpu_seconds: float = 0.5  # of one test, where the problem does not say
+    job_cpu_seconds: float = 10.0  # of all tests of a candidate together
+    wall_extra_seconds: float = 2.0  # a test may last 4 x its CPU limit and this
+    timeouts: int = 3  # after so many the rest of the tests time out
+    memory_mib: int = 256  # address space above the server's own
+    stdout_kib: int = 64
+    stderr_kib: int = 8
+    results_kib: int = 4096  # of all answers of a candidate
+    source_kib: int = 64
+    max_tests: int = 256
+    scratch_mib: int = 16  # what a candidate of profile `files` or `shell` may store, all its files together
+    scratch_files: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ValueError(f"{name}: expected a positive number, got {value}")
+
+    def wall(self, cpu_seconds: float) -> float:
+        """Seconds on the wall clock that go with a CPU limit."""
+        return 4 * cpu_seconds + self.wall_extra_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxConfig:
+    """Block `sandbox` of params.yaml; the keys of `limits` stand flat in it."""
+
+    limits: Limits = field(default_factory=Limits)
+    preload: tuple[str, ...] = ()  # modules that candidates may import besides the standard library's: [numpy]
+    allow_unsafe: bool = False  # where there is no sandbox: run with resource limits only, and mark the results

@@ -1,0 +1,231 @@
+"""The fork servers of this machine: one process of `jail.py` per worker and profile; starts them, restarts what dies.
+
+The servers are executed, never forked (`subprocess`), with an environment of one variable and no descriptor but three,
+so no memory, key or file of the trainer reaches them. Those of profile `sealed` start at once, the others when the
+first job asks for them. What comes back is believed by nobody but `judge.py`.
+
+Not promised: that a server survives its jobs. A job whose server dies twice raises HarnessError and says nothing about
+the candidate.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import select
+import struct
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError
+from pipeline.sandbox.config import SandboxConfig
+
+LOG = logging.getLogger(__name__)
+JAIL = Path(__file__).with_name("jail.py")
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # sets iterate alike in every run; python -I would ignore it
+ATTEMPTS = 2  # a job that kills its server this often is unscorable
+START_SECONDS = 120.0
+PROFILES = ("sealed", "files", "shell")
+UNSAFE_WARNING = "sandbox.allow_unsafe: generated code runs with resource limits only; it can read and write your files"
+NO_SANDBOX = (
+    "Running generated code safely needs Linux with seccomp. Set runtime.sandbox.url to a Linux machine, "
+    "or sandbox.allow_unsafe: true to run it with resource limits only."
+)
+
+
+class NoSandboxError(ConfigError):
+    """This machine cannot hold candidates, and nobody allowed to do without."""
+
+
+class HarnessError(RuntimeError):
+    """The server died, hung, or could not close a child off: says nothing about the candidate."""
+
+
+class Server:
+    """One process of `jail.py`. Not for two threads at once."""
+
+    def __init__(self, config: SandboxConfig, profile: str) -> None:
+        self.config, self.profile = config, profile
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready: dict[str, Any] = {}
+
+    def launch(self) -> None:
+        """Execute the process and send its settings; `greet` waits for the answer."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-s", "-S", "-B", str(JAIL)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,  # an interrupt at the terminal is the trainer's business
+            bufsize=0,
+        )
+        paths = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) if self.config.preload else []
+        self._send({"preload": list(self.config.preload), "paths": paths, "profile": self.profile})
+
+    def greet(self) -> None:
+        """Wait until the server has proved its layers. Raises ConfigError if it refuses to work."""
+        answer = self._receive(START_SECONDS)
+        if "missing" in answer:
+            self.stop()
+            raise ConfigError(f"sandbox.preload: {answer['missing']}; install it or take it off the list")
+        if "refused" in answer:
+            self.stop()
+            raise NoSandboxError(answer["refused"])
+        self.ready = answer["ready"]
+
+    def call(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer to one job. Raises HarnessError, and is then stopped."""
+        try:
+            self._send(job)
+            answer = self._receive(seconds)
+        except OSError as error:
+            self.stop()
+            raise HarnessError(f"the sandbox server is gone: {error}") from error
+        if answer.get("id") != job["id"] or "fault" in answer:
+            self.stop()
+            raise HarnessError(str(answer.get("fault", "an answer to another job")))
+        return answer
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self.process is not None and self.process.stdin is not None
+        body = json.dumps(message, separators=(",", ":")).encode("ascii")
+        view = memoryview(struct.pack("<I", len(body)) + body)
+        while view:
+            view = view[os.write(self.process.stdin.fileno(), view) :]
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        assert self.process is not None and self.process.stdout is not None
+        fd, deadline = self.process.stdout.fileno(), time.monotonic() + seconds
+        poller, data, size = select.poll(), bytearray(), 4
+        poller.register(fd, select.POLLIN)
+        while len(data) < size:
+            ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            piece = os.read(fd, size - len(data)) if ready else b""
+            if not piece:
+                self.stop()
+                raise HarnessError("the sandbox server died" if ready else "the sandbox server hangs")
+            data += piece
+            if size == 4 and len(data) == 4:
+                size += struct.unpack("<I", data)[0]
+        return json.loads(data[4:])
+
+    def stop(self) -> None:
+        """End the process; its children die with it."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        try:
+            process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Servers:
+    """The servers of all profiles, `workers` of each; `call` may be used by as many threads at once.
+
+    `start` raises ConfigError where there is no sandbox and `allow_unsafe` is false.
+    """
+
+    def __init__(self, config: SandboxConfig, workers: int) -> None:
+        if workers < 1:
+            raise ValueError(f"workers: expected at least 1, got {workers}")
+        self.config, self.threads, self.profile = config, workers, "sealed"
+        self.enforced: dict[str, Any] = {}  # what the first server reported: architecture, landlock, uid, ...
+        self.num_restarts = 0
+        self.running: dict[str, list[Server]] = {}
+        self._refused: dict[str, str] = {}
+        self._free: dict[str, queue.SimpleQueue[Server]] = {}
+        self._starting = threading.Lock()
+
+    def start(self) -> None:
+        """Start the servers of profile `sealed`, or of `unsafe` where a person allowed it."""
+        try:
+            self._start("sealed")
+        except NoSandboxError as error:
+            if not self.config.allow_unsafe:
+                raise NoSandboxError(f"{NO_SANDBOX} Here: {error}.") from error
+            LOG.warning(UNSAFE_WARNING)
+            self.profile = "unsafe"
+            self._start("unsafe")
+            self._refused = dict.fromkeys(
+                PROFILES[1:], "there is no sandbox here, and sandbox.allow_unsafe covers no more"
+            )
+
+    def _start(self, profile: str) -> None:
+        servers = [Server(self.config, profile) for _ in range(self.threads)]
+        try:
+            for server in servers:
+                server.launch()
+            for server in servers:
+                server.greet()
+        except (OSError, HarnessError) as error:
+            raise NoSandboxError(str(error)) from error
+        finally:
+            if not all(server.ready for server in servers):
+                for server in servers:
+                    server.stop()
+        self.enforced = self.enforced or servers[0].ready
+        self.running[profile] = servers
+        free: queue.SimpleQueue[Server] = queue.SimpleQueue()
+        for server in servers:
+            free.put(server)
+        self._free[profile] = free
+
+    def enforces(self, profile: str) -> str:
+        """The profile that holds a job which asks for `profile`: `unsafe` for `sealed` where a person allowed it."""
+        return self.profile if profile == "sealed" else profile
+
+    def missing(self, profile: str) -> str | None:
+        """Why jobs of this profile cannot run here, or None; starts its servers if need be."""
+        profile = self.enforces(profile)
+        with self._starting:
+            if profile not in self._free and profile not in self._refused:
+                try:
+                    self._start(profile)
+                except NoSandboxError as error:
+                    self._refused[profile] = str(error)
+                    LOG.warning("sandbox: no profile %s here: %s", profile, error)
+        return self._refused.get(profile)
+
+    def call(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer to one job, once a server of its profile is free. Raises HarnessError after ATTEMPTS failures."""
+        profile = self.enforces(job["profile"])
+        if (why := self.missing(profile)) is not None:
+            raise HarnessError(f"no profile {profile} here: {why}")
+        server = self._free[profile].get()
+        try:
+            return self._call(server, job | {"profile": profile}, seconds)
+        finally:
+            self._free[profile].put(server)
+
+    def _call(self, server: Server, job: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """A dead server is started again, ATTEMPTS times in all."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                if server.process is None:
+                    self.num_restarts += 1
+                    server.launch()
+                    server.greet()
+                return server.call(job, seconds)
+            except (HarnessError, NoSandboxError) as error:
+                if attempt == ATTEMPTS:
+                    raise HarnessError(f"its server failed {ATTEMPTS} times: {error}") from error
+        raise AssertionError("unreachable")
+
+    def stop(self) -> None:
+        """End every server; the children die with them."""
+        for server in [server for servers in self.running.values() for server in servers]:
+            server.stop()

@@ -1,0 +1,307 @@
+"""The sandbox over HTTP, so that many training nodes can use one machine for generated code.
+
+    python -m pipeline.sandbox.service --host 127.0.0.1 --port 8801 [--workers N] [--preload numpy]
+
+    GET  /health         what is enforced here: profiles, those refused and why, ceilings, architecture, uid
+    POST /run_batch      {"jobs": [job]} -> [answer] in order; both as in `jail.py`
+    POST /execute_batch  whole scripts, as huggingface/open-r1's router takes and answers them (`scripts.py`)
+
+The trainer's side is `remote.py` (`runtime.sandbox.url`). Judging stays there: nothing expected comes over the wire.
+With STAGECOACH_SANDBOX_TOKEN set, every request must bear it; without one only this machine may ask, and only by a
+loopback name. Limits above CEILINGS are lowered to them. At most 1024 jobs and 16 MiB a request; a full queue: 429.
+There is no `allow_unsafe` here: without a sandbox the service does not start.
+
+Not promised: fair shares between clients, privacy on the way (put TLS in front of it), or defence against a flood of
+connections. Code of strangers belongs on a machine of its own.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from granian.constants import Interfaces
+from granian.http import HTTP1Settings
+from granian.server.embed import Server as HttpServer
+
+from pipeline.errors import ConfigError
+from pipeline.sandbox import scripts
+from pipeline.sandbox.config import SandboxConfig
+from pipeline.sandbox.pool import GRACE_SECONDS
+from pipeline.sandbox.remote import TOKEN
+from pipeline.sandbox.servers import PROFILES, HarnessError, Servers
+
+MAX_JOBS, MAX_BYTES = 1024, 16 << 20  # of one request
+MAX_QUEUED = 4096  # jobs of all requests that wait or run
+WINDOW = 64  # jobs of one request that run ahead of the answer being sent: bounds what is held in memory
+MAX_ARGUMENT = 1 << 20  # characters of the text of a test's arguments, which the server parses
+CEILINGS: dict[str, float] = {
+    "cpu": 60.0, "job_cpu": 60.0, "wall": 300.0, "job_wall": 300.0, "memory": 1 << 30, "stdout": 1 << 20,
+    "stderr": 1 << 20, "results": 8 << 20, "scratch": 64 << 20, "files": 4096, "source": 256 << 10, "tests": 1024,
+}  # fmt: skip
+LIMITS = tuple(name for name in CEILINGS if name not in ("source", "tests"))
+_NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+class _Refuse(Exception):
+    """A request that is not run: the status and why."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Service:
+    """What the routes share: the servers, threads that wait for them, the queue."""
+
+    def __init__(self, servers: Servers, token: str | None) -> None:
+        self.servers, self.token = servers, token
+        self.threads = ThreadPoolExecutor(servers.threads * len(PROFILES), thread_name_prefix="service")
+        self.queued = 0
+        self.refused = {name: why for name in PROFILES if (why := servers.missing(name)) is not None}
+
+    def health(self) -> dict[str, Any]:
+        """What is enforced, for a person and for `remote.py`."""
+        return {
+            **self.servers.enforced,
+            "status": "ok",
+            "profiles": [name for name in PROFILES if name not in self.refused],
+            "refused": self.refused,
+            "preload": list(self.servers.config.preload),
+            "ceilings": CEILINGS,
+            "workers": self.servers.threads,
+            "queued": self.queued,
+        }
+
+    def check(self, request: Request) -> None:
+        """The token in constant time; without one the name by which a browser page could not ask. Raises _Refuse."""
+        if self.token is not None:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            digests = [hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (given, self.token)]
+            if not hmac.compare_digest(*digests):
+                raise _Refuse(401, f"expected the bearer token of {TOKEN}")
+        elif not is_loopback(request.url.hostname or ""):
+            raise _Refuse(403, "without a token only a loopback name may be asked")
+
+    async def body(self, request: Request) -> Any:
+        """The JSON of a request. Raises _Refuse."""
+        if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+            raise _Refuse(415, "expected application/json")  # a page of a browser would have to ask first
+        data = bytearray()
+        async for piece in request.stream():
+            data += piece
+            if len(data) > MAX_BYTES:
+                raise _Refuse(413, f"expected at most {MAX_BYTES} bytes")
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise _Refuse(400, f"expected JSON: {error}") from error
+
+    def enqueue(self, count: int) -> None:
+        """Take places in the queue. Raises _Refuse."""
+        if count > MAX_JOBS:
+            raise _Refuse(413, f"expected at most {MAX_JOBS} jobs, found {count}")
+        if self.queued + count > MAX_QUEUED:
+            raise _Refuse(429, f"{self.queued} jobs are waiting; try again")
+        self.queued += count
+
+    async def run(self, jobs: list[dict[str, Any]]) -> AsyncGenerator[dict[str, Any], None]:
+        """The answers in order; gives the places in the queue back."""
+        left, waiting = len(jobs), deque[Future[dict[str, Any]]]()
+        todo = iter(jobs)
+        try:
+            while left:
+                for job in todo:
+                    waiting.append(self.threads.submit(self.call, job))
+                    if len(waiting) >= WINDOW:
+                        break
+                yield await asyncio.wrap_future(waiting.popleft())
+                left, self.queued = left - 1, self.queued - 1
+        finally:
+            self.queued -= left
+            for future in waiting:
+                future.cancel()
+
+    def call(self, job: dict[str, Any]) -> dict[str, Any]:
+        """One job, in a thread."""
+        try:
+            return self.servers.call(job, job["limits"]["job_wall"] + GRACE_SECONDS)
+        except HarnessError as error:
+            return {"id": job["id"], "fault": str(error)}
+
+
+def create_app(service: Service) -> FastAPI:
+    """The routes."""
+    app = FastAPI(title="Stagecoach sandbox", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(_Refuse)
+    async def refuse(_: Request, error: _Refuse) -> Response:
+        headers = {"Retry-After": "1"} if error.status == 429 else {}
+        return Response(json.dumps({"detail": str(error)}), error.status, headers, media_type="application/json")
+
+    @app.get("/health")
+    async def health(request: Request) -> Response:
+        service.check(request)
+        return Response(json.dumps(service.health()), media_type="application/json")
+
+    @app.post("/run_batch")
+    async def run_batch(request: Request) -> Response:
+        service.check(request)
+        jobs = checked_jobs(await service.body(request))
+        service.enqueue(len(jobs))
+        pieces = _as_list(service.run(jobs))
+        first = await anext(pieces)  # begun, so that it gives its places back even if nobody listens any more
+        return StreamingResponse(_after(first, pieces), media_type="application/json")
+
+    @app.post("/execute_batch")
+    async def execute_batch(request: Request) -> Response:
+        service.check(request)
+        batch = await service.body(request)
+        try:
+            jobs = scripts.jobs(batch, service.refused)
+        except ValueError as error:
+            raise _Refuse(422, str(error)) from error
+        runnable = [clamp(job) for job in jobs if isinstance(job, dict)]
+        service.enqueue(len(runnable))
+        async with aclosing(service.run(runnable)) as answers:
+            results = [scripts.result(job if isinstance(job, str) else await anext(answers)) for job in jobs]
+        return Response(json.dumps(results), media_type="application/json")
+
+    return app
+
+
+async def _as_list(answers: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """A JSON list, sent while it is made."""
+    start = b"["
+    async with aclosing(answers):
+        async for answer in answers:
+            yield start + json.dumps(answer, separators=(",", ":")).encode("ascii")
+            start = b","
+    yield b"]" if start == b"," else b"[]"
+
+
+async def _after(first: bytes, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(pieces):
+        yield first
+        async for piece in pieces:
+            yield piece
+
+
+def checked_jobs(body: Any) -> list[dict[str, Any]]:
+    """The jobs of a request as the servers take them, limits clamped. Raises _Refuse naming the first fault."""
+    if not isinstance(body, dict) or set(body) != {"jobs"} or not isinstance(body["jobs"], list):
+        raise _Refuse(422, 'expected {"jobs": [job]}')
+    checked = []
+    for number, job in enumerate(body["jobs"]):
+        fault = _fault(job)
+        if fault is not None:
+            raise _Refuse(422, f"jobs[{number}]: expected {fault}")
+        checked.append(clamp(job))
+    return checked
+
+
+def _fault(job: Any) -> str | None:
+    """What is wrong with a job, or None."""
+    keys = {"id", "nonce", "profile", "source", "entry", "tests", "limits"}
+    if not isinstance(job, dict) or set(job) != keys:
+        return f"the keys {', '.join(sorted(keys))}"
+    tests, limits = job["tests"], job["limits"]
+    arguments = {"stdin"} if job["entry"] is None else {"args", "kwargs"}
+    checks = {
+        "id: a text of at most 64 characters": isinstance(job["id"], str) and len(job["id"]) <= 64,
+        "nonce: 32 hexadecimal digits": isinstance(job["nonce"], str) and _NONCE.fullmatch(job["nonce"]) is not None,
+        f"profile: one of {', '.join(PROFILES)}": job["profile"] in PROFILES,
+        "source: a text": isinstance(job["source"], str) and len(job["source"]) <= CEILINGS["source"],
+        "entry: a name, or null for a program": job["entry"] is None or isinstance(job["entry"], str),
+        "entry: null in profile shell": job["profile"] != "shell" or job["entry"] is None,
+        "tests: 1 to 1024 tests": isinstance(tests, list) and 1 <= len(tests) <= CEILINGS["tests"],
+        "tests: one test for a program": job["entry"] is not None or (isinstance(tests, list) and len(tests) == 1),
+        f"limits: positive numbers for {', '.join(LIMITS)}": isinstance(limits, dict)
+        and set(limits) == set(LIMITS)
+        and all(type(value) in (int, float) and 0 <= value < 1e15 for value in limits.values()),
+    }
+    failed = next((what for what, right in checks.items() if not right), None)
+    if failed is not None:
+        return failed
+    right = all(isinstance(t, dict) and set(t) == arguments and all(type(v) is str for v in t.values()) for t in tests)
+    if not right:
+        return f"tests: texts named {', '.join(sorted(arguments))}"
+    if "args" in arguments and any(len(text) > MAX_ARGUMENT for test in tests for text in test.values()):
+        return f"tests: arguments of at most {MAX_ARGUMENT} characters"
+    return None
+
+
+def clamp(job: dict[str, Any]) -> dict[str, Any]:
+    """The job with no limit above CEILINGS."""
+    return job | {"limits": {name: min(value, CEILINGS[name]) for name, value in job["limits"].items()}}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name means this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def serve(app: FastAPI, host: str, port: int) -> None:
+    """Answer until SIGINT or SIGTERM."""
+    server = HttpServer(
+        app,
+        address=host,
+        port=port,
+        interface=Interfaces.ASGINL,
+        http1_settings=HTTP1Settings(header_read_timeout=10_000),
+        websockets=False,
+        log_enabled=False,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.stop)
+    await server.serve()
+
+
+def main(argv: list[str]) -> int:
+    """The exit code: 0, or 2 where there is no sandbox or the address may not be offered."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.sandbox.service", description="Run generated code for trainers."
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8801)
+    parser.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="children at once and profile"
+    )
+    parser.add_argument("--preload", nargs="*", default=[], help="modules that candidates may import: numpy")
+    asked = parser.parse_args(argv)
+    token = os.environ.get(TOKEN) or None
+    servers = Servers(SandboxConfig(preload=tuple(asked.preload)), asked.workers)
+    try:
+        if token is None and not is_loopback(asked.host):
+            raise ConfigError(f"--host {asked.host}: expected a loopback address, or a token in {TOKEN}")
+        servers.start()
+        service = Service(servers, token)
+        sys.stderr.write(f"sandbox service at http://{asked.host}:{asked.port}: {json.dumps(service.health())}\n")
+        asyncio.run(serve(create_app(service), asked.host, asked.port))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    finally:
+        servers.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
