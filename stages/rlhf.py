@@ -22,7 +22,7 @@ from pipeline.model.lora import AdapterConfig
 from pipeline.params import block, main
 from pipeline.reinforcement import alarms, answers, estimators
 from pipeline.reinforcement.estimators import PPOConfig
-from pipeline.reinforcement.rewards import Resources, Scorer
+from pipeline.reinforcement.rewards import Scorer
 from pipeline.reinforcement.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
 from pipeline.reinforcement.setting import Setting
 from pipeline.sandbox.judge import SandboxConfig

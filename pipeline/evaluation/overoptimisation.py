@@ -34,7 +34,7 @@ class HeldOutConfig:
     best_of_prompts: int = 64  # so many of them; 0: no such line
 
     def __post_init__(self) -> None:
-        if self.eval_prompts < 2 or self.best_of < 1 or not 0 <= self.best_of_prompts:
+        if self.eval_prompts < 2 or self.best_of < 1 or not self.best_of_prompts >= 0:
             raise ValueError("expected eval_prompts >= 2, best_of >= 1, best_of_prompts >= 0")
 
 

@@ -3,6 +3,7 @@
 `of` is a function of the curve alone, so a resumed run says the same; `watch` says each alarm once, when it is new.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def of(rows: Sequence[Row], *, target_kl: float | None = None) -> dict[str, int]
         if all(bad[place - WITHOUT_FIT : place]):
             raise_at(steps[place - 1], f"the critic explained nothing for {WITHOUT_FIT} iterations: raise its rate")
     told = [row for row in rows if "gold" in row and "proxy" in row]
-    worse = [b["gold"] < a["gold"] and b["proxy"] > a["proxy"] for a, b in zip(told, told[1:], strict=False)]
+    worse = [b["gold"] < a["gold"] and b["proxy"] > a["proxy"] for a, b in itertools.pairwise(told)]
     for place in range(LOSSES, len(worse) + 1):
         if all(worse[place - LOSSES : place]):
             raise_at(int(told[place]["step"]), "gold falls while the proxy rises: the reward model is being exploited")
