@@ -52,7 +52,7 @@ def actor() -> Transformer:
 def config(**changes: Any) -> RolloutConfig:
     values: dict[str, Any] = {
         "learning_rate": 1e-2, "schedule": "constant", "weight_decay": 0.0, "prompts": 8, "samples": 8, "iterations": 30,
-        "epochs": 2, "max_prompt": 4, "max_new_tokens": LONGEST, "eval_steps": 1000, "publish": "last",
+        "epochs": 2, "max_prompt": 4, "max_new_tokens": LONGEST, "eval_steps": 1000,
     }  # fmt: skip
     return RolloutConfig(**(values | changes))
 
@@ -108,7 +108,7 @@ def group_run(model: Transformer, method: GroupMethod, settings: RolloutConfig, 
     return one
 
 
-def ppo_run(model: ActorCritic, constants: PPOConfig, settings: RolloutConfig, folder: Path) -> Any:
+def ppo_run(model: ActorCritic, constants: PPOConfig, settings: RolloutConfig, folder: Path, **runtime: Any) -> Any:
     """Train actor and critic by PPO as the stage does."""
     frozen = copy.deepcopy(model.actor).requires_grad_(False)
 
@@ -127,7 +127,7 @@ def ppo_run(model: ActorCritic, constants: PPOConfig, settings: RolloutConfig, f
     carried = {"beta": constants.beta}
     how = Method(sample=sampler(model.actor, 1), score=score, annotate=annotate,
                  estimate=lambda found: estimate_ppo(found, constants, carried))  # fmt: skip
-    one = job(folder)
+    one = job(folder, **runtime)
     fit(model, filling(how, settings, carried), loss, settings, one)
     return one
 
@@ -157,7 +157,7 @@ def test_ppo_solves_the_bandit(tmp_path: Path) -> None:
     critic = actor()
     model = ActorCritic(actor(), RewardModel(critic))
     constants = PPOConfig(beta=0.01, target_kl=6.0, horizon=2000)
-    one = ppo_run(model, constants, config(samples=1, prompts=64, eps=1e-5), tmp_path)
+    one = ppo_run(model, constants, config(samples=1, prompts=128, eps=1e-5), tmp_path)
     assert_solved(model.actor, one)
 
 
