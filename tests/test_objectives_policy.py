@@ -439,6 +439,18 @@ def test_a_batch_may_be_cut_anywhere_between_answers(name: str, cut: str) -> Non
     assert gradient.abs().max() > 0.01
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_of_padding_count_nothing(name: str) -> None:
+    """As a process has them whose share of the answers is the smaller one."""
+    method, given = dataclasses.replace(METHODS[name], beta=0.1), drawn_answers(2)
+    counts, whole = counts_of(given), group_loss(given, method, 9)
+    given["mask"] = torch.cat([given["mask"], torch.zeros(3, 9, dtype=torch.bool)])
+    for key in ("policy", "old", "reference"):
+        given[key] = torch.cat([given[key], torch.ones(3, 9)])
+    given["advantages"] = torch.cat([given["advantages"], torch.ones(3)])
+    assert numbers(group_loss(given, method, 9), counts) == numbers(whole, counts)
+
+
 @pytest.mark.parametrize("name", ["ppo", *METHODS])
 def test_a_step_whose_mean_ratio_is_above_ten_is_refused(name: str) -> None:
     """Every token's ratio is e^2.25 = 9.49 or e^2.35 = 10.49; in `ratio` the product over an answer, so answers of one token."""
