@@ -1,4 +1,4 @@
-"""A task that reinforcement must solve: say one token four times, then end. The loop, the sampler, the stream are the real ones.
+"""A task that reinforcement must solve: say one token four times, then end. Loop, sampler, stream and losses are the real ones.
 
 The reward is the share of four that was said; a fresh model of 16 tokens says it by chance, about 0.12.
 """
@@ -6,19 +6,19 @@ The reward is the share of four that was said; a fresh model of 16 tokens says i
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.learning import scoring
+from pipeline.learning import fit as fit_module
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_policy import METHODS, Clip, GroupMethod, group_policy, ppo
+from pipeline.learning.objectives_policy import METHODS, GroupMethod
+from pipeline.learning.protocols import Watchers
 from pipeline.learning.ranks import Ranks
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import ActorCritic, RewardModel
@@ -27,7 +27,8 @@ from pipeline.reinforcement import answers
 from pipeline.reinforcement.answers import Answer
 from pipeline.reinforcement.estimators import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo
 from pipeline.reinforcement.rewards import Score
-from pipeline.reinforcement.rollout import Method, Rollout, RolloutBatch, RolloutConfig, RolloutStream
+from pipeline.reinforcement.rollout import Method, Rollout, RolloutConfig, RolloutStream
+from stages import grpo, rlhf
 from tests import rollouts
 from tests.test_fit import job
 
@@ -52,7 +53,7 @@ def actor() -> Transformer:
 def config(**changes: Any) -> RolloutConfig:
     values: dict[str, Any] = {
         "learning_rate": 1e-2, "schedule": "constant", "weight_decay": 0.0, "prompts": 8, "samples": 8, "iterations": 30,
-        "epochs": 2, "max_prompt": 4, "max_new_tokens": LONGEST, "eval_steps": 1000, "publish": "last",
+        "epochs": 2, "max_prompt": 4, "max_new_tokens": LONGEST, "eval_steps": 1000,
     }  # fmt: skip
     return RolloutConfig(**(values | changes))
 
@@ -89,36 +90,20 @@ def group_run(model: Transformer, method: GroupMethod, settings: RolloutConfig, 
     def reference(given: Sequence[Answer]) -> list[np.ndarray]:
         return answers.logprobs_of(frozen, given, PAD, 1.0)
 
-    def loss(trained: nn.Module, batch: RolloutBatch) -> Loss:
-        logprobs, entropy = scoring.token_logprobs(trained, batch, 1.0)
-        in_loss = needed and method.kl_in == "loss"
-        return group_policy(
-            logprobs, entropy, old=batch.old, advantages=batch.arrays["advantages"],
-            reference=batch.arrays["reference"] if in_loss else None, row_of=batch.row_of,
-            num_rows=batch.counts["sequences"], method=method, max_tokens=LONGEST,
-        )  # fmt: skip
-
     def annotate(found: list[Rollout]) -> None:
         annotate_group(found, reference=reference if needed else None)
 
     how = Method(sample=sampler(model, 1), score=score, annotate=annotate, dynamic=method.dynamic,
                  estimate=lambda found: estimate_group(found, method, settings.samples))  # fmt: skip
     one = job(folder, **runtime)
-    fit(model, filling(how, settings), loss, settings, one)
+    loss = partial(grpo.loss, method=method, config=settings)
+    fit(model, filling(how, settings), loss, settings, one, watchers=Watchers(gradients_at=None))
     return one
 
 
-def ppo_run(model: ActorCritic, constants: PPOConfig, settings: RolloutConfig, folder: Path) -> Any:
+def ppo_run(model: ActorCritic, constants: PPOConfig, settings: RolloutConfig, folder: Path, **runtime: Any) -> Any:
     """Train actor and critic by PPO as the stage does."""
     frozen = copy.deepcopy(model.actor).requires_grad_(False)
-
-    def loss(trained: nn.Module, batch: RolloutBatch) -> Loss:
-        chosen = batch.targets >= 0
-        logits, values = trained(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen)
-        logprobs, entropy = scoring.target_logprobs(logits, batch.targets[chosen], 1.0)
-        arrays = {name: batch.arrays[name] for name in ("advantages", "old_values", "returns")}
-        return ppo(logprobs, entropy, values, old=batch.old, clip=Clip(constants.clip, constants.clip),
-                   value_clip=constants.value_clip, value_weight=constants.value_weight, **arrays)  # fmt: skip
 
     def annotate(found: list[Rollout]) -> None:
         annotate_ppo(found, reference=lambda given: answers.logprobs_of(frozen, given, PAD, 1.0),
@@ -127,7 +112,8 @@ def ppo_run(model: ActorCritic, constants: PPOConfig, settings: RolloutConfig, f
     carried = {"beta": constants.beta}
     how = Method(sample=sampler(model.actor, 1), score=score, annotate=annotate,
                  estimate=lambda found: estimate_ppo(found, constants, carried))  # fmt: skip
-    one = job(folder)
+    one = job(folder, **runtime)
+    loss = partial(rlhf.loss, temperature=1.0, ppo=constants)
     fit(model, filling(how, settings, carried), loss, settings, one)
     return one
 
@@ -157,7 +143,7 @@ def test_ppo_solves_the_bandit(tmp_path: Path) -> None:
     critic = actor()
     model = ActorCritic(actor(), RewardModel(critic))
     constants = PPOConfig(beta=0.01, target_kl=6.0, horizon=2000)
-    one = ppo_run(model, constants, config(samples=1, prompts=64, eps=1e-5), tmp_path)
+    one = ppo_run(model, constants, config(samples=1, prompts=128, eps=1e-5), tmp_path)
     assert_solved(model.actor, one)
 
 
@@ -173,4 +159,37 @@ def test_without_learning_the_policy_stays_where_it_sampled(tmp_path: Path) -> N
         assert row["approxkl"] < 1e-8
         assert row["clip_ratio/region_mean"] == 0
         assert row["kl"] == pytest.approx(0, abs=1e-6)
+        assert row.get("sampling/sampling_logp_difference/max", 0.0) < 1e-5
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Stopped(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kill_at", [1, 4, 6])
+def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
+    kill_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside an iteration it goes on at the fill before it: states are saved between fills. PPO carries its beta along."""
+    constants, original = PPOConfig(beta=0.05, target_kl=0.1, horizon=100), fit_module.Run._one_step
+
+    def run(folder: Path) -> tuple[ActorCritic, Any]:
+        model = ActorCritic(actor(), RewardModel(actor()))
+        settings = config(prompts=6, samples=1, minibatches=2, iterations=2)  # 4 updates an iteration
+        return model, ppo_run(model, constants, settings, folder, save_steps=1)
+
+    def step(self: Any) -> None:
+        if self.course.step == kill_at:
+            raise Stopped
+        original(self)
+
+    whole, first = run(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module.Run, "_one_step", step)
+        with pytest.raises(Stopped):
+            run(tmp_path / "killed")
+    again, second = run(tmp_path / "killed")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert second.tracker.rows == first.tracker.rows
+    assert len({row["objective/kl_coef"] for row in first.tracker.rows if "objective/kl_coef" in row}) == 2

@@ -72,6 +72,12 @@ def test_a_merge_into_nothing_is_the_other_and_leaves_it_alone() -> None:
     assert other.values() == pytest.approx(BY_HAND)
 
 
+def test_a_merge_weighs_a_term_as_the_newer_step_does() -> None:
+    first = totals(COUNTS, loss([1.0], coefficient=0.5))
+    first.merge(totals(COUNTS, loss([1.0], coefficient=0.25)))
+    assert first.value == pytest.approx(2 / 16 + 0.25 * 2 / 8)
+
+
 def test_extremes_go_by_their_name() -> None:
     found = totals(COUNTS, loss([3.0]), loss([5.0]), loss([4.0]))
     assert found.extremes == {"min_value": 3.0, "max_value": 5.0}

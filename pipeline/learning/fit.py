@@ -149,7 +149,9 @@ class Run:
             with self.ranks.no_sync(self.model, skip=micro < len(batches) - 1):
                 with self.hardware.autocast():
                     loss = self.loss(self.model, batch.to(self.hardware.device))
-                parts = [t.coefficient * t.sum * (self.ranks.world / counts[t.per]) for t in loss.terms if counts[t.per]]
+                parts = [
+                    t.coefficient * t.sum * (self.ranks.world / counts[t.per]) for t in loss.terms if counts[t.per]
+                ]
                 objective = sum(parts, start=loss.terms[0].sum * 0)  # a rank without targets still runs backward
                 assert isinstance(objective, Tensor)
                 objective.backward()
@@ -231,10 +233,9 @@ class Run:
         if self.watchers.evaluate:
             self.job.tracker.log(self.course.step, self.watchers.evaluate(self.course.step))
         self.model.train(True)
-        names = sorted(totals.counts)
-        summed = self.ranks.sum_tensor(torch.tensor([totals.counts[n] for n in names], dtype=torch.int64)).tolist()
-        totals.counts = dict(zip(names, summed, strict=True))
-        totals.reduce(self.ranks)
+        parts, totals = self.ranks.gather(totals), Totals({})  # a rank that had no batch knows no names
+        for part in parts:
+            totals.merge(part)
         if totals.terms and self.course.step:
             values = totals.values()
             self._compare(values["loss"])

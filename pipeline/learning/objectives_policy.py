@@ -203,13 +203,13 @@ def group_policy(
     anywhere between answers.
     """
     num = len(logprobs)
-    lengths = torch.bincount(row_of, minlength=num_rows).clamp(min=1)
+    lengths = torch.bincount(row_of, minlength=num_rows)
     if method.normaliser in ("ratio", "mean_ratio"):  # one ratio and one advantage a sequence
-        zero = old.new_zeros(num_rows)
-        whole, before, first = (zero.index_add(0, row_of, x) for x in (logprobs, old, advantages))
-        first = first / lengths
+        zero, some = old.new_zeros(num_rows), lengths > 0  # a row of padding is no sequence
+        whole, before, first = (zero.index_add(0, row_of, x)[some] for x in (logprobs, old, advantages))
+        first = first / lengths[some]
         if method.normaliser == "mean_ratio":
-            whole, before = whole / lengths, before / lengths
+            whole, before = whole / lengths[some], before / lengths[some]
         loss, ratio = surrogate(whole, before, first, method.clip)
         weight, signs = torch.ones_like(loss), first
     else:

@@ -64,9 +64,7 @@ class Sampled(Protocol):
 Generate = Callable[[list[list[int]], list[int]], Sequence[Sampled]]  # prompts, seeds -> one answer each
 
 
-def sample(
-    generate: Generate, asked: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, seed: int
-) -> list[Answer]:
+def sample(generate: Generate, asked: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, seed: int) -> list[Answer]:
     """An answer to each (prompt, sample number)."""
     seeds = [stable_hash("rollout", seed, prompt.id, number) % 2**63 for prompt, number in asked]
     given = generate([prompt.ids for prompt, _ in asked], seeds) if asked else []
@@ -90,10 +88,13 @@ def pair_prompts(split: PairSplit, max_new_tokens: int, kinds: Sequence[str] = (
     """
     found: dict[str, Prompt] = {}
     for encoded in split.pairs:
-        pair, length = encoded.pair, int(np.asarray(encoded.chosen.trained).sum())
-        if length > max_new_tokens or (kinds and pair.kind not in kinds):
+        pair, start = (
+            encoded.pair,
+            int(np.argmax(encoded.chosen.trained)),
+        )  # where the answer begins; it may hold results of tools
+        if len(encoded.chosen.ids) - start > max_new_tokens or (kinds and pair.kind not in kinds):
             continue
-        ids = encoded.chosen.ids[: len(encoded.chosen.ids) - length].tolist()
+        ids = encoded.chosen.ids[:start].tolist()
         found.setdefault(chat.render_text(pair.prompt, pair.tools), Prompt(pair.id, ids, pair.kind, pair))
     if not found:
         raise DataError(
@@ -157,7 +158,9 @@ def values_of(critic: RewardModel, answers: Sequence[Answer], pad: int) -> list[
     found: list[np.ndarray] = []
     for rows in _batches(answers, pad, _device(critic)):
         chosen = rows.targets >= 0
-        values = critic.normalised(critic(rows.input_ids, positions=rows.positions, documents=rows.documents, select=chosen))
+        values = critic.normalised(
+            critic(rows.input_ids, positions=rows.positions, documents=rows.documents, select=chosen)
+        )
         found += split_rows(values.float().cpu().numpy(), chosen.sum(1).tolist())
     return found
 
@@ -169,8 +172,10 @@ def raw_rewards(model: RewardModel, answers: Sequence[Answer], pad: int) -> Tens
     for rows in _batches(answers, pad, _device(model)):
         last = (rows.documents >= 0).sum(1) - 1
         ends = torch.arange(rows.documents.shape[1], device=last.device) == last[:, None]
-        found.append(model(rows.input_ids, positions=rows.positions, documents=rows.documents, select=ends).float().cpu())
-    return torch.cat(found)
+        found.append(
+            model(rows.input_ids, positions=rows.positions, documents=rows.documents, select=ends).float().cpu()
+        )
+    return torch.cat([torch.zeros(0), *found])  # a process may have no answers
 
 
 def split_rows(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:

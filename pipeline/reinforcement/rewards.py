@@ -13,6 +13,7 @@ unscorable). The total is the sum of weight * part, clipped to +-10. Not promise
 rewards that run code cannot be forged (`sandbox/`), but tests may be weak.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,11 +75,16 @@ class Scorer:
         parts = {name: PARTS[name](self, answers) for name in self.weights}
         found = []
         for place in range(len(answers)):
-            mine = {name: values[place] for name, values in parts.items()}
+            mine = {name: _finite(values[place]) for name, values in parts.items()}
             known = [self.weights[name] * value for name, value in mine.items() if value is not None]
             total = max(-LIMIT, min(LIMIT, sum(known))) if len(known) == len(mine) else None
             found.append(Score(total, mine, self.verdicts.get(place, "")))
         return found
+
+
+def _finite(value: float | None) -> float | None:
+    """None for what is not a number: clipping would make the best score of it."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def code_format(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:

@@ -34,7 +34,7 @@ Array = np.ndarray
 EXTRA_ROUNDS = 3  # of dynamic sampling
 EMPTY_ITERATIONS = 10  # in a row, and the run stops
 ALL_EQUAL = 1e-6  # a group whose scores spread less teaches nothing
-UNSCORABLE_WARNS, UNSCORABLE_STOPS = 0.01, 0.05
+UNSCORABLE_STOPS = 0.05  # the share of answers without a score that ends a run
 
 
 @dataclass(frozen=True, kw_only=True)

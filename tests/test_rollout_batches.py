@@ -1,0 +1,136 @@
+"""Rollouts as batches: what an update gets of an iteration, what padding counts, and two processes against one."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.reinforcement.answers import Answer
+from pipeline.reinforcement.rollout import RolloutStream
+from tests import rollouts
+from tests.test_rollout import PAD, Request, config, drawn, estimated, filled, method, names, scored_by, stream
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 5, 12])
+def test_an_epoch_goes_once_through_all_answers(minibatches: int) -> None:
+    one = filled(config(minibatches=minibatches))
+    orders = []
+    for epoch in range(2):
+        parts = [one.rows(epoch * minibatches + part, 9).tolist() for part in range(minibatches)]
+        assert max(map(len, parts)) == one.config.rows
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        orders.append([row for part in parts for row in part])
+        assert sorted(orders[-1]) == list(range(12))
+    assert orders[0] != orders[1]
+    assert filled(config(minibatches=minibatches)).rows(0, 9).tolist() == one.rows(0, 9).tolist()
+
+
+def test_another_iteration_has_another_order() -> None:
+    one = filled(config(minibatches=1))
+    first = one.rows(0, 9).tolist()
+    one.fill(2)
+    assert one.rows(2, 9).tolist() != first
+
+
+def test_a_batch_holds_prompt_and_answer_with_the_answer_as_target() -> None:
+    one = filled()
+    one.rollouts = [rollouts.rollout(1, 0, 3, 2.0), rollouts.rollout(2, 0, 1, 3.0, logprob=-0.75)]
+    estimated(one.rollouts)
+    batch = one.batch(0, 9, np.array([0, 1]))
+    assert batch.input_ids.tolist() == [[1, 101, 1, 2, 3], [2, 102, 1, PAD, PAD]]
+    assert batch.targets.tolist() == [[-100, 1, 2, 3, -100], [-100, 1, -100, -100, -100]]
+    assert batch.documents.tolist() == [[0] * 5, [0, 0, 0, -1, -1]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]
+    assert batch.row_of.tolist() == [0, 0, 0, 1]
+    assert batch.old.tolist() == [-0.5, -0.5, -0.5, -0.75]
+    assert batch.arrays["advantages"].tolist() == [2.0, 2.0, 2.0, 3.0]
+    assert batch.counts == {"tokens": 4, "sequences": 2, "positions": 8}
+    assert batch.old.dtype == batch.arrays["advantages"].dtype == torch.float32
+    moved = batch.to("cpu")
+    assert moved.counts == batch.counts and torch.equal(moved.row_of, batch.row_of) and moved.fresh == batch.fresh
+
+
+def test_only_the_first_update_after_a_fill_is_fresh() -> None:
+    one = filled()
+    assert [one.batch(step, 9, one.rows(step, 9)).fresh for step in range(5)] == [True, False, False, False, True]
+
+
+def test_padding_rows_count_nothing() -> None:
+    one = filled()
+    alone, padded = one.batch(1, 9, np.array([4])), one.batch(1, 9, np.array([-1, 4, -1]))
+    assert len(padded.input_ids) == 3
+    assert (padded.targets >= 0).sum(1).tolist() == [len(one.rollouts[4].answer.ids), 0, 0]
+    for name in ("tokens", "sequences"):
+        assert padded.counts[name] == alone.counts[name]
+    for name in ("row_of", "old"):
+        assert torch.equal(getattr(padded, name), getattr(alone, name))
+    only = one.batch(1, 9, np.array([-1]))
+    assert (only.counts["tokens"], only.counts["sequences"], len(only.old)) == (0, 0, 0)
+    assert {name: len(values) for name, values in only.arrays.items()} == {"advantages": 0, "reference": 0}
+    assert list(one.evaluation(100)) == []
+
+
+# two processes
+
+
+class Group:
+    """Two processes as threads: each hears what the other gathers."""
+
+    def __init__(self) -> None:
+        self.box: list[Any] = [None, None]
+        self.barrier = threading.Barrier(2, timeout=20)
+
+    def member(self, rank: int) -> Any:
+        group = self
+
+        class Member:
+            world = 2
+
+            def gather(self, value: Any) -> list[Any]:
+                group.box[rank] = value
+                group.barrier.wait()
+                found = list(group.box)
+                group.barrier.wait()
+                return found
+
+        member = Member()
+        member.rank = rank  # type: ignore[attr-defined]
+        return member
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_two_processes_share_the_sampling_and_know_the_same(dynamic: bool) -> None:
+    shares: list[list[Request]] = [[], []]
+
+    def of(rank: int, ranks: Any) -> RolloutStream:
+        def sample(asked: Sequence[Request]) -> list[Answer]:
+            shares[rank] += asked
+            return drawn(asked)
+
+        score = scored_by(lambda n: float(n % 3 if n // 3 % 2 else 1))
+        return stream(config(prompts=5), method(sample=sample, score=score, dynamic=dynamic), ranks=ranks)
+
+    alone = of(0, None)
+    numbers = alone.fill(0)
+    asked, shares[0] = [(p.id, n) for p, n in shares[0]], []
+    group = Group()
+    both = [of(rank, group.member(rank)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda one: one.fill(0), both)) == [numbers, numbers]
+    found = [[(p.id, n) for p, n in share] for share in shares]
+    assert sorted(found[0] + found[1]) == sorted(asked)
+    assert min(map(len, found)) >= 6
+    for one in both:
+        assert names(one.rollouts) == names(alone.rollouts)
+        for mine, theirs in zip(one.rollouts, alone.rollouts, strict=True):
+            assert mine.answer == theirs.answer
+            assert all(np.array_equal(mine.arrays[name], theirs.arrays[name]) for name in theirs.arrays)
+    for step in range(4):
+        rows, padded = alone.rows(step, 9), both[0].rows(step, 9)
+        assert len(padded) == len(rows) + len(rows) % 2  # each process gets as many
+        assert [row for row in padded if row >= 0] == rows.tolist()
+        assert both[1].rows(step, 9).tolist() == padded.tolist()
