@@ -35,7 +35,7 @@ PARAMS = evaluate.Params(settings=SETTINGS, sandbox=SandboxConfig())
 class FakeJudge:
     """Fails every program."""
 
-    def __init__(self, config: SandboxConfig, workers: int) -> None:
+    def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
         pass
 
     def __enter__(self) -> "FakeJudge":
@@ -95,12 +95,10 @@ def test_the_curve_is_pass_at_k_over_the_k_that_were_sampled() -> None:
 def test_without_a_sandbox_problems_say_so(
     tiny_model: Transformer,
     byte_tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(evaluate, "Judge", NoSandbox)
     subject = Subject(tiny_model, byte_tokenizer, SETTINGS, 1)
-    result = evaluate.solve(subject, list(programs.problems("test", 4, 1)), SandboxConfig(), 1)
+    result = evaluate.solve(subject, list(programs.problems("test", 4, 1)), lambda: NoSandbox(SandboxConfig(), 1))
     assert (result.numbers, result.rows) == ({"skipped": "skipped: no sandbox"}, [])
     assert "problems are skipped: sandbox: no name spaces here" in capsys.readouterr().err
 
