@@ -51,8 +51,9 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
             return objectives_pairs.dpo(policy, None, losses)
         if batch.reference is not None:
             return objectives_pairs.dpo(policy, scoring_pairs.pairs_of(batch.reference, batch.targets >= 0), losses)
-        with start.reference.model(batch.input_ids.device) as frozen:
-            return objectives_pairs.dpo(policy, scoring_pairs.pair_logprobs(frozen, batch), losses)
+        with start.reference.model(batch.input_ids.device) as frozen:  # no gradient is recorded within
+            theirs = scoring_pairs.pair_logprobs(frozen, batch)
+        return objectives_pairs.dpo(policy, theirs, losses)
 
     test = PairSplit(pairs / "test.jsonl", start.tokenizer, config.max_prompt, config.max_length)
     before = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)

@@ -8,7 +8,9 @@ MBPP, BFCL) are read before anything is measured, so that a wrong file stops the
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ def run(
     sources = held_out(code)
     talks = list(read(dialogues / "test.jsonl", Dialogue))
     asked = list(read(problems / "test.jsonl", Problem))
+    sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
     plan = {
         "text": lambda: suites.documents(subject, prose[: settings.documents]),
         "stories": lambda: suites.documents(subject, told[: settings.documents]),
@@ -73,14 +76,14 @@ def run(
         "stories sampled": lambda: suites.sampled_stories(subject, told),
         "code": lambda: suites.documents(subject, sources[: settings.documents]),
         "code gaps": lambda: suites.gaps(subject, sources),
-        "problems": lambda: solve(subject, asked, params.sandbox, job.workers),
+        "problems": lambda: solve(subject, asked, sandbox),
         "tools": lambda: suites.called(subject, [d for d in talks if d.kind == "tools"]),
         "answers": lambda: suites.answered(subject, talks),
     }
     if sets:
         completes = model.name in brought.COMPLETES
         plan["benchmarks"] = lambda: brought.score(
-            subject, sets, completes=completes, sandbox=params.sandbox, workers=job.workers
+            subject, sets, completes=completes, sandbox=sandbox
         )
     numbers: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
@@ -96,11 +99,10 @@ def run(
     write_curve(curves, curve_rows(numbers))
 
 
-def solve(subject: Subject, problems: list[Problem], sandbox: SandboxConfig, workers: int) -> Result:
+def solve(subject: Subject, problems: list[Problem], sandbox: Callable[[], Judge]) -> Result:
     """The problems suite, or why it was skipped."""
     try:
-        judge = Judge(sandbox, workers)
-        with judge:
+        with sandbox() as judge:
             return suites.solved(subject, problems, judge)
     except ConfigError as error:
         say(f"problems are skipped: {error}")

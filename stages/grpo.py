@@ -52,6 +52,8 @@ class Params:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.fit.samples < 2 and self.method != "reinforce_pp":
             raise ValueError(f"samples: {self.method} compares answers to one prompt; expected at least 2, got 1")
+        if self.resolved.dynamic and self.fit.samples < 2:
+            raise ValueError("dynamic: one answer has nothing to differ from; expected samples of at least 2")
 
     @property
     def resolved(self) -> GroupMethod:

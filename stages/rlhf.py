@@ -42,6 +42,14 @@ class Params:
     sandbox: SandboxConfig = block("sandbox")
     fit: RolloutConfig
 
+    def __post_init__(self) -> None:
+        """Refuse a horizon over which beta could change its sign within one iteration."""
+        if self.fit.prompts * self.fit.samples > 5 * self.ppo.horizon:
+            raise ValueError(
+                f"horizon: expected at least a fifth of the {self.fit.prompts * self.fit.samples} answers of an iteration, "
+                f"got {self.ppo.horizon}; the coefficient of the divergence would turn negative"
+            )
+
 
 def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out: Path, samples: Path) -> None:
     """Train the actor, measure gold against proxy on the way, save the model directory `out`."""
@@ -70,6 +78,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
             first=first_steps.first_policy("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision),
             evaluate=held_out.row,
             logged=alarms.watch(job.name, target_kl=params.ppo.target_kl),
+            gradients_at=None,  # the first gate sees that the losses are alive; equal scores give no gradient to the actor
         )
         fit(model, stream, partial(loss, temperature=config.temperature, ppo=params.ppo), config, job, watchers=watchers)
         job.report(**reference.finish(start), **held_out.report(), prompts=len(prompts["train"]),

@@ -80,7 +80,7 @@ def run(
             kind: _brought(kind, params.data, own, parts, rows) for kind in ("dialogues", "problems", "preferences")
         }
         if brought["problems"] is not None:
-            _try_out(brought["problems"], params, job.workers, parts, rows["problems"])
+            _try_out(brought["problems"], params, job, parts, rows["problems"])
         bar.update()
         made = _problems(params, job) if brought["problems"] is None else brought["problems"]
         bar.update()
@@ -138,14 +138,14 @@ def _brought(
     return splits
 
 
-def _try_out(splits: Splits, params: Params, workers: int, parts: Path, counts: dict[str, int]) -> None:
+def _try_out(splits: Splits, params: Params, job: Job, parts: Path, counts: dict[str, int]) -> None:
     """Judge every brought problem's own solution by its tests. Raises DataError, or ConfigError without a sandbox.
 
     A person can mend his own files, so one wrong problem stops the stage. Nobody here can mend a set of the hub: its wrong
     problems are named, written down and left out, as long as they are no more than `max_rejected` of all.
     """
     problems = [problem for records in splits.values() for problem in records]
-    with Judge(params.sandbox, workers) as judge:
+    with Judge(params.sandbox, job.workers, url=job.runtime.sandbox_url) as judge:
         found = references.faults(judge, ((problem, references.solution(problem)) for problem in problems))
         wrong = {p.id: fault for p, fault in zip(problems, found, strict=True) if fault[1]}
     if not wrong:
@@ -278,7 +278,7 @@ def _screen(talks: Splits, problems: Splits, text: Path, code: Path, workers: in
 
 def _pairs(params: Params, job: Job) -> Splits:
     splits: Splits = {}
-    with Judge(params.sandbox, job.workers) as judge:
+    with Judge(params.sandbox, job.workers, url=job.runtime.sandbox_url) as judge:
 
         def scores(sources: list[tuple[Problem, str]]) -> Iterator[float | None]:
             asked = (

@@ -106,7 +106,7 @@ def judge() -> Iterator[Judge]:
 
 def scored(subject: Scripted, *paths: Path, completes: bool = False) -> Result:
     sets = [benchmarks.load(path) for path in paths]
-    return benchmarks.score(subject, sets, completes=completes, sandbox=SandboxConfig(), workers=2)
+    return benchmarks.score(subject, sets, completes=completes, sandbox=lambda: Judge(SandboxConfig(), 2))
 
 
 def fenced(source: str) -> str:

@@ -1,7 +1,6 @@
 """The stage: three files with numbers, items and curves, from held-out data alone, the same each time."""
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from pipeline.evaluation.suites import Settings, Subject
 from pipeline.model.transformer import Transformer
 from pipeline.params import Runtime
 from pipeline.report.headlines import HEADLINES, lookup
-from pipeline.sandbox.judge import Program, SandboxConfig, Verdict
+from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.streams.records import Text, write
 from pipeline.synthesis import preferences, programs, stories, tools
 from pipeline.text.tokenizer import Tokenizer
@@ -32,24 +31,7 @@ SETTINGS = Settings(documents=3, stories=3, problems=12, samples=1, dialogues=24
 PARAMS = evaluate.Params(settings=SETTINGS, sandbox=SandboxConfig())
 
 
-class FakeJudge:
-    """Fails every program."""
-
-    def __init__(self, config: SandboxConfig, workers: int) -> None:
-        pass
-
-    def __enter__(self) -> "FakeJudge":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
-        for _ in programs:
-            yield Verdict(verdict="failed", reason="", passed=0, total=1, score=0.0, results=[])
-
-
-class NoSandbox(FakeJudge):
+class NoSandbox(Judge):
     def __enter__(self) -> "NoSandbox":
         raise ConfigError("sandbox: no name spaces here")
 
@@ -95,12 +77,10 @@ def test_the_curve_is_pass_at_k_over_the_k_that_were_sampled() -> None:
 def test_without_a_sandbox_problems_say_so(
     tiny_model: Transformer,
     byte_tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(evaluate, "Judge", NoSandbox)
     subject = Subject(tiny_model, byte_tokenizer, SETTINGS, 1)
-    result = evaluate.solve(subject, list(programs.problems("test", 4, 1)), SandboxConfig(), 1)
+    result = evaluate.solve(subject, list(programs.problems("test", 4, 1)), lambda: NoSandbox(SandboxConfig(), 1))
     assert (result.numbers, result.rows) == ({"skipped": "skipped: no sandbox"}, [])
     assert "problems are skipped: sandbox: no name spaces here" in capsys.readouterr().err
 
@@ -131,9 +111,8 @@ def test_a_wrong_test_set_stops_the_stage_before_the_model_is_read(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_model_is_measured_into_three_files_the_same_each_time(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(evaluate, "Judge", FakeJudge)
     model = Transformer(replace(tiny_model.config, max_context=4096), torch.Generator().manual_seed(0))
     checkpoint.save(tmp_path / "model", model, byte_tokenizer, {"key": "k"})
     told = [

@@ -18,10 +18,13 @@ import pytest
 from tests.graph import ROOT, Repository, ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf")
 ALL = {"code_versions", "stage_corpus", "stage_tasks", "stage_tokenizer", "stage_encode@text", "stage_encode@code",
-       "stage_language", "stage_code", "stage_tools", "stage_deploy", "stage_evaluate@language", "stage_evaluate@code",
-       "stage_evaluate@tools", "stage_report"}  # fmt: skip
-AFTER_TOOLS = {"stage_tools", "stage_evaluate@tools", "stage_deploy", "stage_report"}
+       *(f"stage_{model}" for model in MODELS), *(f"stage_evaluate@{model}" for model in MODELS), "stage_reward",
+       "stage_deploy", "stage_report"}  # fmt: skip
+ALIGNED = {f"{stage}{model}" for model in ("dpo", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
+AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_deploy", "stage_report"}  # it is rlhf that is deployed
+AFTER_TOOLS = {"stage_tools", "stage_evaluate@tools", "stage_reward", *ALIGNED, *AFTER_RLHF}
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +50,37 @@ def test_a_second_repro_runs_nothing_and_git_sees_no_artefact(repository: Reposi
 
 
 def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: Repository) -> None:
-    for model in ("language", "code", "tools", "deploy"):
+    for model in (*MODELS, "reward", "deploy"):
         names = {p.name for p in (repository.folder / "models" / model).iterdir()}
         assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "lineage.json"} <= names
     page = (repository.folder / "reports/index.html").read_text()
     assert "<svg" in page
     assert not re.search(r"<script|src=|url\(|@import|href=\"[^#]", page)
-    for model in ("language", "code", "tools"):
+    for model in MODELS:
         numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
         assert numbers["text"]["bpb"] > 0
         assert numbers["problems"]["n"] > 0
 
 
 def test_one_block_reruns_its_stage_and_what_follows_and_comes_back_from_the_run_cache(repository: Repository) -> None:
-    before = repository.sha("tools")
+    before = repository.sha("rlhf")
+    repository.edit("params.yaml", "rlhf:\n  iterations: null", "rlhf:\n  iterations: 1")
+    assert repository.repro() == AFTER_RLHF
+    assert repository.sha("rlhf") != before
+    repository.git("checkout", "-q", "params.yaml")
+    assert repository.repro() == set()
+    assert repository.sha("rlhf") == before
+
+
+def test_a_stage_concerns_what_is_made_from_it(repository: Repository) -> None:
+    """A dry run says the whole path; `dvc status` only what is changed now."""
     repository.edit(
         "params.yaml", "tools:\n  steps: null\n  learning_rate: null", "tools:\n  steps: null\n  learning_rate: 1e-3"
     )
-    assert repository.repro() == AFTER_TOOLS
-    assert repository.sha("tools") != before
+    assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == AFTER_TOOLS
     repository.git("checkout", "-q", "params.yaml")
-    assert repository.repro() == set()
-    assert repository.sha("tools") == before
+    repository.edit("params.yaml", "lora:\n  steps: null", "lora:\n  steps: 3")
+    assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == {"stage_lora", "stage_evaluate@lora", "stage_report"}
 
 
 def test_the_selected_model_file_concerns_language_and_another_one_nobody(repository: Repository) -> None:
@@ -119,8 +131,9 @@ def test_help_explains_the_stage_and_its_keys(repository: Repository) -> None:
 def test_an_experiment_with_another_model_runs_and_the_old_one_is_restored(repository: Repository) -> None:
     before = repository.sha("deploy")
     repository.dvc(
-        "exp", "run", "-S", "model=tiny", "-S", "language.steps=2", "-S", "code.steps=2", "-S", "tools.steps=2"
-    )
+        "exp", "run", "-S", "model=tiny", "-S", "language.steps=2", "-S", "code.steps=2", "-S", "tools.steps=2",
+        "-S", "deploy.model=tools", "stage_deploy"
+    )  # fmt: skip
     assert repository.sha("deploy") != before
     shown = repository.dvc("exp", "show", "--md")
     assert "tiny" in shown
@@ -131,8 +144,8 @@ def test_an_experiment_with_another_model_runs_and_the_old_one_is_restored(repos
 
 def test_set_and_unset_keeps_comments(repository: Repository) -> None:
     text = (repository.folder / "params.yaml").read_text()
-    repository.dvc("exp", "run", "-S", "tools.learning_rate=1e-4")
-    repository.dvc("exp", "run", "-S", "tools.learning_rate=null")
+    repository.dvc("exp", "run", "-S", "tools.learning_rate=1e-4", "stage_tools")
+    repository.dvc("exp", "run", "-S", "tools.learning_rate=null", "stage_tools")
     now = (repository.folder / "params.yaml").read_text()
     assert [line.split("#")[1] for line in now.splitlines() if "#" in line] == [
         line.split("#")[1] for line in text.splitlines() if "#" in line
@@ -141,8 +154,9 @@ def test_set_and_unset_keeps_comments(repository: Repository) -> None:
 
 def test_a_sweep_in_the_queue_with_two_workers_ends(repository: Repository) -> None:
     repository.dvc(
-        "exp", "run", "--queue", "-S", "tools.learning_rate=choice(0.001,0.002)", "-S", "tools.steps=choice(2,3)"
-    )
+        "exp", "run", "--queue", "-S", "tools.learning_rate=choice(0.001,0.002)", "-S", "tools.steps=choice(2,3)",
+        "stage_tools"
+    )  # fmt: skip
     repository.dvc("exp", "run", "--run-all", "-j", "2")
     status = repository.dvc("queue", "status")
     assert status.count("Success") == 4, status
@@ -264,7 +278,7 @@ def test_two_processes_see_the_same_rows_and_losses(repository: Repository, tmp_
             2,
             "models/nothing does not exist",
         ),
-        (["stages.evaluate", "reward"], 2, "usage: python -m stages.evaluate {language|code|tools}"),
+        (["stages.evaluate", "reward"], 2, "usage: python -m stages.evaluate {language|code|tools|lora"),
         (
             ["stages.language", "language.tokens_per_step=1000000000", "language.context=1000"],
             2,

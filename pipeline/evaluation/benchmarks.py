@@ -22,7 +22,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def _keys(row: Row) -> str:
 
 
 def score(
-    subject: Subject, sets: Sequence[TestSet], *, completes: bool, sandbox: SandboxConfig, workers: int
+    subject: Subject, sets: Sequence[TestSet], *, completes: bool, sandbox: Callable[[], Judge]
 ) -> Result:
     """The numbers of each file under its name, and all items. Without a sandbox HumanEval and MBPP say "skipped"."""
     result = Result()
@@ -101,7 +101,7 @@ def score(
         judge = None
         if any(test_set.exercises for test_set in sets):
             try:
-                judge = stack.enter_context(Judge(sandbox, workers))
+                judge = stack.enter_context(sandbox())
             except ConfigError as error:
                 say(f"HumanEval and MBPP are skipped: {error}")
         for test_set in sets:
@@ -197,12 +197,13 @@ def main(arguments: list[str]) -> int:
         mine = {f.name for f in dataclasses.fields(Settings)}
         layers = {name: value for name, value in values.layers("evaluate").items() if name in mine}
         settings = params.build(Settings, layers, "evaluate")
-        sandbox = params.build(SandboxConfig, values.layers("sandbox"), "sandbox")
+        limits = params.build(SandboxConfig, values.layers("sandbox"), "sandbox")
+        url = params.build(params.Runtime, values.layers("runtime"), "runtime").sandbox_url
         sets = [load(Path(name)) for name in arguments[1:]]
         model, tokenizer = checkpoint.load(Path(arguments[0]))
         subject = Subject(model.train(False), tokenizer, settings, values.seed())
         completes = Path(arguments[0]).resolve().name in COMPLETES
-        result = score(subject, sets, completes=completes, sandbox=sandbox, workers=1)
+        result = score(subject, sets, completes=completes, sandbox=lambda: Judge(limits, 1, url=url))
     except StagecoachError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

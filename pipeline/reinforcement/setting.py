@@ -30,6 +30,7 @@ class Setting:
 
     def __init__(self, start: Start, config: RolloutConfig, job: Job, reward_model: RewardModel | None = None) -> None:
         self.start, self.config, self.seed, self.workers = start, config, job.seed, job.workers
+        self.sandbox_url = job.runtime.sandbox_url
         self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         self.policy = start.policy.to(self.hardware.device)
@@ -85,7 +86,7 @@ class Setting:
     @contextmanager
     def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> Iterator[Judge | None]:
         """The sandbox; without one, None (true scores of code stay empty) unless a reward runs code. Raises ConfigError."""
-        judge = Judge(sandbox, self.workers)
+        judge = Judge(sandbox, self.workers, url=self.sandbox_url)
         try:
             judge.__enter__()
         except ConfigError as error:
