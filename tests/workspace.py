@@ -5,9 +5,8 @@
 `command` is `python -m stages.<stage> key=value ...` in this process: the same parsing, keys, gates, exit codes and files.
 """
 
+import csv
 import json
-import os
-import re
 import runpy
 import signal
 import sys
@@ -18,22 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import checkpoint
+from pipeline import checkpoint, work
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.streams import records
 from pipeline.streams.records import Dialogue, Pair, Problem
 from pipeline.text.tokenizer import Tokenizer
-from tests.conftest import ROOT, SENTENCES
+from tests.conftest import ROOT
 
 TRAINING = {"optimizer": "adamw", "warmup_steps": 0, "eval_steps": 100}
-PAIRS = TRAINING | {"steps": 4, "pairs": 4, "max_prompt": 60, "max_length": 120, "eval_tokens": 64, "learning_rate": 1e-2}
-ROLLOUTS = TRAINING | {"iterations": 2, "epochs": 1, "minibatches": 2, "max_prompt": 60, "max_new_tokens": 8, "learning_rate": 1e-3}
+PAIRS = TRAINING | {
+    "steps": 4,
+    "pairs": 4,
+    "max_prompt": 60,
+    "max_length": 120,
+    "eval_tokens": 64,
+    "learning_rate": 1e-2,
+}
+ROLLOUTS = TRAINING | {
+    "iterations": 2,
+    "epochs": 1,
+    "minibatches": 2,
+    "max_prompt": 60,
+    "max_new_tokens": 24,
+    "learning_rate": 1e-3,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "reward": PAIRS | {"calibration_answers": 4, "calibration_tokens": 24},
     "dpo": PAIRS,
-    "rlhf": ROLLOUTS | {"prompts": 6, "max_new_tokens": 24, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0},
+    "rlhf": ROLLOUTS | {"prompts": 6, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0},
     "grpo": ROLLOUTS | {"prompts": 3, "samples": 4, "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2},
     "lora": TRAINING | {"steps": 4, "tokens_per_step": 256, "context": 128, "eval_tokens": 64, "learning_rate": 1e-2},
 }  # fmt: skip
@@ -72,7 +85,11 @@ class Workspace:
 
     def weights(self, name: str) -> dict[str, Tensor]:
         """The parameters of a published model directory."""
-        model = checkpoint.load_reward(Path("models") / name)[0] if name == "reward" else checkpoint.load(Path("models") / name)[0]
+        model = (
+            checkpoint.load_reward(Path("models") / name)[0]
+            if name == "reward"
+            else checkpoint.load(Path("models") / name)[0]
+        )
         return {key: value.detach() for key, value in model.named_parameters()}
 
     def states(self, stage: str) -> list[str]:
@@ -83,16 +100,20 @@ class Workspace:
         """metrics/<stage>.json."""
         return json.loads((self.folder / f"metrics/{stage}.json").read_text())
 
-    def start_over(self, stage: str) -> None:
-        """Forget what was computed for a stage."""
-        for path in (self.folder / f".work/{stage}", self.folder / f"models/{stage}"):
-            if path.exists():
-                path.rename(self.folder / f"{path.name}-{os.urandom(4).hex()}")
+    def curve(self, stage: str) -> list[dict[str, str]]:
+        """The rows of metrics/<stage>.csv."""
+        with (self.folder / f"metrics/{stage}.csv").open(encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def published(self) -> dict[str, str]:
+        """Every file under models/ and metrics/, with its hash."""
+        files = (path for top in ("models", "metrics") for path in (self.folder / top).rglob("*") if path.is_file())
+        return {str(path.relative_to(self.folder)): work.sha256(path) for path in files}
 
 
 def arguments(stage: str, changes: dict[str, Any]) -> list[str]:
     """The command line."""
-    values = {key: value for key, value in SETTINGS[stage].items()} | {"runtime.precision": "fp32"} | changes
+    values = SETTINGS[stage] | {"runtime.precision": "fp32"} | changes
     return [f"{key if '.' in key and not key.startswith('adapter.') else f'{stage}.{key}'}={json.dumps(value)}"
             for key, value in values.items()]  # fmt: skip
 

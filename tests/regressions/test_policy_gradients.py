@@ -130,6 +130,7 @@ def test_no_token_at_all_is_a_zero_and_not_a_nan() -> None:
     loss, weight = no_tokens(stream)
     sum((term.sum for term in loss.terms), start=torch.zeros(())).backward()  # as a process does beside one with tokens
     assert weight.grad is not None and not weight.grad.any()
+    assert all(term.sum == 0 for term in loss.terms)  # processes are summed up: a NaN of one is a NaN of all
     totals = Totals({"tokens": 0, "sequences": 0})
     totals.add(loss)
     assert totals.value == 0 and not totals.veto
