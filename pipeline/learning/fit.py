@@ -58,7 +58,7 @@ def fit(
 ) -> None:
     """Train `model` in place and leave it with the best (or last) weights.
 
-    Raises ConfigError for a batch that cannot be formed, GateError when a health gate fails, SystemExit(128 + signal) when
+    Raises ConfigError for a batch that cannot be formed or read, GateError when a health gate fails, SystemExit(128 + signal) when
     asked to stop (a state is saved first).
     """
     Run(model, stream, loss, config, job, from_scratch, watchers or Watchers()).go()
@@ -76,6 +76,7 @@ class Run:
         self.rolling: Any = stream if hasattr(stream, "fill") else None
         self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
+        config.check_context(model)
         self.plain = model.to(self.hardware.device)
         self.model = self.ranks.wrap(self.plain)
         if hasattr(self.plain, "checkpointing"):
