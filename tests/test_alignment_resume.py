@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline import checkpoint
 from pipeline.learning import fit as fit_module
 from tests.workspace import SETTINGS, Workspace, arguments
 
@@ -39,14 +40,8 @@ def finished(workspace: Workspace, stage: str, **changes: Any) -> tuple[dict[str
     return {path: digest for path, digest in workspace.published().items() if f"/{stage}" in path}, ended.said
 
 
-@pytest.mark.parametrize("last", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("stage", SETTINGS)
-def test_a_stopped_stage_publishes_what_an_uninterrupted_one_does(
-    stage: str, last: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inside an iteration of RL it goes on at the fill before it, which before the third step is the beginning."""
-    whole, _ = finished(workspace, stage, **SAVING)
-    assert any(path.endswith("model.safetensors") for path in whole)
+def stop_at(monkeypatch: pytest.MonkeyPatch, workspace: Workspace, stage: str, last: int, **changes: Any) -> None:
+    """Run a stage anew until the step `last`."""
     original = fit_module.Run._one_step
 
     def step(self: fit_module.Run) -> None:
@@ -57,10 +52,63 @@ def test_a_stopped_stage_publishes_what_an_uninterrupted_one_does(
     with monkeypatch.context() as patch:
         patch.setattr(fit_module.Run, "_one_step", step)
         with pytest.raises(Stopped):
-            workspace.command(stage, **SAVING | {"runtime.fresh": True})
+            workspace.command(stage, **SAVING | {"runtime.fresh": True}, **changes)
+
+
+@pytest.mark.parametrize("last", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", SETTINGS)
+def test_a_stopped_stage_publishes_what_an_uninterrupted_one_does(
+    stage: str, last: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside an iteration of RL it goes on at the fill before it, which before the third step is the beginning."""
+    whole, _ = finished(workspace, stage, **SAVING)
+    assert any(path.endswith("model.safetensors") for path in whole)
+    stop_at(monkeypatch, workspace, stage, last)
     resumes_at = last - last % 2 if stage in ROLLING else last
     again, said = finished(workspace, stage, **SAVING)
     assert (f"resumed at step {resumes_at} of 4" in said) == (resumes_at > 0)
+    assert again == whole
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("dpo", {"adapter": {"rank": 2, "alpha": 4}, "precompute_reference": False}),
+    ("rlhf", {"adapter": {"rank": 2, "alpha": 4, "dora": True}, "horizon": 10}),
+    ("grpo", {"method": "dapo", "epochs": 2, "minibatches": 1}),
+    ("grpo", {"method": "reinforce_pp", "adapter": {"rank": 2, "alpha": 4}}),
+    ("lora", {"dropout": 0.3, "dora": True}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "changes"), VARIANTS)
+def test_adapters_and_other_methods_resume_too(
+    stage: str, changes: dict[str, Any], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = finished(workspace, stage, **SAVING, **changes)
+    stop_at(monkeypatch, workspace, stage, 3, **changes)
+    again, said = finished(workspace, stage, **SAVING, **changes)
+    assert "resumed at step" in said
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    "stage", ["lora", *(pytest.param(stage, marks=pytest.mark.slow) for stage in SETTINGS if stage != "lora")]
+)
+def test_a_stage_that_was_stopped_behind_its_last_step_only_publishes(
+    stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it merges, measures, calibrates and writes: it trains no step again."""
+    whole, _ = finished(workspace, stage, **SAVING)
+
+    def stop(*given: object) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_reward" if stage == "reward" else "save", stop)
+        with pytest.raises(Stopped):
+            workspace.command(stage, **SAVING | {"runtime.fresh": True})
+    again, said = finished(workspace, stage, **SAVING)
+    assert "resumed at step 4 of 4" in said
     assert again == whole
 
 
