@@ -3,11 +3,16 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pipeline.errors import GateError
 from pipeline.learning import first_steps
 from pipeline.learning.first_steps import first_dpo, first_policy, first_reward, unmoved
+from pipeline.streams.batch import IGNORED, Piece, answered
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
 
 
 def healthy(**changes: float) -> dict[str, float]:
@@ -117,3 +122,17 @@ def test_frozen_weights_that_moved_are_named_with_both_hashes() -> None:
     unmoved("a" * 64, "a" * 64, "the reference")
     with pytest.raises(GateError, match=f"the reference: .* hash {'a' * 16} at the start and {'b' * 16} now"):
         unmoved("a" * 64, "b" * 64, "the reference")
+
+
+def test_a_mask_that_is_off_by_one_or_by_a_turn_is_told_from_the_ids(byte_tokenizer: Tokenizer) -> None:
+    talk = [{"role": "user", "content": "Way?"}, {"role": "assistant", "content": "left"}]
+    rendered = chat.render(byte_tokenizer, [*talk, *talk])
+    healthy = answered([Piece(np.array(rendered.ids), np.array(rendered.trained))], byte_tokenizer.pad)
+    first_steps.first_mask(healthy, byte_tokenizer)
+    half = healthy.targets.clone()
+    half[0, : half.shape[1] // 2] = IGNORED
+    for targets in (healthy.targets.roll(1, 1), half, torch.full_like(half, IGNORED)):
+        with pytest.raises(
+            GateError, match=r"gate mask: .* says: 'left<\|im_end\|>left<\|im_end\|>'; found '.*mask of text/chat"
+        ):
+            first_steps.first_mask(healthy._replace(targets=targets), byte_tokenizer)

@@ -18,7 +18,10 @@ from pipeline.model.heads import RewardModel
 from pipeline.model.lora import AdaptedLinear
 from pipeline.model.transformer import Transformer
 from pipeline.reinforcement.answers import Answer
+from pipeline.reinforcement.rollout import RolloutStream
 from pipeline.reinforcement.setting import Setting
+from pipeline.text import chat
+from pipeline.text.chat import Rendered
 from pipeline.text.tokenizer import Tokenizer
 from tests.workspace import SETTINGS, Workspace
 
@@ -60,6 +63,34 @@ def test_a_stage_passes_its_gates_when_nothing_is_wrong(stage: str, workspace: W
 
 
 # before the first update
+
+
+def mask_all(rendered: Rendered, end: int) -> list[bool]:
+    return [True] * len(rendered.ids)
+
+
+def mask_no_end(rendered: Rendered, end: int) -> list[bool]:
+    return [trained and id_ != end for id_, trained in zip(rendered.ids, rendered.trained, strict=True)]
+
+
+@pytest.mark.parametrize("fault", [mask_all, mask_no_end])
+def test_a_mask_that_trains_more_or_less_than_the_assistant_says_stops(
+    fault: Callable[[Rendered, int], list[bool]],
+    workspace: Workspace,
+    updates: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original, end = chat.render, workspace.tokenizer.turn_end
+
+    def render(*given: Any, **more: Any) -> Rendered:
+        rendered = original(*given, **more)
+        return replace(rendered, trained=fault(rendered, end))
+
+    monkeypatch.setattr(chat, "render", render)
+    assert_refused(
+        workspace, "lora", r"gate mask: expected the first batch to train what the assistant says: '.*left.*'; found '"
+    )
+    assert updates == [] == workspace.states("lora")
 
 
 def test_a_reward_head_that_does_not_start_at_zero_stops(
@@ -162,6 +193,25 @@ def test_a_reference_that_is_not_the_policy_s_start_stops(
     monkeypatch.setattr(Setting, "reference", other)
     assert_refused(workspace, stage, rf"gate {name}: expected 0 within 0\.001, found .* reference is not what")
     assert updates == [] == workspace.states(stage)
+
+
+def test_a_gate_waits_for_the_first_iteration_that_teaches_something(
+    workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamic sampling may find nothing to begin with; what is wrong shows two steps later, and still before an update."""
+    monkeypatch.setattr(Setting, "_answers", stale(Setting._answers))
+    original = RolloutStream.fill
+
+    def fill(self: RolloutStream, step: int) -> dict[str, float]:
+        numbers = original(self, step)
+        if step == 0:
+            self.rollouts = []
+        return numbers
+
+    monkeypatch.setattr(RolloutStream, "fill", fill)
+    assert_refused(workspace, "grpo", r"gate sampling/sampling_logp_difference/max")
+    assert updates == []
+    assert workspace.states("grpo")[-1] == "step-00000002"
 
 
 # before anything is published

@@ -1,4 +1,4 @@
-"""Gates of preference and reinforcement learning: what the first step must show before its update (specs: alignment, 12).
+"""Gates of alignment, from fine-tuning to reinforcement: what the first step must show before its update.
 
 Each compares a number with what the mathematics says it must be when nothing has been learnt yet. A miss raises GateError
 (exit 3) and names the gate, what was expected, what was found, and the likely cause.
@@ -7,6 +7,9 @@ Each compares a number with what the mathematics says it must be when nothing ha
 from collections.abc import Callable
 
 from pipeline.errors import GateError
+from pipeline.streams.batch import IGNORED, Tokens
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
 
 KL = ("objective/kl", "kl/rollout")  # of the first answers from the reference: PPO's, the group methods'
 
@@ -16,7 +19,28 @@ def value(values: dict[str, float], name: str, expected: float, tolerance: float
     found = values.get(name)
     if found is None or not abs(found - expected) <= tolerance:
         shown = "nothing" if found is None else f"{found:.8g}"
-        raise GateError(f"gate {name}: expected {expected:.8g} within {tolerance:g}, found {shown}. Likely cause: {cause}")
+        raise GateError(
+            f"gate {name}: expected {expected:.8g} within {tolerance:g}, found {shown}. Likely cause: {cause}"
+        )
+
+
+def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
+    """Raise GateError unless a batch of conversations trains what the assistant says and the ends of its turns, no more.
+
+    What that is is told from the ids alone, so that the mask is compared with something that made it not.
+    """
+    for ids, targets in zip(batch.input_ids.tolist(), batch.targets.tolist(), strict=True):
+        following = [*ids[1:], targets[-1] if targets[-1] >= 0 else tokenizer.pad]
+        said = chat.spoken(tokenizer, [ids[0], *following])[1:]
+        if [token if mine else IGNORED for token, mine in zip(following, said, strict=True)] != targets:
+            expected = tokenizer.decode(
+                [token for token, mine in zip(following, said, strict=True) if mine], skip_special=False
+            )
+            found = tokenizer.decode([token for token in targets if token >= 0], skip_special=False)
+            raise GateError(
+                f"gate mask: expected the first batch to train what the assistant says: {expected!r:.200}; found {found!r:.200}. "
+                "Likely cause: the trained-on mask of text/chat.py, or the shift of streams/batch.py"
+            )
 
 
 def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
