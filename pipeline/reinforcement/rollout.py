@@ -157,17 +157,17 @@ class RolloutStream:
     def fill(self, step: int) -> dict[str, float]:
         """Sample and score the iteration that begins at `step`. Raises GateError when too little can be scored or learnt."""
         iteration = step // self.steps_per_rollout
-        found = self._drawn(self._asked(iteration, 0))
+        found = self._drawn(self._asked(iteration, 0, self.config.prompts))
         drawn = list(found)
         if self.method.dynamic:
             found = informative(found, self.config.samples)
             for extra in range(1, EXTRA_ROUNDS + 1):
-                if len(found) >= self.config.prompts * self.config.samples:
+                missing = self.config.prompts - len(found) // self.config.samples
+                if not missing:
                     break
-                more = self._drawn(self._asked(iteration, extra))
+                more = self._drawn(self._asked(iteration, extra, missing))
                 drawn += more
                 found += informative(more, self.config.samples)
-            found = found[: self.config.prompts * self.config.samples]
         self._check_scores(drawn, iteration)
         self.rollouts = found
         numbers = numbers_of(drawn, self.config.samples) | (self.method.estimate(found) if found else {})
@@ -179,12 +179,12 @@ class RolloutStream:
             )
         return numbers
 
-    def _asked(self, iteration: int, extra: int) -> list[tuple[Prompt, int]]:
-        """The requests of a round: the next prompts in an order shuffled per pass, each with its sample numbers."""
+    def _asked(self, iteration: int, extra: int, num: int) -> list[tuple[Prompt, int]]:
+        """The requests of a round: the next `num` prompts in an order shuffled per pass, each with its sample numbers."""
         count, config = len(self.prompts), self.config
         start = iteration * config.prompts + extra * config.prompts  # an extra round looks at the prompts to come
         asked = []
-        for place in range(start, start + config.prompts):
+        for place in range(start, start + num):
             turn, within = divmod(place, count)
             order = np.random.default_rng(stable_hash("prompts", self._seed, turn) % 2**63).permutation(count)
             prompt = self.prompts[int(order[within])]

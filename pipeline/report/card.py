@@ -21,6 +21,7 @@ from pipeline.report.headlines import HEADLINES, Headline, lookup
 
 ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "lora", "dpo", "grpo",
          "reward", "rlhf", "deploy")  # fmt: skip
+LIKELIHOOD = ("language", "code", "tools", "lora")  # stages whose loss is nats per token
 # What a model was made from, and so is compared with; lora does the work of tools, so it is compared with it.
 BASES = {"code": "language", "tools": "code", "lora": "tools", "dpo": "tools", "grpo": "tools", "rlhf": "tools"}
 
@@ -67,9 +68,11 @@ def _jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def curve(run: Run, column: str) -> list[charts.Series]:
-    """A series per stage that logged `column`."""
+    """A series per stage that learns to predict text and logged `column`; other losses have other units."""
     found = []
     for name, rows in run.curves.items():
+        if name not in LIKELIHOOD:
+            continue
         points = [(float(r["step"]), float(r[column])) for r in rows if r.get(column) not in (None, "", "not finite")]
         if points:
             found.append(charts.Series(name, points))
@@ -89,6 +92,7 @@ def figures(run: Run) -> list[dict[str, Any]]:
             found.append(
                 {"title": title, "svg": svg, "head": ["step", *(s.name for s in series)], "rows": thinned(series)}
             )
+    found += alignment(run)
     for headline in HEADLINES:
         if not headline.chart:
             continue
@@ -102,6 +106,37 @@ def figures(run: Run) -> list[dict[str, Any]]:
             svg = charts.bars(headline.title, values, x=headline.axis)
             found.append({"title": headline.title, "svg": svg, "head": ["model", "value", "low", "high"], "rows": rows})
     return found
+
+
+def alignment(run: Run) -> list[dict[str, Any]]:
+    """What reinforcement learning did: gold and proxy against the divergence, beside best-of-n; problems solved by step."""
+    found = []
+    line = run.stages.get("rlhf", {}).get("best_of_n") or []
+    for title, column, unit in (
+        ("Gold against divergence", "gold", "true score, 0 to 1"),
+        ("Proxy against divergence", "proxy", "reward model, in its standard deviations"),
+    ):
+        points = [(float(r["kl"]), float(r[column])) for r in run.curves.get("rlhf", []) if _number(r, "kl", column)]
+        series = [
+            charts.Series("PPO", sorted(points)),
+            charts.Series("best of n", [(r["kl"], r[column]) for r in line]),
+        ]
+        series = [one for one in series if one.points]
+        if points:
+            svg = charts.lines(title, series, x="divergence from the reference, nats an answer", y=unit)
+            rows = [[one.name, f"{x:.3f}", f"{y:.4f}"] for one in series for x, y in one.points]
+            found.append({"title": title, "svg": svg, "head": ["", "nats", column], "rows": rows})
+    solved = [(float(r["step"]), float(r["gold"])) for r in run.curves.get("grpo", []) if _number(r, "step", "gold")]
+    if solved:
+        title = "Problems solved while training on executed code"
+        svg = charts.lines(title, [charts.Series("grpo", solved)], x="step", y="pass@1 on held-out problems")
+        rows = [[f"{step:.0f}", f"{value:.4f}"] for step, value in solved]
+        found.append({"title": title, "svg": svg, "head": ["step", "pass@1"], "rows": rows})
+    return found
+
+
+def _number(row: dict[str, str], *names: str) -> bool:
+    return all(row.get(name) not in (None, "", "not finite") for name in names)
 
 
 def thinned(series: list[charts.Series], most: int = 24) -> list[list[str]]:

@@ -8,26 +8,36 @@ from pathlib import Path
 
 from pipeline.report import card
 
+MODELS = 4  # columns of one table: more are wider than a terminal
+
 
 def render(metrics: Path) -> str:
-    """A text table: a row per headline number, a column per model, intervals in brackets."""
+    """Text tables of a few models each: a row per headline number, a column per model, intervals in brackets."""
     run = card.read(metrics)
     rows = card.table(run)
     costs = [row for row in card.costs(run) if row["seconds"] is not None]
     if not rows:
         return f"nothing is evaluated yet below {metrics}/eval; run dvc repro"
-    head = ["held-out result", *run.evaluations]
-    body = [[row["headline"].title, *(_text(cell) for cell in row["cells"])] for row in rows]
-    widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in [head, *body]
-    ]
-    text.insert(1, "  ".join("-" * width for width in widths))
+    lines = [[row["headline"].title, *(_text(cell) for cell in row["cells"])] for row in rows]
+    text: list[str] = []
+    for first in range(0, len(run.evaluations), MODELS):
+        models = list(run.evaluations)[first : first + MODELS]
+        text += [
+            *([""] if text else []),
+            *_block(models, [[line[0], *line[1 + first : 1 + first + MODELS]] for line in lines]),
+        ]
     if costs:
         text.append("")
         text.append("seconds: " + ", ".join(f"{row['stage']} {row['seconds']:.0f}" for row in costs))
     return "\n".join(text)
+
+
+def _block(models: list[str], body: list[list[str]]) -> list[str]:
+    """Lines of a table with a column per model."""
+    whole = [["held-out result", *models], *body]
+    widths = [max(len(line[column]) for line in whole) for column in range(len(models) + 1)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in whole]
+    return [text[0], "  ".join("-" * width for width in widths), *text[1:]]
 
 
 def _text(cell: dict[str, str]) -> str:
