@@ -38,6 +38,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     """Align `base` with the pairs and save the model directory `out`."""
     start = reference.begin(base, params.adapter, job.seed)
     config, losses = params.fit, params.loss
+    config.check_context(start.policy)  # before the reference reads the pairs
     stream = PairStream(pairs, start.tokenizer, max_prompt=config.max_prompt, max_length=config.max_length,
                         pairs=config.pairs, seed=job.seed)  # fmt: skip
     where = device.hardware(job.runtime.precision).device

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import checkpoint, device
-from pipeline.learning import objectives, reference, scoring
+from pipeline.learning import first_steps, objectives, reference, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.settings import FitConfig
@@ -37,6 +37,7 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
     lora.attach(model, params.adapter, device.generator("adapter", job.seed))
     stream = DialogueStream(dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                             seed=job.seed)  # fmt: skip
+    first_steps.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
         return objectives.next_token(*scoring.trained_logits(model, batch))

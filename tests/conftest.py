@@ -11,6 +11,7 @@ import pytest
 if TYPE_CHECKING:  # torch takes seconds to import; the tests that need it import it themselves
     from pipeline.model.transformer import Transformer
     from pipeline.text.tokenizer import Tokenizer
+    from tests.workspace import Workspace
 
 os.environ.setdefault("STAGECOACH_MLFLOW", "off")  # tests of MLflow switch it on; the rest need not wait for it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -64,3 +65,15 @@ def own(tmp_path: Path) -> Path:
     folder = tmp_path / "own"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def workspace(
+    tmp_path: Path, byte_tokenizer: Tokenizer, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> Workspace:
+    """The stages of alignment on tiny models and data, in a working directory of their own."""
+    from tests import workspace
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
+    return workspace.make(tmp_path, byte_tokenizer, tiny_model)

@@ -134,6 +134,16 @@ def test_ids_decode_to_the_text_and_the_mask_to_what_the_assistant_said(messages
 
 
 @some
+@given(conversations, st.booleans())
+def test_what_the_assistant_says_is_told_from_the_ids_alone_as_the_mask_tells_it(
+    messages: list[dict[str, Any]], tools: bool
+) -> None:
+    rendered = chat.render(TOKENIZER, messages, TOOLS if tools else ())
+    assert chat.spoken(TOKENIZER, rendered.ids) == rendered.trained
+    assert chat.spoken(TOKENIZER, rendered.ids * 2) == rendered.trained * 2
+
+
+@some
 @given(conversations)
 def test_messages_cannot_open_or_close_a_turn(messages: list[dict[str, Any]]) -> None:
     ids = chat.render(TOKENIZER, messages).ids

@@ -75,6 +75,7 @@ def test_an_answer_that_does_not_end_scores_at_most_minus_one() -> None:
 
 
 def test_an_answer_without_a_score_teaches_nothing_and_moves_nobody_s_baseline() -> None:
+    """Bug museum: lost part as 0. It was punished for a sandbox that failed."""
     lengths = [4, 3, 6]
     found, others = made([1.0, None, -2.0], lengths), made([1.0, None, -2.0], lengths)
     del others[1]

@@ -163,6 +163,7 @@ def folder(tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
 @pytest.mark.parametrize("kind", CONFIGS)
 @torch.no_grad()
 def test_what_was_saved_is_loaded_bit_for_bit(kind: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    """Bug museum: unloadable reward model (hiyouga/LLaMA-Factory 947). Its head was saved where PPO did not look."""
     model = rewarding(CONFIGS[kind])
     checkpoint.save_reward(tmp_path / "a", model, byte_tokenizer, {"key": "k"})
     again, tokenizer = checkpoint.load_reward(tmp_path / "a")

@@ -30,6 +30,7 @@ from tests.test_objectives_policy import counts_of, group_loss, ppo_loss
 
 
 def test_one_token_alone_is_not_whitened() -> None:
+    """Bug museum: whitening one token. Its variance is 0 / 0."""
     values, mask = torch.tensor([[3.0, 7.0]]), torch.tensor([[False, True]])
     assert whiten(values, mask).tolist() == [[0.0, 7.0]]
     assert whiten(values, torch.zeros(1, 2, dtype=torch.bool)).tolist() == [[0.0, 0.0]]
@@ -94,7 +95,10 @@ def test_the_value_loss_by_hand() -> None:
 
 
 def test_gae_by_hand() -> None:
-    """gamma 0.5, lambda 0.5. From the right: 1 - 0.5; -1 + 0.5 * 0.5 - 2 + 0.25 * A; 0 + 0.5 * 2 - 1 + 0.25 * A."""
+    """gamma 0.5, lambda 0.5. From the right: 1 - 0.5; -1 + 0.5 * 0.5 - 2 + 0.25 * A; 0 + 0.5 * 2 - 1 + 0.25 * A.
+
+    Bug museum: returns reset at tool tokens.
+    """
     rewards, values = torch.tensor([[0.0, -1.0, 9.0, 1.0]]), torch.tensor([[1.0, 2.0, 9.0, 0.5]])
     mask = torch.tensor([[True, True, False, True]])
     last = 1 - 0.5
@@ -115,6 +119,7 @@ def rows(seed: int, shape: tuple[int, int], share: float = 0.6) -> dict[str, Ten
 
 @pytest.mark.parametrize("seed", range(5))
 def test_deleting_masked_tokens_changes_no_number(seed: int) -> None:
+    """Bug museum: returns reset at tool tokens. What came behind a tool's result never reached the call."""
     drawn = rows(seed, (4, 9))
     mask = drawn["mask"]
     scores = drawn["a"][:, 0]

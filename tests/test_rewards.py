@@ -68,6 +68,7 @@ def test_the_length_by_hand(length: int, finished: bool, expected: float) -> Non
 
 
 def test_a_total_is_the_weighted_sum_held_within_ten() -> None:
+    """Bug museum: weights ignored."""
     given = [answer(fenced("x = 1"), length=14), answer(fenced("x ="), length=3)]
     found = Scorer({"code_format": 4.0, "length": 0.5}, PLAIN)(given)
     assert [one.total for one in found] == [4.0 - 0.25, 2.0]
@@ -78,7 +79,10 @@ def test_a_total_is_the_weighted_sum_held_within_ten() -> None:
 
 @pytest.mark.parametrize("lost", [None, math.nan, math.inf, -math.inf])
 def test_a_part_that_is_not_known_makes_the_whole_unknown(lost: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither 0 nor, for what is not a number, the ten that clipping would make of it."""
+    """Neither 0 nor, for what is not a number, the ten that clipping would make of it.
+
+    Bug museum: lost part as 0.
+    """
 
     def part(scorer: Scorer, given: Sequence[Answer]) -> list[float | None]:
         return [lost, 1.0]

@@ -58,7 +58,7 @@ def fit(
 ) -> None:
     """Train `model` in place and leave it with the best (or last) weights.
 
-    Raises ConfigError for a batch that cannot be formed, GateError when a health gate fails, SystemExit(128 + signal) when
+    Raises ConfigError for a batch that cannot be formed or read, GateError when a health gate fails, SystemExit(128 + signal) when
     asked to stop (a state is saved first).
     """
     Run(model, stream, loss, config, job, from_scratch, watchers or Watchers()).go()
@@ -76,6 +76,7 @@ class Run:
         self.rolling: Any = stream if hasattr(stream, "fill") else None
         self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
+        config.check_context(model)
         self.plain = model.to(self.hardware.device)
         self.model = self.ranks.wrap(self.plain)
         if hasattr(self.plain, "checkpointing"):
@@ -112,8 +113,10 @@ class Run:
     def _one_step(self) -> None:
         course, length = self.course, self.config.row_length
         # 1. what this rank works on, and what all ranks know before the forward pass
+        filled: dict[str, float] = {}
         if self.rolling and course.step % self.rolling.steps_per_rollout == 0:
-            self.job.tracker.log(course.step, self.rolling.fill(course.step))
+            filled = self.rolling.fill(course.step)
+            self.job.tracker.log(course.step, filled)
         rows = self.stream.rows(course.step, length)
         mine = rows[self.ranks.rank :: self.ranks.world]
         batches = [
@@ -131,7 +134,7 @@ class Run:
         # 3. norm, verdict, update
         norm = self.ranks.gradient_norm(self.plain, self.config.max_grad_norm)
         totals.reduce(self.ranks)
-        self._check_step(totals)
+        self._check_step(totals, filled)
         if batches:
             self._update(totals, norm, rows)
         course.step += 1
@@ -158,12 +161,12 @@ class Run:
             totals.add(loss)
         return totals
 
-    def _check_step(self, totals: Totals) -> None:
-        """The gates of the first steps, before their update."""
+    def _check_step(self, totals: Totals, filled: dict[str, float]) -> None:
+        """The gates of the first steps, before their update. A policy's first iterations may give nothing to learn from."""
         if self.course.step == self.watchers.gradients_at:
             gates.gradients(self.optimizers.members, self.plain)
-        if self.course.step == 0 and self.watchers.first and totals.terms:
-            self.watchers.first(totals.values())
+        if self.course.tokens == 0 and self.watchers.first and totals.terms:
+            self.watchers.first(filled | totals.values())
 
     def _update(self, totals: Totals, norm: float, rows: np.ndarray) -> None:
         course, value = self.course, totals.value

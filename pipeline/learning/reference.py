@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pipeline import checkpoint, device
+from pipeline.errors import ConfigError
 from pipeline.learning import first_steps
 from pipeline.model import lora
 from pipeline.model.lora import AdapterConfig
@@ -65,7 +66,12 @@ class Start:
 
 
 def begin(base: Path, adapter: AdapterConfig | None, seed: int) -> Start:
-    """Load a policy, attach its adapter if there is to be one, and freeze the reference. Raises ModelError."""
+    """Load a policy, attach its adapter if there is to be one, and freeze the reference. Raises ModelError, ConfigError."""
+    if adapter is not None and adapter.dropout:
+        raise ConfigError(
+            f"adapter.dropout: expected 0 where the policy is compared with its reference, got {adapter.dropout}; only "
+            "stage_lora trains with dropout"
+        )
     policy, tokenizer = checkpoint.load(base)
     if adapter is not None:
         lora.attach(policy, adapter, device.generator("adapter", seed))

@@ -1,15 +1,16 @@
 """What a person may say about a training run. The keys stand flat in each stage's block of params.yaml.
 
-    TrainingConfig              optimiser, schedule, when to evaluate
-    ├── ValidatedConfig         validation loss, early stopping, what is published
-    │   ├── FitConfig           rows of packed tokens: language, code, tools, lora
-    │   └── PairConfig          pairs of answers: reward, dpo
-    └── rollout.RolloutConfig   answers that the policy gives itself: rlhf, grpo
+TrainingConfig              optimiser, schedule, when to evaluate
+├── ValidatedConfig         validation loss, early stopping, what is published
+│   ├── FitConfig           rows of packed tokens: language, code, tools, lora
+│   └── PairConfig          pairs of answers: reward, dpo
+└── rollout.RolloutConfig   answers that the policy gives itself: rlhf, grpo
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from pipeline.errors import ConfigError
 from pipeline.learning import schedule
 from pipeline.learning.optim import OptimizerConfig
 
@@ -38,6 +39,7 @@ class TrainingConfig(OptimizerConfig):
     patience: ClassVar[int] = 0
     threshold: ClassVar[float] = 0.0
     publish: ClassVar[str] = "last"
+    length_key: ClassVar[str] = "context"  # what a person says the longest row by
 
     def check(self) -> None:
         """Raise ValueError for values that cannot be; called by the subclasses' `__post_init__`."""
@@ -60,9 +62,25 @@ class TrainingConfig(OptimizerConfig):
         raise NotImplementedError
 
     @property
+    def longest(self) -> int:
+        """Tokens that a model reads at once at most."""
+        return self.row_length
+
+    @property
     def rows(self) -> int:
         """Rows of the global batch."""
         raise NotImplementedError
+
+    def check_context(self, model: Any) -> None:
+        """Raise ConfigError when a row may be longer than the model (or an actor and its critic) reads."""
+        pair = [getattr(model, name) for name in ("actor", "critic") if hasattr(model, name)]
+        for one in pair or [model]:
+            shape = getattr(one, "config", None)
+            if shape is not None and self.longest > shape.max_context:
+                raise ConfigError(
+                    f"{self.length_key}: expected at most {shape.max_context}, the model's context, got {self.longest}; make it "
+                    "smaller"
+                )
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
         """The number of steps; `tokens_per_epoch` are positions of the data, padding counted."""
@@ -134,6 +152,8 @@ class PairConfig(ValidatedConfig):
     max_prompt: int = 512  # tokens; pairs with a longer prompt are dropped and counted
     max_length: int = 1024  # tokens of prompt and answer; a cut answer would lose its end, so longer pairs are dropped
 
+    length_key: ClassVar[str] = "max_length"
+
     def __post_init__(self) -> None:
         _exactly_one(steps=self.steps, epochs=self.epochs)
         self.check()
@@ -144,6 +164,10 @@ class PairConfig(ValidatedConfig):
     def row_length(self) -> int:
         """Two answers make a row."""
         return 2 * self.max_length
+
+    @property
+    def longest(self) -> int:
+        return self.max_length
 
     @property
     def rows(self) -> int:

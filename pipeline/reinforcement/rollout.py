@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ class RolloutConfig(TrainingConfig):
     max_prompt: int  # tokens; longer prompts are left out and counted
     max_new_tokens: int  # of an answer
     temperature: float = 1.0  # of sampling, and of every log-probability
+
+    length_key: ClassVar[str] = "max_prompt + max_new_tokens"
 
     def __post_init__(self) -> None:
         if (self.iterations is None) == (self.passes is None):

@@ -17,9 +17,11 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.errors import DataError
+from pipeline.params import type_name
 
 Message = dict[str, Any]
 
@@ -101,16 +103,32 @@ def write(path: Path, records: Iterable[Text | Dialogue | Problem | Pair]) -> in
 
 def read(path: Path, shape: type[Record]) -> Iterator[Record]:
     """Read what `write` wrote. Raises DataError naming file, line and field."""
-    names = {f.name for f in dataclasses.fields(shape)}
+    kinds = get_type_hints(shape)
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}:{number}: not JSON ({error.msg}); rebuild it with dvc repro") from error
-            if not isinstance(row, dict) or not set(row) <= names:
-                raise DataError(f"{path}:{number}: expected the keys of {shape.__name__} ({', '.join(sorted(names))})")
+            if not isinstance(row, dict) or not row.keys() <= kinds.keys():
+                raise DataError(f"{path}:{number}: expected the keys of {shape.__name__} ({', '.join(sorted(kinds))})")
+            for name, value in row.items():
+                if not _fits(value, kinds[name]):
+                    raise DataError(f"{path}:{number}: {name}: expected {type_name(kinds[name])}, found {value!r:.80}")
             try:
                 yield shape(**row)
             except TypeError as error:
                 raise DataError(f"{path}:{number}: {error}") from error
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON is of a field's type; lists are looked into, objects are not."""
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(kind, UnionType):
+        return any(_fits(value, option) for option in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(entry, get_args(kind)[0]) for entry in value)
+    return isinstance(value, get_origin(kind) or kind)

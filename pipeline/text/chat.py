@@ -21,12 +21,13 @@ from pipeline.errors import DataError
 from pipeline.text.template import TEMPLATE
 from pipeline.text.tokenizer import ADDED, SPECIAL, Tokenizer
 
-__all__ = ["TEMPLATE", "Rendered", "Reply", "parse", "render", "render_text"]
+__all__ = ["TEMPLATE", "Rendered", "Reply", "parse", "render", "render_text", "spoken"]
 
 Message = dict[str, Any]
 START, END = SPECIAL["turn_start"], SPECIAL["turn_end"]
 CALL, CALL_END = ADDED["tool_call"], ADDED["tool_call_end"]
 RESPONSE, RESPONSE_END = ADDED["tool_response"], ADDED["tool_response_end"]
+HEADER = "assistant\n"  # what opens the assistant's turn, behind START
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -75,6 +76,21 @@ def render(
     return Rendered(ids, trained)
 
 
+def spoken(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
+    """Which ids of rendered conversations the assistant says, the ends of its turns with them: told from the ids alone.
+
+    A second opinion on `Rendered.trained`, for a gate. Every turn must be whole.
+    """
+    header, found = tokenizer.encode(HEADER), [False] * len(ids)
+    starts = [place for place, id_ in enumerate(ids) if id_ == tokenizer.turn_start]
+    ends = [place for place, id_ in enumerate(ids) if id_ == tokenizer.turn_end]
+    for start, end in zip(starts, ends, strict=True):
+        first = start + 1 + len(header)
+        if list(ids[start + 1 : first]) == header:
+            found[first : end + 1] = [True] * (end + 1 - first)
+    return found
+
+
 def render_text(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
 ) -> str:
@@ -102,7 +118,7 @@ def _parts(messages: Sequence[Message], tools: Sequence[dict[str, Any]], generat
             yield from _turn("system" if role == "developer" else role, content)
     if generation_prompt:
         yield _Part(START, control=True)
-        yield _Part("assistant\n")
+        yield _Part(HEADER)
 
 
 def _turn(role: str, text: str, *body: _Part) -> Iterator[_Part]:
@@ -116,7 +132,7 @@ def _turn(role: str, text: str, *body: _Part) -> Iterator[_Part]:
 
 def _assistant_turn(content: str, calls: list[dict[str, Any]]) -> Iterator[_Part]:
     yield _Part(START, control=True)
-    yield _Part("assistant\n")  # its own part: stripped content makes the prompt's border a token border
+    yield _Part(HEADER)  # its own part: stripped content makes the prompt's border a token border
     if content:
         yield _Part(content + ("\n" if calls else ""), trained=True)
     for number, call in enumerate(calls):

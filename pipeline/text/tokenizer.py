@@ -84,7 +84,10 @@ class Tokenizer:
     think_end: int
 
     def __init__(self, serialized: str, source: str = "this tokenizer") -> None:
-        """Build from the text of a tokenizer.json. Raises ModelError when it is not byte-level BPE or lacks a role."""
+        """Build from the text of a tokenizer.json.
+
+        Raises ModelError when it is not byte-level BPE, lacks a role, or gives two control tokens one id.
+        """
         self._serialized = serialized
         self.source = source
         self.hash = hashlib.sha256(serialized.encode()).hexdigest()
@@ -104,8 +107,18 @@ class Tokenizer:
             if content not in self.control_ids:
                 raise ModelError(f"{source}: has no {content} ({role}); take it in with Tokenizer.adopt")
             setattr(self, role, self.control_ids[content])
+        self._check_distinct()
         self.vocab_size = 1 + max(*vocab.values(), *self.control_ids.values())
         self._fill_bytes(vocab, added)
+
+    def _check_distinct(self) -> None:
+        """Raise ModelError when two control tokens share an id: a padding that ends a turn hides it from others' masks."""
+        content_of = {id_: content for content, id_ in self.control_ids.items()}
+        for content, id_ in self.control_ids.items():
+            if content_of[id_] != content:
+                raise ModelError(
+                    f"{self.source}: {content} and {content_of[id_]} have the same id {id_}; give each its own"
+                )
 
     def _fill_bytes(self, vocab: dict[str, int], added: dict[str, dict[str, Any]]) -> None:
         byte_of = _byte_of_character()

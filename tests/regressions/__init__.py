@@ -1,0 +1,1 @@
+"""The bug museum: faults that other trainers shipped, each with the test that keeps it out of here."""

@@ -1,0 +1,126 @@
+"""Each stage of alignment, killed and run again, publishes the bytes of a run that nothing stopped (CPU, equal threads)."""
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pipeline import checkpoint
+from pipeline.learning import fit as fit_module
+from tests.workspace import SETTINGS, Workspace, arguments
+
+# A process that ends itself by SIGKILL before the step that its first argument names.
+DOOMED = """
+import os, runpy, signal, sys
+from pipeline.learning.fit import Run
+original, last = Run._one_step, int(sys.argv[1])
+def step(self):
+    if self.course.step == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(self)
+Run._one_step = step
+sys.argv = sys.argv[2:]
+runpy.run_module("stages." + sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+SAVING: dict[str, Any] = {"runtime.save_steps": 1}
+ROLLING = ("rlhf", "grpo")  # two steps between fills; states are saved between fills alone
+
+
+class Stopped(BaseException):
+    pass
+
+
+def finished(workspace: Workspace, stage: str, **changes: Any) -> tuple[dict[str, str], str]:
+    """What the stage published, by hash, and what it said."""
+    ended = workspace.command(stage, **changes)
+    assert ended.code == 0, ended.said
+    return {path: digest for path, digest in workspace.published().items() if f"/{stage}" in path}, ended.said
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, workspace: Workspace, stage: str, last: int, **changes: Any) -> None:
+    """Run a stage anew until the step `last`."""
+    original = fit_module.Run._one_step
+
+    def step(self: fit_module.Run) -> None:
+        if self.course.step == last:
+            raise Stopped
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module.Run, "_one_step", step)
+        with pytest.raises(Stopped):
+            workspace.command(stage, **SAVING | {"runtime.fresh": True}, **changes)
+
+
+@pytest.mark.parametrize("last", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", SETTINGS)
+def test_a_stopped_stage_publishes_what_an_uninterrupted_one_does(
+    stage: str, last: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside an iteration of RL it goes on at the fill before it, which before the third step is the beginning."""
+    whole, _ = finished(workspace, stage, **SAVING)
+    assert any(path.endswith("model.safetensors") for path in whole)
+    stop_at(monkeypatch, workspace, stage, last)
+    resumes_at = last - last % 2 if stage in ROLLING else last
+    again, said = finished(workspace, stage, **SAVING)
+    assert (f"resumed at step {resumes_at} of 4" in said) == (resumes_at > 0)
+    assert again == whole
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("dpo", {"adapter": {"rank": 2, "alpha": 4}, "precompute_reference": False}),
+    ("rlhf", {"adapter": {"rank": 2, "alpha": 4, "dora": True}, "horizon": 10}),
+    ("grpo", {"method": "dapo", "epochs": 2, "minibatches": 1}),
+    ("grpo", {"method": "reinforce_pp", "adapter": {"rank": 2, "alpha": 4}}),
+    ("lora", {"dropout": 0.3, "dora": True}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "changes"), VARIANTS)
+def test_adapters_and_other_methods_resume_too(
+    stage: str, changes: dict[str, Any], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = finished(workspace, stage, **SAVING, **changes)
+    stop_at(monkeypatch, workspace, stage, 3, **changes)
+    again, said = finished(workspace, stage, **SAVING, **changes)
+    assert "resumed at step" in said
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    "stage", ["lora", *(pytest.param(stage, marks=pytest.mark.slow) for stage in SETTINGS if stage != "lora")]
+)
+def test_a_stage_that_was_stopped_behind_its_last_step_only_publishes(
+    stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it merges, measures, calibrates and writes: it trains no step again."""
+    whole, _ = finished(workspace, stage, **SAVING)
+
+    def stop(*given: object) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_reward" if stage == "reward" else "save", stop)
+        with pytest.raises(Stopped):
+            workspace.command(stage, **SAVING | {"runtime.fresh": True})
+    again, said = finished(workspace, stage, **SAVING)
+    assert "resumed at step 4 of 4" in said
+    assert again == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", SETTINGS)
+def test_a_stage_that_was_killed_publishes_what_an_uninterrupted_one_does(stage: str, workspace: Workspace) -> None:
+    """SIGKILL: no handler, no flush, no unlocking."""
+    whole, _ = finished(workspace, stage, **SAVING)
+    command = [sys.executable, "-c", DOOMED, "3", stage, *arguments(stage, SAVING | {"runtime.fresh": True})]
+    killed = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    assert workspace.states(stage)
+    again, said = finished(workspace, stage, **SAVING)
+    assert f"resumed at step {2 if stage in ROLLING else 3} of 4" in said
+    assert again == whole

@@ -1,0 +1,281 @@
+"""Each gate of alignment, broken on purpose in the real stage: exit 3, a line that names it, no update, nothing published."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import checkpoint
+from pipeline.learning import reference, scoring_pairs
+from pipeline.learning.optim import Optimizers
+from pipeline.learning.reference import Start
+from pipeline.model.heads import RewardModel
+from pipeline.model.lora import AdaptedLinear
+from pipeline.model.transformer import Transformer
+from pipeline.reinforcement.answers import Answer
+from pipeline.reinforcement.rollout import RolloutStream
+from pipeline.reinforcement.setting import Setting
+from pipeline.text import chat
+from pipeline.text.chat import Rendered
+from pipeline.text.tokenizer import Tokenizer
+from tests.workspace import SETTINGS, Workspace
+
+ADAPTER = {"rank": 2, "alpha": 4}
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The factors of the updates that were made."""
+    made: list[float] = []
+    original = Optimizers.step
+
+    def step(self: Optimizers, factor: float) -> None:
+        made.append(factor)
+        original(self, factor)
+
+    monkeypatch.setattr(Optimizers, "step", step)
+    return made
+
+
+def assert_refused(workspace: Workspace, stage: str, message: str, **changes: Any) -> None:
+    """The stage exits 3 with the message in its last line, and publishes nothing."""
+    before = workspace.published()
+    ended = workspace.command(stage, **({"runtime.save_steps": 1} | changes))
+    assert ended.code == 3, ended.said
+    last = ended.said.strip().splitlines()[-1]
+    assert last.startswith(f"stage_{stage}: ")
+    assert re.search(message, last), last
+    assert workspace.published() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", SETTINGS)
+def test_a_stage_passes_its_gates_when_nothing_is_wrong(stage: str, workspace: Workspace, updates: list[float]) -> None:
+    """Else the tests below would prove nothing."""
+    ended = workspace.command(stage)
+    assert ended.code == 0, ended.said
+    assert len(updates) == 4
+
+
+# before the first update
+
+
+def mask_all(rendered: Rendered, end: int) -> list[bool]:
+    return [True] * len(rendered.ids)
+
+
+def mask_no_end(rendered: Rendered, end: int) -> list[bool]:
+    return [trained and id_ != end for id_, trained in zip(rendered.ids, rendered.trained, strict=True)]
+
+
+@pytest.mark.parametrize("fault", [mask_all, mask_no_end])
+def test_a_mask_that_trains_more_or_less_than_the_assistant_says_stops(
+    fault: Callable[[Rendered, int], list[bool]],
+    workspace: Workspace,
+    updates: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original, end = chat.render, workspace.tokenizer.turn_end
+
+    def render(*given: Any, **more: Any) -> Rendered:
+        rendered = original(*given, **more)
+        return replace(rendered, trained=fault(rendered, end))
+
+    monkeypatch.setattr(chat, "render", render)
+    assert_refused(
+        workspace, "lora", r"gate mask: expected the first batch to train what the assistant says: '.*left.*'; found '"
+    )
+    assert updates == [] == workspace.states("lora")
+
+
+def test_a_reward_head_that_does_not_start_at_zero_stops(
+    workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = RewardModel.__init__
+
+    def drawn(self: RewardModel, trunk: Transformer) -> None:
+        original(self, trunk)
+        torch.nn.init.constant_(self.score.weight, 0.1)
+
+    monkeypatch.setattr(RewardModel, "__init__", drawn)
+    assert_refused(
+        workspace, "reward", r"gate ranking: expected 0\.69314718 within 1e-05, found .*head does not start at zero"
+    )
+    assert updates == [] == workspace.states("reward")
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [(1.0, 0.0), (0.5, 0.5)])
+@pytest.mark.parametrize(
+    "loss", ["sigmoid", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("ipo", "apo_zero"))]
+)
+def test_stale_sums_of_the_reference_stop_dpo(
+    loss: str,
+    chosen: float,
+    rejected: float,
+    workspace: Workspace,
+    updates: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of another model: off by a nat in one answer, or by half a nat in both, which the loss alone may not show."""
+    original = scoring_pairs.reference_sums
+
+    def stale(*given: Any) -> dict[str, np.ndarray]:
+        return {name: sums + np.array([chosen, rejected], dtype=np.float32) for name, sums in original(*given).items()}
+
+    monkeypatch.setattr(scoring_pairs, "reference_sums", stale)
+    assert_refused(workspace, "dpo", r"gate (preference|rewards/chosen): expected .* stale precomputed sums", loss=loss,
+                   nll_weight=0.2, precompute_reference=True)  # fmt: skip
+    assert updates == [] == workspace.states("dpo")
+
+
+def dropping(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = checkpoint.load
+
+    def with_dropout(folder: Path) -> tuple[Transformer, Tokenizer]:
+        model, tokenizer = load(folder)
+        model.dropout = 0.2
+        return model, tokenizer
+
+    monkeypatch.setattr(checkpoint, "load", with_dropout)
+
+
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_a_policy_with_dropout_stops(
+    stage: str, workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropping(monkeypatch)
+    assert_refused(workspace, stage, r"gate (preference|sampling/sampling_logp_difference/max): .* dropout")
+    assert updates == [] == workspace.states(stage)
+
+
+def hotter(original: Callable[..., list[Answer]]) -> Callable[..., list[Answer]]:
+    def answers(self: Setting, model: Transformer, asked: Any, temperature: float, seed: int) -> list[Answer]:
+        return original(self, model, asked, 1.25 * temperature, seed)
+
+    return answers
+
+
+def stale(original: Callable[..., list[Answer]]) -> Callable[..., list[Answer]]:
+    def answers(self: Setting, *given: Any) -> list[Answer]:
+        found = original(self, *given)
+        return [replace(one, logprobs=[value - 2e-4 for value in one.logprobs]) for one in found]
+
+    return answers
+
+
+@pytest.mark.parametrize("fault", [hotter, stale])
+@pytest.mark.parametrize("stage", ["rlhf", "grpo"])
+def test_log_probabilities_of_another_temperature_or_another_policy_stop(
+    stage: str, fault: Any, workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Setting, "_answers", fault(Setting._answers))
+    assert_refused(
+        workspace, stage, r"gate sampling/sampling_logp_difference/max: expected 0 within 0\.0001, found .*temperature",
+        temperature=0.8,
+    )  # fmt: skip
+    assert updates == [] == workspace.states(stage)
+
+
+@pytest.mark.parametrize(("stage", "name"), [("rlhf", "objective/kl"), ("grpo", "kl/rollout")])
+def test_a_reference_that_is_not_the_policy_s_start_stops(
+    stage: str, name: str, workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Setting.reference
+
+    def other(self: Setting, given: Sequence[Answer]) -> list[np.ndarray]:
+        return [found - 1e-3 for found in original(self, given)]
+
+    monkeypatch.setattr(Setting, "reference", other)
+    assert_refused(workspace, stage, rf"gate {name}: expected 0 within 0\.001, found .* reference is not what")
+    assert updates == [] == workspace.states(stage)
+
+
+def test_a_gate_waits_for_the_first_iteration_that_teaches_something(
+    workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamic sampling may find nothing to begin with; what is wrong shows two steps later, and still before an update."""
+    monkeypatch.setattr(Setting, "_answers", stale(Setting._answers))
+    original = RolloutStream.fill
+
+    def fill(self: RolloutStream, step: int) -> dict[str, float]:
+        numbers = original(self, step)
+        if step == 0:
+            self.rollouts = []
+        return numbers
+
+    monkeypatch.setattr(RolloutStream, "fill", fill)
+    assert_refused(workspace, "grpo", r"gate sampling/sampling_logp_difference/max")
+    assert updates == []
+    assert workspace.states("grpo")[-1] == "step-00000002"
+
+
+# before anything is published
+
+
+@pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["copy", "adapter"])
+@pytest.mark.parametrize("stage", ["dpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("rlhf", "grpo"))])
+def test_a_reference_whose_weights_changed_is_not_compared_with(
+    stage: str, adapter: dict[str, int] | None, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an adapter the reference is the base model beneath it."""
+    original = reference.finish
+
+    def finish(start: Start) -> dict[str, float | str]:
+        with start.reference.model() as frozen, torch.no_grad():
+            frozen.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3  # type: ignore[union-attr, operator, index]
+        return original(start)
+
+    monkeypatch.setattr(reference, "finish", finish)
+    changes = {"adapter": adapter} if adapter else {}
+    assert_refused(
+        workspace, stage, r"the reference: its weights had the hash \w{16} at the start and \w{16} now", **changes
+    )
+
+
+@pytest.mark.parametrize(
+    "stage", ["lora", "dpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("rlhf", "grpo"))]
+)
+def test_a_merged_model_that_says_something_else_is_not_published(
+    stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = AdaptedLinear.folded
+    monkeypatch.setattr(AdaptedLinear, "folded", lambda self: 1.01 * original(self))
+    changes = {} if stage == "lora" else {"adapter": ADAPTER}
+    assert_refused(workspace, stage, r"merge gate: expected the logits of 64 rows within 0\.0001 .*, found", **changes)
+
+
+# a rate of 0
+
+
+@pytest.mark.parametrize(
+    "stage", ["dpo", "grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("rlhf", "lora"))]
+)
+def test_a_rate_of_0_moves_nothing(stage: str, workspace: Workspace, updates: list[float]) -> None:
+    """And in RL every later update finds the policy where it sampled, to 1e-4."""
+    rates = {"learning_rate": 0.0} | ({"learning_rates": {"critic": 0.0}} if stage == "rlhf" else {})
+    ended = workspace.command(stage, weight_decay=0.1, **rates)
+    assert ended.code == 0 and len(updates) == 4, ended.said
+    base = workspace.weights("code" if stage == "lora" else "tools")
+    after = workspace.weights(stage)
+    assert after.keys() == base.keys()
+    assert all(torch.equal(value, base[name]) for name, value in after.items())
+    if stage in ("rlhf", "grpo"):
+        ratio = "val/ratio" if stage == "rlhf" else "ratio"
+        rows = [row for row in workspace.curve(stage) if row.get(ratio)]
+        assert len(rows) >= 2
+        assert all(float(row[ratio]) == pytest.approx(1, abs=1e-4) for row in rows)
+        found = [float(text) for row in rows if (text := row["sampling/sampling_logp_difference/max"])]
+        assert len(found) == 2 and max(found) <= 1e-4
+
+
+def test_a_reward_model_with_a_rate_of_0_is_told_that_its_trunk_never_trains(
+    workspace: Workspace, updates: list[float]
+) -> None:
+    """Its head stays at zero, which lets no gradient through: the gate of its second step."""
+    assert_refused(workspace, "reward", r"group \w+: no gradient arrives at trunk\.", learning_rate=0.0)
+    assert len(updates) == 1

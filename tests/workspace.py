@@ -1,0 +1,182 @@
+"""A folder in which the stages of alignment run for real within a second: tiny models, a handful of pairs and problems.
+
+    models/{code,tools,reward}   data/{preferences,dialogues,problems}   params.yaml   conf -> ours
+
+`command` is `python -m stages.<stage> key=value ...` in this process: the same parsing, keys, gates, exit codes and files.
+"""
+
+import csv
+import json
+import runpy
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline import checkpoint, work
+from pipeline.model.config import ModelConfig
+from pipeline.model.heads import RewardModel
+from pipeline.model.transformer import Transformer
+from pipeline.streams import records
+from pipeline.streams.records import Dialogue, Pair, Problem
+from pipeline.text.tokenizer import Tokenizer
+from tests.conftest import ROOT
+
+TRAINING = {"optimizer": "adamw", "warmup_steps": 0, "eval_steps": 100}
+PAIRS = TRAINING | {
+    "steps": 4,
+    "pairs": 4,
+    "max_prompt": 60,
+    "max_length": 120,
+    "eval_tokens": 64,
+    "learning_rate": 1e-2,
+}
+ROLLOUTS = TRAINING | {
+    "iterations": 2,
+    "epochs": 1,
+    "minibatches": 2,
+    "max_prompt": 60,
+    "max_new_tokens": 24,
+    "learning_rate": 1e-3,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "reward": PAIRS | {"calibration_answers": 4, "calibration_tokens": 24},
+    "dpo": PAIRS,
+    "rlhf": ROLLOUTS | {"prompts": 6, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0},
+    "grpo": ROLLOUTS | {"prompts": 3, "samples": 4, "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2},
+    "lora": TRAINING | {"steps": 4, "tokens_per_step": 256, "context": 128, "eval_tokens": 64, "learning_rate": 1e-2},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    said: str  # on stderr
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The folder, which is the working directory."""
+
+    folder: Path
+    tokenizer: Tokenizer
+
+    def command(self, stage: str, **changes: Any) -> Ended:
+        """Run a stage with SETTINGS and `changes`; a key of another block is written `runtime.save_steps`."""
+        argv, stderr, handlers = sys.argv, sys.stderr, {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+        with (self.folder / "stderr").open("w+", encoding="utf-8") as said:
+            sys.argv, sys.stderr = [stage, *arguments(stage, changes)], said
+            try:
+                runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)
+                raise AssertionError("a command ends in SystemExit")
+            except SystemExit as done:
+                said.seek(0)
+                return Ended(int(done.code or 0), said.read())
+            finally:
+                sys.argv, sys.stderr = argv, stderr
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+
+    def weights(self, name: str) -> dict[str, Tensor]:
+        """The parameters of a published model directory."""
+        model = (
+            checkpoint.load_reward(Path("models") / name)[0]
+            if name == "reward"
+            else checkpoint.load(Path("models") / name)[0]
+        )
+        return {key: value.detach() for key, value in model.named_parameters()}
+
+    def states(self, stage: str) -> list[str]:
+        """Names of the resumable states that the stage has left."""
+        return sorted(path.name for path in self.folder.glob(f".work/{stage}/*/step-*"))
+
+    def numbers(self, stage: str) -> dict[str, Any]:
+        """metrics/<stage>.json."""
+        return json.loads((self.folder / f"metrics/{stage}.json").read_text())
+
+    def curve(self, stage: str) -> list[dict[str, str]]:
+        """The rows of metrics/<stage>.csv."""
+        with (self.folder / f"metrics/{stage}.csv").open(encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def published(self) -> dict[str, str]:
+        """Every file under models/ and metrics/, with its hash."""
+        files = (path for top in ("models", "metrics") for path in (self.folder / top).rglob("*") if path.is_file())
+        return {str(path.relative_to(self.folder)): work.sha256(path) for path in files}
+
+
+def arguments(stage: str, changes: dict[str, Any]) -> list[str]:
+    """The command line."""
+    values = SETTINGS[stage] | {"runtime.precision": "fp32"} | changes
+    return [f"{key if '.' in key and not key.startswith('adapter.') else f'{stage}.{key}'}={json.dumps(value)}"
+            for key, value in values.items()]  # fmt: skip
+
+
+def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
+    """Write everything. `model` is the policy; the reward model has its shape and other weights."""
+    for name in ("conf", "stages", "pipeline"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "params.yaml").write_text("seed: 1\nmodel: nano\nscale: smoke\ndata: machine\n")
+    ready_to_end(model, tokenizer)
+    for name in ("code", "tools"):
+        checkpoint.save(folder / "models" / name, model, tokenizer, {})
+    save_reward(folder / "models/reward", model.config, tokenizer)
+    for split, first, count in (("train", 0, 20), ("val", 100, 4), ("test", 200, 6)):
+        records.write(folder / f"data/preferences/{split}.jsonl", map(pair, range(first, first + count)))
+        records.write(folder / f"data/dialogues/{split}.jsonl", map(dialogue, range(first, first + count)))
+    for split, first, count in (("rl", 0, 8), ("val", 100, 3)):
+        records.write(folder / f"data/problems/{split}.jsonl", map(problem, range(first, first + count)))
+    return Workspace(folder, tokenizer)
+
+
+def ready_to_end(model: Transformer, tokenizer: Tokenizer) -> None:
+    """Let a part of the answers end: the embedding of the turn's end is what the states have in common."""
+    with torch.no_grad():
+        mean = model.hidden(torch.arange(20, 220)[None]).mean((0, 1))
+        model.model.embed_tokens.weight[tokenizer.turn_end] = 4.0 * mean / mean.norm()
+
+
+def save_reward(folder: Path, shape: ModelConfig, tokenizer: Tokenizer) -> None:
+    """A reward model that has an opinion."""
+    reward = RewardModel(Transformer(shape, torch.Generator().manual_seed(1)))
+    with torch.no_grad():
+        reward.score.weight.normal_(generator=torch.Generator().manual_seed(2))
+    reward.reward_mean, reward.reward_std = 0.1, 0.5
+    checkpoint.save_reward(folder, reward, tokenizer, {})
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    """A message."""
+    return {"role": role, "content": text}
+
+
+def pair(number: int, **changes: Any) -> Pair:
+    """Answers of unequal lengths, the better one within 24 tokens."""
+    values: dict[str, Any] = {
+        "id": str(number), "source": "made", "kind": "story", "prompt": [said("user", f"Way {number}?")],
+        "chosen": [said("assistant", "left " * (1 + number % 3))], "rejected": [said("assistant", "right" + "." * (number % 7))],
+        "truth": {},
+    }  # fmt: skip
+    return Pair(**(values | changes))
+
+
+def dialogue(number: int) -> Dialogue:
+    """One exchange."""
+    return Dialogue(id=str(number), kind="chat", category="talk",
+                    messages=[said("user", f"Way {number}?"), said("assistant", "left " * (1 + number % 5))])  # fmt: skip
+
+
+def problem(number: int, **changes: Any) -> Problem:
+    """Add a number."""
+    tests = [{"args": "[1]", "expected": str(1 + number), "visible": False}]
+    values: dict[str, Any] = {
+        "id": str(number), "level": 1, "group": "easy", "key": str(number), "question": f"Add {number}.",
+        "entry_point": "f", "signature": "f(x)", "tests": tests,
+    }  # fmt: skip
+    return Problem(**(values | changes))
