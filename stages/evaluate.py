@@ -82,9 +82,7 @@ def run(
     }
     if sets:
         completes = model.name in brought.COMPLETES
-        plan["benchmarks"] = lambda: brought.score(
-            subject, sets, completes=completes, sandbox=sandbox
-        )
+        plan["benchmarks"] = lambda: brought.score(subject, sets, completes=completes, sandbox=sandbox)
     numbers: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     with progress(total=len(plan), desc=job.name, unit="suite") as bar:

@@ -75,12 +75,16 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
                                ranks=setting.ranks, state=carried)  # fmt: skip
         held_out = overoptimisation.HeldOut(prompts["test"], setting, judge, params.held_out)
         watchers = Watchers(
-            first=first_steps.first_policy("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision),
+            first=first_steps.first_policy(
+                "val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision
+            ),
             evaluate=held_out.row,
             logged=alarms.watch(job.name, target_kl=params.ppo.target_kl),
             gradients_at=None,  # the first gate sees that the losses are alive; equal scores give no gradient to the actor
         )
-        fit(model, stream, partial(loss, temperature=config.temperature, ppo=params.ppo), config, job, watchers=watchers)
+        fit(
+            model, stream, partial(loss, temperature=config.temperature, ppo=params.ppo), config, job, watchers=watchers
+        )
         job.report(**reference.finish(start), **held_out.report(), prompts=len(prompts["train"]),
                    dropped={name: dict(split.dropped) for name, split in splits.items()},
                    alarms=alarms.of(job.tracker.rows, target_kl=params.ppo.target_kl))  # fmt: skip

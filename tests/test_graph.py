@@ -80,7 +80,11 @@ def test_a_stage_concerns_what_is_made_from_it(repository: Repository) -> None:
     assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == AFTER_TOOLS
     repository.git("checkout", "-q", "params.yaml")
     repository.edit("params.yaml", "lora:\n  steps: null", "lora:\n  steps: 3")
-    assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == {"stage_lora", "stage_evaluate@lora", "stage_report"}
+    assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == {
+        "stage_lora",
+        "stage_evaluate@lora",
+        "stage_report",
+    }
 
 
 def test_the_selected_model_file_concerns_language_and_another_one_nobody(repository: Repository) -> None:

@@ -92,9 +92,7 @@ def _keys(row: Row) -> str:
     return ", ".join(map(str, row.fields))[:200]
 
 
-def score(
-    subject: Subject, sets: Sequence[TestSet], *, completes: bool, sandbox: Callable[[], Judge]
-) -> Result:
+def score(subject: Subject, sets: Sequence[TestSet], *, completes: bool, sandbox: Callable[[], Judge]) -> Result:
     """The numbers of each file under its name, and all items. Without a sandbox HumanEval and MBPP say "skipped"."""
     result = Result()
     with contextlib.ExitStack() as stack:

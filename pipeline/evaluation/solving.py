@@ -76,7 +76,9 @@ class HeldOut:
         path.parent.mkdir(parents=True, exist_ok=True)
         asked = [(prompt, 0) for prompt in self.prompts[:SHOWN]]
         lines = []
-        for before, after in zip(self.setting.held_out(asked, of_reference=True), self.setting.held_out(asked), strict=True):
+        for before, after in zip(
+            self.setting.held_out(asked, of_reference=True), self.setting.held_out(asked), strict=True
+        ):
             line = {"id": before.prompt.id, "before": before.text, "after": after.text, "finished": after.finished}
             if self.judge is not None:
                 line |= {"verdict_before": self._verdicts([before])[0], "verdict_after": self._verdicts([after])[0]}

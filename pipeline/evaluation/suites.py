@@ -259,7 +259,9 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Resul
 
 def _references(result: Result, problems: Sequence[Problem], judged: Sequence[code.Judged]) -> None:
     """How near the greedy answers are to the reference solutions."""
-    pairs = [(j.source or "", fenced.extract(p.answer) or "") for p, j in zip(problems, judged, strict=True) if p.answer]
+    pairs = [
+        (j.source or "", fenced.extract(p.answer) or "") for p, j in zip(problems, judged, strict=True) if p.answer
+    ]
     if not pairs:
         return
     result.measure("exact_match", wilson(sum(code.exact_match(a, b) for a, b in pairs), len(pairs)))

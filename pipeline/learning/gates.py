@@ -19,7 +19,9 @@ def activation_bytes_per_token(model: nn.Module) -> int:
     config: Any = getattr(model if pair is None else pair, "config", None)
     if config is None:
         return 4 * 64
-    return (1 if pair is None else 2) * 4 * config.layers * (14 * config.width + 4 * config.d_ff) + 12 * config.vocab_size
+    return (1 if pair is None else 2) * 4 * config.layers * (
+        14 * config.width + 4 * config.d_ff
+    ) + 12 * config.vocab_size
 
 
 def trainable_tokens(num_targets: int, name: str) -> None:

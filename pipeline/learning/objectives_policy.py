@@ -251,7 +251,9 @@ def with_agreement(loss: Loss, logprobs: Tensor, old: Tensor) -> Loss:
     difference = (logprobs.detach() - old).abs()
     name = "sampling/sampling_logp_difference"
     metrics = loss.metrics | {f"{name}/mean": (difference.sum(), len(difference))}
-    extremes = {f"{name}/max": difference.max() if len(difference) else difference.sum()}  # a process may hold padding alone
+    extremes = {
+        f"{name}/max": difference.max() if len(difference) else difference.sum()
+    }  # a process may hold padding alone
     return replace(loss, metrics=metrics, extremes=loss.extremes | extremes)
 
 

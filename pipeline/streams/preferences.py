@@ -39,7 +39,9 @@ class PairBatch:
     documents: Tensor  # (2P, T) int32, -1 in the padding
     positions: Tensor  # (2P, T) int64
     margins: Tensor  # (P,) float32, 0 where the data has none
-    reference: Tensor | None  # (2P,) float32, summed log-probabilities of the reference, where they were computed before
+    reference: (
+        Tensor | None
+    )  # (2P,) float32, summed log-probabilities of the reference, where they were computed before
     counts: dict[str, int]  # pairs, tokens (of the answers), positions
 
     @property
