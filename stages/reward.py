@@ -6,15 +6,15 @@ One linear head on the last token of an answer, starting at zero. What it gives 
 and spread, by which later stages normalise it. Accuracy is measured per kind of pair on pairs that nothing was chosen by.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline import checkpoint, device
 from pipeline.evaluation import ranking
 from pipeline.generation.sampling import Sampling, sampler
-from pipeline.learning import first_steps, objectives_pairs
+from pipeline.learning import first_steps, objectives_pairs, scoring_pairs
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import PairConfig
 from pipeline.model.heads import RewardModel
@@ -28,6 +28,9 @@ from pipeline.work import Job
 class Params:
     """The block `reward`; its training keys are those of PairConfig."""
 
+    dense: float = (
+        0.0  # weight of the same ranking by the mean over all prefixes of the answers: a fault is felt where it stands
+    )
     centring: float  # weight of the squared sum of both rewards, which keeps their mean near 0
     label_flip: float  # share of the training pairs whose labels are swapped, to measure what noise costs
     calibration_answers: int  # answers of the base model over which mean and spread are taken
@@ -36,8 +39,8 @@ class Params:
 
     def __post_init__(self) -> None:
         """Refuse shares and counts that cannot be."""
-        if not 0 <= self.label_flip < 0.5 or self.centring < 0 or self.calibration_answers < 2:
-            raise ValueError("expected label_flip in [0, 0.5), centring >= 0, calibration_answers >= 2")
+        if not 0 <= self.label_flip < 0.5 or min(self.centring, self.dense) < 0 or self.calibration_answers < 2:
+            raise ValueError("expected label_flip in [0, 0.5), centring and dense >= 0, calibration_answers >= 2")
 
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
@@ -50,9 +53,12 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
                         pairs=config.pairs, seed=job.seed, label_flip=params.label_flip)  # fmt: skip
 
     def loss(model: RewardModel, batch: PairBatch) -> Loss:
-        rewards = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=batch.ends)
-        chosen, rejected = rewards.chunk(2)
-        return objectives_pairs.bradley_terry(chosen, rejected, margin=batch.margins, centring=params.centring)
+        chosen, rejected, means = scoring_pairs.pair_rewards(model, batch, dense=params.dense > 0)
+        found = objectives_pairs.bradley_terry(chosen, rejected, margin=batch.margins, centring=params.centring)
+        if means is None:
+            return found
+        term = Term("dense", objectives_pairs.ranking(means[0] - means[1]), "pairs", params.dense)
+        return replace(found, terms=[*found.terms, term])
 
     # The head starts at zero, so all rewards are 0 and no gradient reaches the trunk before the second step.
     first = stream.batch(0, config.row_length, stream.rows(0, config.row_length))
