@@ -28,9 +28,7 @@ from pipeline.work import Job
 class Params:
     """The block `reward`; its training keys are those of PairConfig."""
 
-    dense: float = (
-        0.0  # weight of the same ranking by the mean over all prefixes of the answers: a fault is felt where it stands
-    )
+    dense: float = 0.0  # weight of the same ranking by the mean over all prefixes: a fault is felt where it stands
     centring: float  # weight of the squared sum of both rewards, which keeps their mean near 0
     label_flip: float  # share of the training pairs whose labels are swapped, to measure what noise costs
     calibration_answers: int  # answers of the base model over which mean and spread are taken

@@ -53,9 +53,7 @@ Values = dict[str, float]
 class Watchers:
     """What a stage looks at besides the loss. Each may raise GateError."""
 
-    first: Callable[[Values], None] | None = (
-        None  # what the first step shows, before its update: its fill, loss, metrics
-    )
+    first: Callable[[Values], None] | None = None  # the first fill, loss and metrics, before an update
     evaluate: Callable[[int], Values] | None = None  # at step 0, every eval_steps, and at the end
     logged: Callable[[list[dict[str, Any]]], None] | None = None  # the curve, after each new row
     gradients_at: int | None = 0  # the step whose gradients must reach every group; a zero head lets none through at 0

@@ -1,0 +1,50 @@
+"""Pairs of a model's own answers, ordered by truth: what a reward model must rank when a policy is trained against it.
+
+Pairs of made-up mistakes alone leave it blind to the mistakes that the policy makes, and a policy finds such blind spots within
+a few hundred answers (docs/LOG.md). So some prompts are answered a few times by the model itself, the known-truth functions of
+`gold.py` say how good each answer is, and the best and the worst that differ enough make a pair.
+
+Not here: answers to prompts whose truth nobody knows; those are left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeline.evaluation import gold
+from pipeline.reinforcement import answers
+from pipeline.reinforcement.answers import Answer, Generate, Prompt
+from pipeline.sandbox.judge import Judge
+from pipeline.streams.preferences import Encoded
+from pipeline.streams.records import Pair
+from pipeline.synthesis.preferences import MIN_GAP
+from pipeline.text.tokenizer import Tokenizer
+
+SAMPLES = 4  # answers to each prompt
+
+
+def pairs(
+    generate: Generate, prompts: Sequence[Prompt], tokenizer: Tokenizer, judge: Judge | None, seed: int
+) -> list[Encoded]:
+    """At most one pair a prompt, in the order of the prompts."""
+    asked = [(prompt, sample) for prompt in prompts for sample in range(SAMPLES)]
+    given = answers.sample(generate, asked, tokenizer, seed)
+    scores = gold.gold(given, judge)
+    found = []
+    for first in range(0, len(given), SAMPLES):
+        told = [(s, a) for s, a in zip(scores[first : first + SAMPLES], given[first : first + SAMPLES]) if s is not None]
+        if not told:
+            continue
+        best, worst = max(told, key=lambda one: one[0]), min(told, key=lambda one: one[0])
+        if best[0] - worst[0] >= MIN_GAP - 1e-9:
+            found.append(_encoded(best, worst))
+    return found
+
+
+def _encoded(best: tuple[float, Answer], worst: tuple[float, Answer]) -> Encoded:
+    pair = best[1].prompt.record
+    assert isinstance(pair, Pair)
+    mine = replace(
+        pair, id=f"own-{pair.id}", source="own answers", kind=f"own {pair.kind}", gold_chosen=best[0],
+        gold_rejected=worst[0], chosen=[gold.message_of(best[1].text)], rejected=[gold.message_of(worst[1].text)],
+    )  # fmt: skip
+    return Encoded(mine, answers.piece_of(best[1]), answers.piece_of(worst[1]))
