@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -12,7 +13,7 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.params import Runtime
-from pipeline.sandbox import pool
+from pipeline.sandbox import servers
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
 from pipeline.streams import readers
 from pipeline.streams.records import Dialogue, Pair, Problem, read
@@ -32,7 +33,7 @@ Made = dict[str, Any]  # kind -> split -> records, and "report"
 class FakeJudge:
     """Scores sources by their length: enough for pairs, and no process is started."""
 
-    def __init__(self, config: SandboxConfig, workers: int) -> None:
+    def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
         pass
 
     def __enter__(self) -> "FakeJudge":
@@ -244,7 +245,7 @@ def test_a_message_names_five_wrong_problems_and_counts_the_rest(tmp_path: Path)
 def test_brought_problems_are_refused_where_there_is_no_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "JAIL", tmp_path / "missing.py")
+    monkeypatch.setattr(servers, "JAIL", tmp_path / "missing.py")
     with pytest.raises(ConfigError, match=r"safely needs Linux with seccomp.*allow_unsafe"):
         made(tmp_path, own_problems(tmp_path, {"good": PLUS}))
 
@@ -261,7 +262,8 @@ def test_wrong_problems_of_the_hub_leave_up_to_max_rejected_and_are_written_down
         splits = {"train": [problem(n, n + (n < bad)) for n in range(20)], "test": [problem(99, 99)]}
         counts = {"accepted": 21, "duplicates": 0, "rejected": 3}
         data = DataConfig(source="hub", max_rejected=0.05)
-        tasks._try_out(splits, replace(PARAMS, data=data), 1, tmp_path, counts)
+        job: Any = SimpleNamespace(workers=1, runtime=Runtime())
+        tasks._try_out(splits, replace(PARAMS, data=data), job, tmp_path, counts)
         return splits, counts
 
     splits, counts = tried(1)
