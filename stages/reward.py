@@ -3,23 +3,26 @@
     models/tools + data/preferences -> models/reward        (Bradley-Terry; Ouyang et al. 2022, eq. 1)
 
 One linear head on the last token of an answer, starting at zero. What it gives over answers of the base model decides mean
-and spread, by which later stages normalise it. Accuracy is measured per kind of pair on pairs that nothing was chosen by.
+and spread, by which later stages normalise it. Beside the pairs of data/preferences it learns from pairs of the base model's
+own answers, ordered by truth. Accuracy is measured per kind of pair on pairs that nothing was chosen by.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import checkpoint, device
-from pipeline.evaluation import ranking
+from pipeline.evaluation import own_answers, ranking
 from pipeline.generation.sampling import Sampling, sampler
-from pipeline.learning import first_steps, objectives_pairs, scoring_pairs
+from pipeline.learning import first_steps, objectives_pairs
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss, Term
+from pipeline.learning.objectives import Loss
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import PairConfig
 from pipeline.model.heads import RewardModel
-from pipeline.params import main
+from pipeline.params import block, main
 from pipeline.reinforcement import answers
+from pipeline.reinforcement.setting import judge_or_none
+from pipeline.sandbox.judge import SandboxConfig
 from pipeline.streams.preferences import PairBatch, PairSplit, PairStream
 from pipeline.work import Job
 
@@ -28,17 +31,20 @@ from pipeline.work import Job
 class Params:
     """The block `reward`; its training keys are those of PairConfig."""
 
-    dense: float = 0.0  # weight of the same ranking by the mean over all prefixes: a fault is felt where it stands
     centring: float  # weight of the squared sum of both rewards, which keeps their mean near 0
     label_flip: float  # share of the training pairs whose labels are swapped, to measure what noise costs
+    own_prompts: int  # prompts that the base model answers itself, for pairs of its own answers; 0: none
     calibration_answers: int  # answers of the base model over which mean and spread are taken
-    calibration_tokens: int  # of each of them at most
+    answer_tokens: int  # of each of its answers at most
+    sandbox: SandboxConfig = block("sandbox")
     fit: PairConfig
 
     def __post_init__(self) -> None:
         """Refuse shares and counts that cannot be."""
-        if not 0 <= self.label_flip < 0.5 or min(self.centring, self.dense) < 0 or self.calibration_answers < 2:
-            raise ValueError("expected label_flip in [0, 0.5), centring and dense >= 0, calibration_answers >= 2")
+        if not 0 <= self.label_flip < 0.5 or self.centring < 0 or self.calibration_answers < 2 or self.own_prompts < 0:
+            raise ValueError(
+                "expected label_flip in [0, 0.5), centring >= 0, calibration_answers >= 2, own_prompts >= 0"
+            )
 
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
@@ -47,32 +53,33 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     policy, model = checkpoint.load_frozen(base), RewardModel(trunk)
     where = device.hardware(job.runtime.precision).device
     config = params.fit
-    stream = PairStream(pairs, tokenizer, max_prompt=config.max_prompt, max_length=config.max_length,
-                        pairs=config.pairs, seed=job.seed, label_flip=params.label_flip)  # fmt: skip
+    generate = sampler(policy.to(where), Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})
+    splits = {name: PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length)
+              for name in ("train", "test")}  # fmt: skip
+    own = {name: own_answers.prompts(split, params.answer_tokens, most)
+           for (name, split), most in zip(splits.items(), (params.own_prompts, params.own_prompts // 4), strict=True)}  # fmt: skip
+    with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url) as judge:
+        more = {name: own_answers.pairs(generate, prompts, tokenizer, judge, job.seed) for name, prompts in own.items()}
+    stream = PairStream(pairs, tokenizer, max_prompt=config.max_prompt, max_length=config.max_length, pairs=config.pairs,
+                        seed=job.seed, label_flip=params.label_flip, more=more["train"])  # fmt: skip
 
     def loss(model: RewardModel, batch: PairBatch) -> Loss:
-        chosen, rejected, means = scoring_pairs.pair_rewards(model, batch, dense=params.dense > 0)
-        found = objectives_pairs.bradley_terry(chosen, rejected, margin=batch.margins, centring=params.centring)
-        if means is None:
-            return found
-        term = Term("dense", objectives_pairs.ranking(means[0] - means[1]), "pairs", params.dense)
-        return replace(found, terms=[*found.terms, term])
+        rewards = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=batch.ends)
+        chosen, rejected = rewards.chunk(2)
+        return objectives_pairs.bradley_terry(chosen, rejected, margin=batch.margins, centring=params.centring)
 
     # The head starts at zero, so all rewards are 0 and no gradient reaches the trunk before the second step.
     first = stream.batch(0, config.row_length, stream.rows(0, config.row_length))
     gate = first_steps.first_reward(objectives_pairs.untrained_loss(first.margins))
     fit(model, stream, loss, config, job, watchers=Watchers(first=gate, gradients_at=1))
 
-    prompts = answers.pair_prompts(stream.train, params.calibration_tokens)
-    sampled = answers.sample(
-        sampler(policy.to(where), Sampling(params.calibration_tokens, temperature=1.0), {tokenizer.turn_end}),
-        answers.repeated(prompts, params.calibration_answers), tokenizer, job.seed,
-    )  # fmt: skip
-    model.calibrate(answers.raw_rewards(model, sampled, tokenizer.pad))
-    test = PairSplit(pairs / "test.jsonl", tokenizer, config.max_prompt, config.max_length)
-    job.report(dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)},
+    asked = answers.repeated(answers.pair_prompts(splits["train"], params.answer_tokens), params.calibration_answers)
+    model.calibrate(answers.raw_rewards(model, answers.sample(generate, asked, tokenizer, job.seed), tokenizer.pad))
+    job.report(dropped={name: dict(split.dropped) for name, split in splits.items()}, own_pairs=len(more["train"]),
                reward_mean=model.reward_mean, reward_std=model.reward_std,
-               test=ranking.measure(model, test, tokenizer.pad))  # fmt: skip
+               test=ranking.measure(model, splits["test"].pairs, tokenizer.pad))  # fmt: skip
+    if more["test"]:
+        job.report(own_answers=ranking.measure(model, more["test"], tokenizer.pad))
     checkpoint.save_reward(out, model, tokenizer, job.lineage)
 
 

@@ -44,7 +44,7 @@ ROLLOUTS = TRAINING | {
     "learning_rate": 1e-3,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "reward": PAIRS | {"calibration_answers": 4, "calibration_tokens": 24},
+    "reward": PAIRS | {"calibration_answers": 4, "answer_tokens": 24, "own_prompts": 0},
     "dpo": PAIRS,
     "rlhf": ROLLOUTS | {"prompts": 6, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0},
     "grpo": ROLLOUTS | {"prompts": 3, "samples": 4, "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2},

@@ -10,16 +10,25 @@ Not here: answers to prompts whose truth nobody knows; those are left out.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeline.device import stable_hash
 from pipeline.evaluation import gold
 from pipeline.reinforcement import answers
 from pipeline.reinforcement.answers import Answer, Generate, Prompt
 from pipeline.sandbox.judge import Judge
-from pipeline.streams.preferences import Encoded
+from pipeline.streams.preferences import Encoded, PairSplit
 from pipeline.streams.records import Pair
 from pipeline.synthesis.preferences import MIN_GAP
 from pipeline.text.tokenizer import Tokenizer
 
 SAMPLES = 4  # answers to each prompt
+
+
+def prompts(split: PairSplit, answer_tokens: int, most: int) -> list[Prompt]:
+    """The first `most` prompts, shuffled, whose truth is known and whose better answer has room."""
+    if not most:
+        return []
+    known = [one for one in answers.pair_prompts(split, answer_tokens) if gold.known(one.record)]  # type: ignore[arg-type]
+    return sorted(known, key=lambda prompt: stable_hash("own answers", prompt.id))[:most]
 
 
 def pairs(
@@ -31,7 +40,9 @@ def pairs(
     scores = gold.gold(given, judge)
     found = []
     for first in range(0, len(given), SAMPLES):
-        told = [(s, a) for s, a in zip(scores[first : first + SAMPLES], given[first : first + SAMPLES]) if s is not None]
+        told = [
+            (s, a) for s, a in zip(scores[first : first + SAMPLES], given[first : first + SAMPLES]) if s is not None
+        ]
         if not told:
             continue
         best, worst = max(told, key=lambda one: one[0]), min(told, key=lambda one: one[0])

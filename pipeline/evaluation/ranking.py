@@ -12,7 +12,7 @@ import torch
 
 from pipeline.evaluation.intervals import wilson
 from pipeline.model.heads import RewardModel
-from pipeline.streams.preferences import Encoded, PairSplit, batch_of
+from pipeline.streams.preferences import Encoded, batch_of
 
 PAIRS = 32  # of one forward pass
 BINS = 10  # of the calibration error
@@ -30,19 +30,19 @@ def rewards_of(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> np.nda
     return np.concatenate(found)
 
 
-def measure(model: RewardModel, split: PairSplit, pad: int) -> dict[str, Any]:
+def measure(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> dict[str, Any]:
     """Accuracy with a 95 % interval over all and by kind, calibration error, correlation of reward and length."""
-    rewards = rewards_of(model, split.pairs, pad)
-    swap = np.array([truly_swapped(encoded) for encoded in split.pairs])
+    rewards = rewards_of(model, pairs, pad)
+    swap = np.array([truly_swapped(encoded) for encoded in pairs])
     margins = np.where(swap, -1, 1) * (rewards[:, 0] - rewards[:, 1]) * model.reward_std
-    kinds = [encoded.pair.kind for encoded in split.pairs]
+    kinds = [encoded.pair.kind for encoded in pairs]
     found: dict[str, Any] = {"calibration_error": calibration_error(margins)}
     for kind in ("", *sorted(set(kinds))):
         mine = margins[[kind in ("", own) for own in kinds]]
         right = wilson(int((mine > 0).sum()), len(mine))
         part = {"accuracy": right.value, "accuracy_low": right.low, "accuracy_high": right.high, "n": len(mine)}
         found |= {kind: part} if kind else part
-    lengths = np.array([[int(np.sum(p.trained)) for p in (e.chosen, e.rejected)] for e in split.pairs], dtype=float)
+    lengths = np.array([[int(np.sum(p.trained)) for p in (e.chosen, e.rejected)] for e in pairs], dtype=float)
     found["length_correlation"] = correlation(rewards.reshape(-1), lengths.reshape(-1))
     return found
 

@@ -36,7 +36,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
     """
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     centred = (chosen + rejected).square()
-    terms = [Term("ranking", ranking(difference), "pairs")]
+    terms = [Term("ranking", -F.logsigmoid(difference).sum(), "pairs")]
     if centring:
         terms.append(Term("centring", centred.sum(), "pairs", centring))
     both, num = torch.cat([chosen, rejected]).detach(), len(chosen)
@@ -46,11 +46,6 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
         "mean_reward": (both.sum(), 2 * num),
     }
     return Loss(terms, metrics, {"min_reward": both.amin(), "max_reward": both.amax()} if num else {})
-
-
-def ranking(difference: Tensor) -> Tensor:
-    """The sum of -log sigmoid of what one side is better by, (P,) -> ()."""
-    return -F.logsigmoid(difference).sum()
 
 
 def untrained_loss(margins: Tensor) -> float:

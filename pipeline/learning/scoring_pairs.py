@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeline.learning.objectives_pairs import PairLogprobs
 from pipeline.learning.scoring import sum_by_row, target_logprobs, trained_logits
 from pipeline.streams.batch import Tokens
-from pipeline.streams.preferences import PairBatch, PairStream
+from pipeline.streams.preferences import PairStream
 
 
 def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
@@ -39,24 +39,6 @@ def pairs_of(sums: Tensor, chosen: Tensor) -> PairLogprobs:
     """Sums (2P,) of the answers marked by `chosen` (2P, T) as pairs."""
     (better, worse), (longer, other) = sums.chunk(2), chosen.sum(1).chunk(2)
     return PairLogprobs(better, worse, longer, other)
-
-
-def pair_rewards(
-    model: nn.Module, batch: PairBatch, *, dense: bool
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """A reward model's rewards (P,) of chosen and rejected answers; where `dense`, also their means over all prefixes.
-
-    A prefix ends before each of the answer's tokens or behind the last one. The prompt alone is one of them: equal in both.
-    """
-    ends = batch.ends
-    select = (batch.targets >= 0) | ends if dense else ends
-    rewards = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=select)
-    if not dense:
-        return *rewards.chunk(2), None
-    table = rewards.new_zeros(select.shape).masked_scatter(select, rewards)
-    chosen, rejected = table[ends].chunk(2)
-    first, second = (table.sum(1) / select.sum(1)).chunk(2)
-    return chosen, rejected, (first, second)
 
 
 @torch.no_grad()

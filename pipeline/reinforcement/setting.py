@@ -4,7 +4,7 @@ What a rollout needs, as functions of answers, so that `rollout.py` and `estimat
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
@@ -83,19 +83,26 @@ class Setting:
         return Resources(max_new_tokens=self.config.max_new_tokens, pad=self.pad, judge=judge,
                          reward_model=self.reward_model, call_score=call_score)  # fmt: skip
 
-    @contextmanager
-    def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> Iterator[Judge | None]:
-        """The sandbox; without one, None (true scores of code stay empty) unless a reward runs code. Raises ConfigError."""
-        judge = Judge(sandbox, self.workers, url=self.sandbox_url)
-        try:
-            judge.__enter__()
-        except ConfigError as error:
-            if "code" in wanted:
-                raise
-            say(f"no sandbox, so answers with code have no true score here: {error}")
-            yield None
-            return
-        try:
-            yield judge
-        finally:
-            judge.__exit__(None, None, None)
+    def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
+        """The sandbox for these rewards, as `judge_or_none`."""
+        return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)
+
+
+@contextmanager
+def judge_or_none(
+    sandbox: SandboxConfig, workers: int, url: str | None, *, wanted: Collection[str] = ()
+) -> Iterator[Judge | None]:
+    """The sandbox; without one, None (true scores of code stay empty) unless a reward runs code. Raises ConfigError."""
+    judge = Judge(sandbox, workers, url=url)
+    try:
+        judge.__enter__()
+    except ConfigError as error:
+        if "code" in wanted:
+            raise
+        say(f"no sandbox, so answers with code have no true score here: {error}")
+        yield None
+        return
+    try:
+        yield judge
+    finally:
+        judge.__exit__(None, None, None)

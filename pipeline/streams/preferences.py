@@ -155,11 +155,12 @@ class PairStream:
     """Batches of pairs, shuffled anew in each epoch; the val split in its own order."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, max_prompt: int, max_length: int, pairs: int, seed: int,
-                 label_flip: float = 0.0) -> None:  # fmt: skip
-        """`pairs` a step. `label_flip` swaps the answers of that share of the training pairs, by the hash of their ids."""
+                 label_flip: float = 0.0, more: Sequence[Encoded] = ()) -> None:  # fmt: skip
+        """`pairs` a step. `more` join the training pairs. `label_flip` swaps the answers of that share of the training pairs, by the hash of their ids."""
         self.train = PairSplit(folder / "train.jsonl", tokenizer, max_prompt, max_length)
         self.val = PairSplit(folder / "val.jsonl", tokenizer, max_prompt, max_length)
         self._pad, self._pairs, self._seed = tokenizer.pad, pairs, seed
+        self.train.pairs += more
         if label_flip:
             self.train.pairs = [flipped(p, label_flip, seed) for p in self.train.pairs]
         identity = json.dumps([self.train.digest(), self.val.digest(), pairs, seed])

@@ -1,0 +1,59 @@
+"""Pairs of a model's own answers: ordered by truth, at most one a prompt, and only where the truth is known."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.evaluation import own_answers
+from pipeline.reinforcement.answers import Prompt
+from pipeline.sandbox.judge import Judge, SandboxConfig
+from pipeline.streams.records import Pair
+from pipeline.text.tokenizer import Tokenizer
+
+RIGHT = "```python\ndef double(x):\n    return 2 * x\n```"
+WRONG = "```python\ndef double(x):\n    return x\n```"
+TESTS = [{"args": f"[{n}]", "expected": str(2 * n), "visible": False} for n in (1, 2, 3)]
+
+
+@dataclass
+class Said:
+    ids: list[int]
+    logprobs: list[float]
+    stop: str = "stop"
+
+
+def prompt(identity: str, truth: dict[str, Any] | None) -> Prompt:
+    pair = Pair(id=identity, source="generated", kind="code", prompt=[{"role": "user", "content": "Double it."}],
+                chosen=[{"role": "assistant", "content": RIGHT}], rejected=[{"role": "assistant", "content": WRONG}],
+                truth=truth)  # fmt: skip
+    return Prompt(identity, [5, 6, 7], "code", pair)
+
+
+def saying(tokenizer: Tokenizer, texts: Sequence[str]) -> Any:
+    def generate(prompts: list[list[int]], seeds: list[int]) -> list[Said]:
+        assert len(prompts) == len(texts)
+        encoded = [tokenizer.encode(text) for text in texts]
+        return [Said(ids, [-0.5] * (len(ids) + 1)) for ids in encoded]
+
+    return generate
+
+
+def test_the_best_and_the_worst_answer_make_a_pair_and_equal_ones_none(byte_tokenizer: Tokenizer) -> None:
+    truth = {"entry_point": "double", "tests": TESTS}
+    prompts = [prompt("mixed", truth), prompt("all wrong", truth), prompt("nobody knows", None)]
+    texts = [WRONG, "no code", RIGHT, WRONG, WRONG, WRONG, WRONG, WRONG, RIGHT, WRONG, RIGHT, WRONG]
+    with Judge(SandboxConfig(), 1) as judge:
+        (found,) = own_answers.pairs(saying(byte_tokenizer, texts), prompts, byte_tokenizer, judge, 1)
+    assert (found.pair.id, found.pair.kind, found.pair.gold_chosen, found.pair.gold_rejected) == (
+        "own-mixed", "own code", 1.0, 0.0
+    )  # fmt: skip
+    ids = byte_tokenizer.encode(RIGHT)
+    assert found.chosen.ids.tolist() == [5, 6, 7, *ids, byte_tokenizer.turn_end]
+    assert list(found.chosen.trained) == [False] * 3 + [True] * (len(ids) + 1)
+    assert found.pair.rejected == [{"role": "assistant", "content": "no code"}]
+
+
+def test_without_a_sandbox_code_has_no_truth_and_so_no_pair(byte_tokenizer: Tokenizer) -> None:
+    prompts = [prompt("mixed", {"entry_point": "double", "tests": TESTS})]
+    generate = saying(byte_tokenizer, [WRONG, "no code", RIGHT, WRONG])
+    assert own_answers.pairs(generate, prompts, byte_tokenizer, None, 1) == []
