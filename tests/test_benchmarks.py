@@ -17,7 +17,7 @@ from pipeline.errors import DataError
 from pipeline.evaluation import benchmarks, bfcl_files, exercises, rows, unrolling
 from pipeline.evaluation.suites import Result
 from pipeline.model.transformer import Transformer
-from pipeline.sandbox import pool
+from pipeline.sandbox import servers
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
 from tests.test_suites import SETTINGS, Scripted
@@ -478,7 +478,7 @@ def test_rows_are_read_plain_gzipped_with_a_mark_and_from_one_object(tmp_path: P
 def test_without_a_sandbox_programs_are_skipped_and_calls_are_scored(
     scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pool, "JAIL", tmp_path / "missing.py")
+    monkeypatch.setattr(servers, "JAIL", tmp_path / "missing.py")
     quiet = bfcl(tmp_path, "BFCL_v4_irrelevance.json", {"i0": None})
     result = scored(scripted({"i0": "No."}), write(tmp_path / "h.jsonl", [DOUBLE]), quiet)
     assert result.numbers["h"] == {"kind": "humaneval", "skipped": "skipped: no sandbox"}

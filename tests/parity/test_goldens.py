@@ -71,7 +71,7 @@ def test_the_oracle_gives_the_stored_numbers_again(oracle: str, tmp_path: Path) 
 
 
 def test_every_golden_file_is_small_and_names_its_cases_once() -> None:
-    files = sorted(GOLDEN.glob("*.json"))
+    files = sorted(set(GOLDEN.glob("*.json")) - {GOLDEN / "peft.json"})  # that one is make_peft.py's
     assert {path.stem for path in files} == {"reward", "dpo", "ppo", "grpo", "rloo", "reinforce_pp"}
     for path in files:
         records = json.loads(path.read_text(encoding="utf-8"))
