@@ -23,8 +23,8 @@ ALL = {"code_versions", "stage_corpus", "stage_tasks", "stage_tokenizer", "stage
        *(f"stage_{model}" for model in MODELS), *(f"stage_evaluate@{model}" for model in MODELS), "stage_reward",
        "stage_deploy", "stage_report"}  # fmt: skip
 ALIGNED = {f"{stage}{model}" for model in ("dpo", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
-AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_deploy", "stage_report"}  # it is rlhf that is deployed
-AFTER_TOOLS = {"stage_tools", "stage_evaluate@tools", "stage_reward", *ALIGNED, *AFTER_RLHF}
+AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_report"}
+AFTER_TOOLS = {"stage_tools", "stage_evaluate@tools", "stage_reward", "stage_deploy", *ALIGNED, *AFTER_RLHF}
 
 
 @pytest.fixture(scope="module")

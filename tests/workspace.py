@@ -72,7 +72,9 @@ class Workspace:
         argv, stderr, handlers = sys.argv, sys.stderr, {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
         with (self.folder / "stderr").open("w+", encoding="utf-8") as said:
             sys.argv, sys.stderr = [stage, *arguments(stage, changes)], said
-            loaded = sys.modules.pop(f"stages.{stage}", None)  # another test imported it; runpy warns of what it finds loaded
+            loaded = sys.modules.pop(
+                f"stages.{stage}", None
+            )  # another test imported it; runpy warns of what it finds loaded
             try:
                 runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)
                 raise AssertionError("a command ends in SystemExit")
