@@ -12,7 +12,6 @@ from pathlib import Path
 
 from pipeline import checkpoint
 from pipeline.evaluation import solving
-from pipeline.evaluation.tools import call_reward
 from pipeline.learning import first_steps, objectives_policy, reference, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
@@ -36,7 +35,7 @@ class Params:
     """The block `grpo`; its training keys are those of RolloutConfig."""
 
     method: str  # grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp
-    rewards: dict[str, float]  # name: weight; code, code_format, length, tool_call
+    rewards: dict[str, float]  # name: weight; code, code_format, length
     clip_low: float | None = None  # ratios are held above 1 - clip_low; none: the method's
     clip_high: float | None = None  # and below 1 + clip_high
     beta: float | None = None  # weight of the divergence from the reference
@@ -73,7 +72,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
     asked, kept = (list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val"))
     prompts = answers.problem_prompts(asked, start.tokenizer, config.max_prompt)
     with setting.judge(params.sandbox, wanted=params.rewards) as judge:
-        scorer = Scorer(params.rewards, setting.resources(judge, call_reward))
+        scorer = Scorer(params.rewards, setting.resources(judge))
         frozen = setting.reference if method.beta else None
         stream = RolloutStream(
             prompts, config,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline import checkpoint
 from pipeline.evaluation import overoptimisation
+from pipeline.evaluation.tools import call_reward
 from pipeline.learning import first_steps, objectives_policy, reference, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
@@ -35,7 +36,9 @@ class Params:
     """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig."""
 
     kinds: tuple[str, ...] = ()  # of prompts to train on; empty: all whose better answer has room
-    rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})  # name: weight
+    rewards: dict[str, float] = field(
+        default_factory=lambda: {"learned": 1.0}
+    )  # name: weight; tool_call with kinds: [tools], code with [code]
     held_out: overoptimisation.HeldOutConfig = field(default_factory=overoptimisation.HeldOutConfig)
     adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
     ppo: PPOConfig
@@ -59,12 +62,13 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
     checkpoint.same_tokenizer(start.tokenizer, theirs, str(base), str(reward))
     critic, _ = checkpoint.load_reward(reward)
     model = ActorCritic(start.policy, critic)
-    splits = {name: PairSplit(pairs / f"{name}.jsonl", start.tokenizer, config.max_prompt, config.row_length * 4)
+    # Only the prompts are asked, so a pair's answers may be as long as they like: those that have no room are passed over.
+    splits = {name: PairSplit(pairs / f"{name}.jsonl", start.tokenizer, config.max_prompt, start.policy.config.max_context)
               for name in ("train", "test")}  # fmt: skip
     prompts = {name: answers.pair_prompts(split, config.max_new_tokens, params.kinds) for name, split in splits.items()}
     setting = Setting(start, config, job, judge_model.train(False).requires_grad_(False))
     with setting.judge(params.sandbox, wanted=params.rewards) as judge:
-        scorer = Scorer(params.rewards, setting.resources(judge))
+        scorer = Scorer(params.rewards, setting.resources(judge, call_reward))
         carried = {"beta": params.ppo.beta}
         method = Method(
             sample=setting.sample, score=scorer,

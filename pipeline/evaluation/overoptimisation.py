@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from pipeline.device import generator, stable_hash
 from pipeline.evaluation import gold
 from pipeline.evaluation.intervals import paired_difference
-from pipeline.learning.objectives_policy import kl_k3
 from pipeline.reinforcement.answers import Answer, Prompt
 from pipeline.reinforcement.setting import Setting
 from pipeline.sandbox.judge import Judge
@@ -91,13 +89,8 @@ class HeldOut:
 
     def _row(self, answers: list[Answer]) -> dict[str, float]:
         row = gold.curve_row(gold.gold(answers, self.judge), self.setting.proxies(answers).tolist(), self.setting.seed)
-        gaps = [
-            np.array(answer.logprobs) - frozen
-            for answer, frozen in zip(answers, self.setting.reference(answers), strict=True)
-        ]
-        k3 = [float(kl_k3(torch.from_numpy(gap), torch.zeros(len(gap))).sum()) for gap in gaps]
-        return row | {"kl": float(np.mean([gap.sum() for gap in gaps])), "kl_k3": float(np.mean(k3)),
-                      "length": float(np.mean([len(answer.ids) for answer in answers]))}  # fmt: skip
+        kl, k3 = self.setting.divergence(answers)
+        return row | {"kl": kl, "kl_k3": k3, "length": float(np.mean([len(answer.ids) for answer in answers]))}
 
     def _best_of_n(self) -> list[dict[str, Any]]:
         prompts = [prompt for prompt in self.prompts if gold.known(prompt.record)][: self.config.best_of_prompts]  # type: ignore[arg-type]

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from pipeline.device import generator, stable_hash
 from pipeline.evaluation.intervals import paired_difference, ratio
-from pipeline.learning.objectives_policy import kl_k3
 from pipeline.reinforcement.answers import Answer, Prompt
-from pipeline.reinforcement.rewards import format_of, program_of
+from pipeline.reinforcement.rewards import judged
 from pipeline.reinforcement.setting import Setting
 from pipeline.sandbox.judge import Judge
 
@@ -49,11 +47,9 @@ class HeldOut:
         if self.judge is not None:
             passed = ratio(self._passed(answers), generator=generator("solving", self.setting.seed))
             row |= {"gold": passed.value, "gold_low": passed.low, "gold_high": passed.high}
-        pairs = zip(answers, self.setting.reference(answers), strict=True)
-        gaps = [np.array(answer.logprobs) - frozen for answer, frozen in pairs]
-        k3 = [float(kl_k3(torch.from_numpy(gap), torch.zeros(len(gap))).sum()) for gap in gaps]
-        return row | {"kl_held_out": float(np.mean([gap.sum() for gap in gaps])), "kl_k3": float(np.mean(k3)),
-                      "length": float(np.mean([len(answer.ids) for answer in answers]))}  # fmt: skip
+        kl, k3 = self.setting.divergence(answers)
+        length = float(np.mean([len(answer.ids) for answer in answers]))
+        return row | {"kl_held_out": kl, "kl_k3": k3, "length": length}
 
     def report(self) -> dict[str, Any]:
         """The policy against its reference at the end, by group of problems."""
@@ -96,8 +92,4 @@ class HeldOut:
 
     def _verdicts(self, answers: list[Answer]) -> list[str]:
         assert self.judge is not None
-        run = [n for n, answer in enumerate(answers) if format_of(answer) == 1.0]
-        found = ["no_code"] * len(answers)
-        for place, verdict in zip(run, self.judge.judge([program_of(answers[n]) for n in run]), strict=True):
-            found[place] = verdict.verdict
-        return found
+        return ["no_code" if verdict is None else verdict.verdict for verdict in judged(self.judge, answers)]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pipeline.errors import ConfigError, DataError
 from pipeline.model.heads import RewardModel
 from pipeline.reinforcement.answers import Answer, raw_rewards
-from pipeline.sandbox.judge import Judge, Program
+from pipeline.sandbox.judge import Judge, Program, Verdict
 from pipeline.streams.records import Pair, Problem
 from pipeline.text import fenced
 
@@ -103,13 +103,18 @@ def code(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
     """Share of the hidden tests that the answer's code passes."""
     judge = scorer.resources.judge
     assert judge is not None
+    verdicts = judged(judge, answers)
+    scorer.verdicts |= {place: "no_code" if v is None else v.verdict for place, v in enumerate(verdicts)}
+    return [0.0 if verdict is None else verdict.score for verdict in verdicts]
+
+
+def judged(judge: Judge, answers: Sequence[Answer]) -> list[Verdict | None]:
+    """What the sandbox says of each answer; None where it is not one block of code that parses."""
+    found: list[Verdict | None] = [None] * len(answers)
     asked = [place for place, answer in enumerate(answers) if format_of(answer) == 1.0]
-    programs = [program_of(answers[place]) for place in asked]
-    scores: list[float | None] = [0.0] * len(answers)
-    scorer.verdicts |= dict.fromkeys(range(len(answers)), "no_code")
-    for place, verdict in zip(asked, judge.judge(programs), strict=True):
-        scores[place], scorer.verdicts[place] = verdict.score, verdict.verdict
-    return scores
+    for place, verdict in zip(asked, judge.judge([program_of(answers[n]) for n in asked]), strict=True):
+        found[place] = verdict
+    return found
 
 
 def program_of(answer: Answer) -> Program:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
+import torch
 
 from pipeline import device
 from pipeline.errors import ConfigError
 from pipeline.generation.sampling import Sampling, sampler
+from pipeline.learning.objectives_policy import kl_k3
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.reference import Start
 from pipeline.model.heads import RewardModel
@@ -66,6 +68,13 @@ class Setting:
         """The reference's log-probabilities of each answer's tokens."""
         with self.start.reference.model(self.hardware.device) as frozen, self.hardware.autocast():
             return answers.logprobs_of(frozen, given, self.pad, self.config.temperature)
+
+    def divergence(self, given: Sequence[Answer]) -> tuple[float, float]:
+        """The mean divergence from the reference over answers, nats an answer: by k1 and by k3."""
+        pairs = zip(given, self.reference(given), strict=True)
+        gaps = [torch.from_numpy(np.array(answer.logprobs) - frozen) for answer, frozen in pairs]
+        k3 = [float(kl_k3(gap, torch.zeros_like(gap)).sum()) for gap in gaps]
+        return float(np.mean([float(gap.sum()) for gap in gaps])), float(np.mean(k3))
 
     def values(self, critic: RewardModel, given: Sequence[Answer]) -> list[np.ndarray]:
         """The critic's values."""
