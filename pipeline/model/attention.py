@@ -8,6 +8,7 @@ The blocks of the model work on one line of tokens, (N, D), because all that is 
 | `Rows`      | equal length, one document each       | plain batches; the fast kernel with `is_causal`           |
 | `Masked`    | equal length, several documents each  | packed batches on accelerators and under compile          |
 | `Documents` | documents of any length, no padding   | packed or padded batches on a CPU: no mask, nothing wasted |
+| `Branches`  | as many, of which some begin alike    | answers to one prompt on a CPU: what they share, once      |
 | `Cached`    | new tokens of some rows of a cache    | decoding                                                  |
 
 Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size, S cached positions.
@@ -26,6 +27,8 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import ragged_attention
 
 KEPT_PROBABILITIES = 512  # up to this length keeping them is 1.4x faster than the fused kernel; at 2,048 it is equal
+MOST_SHARED = 2048  # rows up to this length may begin alike
+LEAST_SHARED = 16  # tokens that two rows must have in common at their beginning
 CACHE_BLOCK = 256  # positions by which a cache grows
 
 
@@ -76,6 +79,27 @@ class Documents:
         return torch.cat([_dense(*piece, 1, None, self.causal) for piece in pieces])
 
 
+@dataclass(frozen=True)
+class Branches:
+    """Documents of which some begin as another one does; the line holds what they share once. Causal, for CPUs.
+
+    Document i adds `lengths[i]` tokens to the line and stands behind `before[i]` tokens of another one; `keys` are the
+    places in the line of the tokens that each document consists of, (N + sum(before),).
+    """
+
+    lengths: tuple[int, ...]
+    before: tuple[int, ...]
+    keys: Tensor
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+        if q.dtype in (torch.float32, torch.float64):
+            return ragged_attention(q, k, v, self.lengths, causal=True, before=self.before)
+        whole = [past + length for past, length in zip(self.before, self.lengths, strict=True)]
+        pieces = zip(q.split(self.lengths), k.split(whole), v.split(whole), self.before, strict=True)
+        return torch.cat([_cross(*piece) for piece in pieces])
+
+
 def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, causal: bool) -> Tensor:
     """The fused kernel on `batch` rows of equal length."""
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, h)
@@ -96,32 +120,74 @@ def positions_in(documents: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Line:
-    """A padded batch of documents laid out as one line: what `Documents` needs, and the way back."""
+    """A padded batch of documents laid out as one line: how they attend, and the way back."""
 
-    lengths: tuple[int, ...]
-    kept: Tensor | None  # (N,) flat places of the tokens that are not padding; None if all are kept
-    positions: Tensor  # (N,) from 0 in each document
+    layout: Layout
+    positions: Tensor  # (N,) of the line's tokens, from 0 in each document
+    computed: Tensor | None  # (N,) flat places of the line's tokens in the batch; None if all, in their order
+    kept: Tensor | None  # (M,) flat places of all tokens that are not padding; None if there is no padding
+    source: Tensor | None  # (M,) the line's token for each of these; None if each has its own, in their order
 
     @classmethod
-    def of(cls, documents: Tensor) -> "Line":
-        """Cut ids (B, T) into documents; negative ids are padding and are left out. Runs of equal ids are documents.
+    def of(cls, documents: Tensor, causal: bool, ids: Tensor | None = None) -> "Line":
+        """Cut ids of documents (B, T) into documents; negative ones are padding, left out. Runs of equal ids are documents.
 
+        Given the tokens `ids` (B, T) too, rows of one causal document each that begin alike share that beginning.
         Raises ValueError where a row returns to an earlier id: that is not a row of documents one after another.
         """
-        ids = documents.cpu().numpy()
-        width = ids.shape[1]
-        starts = np.flatnonzero(np.diff(ids, axis=1, prepend=ids[:, :1] - 1))  # where a document begins
-        lengths = np.diff(starts, append=ids.size)
-        values = ids.reshape(-1)[starts].astype(np.int64)
+        numbers = documents.cpu().numpy()
+        width = numbers.shape[1]
+        starts = np.flatnonzero(np.diff(numbers, axis=1, prepend=numbers[:, :1] - 1))  # where a document begins
+        lengths = np.diff(starts, append=numbers.size)
+        values = numbers.reshape(-1)[starts].astype(np.int64)
         pairs = np.stack([starts // width, values], axis=1)
         if len(np.unique(pairs, axis=0)) < len(pairs):
             raise ValueError("documents: a row comes back to an earlier id; equal ids of a row must lie together")
         real = values >= 0
-        positions = np.arange(ids.size) - np.repeat(starts, lengths)
-        if real.all():
-            return cls(tuple(lengths.tolist()), None, torch.from_numpy(positions))
-        kept = np.flatnonzero(np.repeat(real, lengths))
-        return cls(tuple(lengths[real].tolist()), torch.from_numpy(kept), torch.from_numpy(positions[kept]))
+        positions = torch.from_numpy(np.arange(numbers.size) - np.repeat(starts, lengths))
+        kept = None if real.all() else torch.from_numpy(np.flatnonzero(np.repeat(real, lengths)))
+        starts, lengths = starts[real], lengths[real]
+        single = len(starts) == len(numbers) and bool((starts // width == np.arange(len(numbers))).all())
+        if ids is not None and causal and single and lengths.max() <= MOST_SHARED:
+            tokens = ids.cpu().numpy().reshape(-1)
+            parents, shared = begin_alike([tokens[s : s + n] for s, n in zip(starts, lengths, strict=True)])
+            if any(shared):
+                return cls._branches(positions, starts, lengths, parents, shared)
+        layout = Documents(tuple(lengths.tolist()), causal)
+        return cls(layout, positions if kept is None else positions[kept], kept, kept, None)
+
+    @classmethod
+    def _branches(cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, parents: list[int],
+                  shared: list[int]) -> "Line":  # fmt: skip
+        """Each document without its first `shared` tokens, which are those of the document `parents`."""
+        own = lengths - shared
+        begins = np.cumsum(own) - own  # where the line holds each document's own tokens
+        computed = torch.from_numpy(np.concatenate([s + np.arange(p, n) for s, p, n in zip(starts, shared, lengths)]))
+        kept = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths)])
+        both = [(begins[p] + np.arange(s), b + np.arange(n)) for p, s, b, n in zip(parents, shared, begins, own)]
+        source = torch.from_numpy(np.concatenate([part for pair in both for part in pair]))
+        layout = Branches(tuple(own.tolist()), tuple(shared), source)
+        return cls(layout, positions[computed], computed, torch.from_numpy(kept), source)
+
+
+def begin_alike(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
+    """(parents, shared), for each row: with which earlier row it agrees in how many first tokens; 0 and 0 where with none.
+
+    A parent shares nothing itself, a row keeps at least its last token, and fewer than `LEAST_SHARED` do not count.
+    """
+    parents, shared = [0] * len(rows), [0] * len(rows)
+    families: dict[bytes, list[int]] = {}
+    for row, own in enumerate(rows):
+        family = families.setdefault(own[:LEAST_SHARED].tobytes(), [])
+        for other in family:
+            most = min(len(own) - 1, len(rows[other]))
+            unequal = np.flatnonzero(own[:most] != rows[other][:most])
+            number = int(unequal[0]) if len(unequal) else most
+            if number > shared[row] and number >= LEAST_SHARED:
+                parents[row], shared[row] = other, number
+        if not shared[row]:
+            family.append(row)
+    return parents, shared
 
 
 class KVCache:
@@ -216,13 +282,13 @@ class Cached:
         outs = []
         for piece, row, past, count in zip(q.split(self.counts), self.rows, self.past, self.counts):
             k, v = (x[row, :, : past + count].transpose(0, 1) for x in (keys, values))
-            mask = torch.ones(count, past + count, dtype=torch.bool, device=q.device).tril(past) if past else None
-            outs.append(_cross(piece, k, v, mask))
+            outs.append(_cross(piece, k, v, past))
         return torch.cat(outs)
 
 
-def _cross(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """New queries (T, H, h) of one row against its keys and values (S, K, h); without a mask S = T and causal."""
+def _cross(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
+    """New queries (T, H, h) of one row against its keys and values (past + T, K, h), causal."""
+    mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(past) if past else None
     group = q.shape[1] // k.shape[1]
     k, v = (x.transpose(0, 1)[None].repeat_interleave(group, 1) for x in (k, v))
     out = scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None)

@@ -85,29 +85,34 @@ class _Rotate(Function):
         return _turn(grad, cos, sin, -1.0), None, None
 
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, causal: bool) -> Tensor:
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, causal: bool, before: Sequence[int] | None = None
+) -> Tensor:
     """Attention of each token to the tokens of its own document: the earlier ones and itself if `causal`, else all.
 
-    `q` (N, H, h), `k` and `v` (N, K, h) with K dividing H, N = sum of `lengths`: the documents lie one after another.
+    `q` (N, H, h), `k` and `v` (M, K, h) with K dividing H, N = sum of `lengths`: the documents lie one after another.
+    M = N, or, where `before` is given, N + sum(before): so many keys of each document stand before those of its queries.
     float32 or float64, on a CPU. Returns (N, H, h). Keeps every probability for the backward pass, about
     H * sum(lengths^2) / 2 numbers, so it is for documents of some hundred tokens.
     """
+    before = before or [0] * len(lengths)
     assert sum(lengths) == q.shape[0], "the documents must cover the line of tokens"
-    return _Ragged.apply(q, k, v, _blocks(lengths, causal), causal)  # pyright: ignore[reportReturnType]
+    assert sum(lengths) + sum(before) == k.shape[0], "each document's keys are those before it and its own"
+    return _Ragged.apply(q, k, v, _blocks(lengths, before, causal), causal)  # pyright: ignore[reportReturnType]
 
 
 Block = tuple[int, int, int, int]  # queries [begin, end) see keys [first, last)
 
 
-def _blocks(lengths: Sequence[int], causal: bool) -> list[Block]:
+def _blocks(lengths: Sequence[int], before: Sequence[int], causal: bool) -> list[Block]:
     """Cut each document's queries into nearly equal blocks; a causal block sees the keys up to its own end."""
     blocks: list[Block] = []
-    first = 0
-    for length in lengths:
+    begin = first = 0
+    for length, past in zip(lengths, before, strict=True):
         count = -(-length // QUERY_BLOCK) if causal else 1
-        cuts = [first + index * length // count for index in range(count + 1)] if count else []
-        blocks += [(b, e, first, e if causal else first + length) for b, e in pairwise(cuts)]
-        first += length
+        cuts = [index * length // count for index in range(count + 1)] if count else []
+        blocks += [(begin + b, begin + e, first, first + past + (e if causal else length)) for b, e in pairwise(cuts)]
+        begin, first = begin + length, first + past + length
     return blocks
 
 
@@ -133,7 +138,7 @@ class _Ragged(Function):
             rows = (kv_heads, (end - begin) * group, size)
             scores = torch.bmm(q[:, begin:end].view(rows), k[:, first:last].transpose(1, 2))
             if causal:
-                scores[:, :, begin - first :].add_(_future(end - begin, group, q.dtype))
+                scores[:, :, begin - end :].add_(_future(end - begin, group, q.dtype))
             probabilities = torch.softmax(scores, dim=-1)
             torch.bmm(probabilities, v[:, first:last], out=out[:, begin:end].view(rows))
             kept.append(probabilities)

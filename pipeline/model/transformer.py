@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.model.attention import Cached, Documents, KVCache, Layout, Line, Masked, Rows, positions_in
+from pipeline.model.attention import Cached, KVCache, Layout, Line, Masked, Rows, positions_in
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import rms_norm, rotate
 
@@ -54,11 +54,13 @@ class Transformer(nn.Module):
 
         The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work.
         """
-        x, kept = self._encode(input_ids, positions, documents, cache)
+        x, line = self._encode(input_ids, positions, documents, cache)
         if select is None:
-            return self.logits(_spread(x, kept, input_ids))
-        places = select.flatten() if kept is None else select.flatten()[kept]
-        return self.logits(x if bool(places.all()) else x.index_select(0, places.nonzero().squeeze(1)))
+            return self.logits(_spread(x, line, input_ids))
+        chosen = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
+        if line is None or line.source is None:
+            return self.logits(x if bool(chosen.all()) else x.index_select(0, chosen.nonzero().squeeze(1)))
+        return self.logits(x.index_select(0, line.source[chosen]))
 
     def hidden(
         self,
@@ -72,17 +74,17 @@ class Transformer(nn.Module):
 
         `documents` (B, T) are ids of the documents packed into each row: tokens see only their own (None: a row is a
         document). Negative ids are padding; what comes out there has no meaning. `positions` (B, T) count from 0 in
-        each document, and are derived where they are not given. With a `cache` the T tokens follow what each of its B
+        each document, and are derived where they are not given. On a CPU, rows of one document that begin alike are
+        computed once as far as they do. With a `cache` the T tokens follow what each of its B
         rows holds. Raises ValueError where rows are longer than the context, a cache meets documents, or a row of
         `documents` comes back to an earlier id.
         """
-        x, kept = self._encode(input_ids, positions, documents, cache)
-        return _spread(x, kept, input_ids)
+        return _spread(*self._encode(input_ids, positions, documents, cache), input_ids)
 
     def _encode(
         self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states (N, D) of the tokens that are computed, and their flat places (N,); None: all B * T."""
+    ) -> tuple[Tensor, Line | None]:
+        """Hidden states (N, D) of the tokens that are computed, and which these are; None: all B * T."""
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
         if time > self.config.max_context:
@@ -100,13 +102,12 @@ class Transformer(nn.Module):
             positions = positions_in(documents) if positions is None else positions
             return self.line(input_ids.flatten(), positions.flatten(), Masked.of(documents, causal)), None
         # On a CPU: no mask, and the line holds the tokens that are not padding.
-        packed = Line.of(documents)
-        ids = input_ids.flatten()
-        places = packed.positions if positions is None else positions.flatten()
-        if packed.kept is not None:
-            ids = ids[packed.kept]
-            places = places if positions is None else places[packed.kept]
-        return self.line(ids, places, Documents(packed.lengths, causal)), packed.kept
+        packed = Line.of(documents, causal, None if self._rate else input_ids)
+        ids, places = input_ids.flatten(), packed.positions if positions is None else positions.flatten()
+        if packed.computed is not None:
+            ids = ids[packed.computed]
+            places = places if positions is None else places[packed.computed]
+        return self.line(ids, places, packed.layout), packed
 
     def line(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """The layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm."""
@@ -164,10 +165,12 @@ class Transformer(nn.Module):
             parameter.copy_(drawn)
 
 
-def _spread(x: Tensor, kept: Tensor | None, input_ids: Tensor) -> Tensor:
+def _spread(x: Tensor, line: Line | None, input_ids: Tensor) -> Tensor:
     """(N, D) -> (B, T, D), zeros where padding was left out."""
-    if kept is not None:
-        x = x.new_zeros(input_ids.numel(), x.shape[-1]).index_copy(0, kept, x)
+    if line is not None and line.source is not None:
+        x = x.index_select(0, line.source)
+    if line is not None and line.kept is not None:
+        x = x.new_zeros(input_ids.numel(), x.shape[-1]).index_copy(0, line.kept, x)
     return x.view(*input_ids.shape, -1)
 
 
