@@ -4,8 +4,11 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +58,19 @@ class Repository:
         """Start a command as the leader of a process group of its own."""
         return subprocess.Popen(command, cwd=self.folder, env=self.environment | environment, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+    @contextmanager
+    def started(self, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+        """A command started; in the end its process group is gone, and the locks of DVC that it may have left."""
+        process = self.start(*command, **environment)
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            for name in ("rwlock", "lock"):
+                (self.folder / ".dvc" / "tmp" / name).unlink(missing_ok=True)
 
     def git(self, *arguments: str) -> str:
         """A git command's output."""

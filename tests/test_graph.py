@@ -176,11 +176,8 @@ def test_kill_9_of_everything_resumes_to_the_same_bits(repository: Repository, b
         target = f"stage_{stage}"
         env = {"STAGECOACH_WORK": str(repository.folder / ".work-killed")}
         for attempt in range(3):
-            process = repository.start("dvc", "repro", target, **env)
-            wait_for_state(repository.folder / ".work-killed", stage, chance.randrange(1, 4), process)
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            repository.run("bash", "-c", "rm -f .dvc/tmp/rwlock .dvc/tmp/lock")
+            with repository.started("dvc", "repro", target, **env) as process:
+                wait_for_state(repository.folder / ".work-killed", stage, chance.randrange(1, 4), process)
             if attempt == 1:
                 newest = sorted(
                     (repository.folder / ".work-killed" / stage).glob("*/step-????????/weights.safetensors")
@@ -197,31 +194,26 @@ def test_kill_9_of_everything_resumes_to_the_same_bits(repository: Repository, b
 def wait_for_state(work: Path, stage: str, more: int, process: "subprocess.Popen[str]") -> None:
     """Until `more` further states of the stage are saved, or it ended."""
     before = {p.name for p in work.glob(f"{stage}/*/step-????????")}
-    for _ in range(6000):
+    start = time.monotonic()
+    while time.monotonic() - start < 600:
         now = {p.name for p in work.glob(f"{stage}/*/step-????????")} - before
         if len(now) >= more or process.poll() is not None:
             return
         time.sleep(0.02)
-    pytest.fail("no state was saved in two minutes")
+    pytest.fail("no state was saved in ten minutes")
 
 
 def test_killing_dvc_alone_takes_the_trainer_with_it(repository: Repository) -> None:
     """Two seconds on a quiet machine; the bound leaves room for one evaluation. Debian's sh is one that does not exec."""
     repository.edit("params.yaml", "tools:\n  steps: null", "tools:\n  steps: 4000")
-    process = repository.start("dvc", "repro", "stage_tools", SHELL="/bin/sh")
-    wait_for_state(repository.folder / ".work", "tools", 1, process)
-    trainer = trainer_of(process)
-    os.kill(process.pid, signal.SIGKILL)
-    start = time.monotonic()
-    try:
-        while alive(trainer) and time.monotonic() - start < 60:
+    with repository.started("dvc", "repro", "stage_tools", SHELL="/bin/sh") as process:
+        wait_for_state(repository.folder / ".work", "tools", 1, process)
+        trainer = trainer_of(process)
+        os.kill(process.pid, signal.SIGKILL)
+        start = time.monotonic()
+        while alive(trainer) and time.monotonic() - start < 300:
             time.sleep(0.05)
         assert not alive(trainer), "the trainer went on without dvc"
-    finally:
-        if alive(trainer):
-            os.kill(trainer, signal.SIGKILL)
-        process.communicate()
-        repository.run("bash", "-c", "rm -f .dvc/tmp/rwlock .dvc/tmp/lock")
 
 
 def trainer_of(process: "subprocess.Popen[str]") -> int:
@@ -253,7 +245,8 @@ def test_a_clone_pulls_from_the_remote_and_runs_nothing(repository: Repository, 
 
 
 def test_parallel_stages_leave_a_clean_status(repository: Repository) -> None:
-    repository.edit("params.yaml", "tools:\n  steps: null", "tools:\n  steps: 2")
+    repository.edit("params.yaml", "lora:\n  steps: null", "lora:\n  steps: 2")
+    repository.edit("params.yaml", "dpo:\n  loss: null\n  beta: null", "dpo:\n  loss: null\n  beta: 0.2")
     repository.run("python", "-m", "pipeline.launch", "-j", "2")
     assert repository.changed() == set()
 
