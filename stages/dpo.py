@@ -45,6 +45,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     if losses.uses_reference and params.precompute_reference:
         with start.reference.model(where) as frozen:
             stream.references = scoring_pairs.reference_sums(frozen, stream, where)
+        start.reference.release()
 
     def loss(model: Transformer, batch: PairBatch) -> Loss:
         policy = scoring_pairs.pair_logprobs(model, batch)

@@ -68,6 +68,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
     """Train the policy on what its code does, save the model directory `out`."""
     config, method = params.fit, params.resolved
     start = reference.begin(base, params.adapter, job.seed)
+    start.reference.parked = not method.beta  # then only evaluations read it
     setting = Setting(start, config, job)
     asked, kept = (list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val"))
     prompts = answers.problem_prompts(asked, start.tokenizer, config.max_prompt)

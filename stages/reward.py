@@ -53,7 +53,9 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     policy, model = checkpoint.load_frozen(base), RewardModel(trunk)
     where = device.hardware(job.runtime.precision).device
     config = params.fit
-    generate = sampler(policy.to(where), Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})
+    generate = sampler(
+        policy.to(where), Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end}, batch_rows=256
+    )
     splits = {name: PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length)
               for name in ("train", "test")}  # fmt: skip
     own = {name: own_answers.prompts(split, params.answer_tokens, most)
@@ -66,7 +68,8 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     def loss(model: RewardModel, batch: PairBatch) -> Loss:
         rewards = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=batch.ends)
         chosen, rejected = rewards.chunk(2)
-        return objectives_pairs.bradley_terry(chosen, rejected, margin=batch.margins, centring=params.centring)
+        centring = params.centring if model.training else 0.0  # the best step is the one that ranks best
+        return objectives_pairs.bradley_terry(chosen, rejected, margin=batch.margins, centring=centring)
 
     # The head starts at zero, so all rewards are 0 and no gradient reaches the trunk before the second step.
     first = stream.batch(0, config.row_length, stream.rows(0, config.row_length))

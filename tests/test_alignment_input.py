@@ -16,6 +16,8 @@ from pipeline.text.tokenizer import Tokenizer
 from tests import workspace as builder
 from tests.workspace import Workspace, said
 
+pytestmark = pytest.mark.slow  # each test runs a stage
+
 
 def assert_refused(workspace: Workspace, stage: str, message: str, **changes: Any) -> None:
     """The stage says the message in its last line, exits 2 and publishes nothing."""

@@ -132,7 +132,7 @@ def test_training_never_uses_a_held_out_phrasing_and_the_phrasing_group_uses_not
 
 def test_levels_groups_and_answers_are_those_of_the_split() -> None:
     assert {problem.level for problem in some("train")} == {1, 2, 3}
-    assert {problem.level for problem in some("rl")} == {3, 4} and all(one.answer is None for one in some("rl"))
+    assert {problem.level for problem in some("rl")} == {2, 3, 4} and all(one.answer is None for one in some("rl"))
     groups = Counter((problem.group, problem.level) for problem in some("test"))
     assert groups == {
         ("medium", 2): 20,

@@ -25,6 +25,7 @@ from pipeline.text.chat import Rendered
 from pipeline.text.tokenizer import Tokenizer
 from tests.workspace import SETTINGS, Workspace
 
+pytestmark = pytest.mark.slow  # each test runs a stage
 ADAPTER = {"rank": 2, "alpha": 4}
 
 
@@ -53,7 +54,6 @@ def assert_refused(workspace: Workspace, stage: str, message: str, **changes: An
     assert workspace.published() == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", SETTINGS)
 def test_a_stage_passes_its_gates_when_nothing_is_wrong(stage: str, workspace: Workspace, updates: list[float]) -> None:
     """Else the tests below would prove nothing."""
@@ -110,9 +110,7 @@ def test_a_reward_head_that_does_not_start_at_zero_stops(
 
 
 @pytest.mark.parametrize(("chosen", "rejected"), [(1.0, 0.0), (0.5, 0.5)])
-@pytest.mark.parametrize(
-    "loss", ["sigmoid", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("ipo", "apo_zero"))]
-)
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "apo_zero"])
 def test_stale_sums_of_the_reference_stop_dpo(
     loss: str,
     chosen: float,
@@ -218,7 +216,7 @@ def test_a_gate_waits_for_the_first_iteration_that_teaches_something(
 
 
 @pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["copy", "adapter"])
-@pytest.mark.parametrize("stage", ["dpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("rlhf", "grpo"))])
+@pytest.mark.parametrize("stage", ["dpo", "rlhf", "grpo"])
 def test_a_reference_whose_weights_changed_is_not_compared_with(
     stage: str, adapter: dict[str, int] | None, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,9 +235,7 @@ def test_a_reference_whose_weights_changed_is_not_compared_with(
     )
 
 
-@pytest.mark.parametrize(
-    "stage", ["lora", "dpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("rlhf", "grpo"))]
-)
+@pytest.mark.parametrize("stage", ["lora", "dpo", "rlhf", "grpo"])
 def test_a_merged_model_that_says_something_else_is_not_published(
     stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,9 +248,7 @@ def test_a_merged_model_that_says_something_else_is_not_published(
 # a rate of 0
 
 
-@pytest.mark.parametrize(
-    "stage", ["dpo", "grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("rlhf", "lora"))]
-)
+@pytest.mark.parametrize("stage", ["dpo", "grpo", "rlhf", "lora"])
 def test_a_rate_of_0_moves_nothing(stage: str, workspace: Workspace, updates: list[float]) -> None:
     """And in RL every later update finds the policy where it sampled, to 1e-4."""
     rates = {"learning_rate": 0.0} | ({"learning_rates": {"critic": 0.0}} if stage == "rlhf" else {})

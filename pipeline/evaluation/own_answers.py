@@ -19,8 +19,10 @@ from pipeline.streams.preferences import Encoded, PairSplit
 from pipeline.streams.records import Pair
 from pipeline.synthesis.preferences import MIN_GAP
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.tracking import progress
 
 SAMPLES = 4  # answers to each prompt
+PROMPTS = 64  # answered at a time
 
 
 def prompts(split: PairSplit, answer_tokens: int, most: int) -> list[Prompt]:
@@ -35,20 +37,28 @@ def pairs(
     generate: Generate, prompts: Sequence[Prompt], tokenizer: Tokenizer, judge: Judge | None, seed: int
 ) -> list[Encoded]:
     """At most one pair a prompt, in the order of the prompts."""
-    asked = [(prompt, sample) for prompt in prompts for sample in range(SAMPLES)]
-    given = answers.sample(generate, asked, tokenizer, seed)
-    scores = gold.gold(given, judge)
-    found = []
-    for first in range(0, len(given), SAMPLES):
-        told = [
-            (s, a) for s, a in zip(scores[first : first + SAMPLES], given[first : first + SAMPLES]) if s is not None
-        ]
-        if not told:
-            continue
-        best, worst = max(told, key=lambda one: one[0]), min(told, key=lambda one: one[0])
-        if best[0] - worst[0] >= MIN_GAP - 1e-9:
-            found.append(_encoded(best, worst))
+    found: list[Encoded] = []
+    if not prompts:
+        return found
+    with progress(total=len(prompts), desc="own answers", unit="prompt") as bar:
+        for first in range(0, len(prompts), PROMPTS):
+            some = prompts[first : first + PROMPTS]
+            asked = [(prompt, sample) for prompt in some for sample in range(SAMPLES)]
+            given = answers.sample(generate, asked, tokenizer, seed)
+            told = list(zip(gold.gold(given, judge), given, strict=True))
+            groups = [told[n : n + SAMPLES] for n in range(0, len(told), SAMPLES)]
+            found += [pair for group in groups if (pair := _pair(group)) is not None]
+            bar.update(len(some))
     return found
+
+
+def _pair(given: Sequence[tuple[float | None, Answer]]) -> Encoded | None:
+    """The best and the worst of a prompt's answers, if they differ enough."""
+    told = [(score, answer) for score, answer in given if score is not None]
+    if not told:
+        return None
+    best, worst = max(told, key=lambda one: one[0]), min(told, key=lambda one: one[0])
+    return _encoded(best, worst) if best[0] - worst[0] >= MIN_GAP - 1e-9 else None
 
 
 def _encoded(best: tuple[float, Answer], worst: tuple[float, Answer]) -> Encoded:

@@ -1,7 +1,7 @@
 """Left-to-right decoding: prompts in, completions out. RL, evaluation and the server share the `Decoder`.
 
 A token is chosen by one uniform number, a hash of (seed, token index), through the inverse of the cumulative
-distribution in float64. So a sample depends only on (model, prompt, sampling, its seed): not on its neighbours in the
+distribution: float32 weights, summed in blocks, the blocks in float64. So a sample depends only on (model, prompt, sampling, its seed): not on its neighbours in the
 batch, their number or their order. What remains is float arithmetic: a matmul of another height may round the logits
 differently (about 1e-6), which moves a sample only where a number falls that close to a border.
 
@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline.generation.noise import uniforms
 from pipeline.model.attention import Cached, KVCache
@@ -23,6 +24,7 @@ from pipeline.model.transformer import Transformer
 
 PREFILL_TOKENS = 8192  # prompt tokens that one forward takes; bounds memory
 COMPACT_BELOW = 0.75  # of the rows alive: below it, the dead ones are dropped from the cache
+BLOCK = 64  # tokens whose weights are summed before the sums are searched
 NUCLEUS_PROBE = 64  # most nuclei lie within so many tokens; only rows that need more are sorted whole
 
 
@@ -95,18 +97,36 @@ def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[
         wide = logits.double()
         return tokens, wide.gather(1, tokens[:, None]).squeeze(1) - wide.logsumexp(-1)
     assert numbers is not None, "sampling needs a uniform number a row"
-    scaled = logits.double() / sampling.temperature
-    scaled -= scaled.amax(-1, keepdim=True)
-    weights = scaled.exp()
-    total = weights.sum(-1)
-    kept = _truncate(weights, sampling)
-    cumulative = kept.cumsum(-1)
-    target = numbers.to(cumulative.device)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    # u * total can round up to the total itself: then it is the last token that has any weight.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(1)
-    tokens = torch.minimum(tokens, last)
-    return tokens, scaled.gather(1, tokens[:, None]).squeeze(1) - total.log()
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    most = wide.amax(-1, keepdim=True)
+    weights = (wide - most).div_(sampling.temperature).exp_()  # the difference is exact near the most, where it counts
+    tokens = _inverse(_truncate(weights, sampling), numbers.to(logits.device))
+    total = _blocks(weights).sum(-1).double().sum(-1)
+    chosen = wide.gather(1, tokens[:, None]).double() - most.double()
+    return tokens, chosen.squeeze(1) / sampling.temperature - total.log()
+
+
+def _blocks(weights: Tensor) -> Tensor:
+    """(R, V) -> (R, V / BLOCK, BLOCK), zeros behind the last token."""
+    missing = -weights.shape[1] % BLOCK
+    return (functional.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
+
+
+def _inverse(weights: Tensor, numbers: Tensor) -> Tensor:
+    """The token (R,) at the share `numbers` (R,) of each row's sum: first its block, then its place in that block."""
+    blocks = _blocks(weights)
+    sums = blocks.sum(-1).double().cumsum(-1)  # (R, V / BLOCK)
+    target = numbers.double()[:, None] * sums[:, -1:]
+    block = _place(sums, target)  # (R, 1)
+    before = functional.pad(sums, (1, 0)).gather(1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(-1)
+    return (block * BLOCK + _place(inside, target - before)).squeeze(1)
+
+
+def _place(cumulative: Tensor, target: Tensor) -> Tensor:
+    """The first place (R, 1) whose sum exceeds `target`; where rounding leaves none, the last one that adds anything."""
+    found = torch.searchsorted(cumulative, target, right=True)
+    return torch.minimum(found, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
 
 
 def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:

@@ -28,12 +28,20 @@ GATE_TOKENS = 32  # of each row that the merge gate looks at
 
 
 class Reference:
-    """The frozen weights. `model()` gives something to run them with."""
+    """The frozen weights. `model()` gives something to run them with, `release()` lets them go.
+
+    `parked`: between uses they lie in the machine's memory, not on the device (where training itself reads no reference).
+    """
 
     def __init__(self, policy: Transformer, *, adapted: bool) -> None:
-        self.adapted = adapted
-        self._model = policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
+        self.adapted, self.parked = adapted, False
+        self._held: Transformer | None = policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
         self.digest = self._now()
+
+    @property
+    def _model(self) -> Transformer:
+        assert self._held is not None, "the reference was released"
+        return self._held
 
     @contextmanager
     def model(self, where: torch.device | None = None) -> Iterator[Transformer]:
@@ -44,9 +52,19 @@ class Reference:
         with torch.no_grad(), lora.disabled(model):
             yield model
         model.train(was_training)
+        if self.parked and not self.adapted:
+            model.to("cpu")
+
+    def release(self) -> None:
+        """Check it a last time and free its copy: all that was wanted of it is known. Raises GateError."""
+        self.check()
+        if not self.adapted:
+            self._held = None
 
     def check(self) -> None:
         """Raise GateError when its weights are not those of the start."""
+        if self._held is None:
+            return
         first_steps.unmoved(self.digest, self._now(), "the reference")
 
     def _now(self) -> str:
