@@ -53,9 +53,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     policy, model = checkpoint.load_frozen(base), RewardModel(trunk)
     where = device.hardware(job.runtime.precision).device
     config = params.fit
-    generate = sampler(
-        policy.to(where), Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end}, batch_rows=256
-    )
+    generate = sampler(policy.to(where), Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})
     splits = {name: PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length)
               for name in ("train", "test")}  # fmt: skip
     own = {name: own_answers.prompts(split, params.answer_tokens, most)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.generation.noise import philox, uniforms
-from pipeline.generation.sampling import Completion, Decoder, Sampling, choose, generate
+from pipeline.generation.sampling import Completion, Decoder, Sampling, choose, generate, rows_within
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 
@@ -215,3 +215,10 @@ def test_uniform_model_has_uniform_logprobs() -> None:
     assert isinstance(done[0], Completion)
     assert all(math.isclose(value, -math.log(96), abs_tol=1e-12) for value in done[0].logprobs)
     assert done[0].ids == [int(u * 96) for u in uniforms(3, 0, 8)]
+
+
+def test_the_cache_of_the_rows_decoded_together_is_bounded(model: Transformer) -> None:
+    """Two layers of two key heads of eight in float32: 256 bytes a token, keys and values."""
+    assert rows_within(model, 2**21 // 100) == 100
+    assert rows_within(model, 10) == 512
+    assert rows_within(model, 10**7) == 8

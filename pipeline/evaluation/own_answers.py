@@ -22,7 +22,7 @@ from pipeline.text.tokenizer import Tokenizer
 from pipeline.tracking import progress
 
 SAMPLES = 4  # answers to each prompt
-PROMPTS = 64  # answered at a time
+PROMPTS = 128  # answered at a time
 
 
 def prompts(split: PairSplit, answer_tokens: int, most: int) -> list[Prompt]:

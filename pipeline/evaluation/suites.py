@@ -21,7 +21,7 @@ import numpy as np
 from pipeline.device import generator, stable_hash
 from pipeline.evaluation import code, codebleu, likelihood, text, tools
 from pipeline.evaluation.intervals import Interval, ratio, wilson
-from pipeline.generation.sampling import Completion, Sampling, generate
+from pipeline.generation.sampling import Completion, Sampling, generate, rows_within
 from pipeline.model.transformer import Transformer
 from pipeline.sandbox.judge import Judge
 from pipeline.streams.records import Dialogue, Problem, Text
@@ -77,7 +77,8 @@ class Subject:
         sampling = Sampling(tokens, temperature=temperature, top_p=self.settings.top_p if temperature else 1.0)
         seeds = [stable_hash(self.seed, suite, name, sample) % 2**63 for name in fitting]
         stop = {self.tokenizer.turn_end, self.tokenizer.end_of_text}
-        done = generate(self.model, list(fitting.values()), sampling, stop=stop, seeds=seeds, batch_rows=64)
+        rows = rows_within(self.model, max(map(len, fitting.values()), default=0) + sampling.max_new_tokens)
+        done = generate(self.model, list(fitting.values()), sampling, stop=stop, seeds=seeds, batch_rows=rows)
         return dict(zip(fitting, done, strict=True))
 
     def bootstrap(self, tops: Sequence[float], bottoms: Sequence[float] | None = None) -> Interval:

@@ -24,6 +24,7 @@ from pipeline.model.transformer import Transformer
 
 PREFILL_TOKENS = 8192  # prompt tokens that one forward takes; bounds memory
 COMPACT_BELOW = 0.75  # of the rows alive: below it, the dead ones are dropped from the cache
+CACHE_BYTES = {"cpu": 2**29, "accelerator": 2**33}  # keys and values of the rows that are decoded together
 BLOCK = 64  # tokens whose weights are summed before the sums are searched
 NUCLEUS_PROBE = 64  # most nuclei lie within so many tokens; only rows that need more are sorted whole
 
@@ -196,14 +197,26 @@ def generate(
 
 
 def sampler(
-    model: Transformer, sampling: Sampling, stop: Collection[int], batch_rows: int = 64
+    model: Transformer, sampling: Sampling, stop: Collection[int]
 ) -> Callable[[list[list[int]], list[int]], list[Completion]]:
-    """`generate` of one model with one way to sample: prompts and seeds in, completions out. What rollouts are given."""
+    """`generate` of one model with one way to sample: prompts and seeds in, completions out. What rollouts are given.
+
+    As many rows at a time as `rows_within` says: few rows are slow, and a cache of all of them may not fit.
+    """
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
-        return generate(model, prompts, sampling, stop=stop, seeds=seeds, batch_rows=batch_rows)
+        rows = rows_within(model, max(map(len, prompts), default=0) + sampling.max_new_tokens)
+        return generate(model, prompts, sampling, stop=stop, seeds=seeds, batch_rows=rows)
 
     return sample
+
+
+def rows_within(model: Transformer, length: int) -> int:
+    """How many rows of `length` tokens are decoded together: what a cache of CACHE_BYTES holds, 8 to 512."""
+    config, table = model.config, model.model.embed_tokens.weight
+    row = 2 * config.layers * config.kv_heads * config.head_dim * table.element_size() * max(length, 1)
+    budget = CACHE_BYTES["cpu" if table.device.type == "cpu" else "accelerator"]
+    return max(8, min(512, budget // row))
 
 
 def _generate(

@@ -13,6 +13,7 @@ from pipeline.learning.objectives_pairs import PairLogprobs
 from pipeline.learning.scoring import sum_by_row, target_logprobs, trained_logits
 from pipeline.streams.batch import Tokens
 from pipeline.streams.preferences import PairStream
+from pipeline.tracking import progress
 
 
 def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
@@ -45,10 +46,12 @@ def pairs_of(sums: Tensor, chosen: Tensor) -> PairLogprobs:
 def reference_sums(model: nn.Module, stream: PairStream, where: torch.device) -> dict[str, np.ndarray]:
     """Sums (n, 2) of the chosen and rejected answers of each split's pairs, in their order: computed once, the reference goes."""
     found = {}
-    for name in ("train", "val"):
-        parts = []
-        for batch in stream.batches(name):
-            pairs = pair_logprobs(model, batch.to(where))
-            parts.append(torch.stack([pairs.chosen, pairs.rejected], 1).cpu().numpy())
-        found[name] = np.concatenate(parts)
+    with progress(total=len(stream.train.pairs) + len(stream.val.pairs), desc="reference", unit="pair") as bar:
+        for name in ("train", "val"):
+            parts = []
+            for batch in stream.batches(name):
+                pairs = pair_logprobs(model, batch.to(where))
+                parts.append(torch.stack([pairs.chosen, pairs.rejected], 1).cpu().numpy())
+                bar.update(len(parts[-1]))
+            found[name] = np.concatenate(parts)
     return found
