@@ -58,7 +58,7 @@ def judged_as_nobody() -> dict[str, Any]:
     return json.loads(subprocess.check_output(script, user=65534, group=65534, extra_groups=[], cwd="/"))
 
 
-WHO = ["root", pytest.param("nobody", marks=pytest.mark.slow)] if os.getuid() == 0 else ["user"]
+WHO = ["root", "nobody"] if os.getuid() == 0 else ["user"]
 
 
 @pytest.fixture(scope="module", params=WHO)
@@ -67,6 +67,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Any]:
     return judged_as_nobody() if request.param == "nobody" else attacks.judge_all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", attacks.ROWS)
 def test_no_attack_of_the_row_succeeds(row: str, outcomes: dict[str, Any]):
     expected, wrong, unheld = attacks.expected(), {}, set()
@@ -92,6 +93,7 @@ def test_the_table_has_its_46_rows_and_every_attack_stands_in_one():
     assert {name.removesuffix(" (files)") for name in attacks.expected()} == listed
 
 
+@pytest.mark.slow
 def test_forgeries_score_nothing(outcomes: dict[str, Any]):
     scores = [outcome[2] for name, outcome in outcomes.items() if name != "missing" and outcome[0] == "unsafe"]
     assert scores and not any(scores)

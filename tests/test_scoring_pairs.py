@@ -1,5 +1,7 @@
 """Log-probabilities of whole answers from logits, against trl's numbers and against one answer at a time."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -70,6 +72,8 @@ def test_precomputed_sums_make_the_pairs_of_the_model_that_gave_them(tiny_model:
 def test_reference_sums_stand_in_the_order_of_the_pairs(tiny_model: Transformer) -> None:
     class Splits:
         """Two splits whose batches hold one pair each."""
+
+        train, val = SimpleNamespace(pairs=[0, 1]), SimpleNamespace(pairs=[1])
 
         def batches(self, name: str) -> list[Answered]:
             order = [0, 1] if name == "train" else [1]

@@ -149,6 +149,7 @@ def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fak
     )
 
 
+@pytest.mark.slow
 def test_a_test_item_that_the_training_data_hold_is_dropped(usual: Made, tmp_path: Path, fake: None) -> None:
     long = next(p for p in usual["problems"]["test"] if len(p.answer.split()) > 15)
     found = made(tmp_path, replace(PARAMS, dialogues=20, pairs=3), code=["x = 1\n" + wording.unfenced(long.answer)])
@@ -158,6 +159,7 @@ def test_a_test_item_that_the_training_data_hold_is_dropped(usual: Made, tmp_pat
     assert [p.id for p in found["problems"]["train"]] == [p.id for p in usual["problems"]["train"]]
 
 
+@pytest.mark.slow
 def test_noise_swaps_generated_training_pairs_and_pairs_that_people_gave_join_them_unswapped(
     usual: Made, tmp_path: Path, fake: None
 ) -> None:
@@ -174,6 +176,7 @@ def test_noise_swaps_generated_training_pairs_and_pairs_that_people_gave_join_th
     assert found["test"] == usual["preferences"]["test"]
 
 
+@pytest.mark.slow
 def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
 
