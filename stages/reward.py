@@ -18,7 +18,7 @@ from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import PairConfig
-from pipeline.model.heads import RewardModel
+from pipeline.model.heads import RewardModel, deepened
 from pipeline.params import block, main
 from pipeline.reinforcement import answers
 from pipeline.reinforcement.setting import judge_or_none
@@ -33,6 +33,7 @@ class Params:
 
     centring: float  # weight of the squared sum of both rewards, which keeps their mean near 0
     label_flip: float  # share of the training pairs whose labels are swapped, to measure what noise costs
+    extra_layers: int = 0  # put on top of the base model's, to compare what it expects with what was said
     own_prompts: int  # prompts that the base model answers itself, for pairs of its own answers; 0: none
     calibration_answers: int  # answers of the base model over which mean and spread are taken
     answer_tokens: int  # of each of its answers at most
@@ -50,7 +51,7 @@ class Params:
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
     """Train a reward model on `base` and save the model directory `out`."""
     trunk, tokenizer = checkpoint.load(base)
-    policy, model = checkpoint.load_frozen(base), RewardModel(trunk)
+    policy, model = checkpoint.load_frozen(base), RewardModel(deepened(trunk, params.extra_layers))
     where = device.hardware(job.runtime.precision).device
     config = params.fit
     generate = sampler(policy.to(where), Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline import checkpoint
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.learning import gates
 from pipeline.model.config import ModelConfig
-from pipeline.model.heads import ActorCritic, RewardModel
+from pipeline.model.heads import ActorCritic, RewardModel, deepened
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 
@@ -275,3 +275,40 @@ def test_transformers_gives_the_same_scores_on_padded_rows(
     theirs.save_pretrained(tmp_path)  # and what transformers saves loads here
     again, _ = checkpoint.load_reward(tmp_path)
     assert checkpoint.weights_digest(again) == checkpoint.weights_digest(model)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_more_layers_change_nothing_before_training_and_all_of_them_train(name: str) -> None:
+    trunk = Transformer(CONFIGS[name], torch.Generator().manual_seed(0))
+    deeper = deepened(trunk, 1)
+    ids, documents = padded(0)
+    assert deeper.config.layers == 3 and trunk.config.layers == 2
+    torch.testing.assert_close(deeper(ids, documents=documents), trunk(ids, documents=documents))
+    assert torch.equal(deeper.get_parameter("model.layers.2.self_attn.q_proj.weight"),
+                       trunk.get_parameter("model.layers.0.self_attn.q_proj.weight"))  # fmt: skip
+    deeper(ids, documents=documents).square().sum().backward()
+    outputs = [
+        deeper.get_parameter(f"model.layers.2.{part}.weight").grad for part in ("self_attn.o_proj", "mlp.down_proj")
+    ]
+    assert all(grad is not None and bool(grad.any()) for grad in outputs)
+
+
+def test_a_deeper_reward_model_is_saved_and_loaded(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    model = RewardModel(deepened(Transformer(CONFIGS["qwen3-tied"], torch.Generator().manual_seed(0)), 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    checkpoint.save_reward(tmp_path / "reward", model, byte_tokenizer, {})
+    again, _ = checkpoint.load_reward(tmp_path / "reward")
+    ids, documents = padded(0)
+    assert again.config.layers == 4
+    with torch.no_grad():
+        assert torch.equal(again(ids, documents=documents), model(ids, documents=documents))
+
+
+def test_no_more_layers_than_there_are_to_copy() -> None:
+    trunk = Transformer(CONFIGS["llama"], torch.Generator().manual_seed(0))
+    assert deepened(trunk, 0) is trunk
+    for count in (-1, 3):
+        with pytest.raises(ConfigError, match=f"extra_layers: expected 0 to 2, .*got {count}"):
+            deepened(trunk, count)

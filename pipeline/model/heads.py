@@ -6,6 +6,8 @@ The head is one row without bias, zero at the start. `save_reward` and `load_rew
 (transformers' `Qwen3ForSequenceClassification`). Not here: losses, advantages, the choice of the token that counts.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -85,6 +87,34 @@ class RewardModel(nn.Module):
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs of one token: the trunk's, with one row in place of the vocabulary's."""
         return self.config.flops_per_token(context) - 6 * (self.config.vocab_size - 1) * self.config.width
+
+
+@torch.no_grad()
+def deepened(trunk: Transformer, count: int) -> Transformer:
+    """The trunk with `count` more layers on top, copies of its first ones whose outputs start at zero: nothing changes yet.
+
+    A language model knows which token it expects only in its last layer, where no layer is left to compare it with the token
+    that came. Whoever judges an answer needs that comparison, so a shallow trunk ranks better with a few layers more.
+    Copying layers upwards is Kim et al. 2024 (arXiv:2312.15166); zero outputs keep the function, as in Wu et al. 2024
+    (arXiv:2401.02415). Raises ConfigError for more than the trunk has.
+    """
+    if not 0 <= count <= trunk.config.layers:
+        raise ValueError(
+            f"extra_layers: expected 0 to {trunk.config.layers}, the layers of the base model, got {count}"
+        )
+    if not count:
+        return trunk
+    table = trunk.model.embed_tokens.weight
+    deeper = Transformer(replace(trunk.config, layers=trunk.config.layers + count)).to(table.device, table.dtype)
+    state = trunk.state_dict()
+    for name in list(state):
+        parts = name.split(".")
+        if parts[1] == "layers" and int(parts[2]) < count:
+            parts[2] = str(int(parts[2]) + trunk.config.layers)
+            zero = name.endswith(("o_proj.weight", "down_proj.weight"))
+            state[".".join(parts)] = torch.zeros_like(state[name]) if zero else state[name]
+    deeper.load_state_dict(state)
+    return deeper
 
 
 class ActorCritic(nn.Module):
