@@ -4,7 +4,7 @@
     tools   right and wrong calls of a dialogue     `tools.gold`
     story   a whole story and damaged ones          mean of the story checker's clauses
 
-A third each. A pair is kept when the scores differ by 0.1 or more; the chosen answer is the longer one in half of the
+A third each. A pair is kept when the scores differ by 0.1 or more; mostly its better answer is right; the chosen answer is the longer one in half of the
 pairs of a kind whose lengths differ, so that length alone ranks nothing. `label_noise` e swaps a share e of the training
 pairs: the best accuracy is then 1 - e.
 
@@ -26,6 +26,7 @@ from pipeline.synthesis.story_check import check
 from pipeline.synthesis.story_edits import edits
 
 MIN_GAP = 0.1
+BEST_CHOSEN = 0.85  # the share of prompts whose best answer is the better one of its pairs, where lengths allow it
 KINDS = ("code", "tools", "story")
 # scores of the sources of one problem: share of hidden tests passed, None where nothing could be judged
 JudgeSources = Callable[[list[tuple[Problem, str]]], Iterator[float | None]]
@@ -136,9 +137,16 @@ def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
 
 def _pair(identity: str, kind: str, prompt: list[Message], candidates: list[Candidate], rng: Random,
           truth: dict[str, Any], offered: list[dict[str, Any]] | None = None) -> Iterator[Pair]:  # fmt: skip
-    """Pairs of candidates whose scores differ enough: one where the better is longer, one where it is shorter."""
+    """Pairs of candidates whose scores differ enough: one where the better is longer, one where it is shorter.
+
+    In most prompts the better one is the best there is: where both answers of most pairs are wrong, learning from the chosen
+    ones teaches mistakes (docs/LOG.md).
+    """
     ordered = list(itertools.permutations(candidates, 2))
     rng.shuffle(ordered)
+    if rng.random() < BEST_CHOSEN:
+        best = max((candidate.gold for candidate in candidates), default=0.0)
+        ordered.sort(key=lambda two: two[0].gold < best)
     seen: set[bool] = set()
     for better, worse in ordered:
         longer = length(better.message) > length(worse.message)
