@@ -76,12 +76,20 @@ def test_a_pair_is_kept_only_when_the_truth_differs_by_a_tenth(some: list[Pair])
     assert all(0 <= (pair.gold_rejected or 0) < (pair.gold_chosen or 0) <= 1 for pair in some)
 
 
+def test_the_better_answer_is_mostly_a_right_one_and_not_always(some: list[Pair]) -> None:
+    for kind in preferences.KINDS:
+        golds = [pair.gold_chosen or 0 for pair in some if pair.kind == kind]
+        assert sum(gold == 1 for gold in golds) >= 0.7 * len(golds), kind
+    assert any((pair.gold_chosen or 0) < 1 for pair in some)
+
+
 def test_length_alone_ranks_nothing(some: list[Pair]) -> None:
     for kind in preferences.KINDS:
         pairs = [pair for pair in some if pair.kind == kind]
         assert abs(chosen_is_longer(pairs) - 0.5) <= 0.03, kind
     assert abs(chosen_is_longer(some) - 0.5) <= 0.03
-    assert abs(chosen_is_longer(flip(some, 0.2, 1)) - 0.5) <= 0.03
+    noisy = [chosen_is_longer(flip(some, 0.2, seed)) for seed in range(20)]  # one alone is off by 0.045 by chance
+    assert abs(sum(noisy) / len(noisy) - 0.5) <= 0.03
 
 
 def test_pairs_are_a_function_of_the_seed(some: list[Pair]) -> None:
