@@ -87,9 +87,10 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         gate = first_steps.first_policy("ratio", "approxkl", "clip_ratio/region_mean", setting.precision)
         watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
         fit(start.policy, stream, partial(loss, method=method, config=config), config, job, watchers=watchers)
-        job.report(**reference.finish(start), **held_out.report(), prompts=len(prompts),
-                   alarms=alarms.of(job.tracker.rows))  # fmt: skip
+        told = held_out.report()  # first: an adapter that is merged is in the reference too
         held_out.write_samples(samples)
+        job.report(**reference.finish(start), **told, prompts=len(prompts),
+                   alarms=alarms.of(job.tracker.rows))  # fmt: skip
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 
 

@@ -89,10 +89,11 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
         fit(
             model, stream, partial(loss, temperature=config.temperature, ppo=params.ppo), config, job, watchers=watchers
         )
-        job.report(**reference.finish(start), **held_out.report(), prompts=len(prompts["train"]),
+        told = held_out.report()  # first: an adapter that is merged is in the reference too
+        held_out.write_samples(samples)
+        job.report(**reference.finish(start), **told, prompts=len(prompts["train"]),
                    dropped={name: dict(split.dropped) for name, split in splits.items()},
                    alarms=alarms.of(job.tracker.rows, target_kl=params.ppo.target_kl))  # fmt: skip
-        held_out.write_samples(samples)
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 
 

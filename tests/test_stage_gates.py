@@ -229,7 +229,9 @@ def test_a_reference_whose_weights_changed_is_not_compared_with(
         return original(start)
 
     monkeypatch.setattr(reference, "finish", finish)
-    changes = {"adapter": adapter} if adapter else {}
+    changes: dict[str, Any] = {"adapter": adapter} if adapter else {}
+    if stage == "dpo":
+        changes["precompute_reference"] = False  # else the reference is checked and freed before training
     assert_refused(
         workspace, stage, r"the reference: its weights had the hash \w{16} at the start and \w{16} now", **changes
     )
@@ -273,3 +275,21 @@ def test_a_reward_model_with_a_rate_of_0_is_told_that_its_trunk_never_trains(
     """Its head stays at zero, which lets no gradient through: the gate of its second step."""
     assert_refused(workspace, "reward", r"group \w+: no gradient arrives at trunk\.", learning_rate=0.0)
     assert len(updates) == 1
+
+
+@pytest.mark.parametrize("stage", ["rlhf", "grpo"])
+def test_an_adapted_policy_is_compared_with_its_base_before_the_adapter_is_merged(
+    stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged, it would be compared with itself, and every gain would be 0."""
+    original, compared = Setting.held_out, []
+
+    def held_out(self: Setting, asked: Sequence[Any], *, of_reference: bool = False) -> list[Answer]:
+        if of_reference:
+            compared.append(any("lora_" in name for name, _ in self.policy.named_parameters()))
+        return original(self, asked, of_reference=of_reference)
+
+    monkeypatch.setattr(Setting, "held_out", held_out)
+    ended = workspace.command(stage, adapter=ADAPTER, learning_rate=0.05)
+    assert ended.code == 0, ended.said
+    assert compared and all(compared)
