@@ -99,8 +99,8 @@ def deepened(trunk: Transformer, count: int) -> Transformer:
     (arXiv:2401.02415). Raises ConfigError for more than the trunk has.
     """
     if not 0 <= count <= trunk.config.layers:
-        raise ValueError(
-            f"extra_layers: expected 0 to {trunk.config.layers}, the layers of the base model, got {count}"
+        raise ConfigError(
+            f"reward.extra_layers: expected 0 to {trunk.config.layers}, the layers of the base model, got {count}"
         )
     if not count:
         return trunk
