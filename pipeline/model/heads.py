@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Checkpointing, Linear, Transformer
 
