@@ -36,9 +36,8 @@ class Params:
     """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig."""
 
     kinds: tuple[str, ...] = ()  # of prompts to train on; empty: all whose better answer has room
-    rewards: dict[str, float] = field(
-        default_factory=lambda: {"learned": 1.0}
-    )  # name: weight; tool_call with kinds: [tools], code with [code]
+    # name: weight; tool_call with kinds: [tools], code with [code]
+    rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
     held_out: overoptimisation.HeldOutConfig = field(default_factory=overoptimisation.HeldOutConfig)
     adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
     ppo: PPOConfig

@@ -4,9 +4,9 @@
     tools   right and wrong calls of a dialogue     `tools.gold`
     story   a whole story and damaged ones          mean of the story checker's clauses
 
-A third each. A pair is kept when the scores differ by 0.1 or more; mostly its better answer is right; the chosen answer is the longer one in half of the
-pairs of a kind whose lengths differ, so that length alone ranks nothing. `label_noise` e swaps a share e of the training
-pairs: the best accuracy is then 1 - e.
+A third each. A pair is kept when the scores differ by 0.1 or more; mostly its better answer is right. The chosen answer is
+the longer one in half of the pairs of a kind whose lengths differ, so that length alone ranks nothing. `label_noise` e swaps
+a share e of the training pairs: the best accuracy is then 1 - e.
 
 Code is judged by the function handed in (the sandbox's judge stands above this floor).
 """

@@ -26,18 +26,8 @@ from pipeline.synthesis.inputs import Draw
 
 # Shares of the levels, in tenths where a draw chooses; the test split walks through TEST_GROUPS for exact shares.
 TRAIN_LEVELS = (1, 1, 2, 2, 2, 2, 2, 2, 3, 3)
-RL_LEVELS = (
-    2,
-    2,
-    2,
-    2,
-    2,
-    3,
-    3,
-    3,
-    3,
-    4,
-)  # what is mostly solved is made sure of, what is mostly missed is hardly learnt
+# What is mostly solved is made sure of, what is mostly missed is hardly learnt (docs/LOG.md).
+RL_LEVELS = (2, 2, 2, 2, 2, 3, 3, 3, 3, 4)
 RL_SHAPES = ("chain", "chain", "chain", "branch", "loop", "argument")
 # Mostly medium: it is what preference learning and RL are measured on.
 TEST_GROUPS = (
