@@ -10,6 +10,7 @@ The blocks of the model work on one line of tokens, (N, D), because all that is 
 | `Documents` | documents of any length, no padding   | packed or padded batches on a CPU: no mask, nothing wasted |
 | `Branches`  | as many, of which some begin alike    | answers to one prompt on a CPU: what they share, once      |
 | `Cached`    | new tokens of some rows of a cache    | decoding                                                  |
+| `Padded`    | those of another one, then padding    | bf16 on a CPU, where a new shape costs a compilation      |
 
 Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size, S cached positions.
 """
@@ -21,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import ragged_attention
@@ -98,6 +99,18 @@ class Branches:
         whole = [past + length for past, length in zip(self.before, self.lengths, strict=True)]
         pieces = zip(q.split(self.lengths), k.split(whole), v.split(whole), self.before, strict=True)
         return torch.cat([_cross(*piece) for piece in pieces])
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Another layout on the first `tokens` of the line; what stands behind them sees nothing and gets zeros."""
+
+    layout: Layout
+    tokens: int
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        out = self.layout.attend(q[: self.tokens], k[: self.tokens], v[: self.tokens], layer)
+        return pad(out, (0, 0, 0, 0, 0, len(q) - self.tokens))
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, causal: bool) -> Tensor:

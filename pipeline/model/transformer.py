@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.model.attention import Cached, KVCache, Layout, Line, Masked, Rows, positions_in
+from pipeline.model.attention import Cached, KVCache, Layout, Line, Masked, Padded, Rows, positions_in
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import rms_norm, rotate
 
+EVEN_ROWS = 128  # so many different shapes at most below it, and multiples above
 Checkpointing = Literal["none", "full", "every_2"]
 
 
@@ -111,6 +112,10 @@ class Transformer(nn.Module):
 
     def line(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """The layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm."""
+        tokens, missing = len(ids), uneven(self.model.embed_tokens.weight, len(ids))
+        if missing:
+            ids, positions = functional.pad(ids, (0, missing)), functional.pad(positions, (0, missing))
+            layout = Padded(layout, tokens)
         x = self._drop(self.model.embed_tokens(ids))
         cos, sin = rope_tables(positions, self.config)
         for index, layer in enumerate(self.model.layers):
@@ -120,11 +125,14 @@ class Transformer(nn.Module):
                 assert isinstance(x, Tensor)
             else:
                 x = layer(x, cos, sin, layout, index, self._rate)
-        return self.model.norm(x)
+        return self.model.norm(x[:tokens] if missing else x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
         head = self.model.embed_tokens.weight if self.config.tied else self.lm_head.weight
+        missing = uneven(hidden, len(hidden)) if hidden.ndim == 2 else 0
+        if missing:
+            return functional.linear(functional.pad(hidden, (0, 0, 0, missing)), head)[: len(hidden)]
         return functional.linear(hidden, head)
 
     @property
@@ -163,6 +171,16 @@ class Transformer(nn.Module):
             std = self.config.initializer_range / ((2 * self.config.layers) ** 0.5 if into_stream else 1.0)
             drawn = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
             parameter.copy_(drawn)
+
+
+def cpu_autocast(x: Tensor) -> bool:
+    """Whether matrix products of `x` run in half precision on a CPU."""
+    return x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+
+
+def uneven(x: Tensor, rows: int) -> int:
+    """How many rows a matrix product should have more: for each new shape oneDNN compiles a bf16 kernel, in 4 to 20 ms."""
+    return -rows % EVEN_ROWS if rows > EVEN_ROWS and cpu_autocast(x) else 0
 
 
 def _spread(x: Tensor, line: Line | None, input_ids: Tensor) -> Tensor:
@@ -227,10 +245,18 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, H, h)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, K, h)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if cpu_autocast(x):
+            with torch.autocast("cpu", enabled=False):  # float32: attention in bf16 is four times slower there
+                attended = self._attend(q.float(), k.float(), v.float(), cos, sin, layout, index)
+        else:
+            attended = self._attend(q, k, v, cos, sin, layout, index)
+        return self.o_proj(attended.flatten(-2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         if self.head_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        return self.o_proj(layout.attend(q, k, v, index).flatten(-2))
+        return layout.attend(q, k, v, index)
 
 
 class SwiGLU(nn.Module):
