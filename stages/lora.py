@@ -13,7 +13,7 @@ from pipeline import checkpoint, device
 from pipeline.learning import first_steps, objectives, reference, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
-from pipeline.learning.settings import FitConfig
+from pipeline.learning.settings import TuneConfig
 from pipeline.model import lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
@@ -25,15 +25,16 @@ from pipeline.work import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `lora`; its training keys are those of FitConfig, its adapter's those of AdapterConfig."""
+    """The block `lora`; its training keys are those of TuneConfig, its adapter's those of AdapterConfig."""
 
     adapter: AdapterConfig
-    fit: FitConfig
+    fit: TuneConfig
 
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
     """Fine-tune an adapter of `base` on the assistant's turns; save it, and the merged model, under `out`."""
     model, tokenizer = checkpoint.load(base)
+    model.neftune_alpha = params.fit.neftune_alpha
     lora.attach(model, params.adapter, device.generator("adapter", job.seed))
     stream = DialogueStream(dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                             seed=job.seed)  # fmt: skip

@@ -12,7 +12,7 @@ from pipeline import checkpoint
 from pipeline.learning import first_steps, objectives, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
-from pipeline.learning.settings import FitConfig
+from pipeline.learning.settings import TuneConfig
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
 from pipeline.streams.batch import TokenBatch
@@ -22,14 +22,15 @@ from pipeline.work import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `tools`; its training keys are those of FitConfig."""
+    """The block `tools`; its training keys are those of TuneConfig."""
 
-    fit: FitConfig
+    fit: TuneConfig
 
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
     """Fine-tune `base` on the assistant's turns and save the model directory `out`."""
     model, tokenizer = checkpoint.load(base)
+    model.neftune_alpha = params.fit.neftune_alpha
     stream = DialogueStream(dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                             seed=job.seed)  # fmt: skip
     first_steps.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)

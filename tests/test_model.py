@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pipeline.errors import ModelError
 from pipeline.model import convert, kernels
-from pipeline.model.attention import KVCache, Masked, positions_in
+from pipeline.model.attention import Masked, positions_in
+from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 
@@ -321,3 +322,31 @@ def test_autocast_to_bf16_stays_near_float32() -> None:
         high = model(ids, documents=documents)
     assert low.dtype == torch.bfloat16
     assert (low.float() - high).abs().mean() < 0.05 * high.abs().mean()
+
+
+def test_neftune_noise_is_uniform_and_scaled_by_each_documents_length() -> None:
+    """arXiv:2310.05914, section 2: +-alpha / sqrt(L d) for a sequence of L tokens and embeddings of d numbers."""
+    model, lengths = made(), [100, 400, 12]
+    plain = model(some_ids(1, 512), documents=packed([lengths]))
+    model.neftune_alpha = 5.0
+    x = torch.zeros(512, CONFIG.width)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    noise = model._noise(x, positions)  # pyright: ignore[reportPrivateUsage]
+    for part, length in zip(noise.split(lengths), lengths, strict=True):
+        bound = 5.0 / math.sqrt(length * CONFIG.width)
+        assert 0.95 * bound < float(part.abs().max()) <= bound
+        assert math.isclose(float(part.abs().mean()), bound / 2, rel_tol=0.1)
+        assert abs(float(part.mean())) < 0.1 * bound
+    model.train()
+    ids, documents = some_ids(1, 512), packed([lengths])
+    assert not torch.equal(model(ids, documents=documents), plain)
+    model.eval()
+    assert torch.equal(model(ids, documents=documents), plain)
+
+
+def test_rows_that_begin_alike_get_noise_of_their_own() -> None:
+    model = made().train()
+    model.neftune_alpha = 5.0
+    ids = some_ids(1, 60).expand(2, 60)
+    first, second = model(ids, documents=torch.arange(2)[:, None].expand(2, 60))
+    assert not torch.allclose(first, second)

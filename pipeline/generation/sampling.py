@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.generation.noise import uniforms
-from pipeline.model.attention import Cached, KVCache
+from pipeline.model.cache import Cached, KVCache
 from pipeline.model.transformer import Transformer
 
 PREFILL_TOKENS = 8192  # prompt tokens that one forward takes; bounds memory
@@ -73,18 +73,31 @@ class Decoder:
         All new tokens lie on one line: the linear layers run once, attention once a row (once in all where every row
         gets one token). Raises ValueError where a row would outgrow the model's context.
         """
+        return self._feed(self.cache, rows, tokens)
+
+    @torch.no_grad()
+    def read(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
+        """Read prompts, whose places are what `clear` lets rows go on from, and logits (len(prompts), V) after each.
+
+        A prompt that no row goes on from is forgotten by the next `read`.
+        """
+        places = self.cache.room_for_prompts(len(prompts))
+        assert self.cache.prompts is not None
+        return places, self._feed(self.cache.prompts, places, prompts)
+
+    def _feed(self, cache: KVCache, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         counts = [len(piece) for piece in tokens]
         if not all(counts):
             raise ValueError("each row needs at least one token: an empty prompt has no next token")
-        layout = Cached(self.cache, rows, counts)
+        layout = Cached(cache, rows, counts)
         ids = torch.tensor([token for piece in tokens for token in piece], device=layout.positions.device)
         hidden = self.model.line(ids, layout.positions, layout)
         ends = torch.tensor(counts, device=ids.device).cumsum(0) - 1
         return self.model.logits(hidden[ends])
 
-    def clear(self, row: int) -> None:
-        """Forget what a row holds, so that a new prompt can take it."""
-        self.cache.lengths[row] = 0
+    def clear(self, row: int, prompt: int | None = None) -> None:
+        """Forget what a row holds; it goes on from `prompt`, a place that `read` gave, or from nothing."""
+        self.cache.clear(row, prompt)
 
 
 def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -295,17 +308,14 @@ def _admit(waiting: list[int], free: list[int], prompts: list[list[int]]) -> lis
 
 def _prefill(decoder: Decoder, admitted: list[tuple[int, int]], prompts: list[list[int]]) -> Tensor:
     """Read the admitted prompts, each distinct one once; logits (len(admitted), V)."""
-    firsts: list[int] = []  # slots that read
-    place: list[int] = []  # of each admitted, its reader's row of the logits
-    for number, (slot, index) in enumerate(admitted):
-        decoder.clear(slot)
-        if number == 0 or prompts[admitted[number - 1][1]] != prompts[index]:
-            firsts.append(slot)
-        place.append(len(firsts) - 1)
-    read = {slot: prompts[index] for slot, index in admitted if slot in set(firsts)}
-    logits = decoder.feed(firsts, [read[slot] for slot in firsts])
-    for reader, slot in enumerate(firsts):
-        sharers = [other for (other, _), row in zip(admitted, place) if row == reader and other != slot]
-        if sharers:
-            decoder.cache.copy(slot, sharers)
+    distinct: list[list[int]] = []
+    place: list[int] = []  # of each admitted, its prompt's
+    for slot, index in admitted:
+        decoder.clear(slot)  # so that what it went on from can be forgotten
+        if not distinct or distinct[-1] != prompts[index]:
+            distinct.append(prompts[index])
+        place.append(len(distinct) - 1)
+    found, logits = decoder.read(distinct)
+    for (slot, _), number in zip(admitted, place):
+        decoder.clear(slot, found[number])
     return logits[torch.tensor(place, device=logits.device)]

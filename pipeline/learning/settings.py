@@ -143,6 +143,18 @@ class FitConfig(ValidatedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuneConfig(FitConfig):
+    """A run over dialogues."""
+
+    neftune_alpha: float = 0.0  # noise on the embeddings in training (arXiv:2310.05914: 5 to 15); 0: none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.neftune_alpha < 0:
+            raise ValueError(f"neftune_alpha: expected at least 0, got {self.neftune_alpha}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairConfig(ValidatedConfig):
     """A run over pairs of answers. Exactly one of steps and epochs says how long it is."""
 

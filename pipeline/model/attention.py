@@ -1,4 +1,4 @@
-"""Who sees whom: the ways in which a batch's tokens attend to each other, and the key-value cache.
+"""Who sees whom: the ways in which a batch's tokens attend to each other.
 
 The blocks of the model work on one line of tokens, (N, D), because all that is not attention treats tokens alone. A
 `Layout` knows how that line is cut into rows and documents; it is made once per batch and shared by all layers.
@@ -9,10 +9,10 @@ The blocks of the model work on one line of tokens, (N, D), because all that is 
 | `Masked`    | equal length, several documents each  | packed batches on accelerators and under compile          |
 | `Documents` | documents of any length, no padding   | packed or padded batches on a CPU: no mask, nothing wasted |
 | `Branches`  | as many, of which some begin alike    | answers to one prompt on a CPU: what they share, once      |
-| `Cached`    | new tokens of some rows of a cache    | decoding                                                  |
+| `Cached`    | new tokens of some rows of a cache    | decoding (cache.py)                                       |
 | `Padded`    | those of another one, then padding    | bf16 on a CPU, where a new shape costs a compilation      |
 
-Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size, S cached positions.
+Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from pipeline.model.config import ModelConfig
+from pipeline.model.cache import cross
 from pipeline.model.kernels import ragged_attention
 
 KEPT_PROBABILITIES = 512  # up to this length keeping them is 1.4x faster than the fused kernel; at 2,048 it is equal
 MOST_SHARED = 2048  # rows up to this length may begin alike
 LEAST_SHARED = 16  # tokens that two rows must have in common at their beginning
-CACHE_BLOCK = 256  # positions by which a cache grows
 
 
 class Layout(Protocol):
@@ -98,7 +97,7 @@ class Branches:
             return ragged_attention(q, k, v, self.lengths, causal=True, before=self.before)
         whole = [past + length for past, length in zip(self.before, self.lengths, strict=True)]
         pieces = zip(q.split(self.lengths), k.split(whole), v.split(whole), self.before, strict=True)
-        return torch.cat([_cross(*piece) for piece in pieces])
+        return torch.cat([cross(*piece) for piece in pieces])
 
 
 @dataclass(frozen=True)
@@ -201,108 +200,3 @@ def begin_alike(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
         if not shared[row]:
             family.append(row)
     return parents, shared
-
-
-class KVCache:
-    """Keys and values of `rows` growing rows, and how many positions of each are filled.
-
-    One tensor (rows, K, S, h) a layer for keys and one for values; S grows by blocks of 256 up to `max_context`.
-    """
-
-    def __init__(self, config: ModelConfig, rows: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.max_context = config.max_context
-        self.lengths = [0] * rows
-        shape = (rows, config.kv_heads, 0, config.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-
-    @property
-    def capacity(self) -> int:
-        """Positions allocated for each row."""
-        return self.keys[0].shape[2]
-
-    def reserve(self, length: int) -> None:
-        """Make room for `length` positions in every row. Raises ValueError beyond the model's context."""
-        if length > self.max_context:
-            raise ValueError(f"a row of {length} tokens is longer than the model's context of {self.max_context}")
-        if length <= self.capacity:
-            return
-        more = min(-(-length // CACHE_BLOCK) * CACHE_BLOCK, self.max_context) - self.capacity
-        for layer in range(len(self.keys)):
-            self.keys[layer] = torch.nn.functional.pad(self.keys[layer], (0, 0, 0, more))
-            self.values[layer] = torch.nn.functional.pad(self.values[layer], (0, 0, 0, more))
-
-    def copy(self, source: int, targets: Sequence[int]) -> None:
-        """Fill the rows `targets` with what row `source` holds (a prompt shared by its samples)."""
-        length = self.lengths[source]
-        for tensor in (*self.keys, *self.values):
-            tensor[list(targets), :, :length] = tensor[source, :, :length]
-        for target in targets:
-            self.lengths[target] = length
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only `rows`, in this order."""
-        index = torch.tensor(rows, device=self.keys[0].device)
-        self.keys = [tensor.index_select(0, index) for tensor in self.keys]
-        self.values = [tensor.index_select(0, index) for tensor in self.values]
-        self.lengths = [self.lengths[row] for row in rows]
-
-
-class Cached:
-    """New tokens for some rows of a cache: row `rows[i]` gets `counts[i]` >= 1 of them, in the order of the line.
-
-    Making the layout takes the room in the cache and counts the tokens in; `attend` then writes each layer's part.
-    """
-
-    def __init__(self, cache: KVCache, rows: Sequence[int], counts: Sequence[int]) -> None:
-        device = cache.keys[0].device
-        self.cache, self.rows, self.counts = cache, list(rows), list(counts)
-        self.past = [cache.lengths[row] for row in rows]
-        self.longest = max(past + count for past, count in zip(self.past, self.counts))
-        cache.reserve(self.longest)
-        places = [past + i for past, count in zip(self.past, self.counts) for i in range(count)]
-        self.positions = torch.tensor(places, device=device)  # (N,)
-        self.row_of = torch.tensor(
-            [row for row, count in zip(self.rows, self.counts) for _ in range(count)], device=device
-        )
-        self.decoding = all(count == 1 for count in self.counts)
-        for row, count in zip(self.rows, self.counts):
-            cache.lengths[row] += count
-        self.whole = self.rows == list(range(len(cache.lengths)))
-        if self.decoding:  # (R, 1, 1, S): rows that are not in this step see one position, so that nothing is empty
-            seen = torch.zeros(len(cache.lengths), dtype=torch.long, device=device)
-            seen[self.row_of] = self.positions
-            self.mask = (torch.arange(self.longest, device=device) <= seen[:, None])[:, None, None]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.row_of, :, self.positions] = k.to(keys.dtype)
-        values[self.row_of, :, self.positions] = v.to(values.dtype)
-        return self._decode(q, keys, values) if self.decoding else self._prefill(q, keys, values)
-
-    def _decode(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One token a row: the G heads of a key head stand as its G queries, so keys are read once, never copied."""
-        num_rows, kv_heads = keys.shape[:2]
-        grouped = q.unflatten(1, (kv_heads, -1))  # (N, K, G, h)
-        if not self.whole:
-            grouped = grouped.new_zeros(num_rows, *grouped.shape[1:]).index_copy_(0, self.row_of, grouped)
-        keys, values = keys[:, :, : self.longest], values[:, :, : self.longest]
-        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask).flatten(1, 2)
-        return out if self.whole else out[self.row_of]
-
-    def _prefill(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Row by row: query i of a row sees its `past + i + 1` first positions."""
-        outs = []
-        for piece, row, past, count in zip(q.split(self.counts), self.rows, self.past, self.counts):
-            k, v = (x[row, :, : past + count].transpose(0, 1) for x in (keys, values))
-            outs.append(_cross(piece, k, v, past))
-        return torch.cat(outs)
-
-
-def _cross(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
-    """New queries (T, H, h) of one row against its keys and values (past + T, K, h), causal."""
-    mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(past) if past else None
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.transpose(0, 1)[None].repeat_interleave(group, 1) for x in (k, v))
-    out = scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None)
-    return out[0].transpose(0, 1)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.model.attention import Cached, KVCache, Layout, Line, Masked, Padded, Rows, positions_in
+from pipeline.model.attention import Layout, Line, Masked, Padded, Rows, positions_in
+from pipeline.model.cache import Cached, KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import rms_norm, rotate
 
@@ -28,7 +29,8 @@ class Transformer(nn.Module):
     """Decoder-only transformer. Without a `generator` its weights are zero, to be loaded.
 
     `checkpointing` recomputes layers in the backward pass: "full" all, "every_2" each second one. `dropout` is the
-    share of each layer's two outputs that is dropped in training. Both are settings of a run, not of the model.
+    share of each layer's two outputs that is dropped in training, `neftune_alpha` scales noise on the embeddings in training
+    (see `_noise`). All three are settings of a run, not of the model.
     """
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
@@ -36,6 +38,7 @@ class Transformer(nn.Module):
         self.config = config
         self.checkpointing: Checkpointing = "none"
         self.dropout = 0.0
+        self.neftune_alpha = 0.0
         self.model = Body(config)
         if not config.tied:
             self.lm_head = Linear(config.width, config.vocab_size)
@@ -103,7 +106,7 @@ class Transformer(nn.Module):
             positions = positions_in(documents) if positions is None else positions
             return self.line(input_ids.flatten(), positions.flatten(), Masked.of(documents, causal)), None
         # On a CPU: no mask, and the line holds the tokens that are not padding.
-        packed = Line.of(documents, causal, None if self._rate else input_ids)
+        packed = Line.of(documents, causal, None if self._random else input_ids)
         ids, places = input_ids.flatten(), packed.positions if positions is None else positions.flatten()
         if packed.computed is not None:
             ids = ids[packed.computed]
@@ -117,6 +120,8 @@ class Transformer(nn.Module):
             ids, positions = functional.pad(ids, (0, missing)), functional.pad(positions, (0, missing))
             layout = Padded(layout, tokens)
         x = self._drop(self.model.embed_tokens(ids))
+        if self.neftune_alpha and self.training:
+            x = x + self._noise(x, positions)
         cos, sin = rope_tables(positions, self.config)
         for index, layer in enumerate(self.model.layers):
             again = self.checkpointing == "full" or (self.checkpointing == "every_2" and index % 2 == 0)
@@ -143,6 +148,17 @@ class Transformer(nn.Module):
     @property
     def _rate(self) -> float:
         return self.dropout if self.training else 0.0
+
+    @property
+    def _random(self) -> bool:
+        """Whether equal tokens at equal places may get unequal states."""
+        return self.training and bool(self.dropout or self.neftune_alpha)
+
+    def _noise(self, x: Tensor, positions: Tensor) -> Tensor:
+        """NEFTune's (Jain et al. 2023, arXiv:2310.05914): uniform in +-alpha / sqrt(L D) for documents of L tokens, (N, D)."""
+        document = (positions == 0).cumsum(0)  # (N,) a new number where positions begin anew
+        lengths = torch.bincount(document)[document]
+        return torch.empty_like(x).uniform_(-1, 1) * (self.neftune_alpha / (lengths * x.shape[1]).sqrt())[:, None]
 
     def _drop(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self._rate) if self._rate else x

@@ -1,0 +1,235 @@
+"""The key-value cache of decoding, and how new tokens attend to what it holds.
+
+Rows that go on from the same prompt hold it once: a cache of rows has a second cache, `prompts`, whose rows they point at. A
+decoding step then reads each prompt's keys once for all its rows, and a long prompt of one row makes no other row longer
+(Hydragen, Juravsky et al. 2024, arXiv:2402.05099). The two parts of an attention are joined by their log-sum-exps:
+
+    out = w out_prompt + (1 - w) out_own,    w = sigmoid(lse_prompt - lse_own)
+
+Shapes: N tokens of the line, R rows, H query heads, K key heads, G = H/K, h head size, S cached positions, P prompts, M rows of
+one prompt. Keys are stored as (R, K, h, S): decoding is bound by reading them, and twice as fast along S (docs/LOG.md).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from pipeline.model.config import ModelConfig
+
+CACHE_BLOCK = 256  # positions by which a cache grows
+PROMPT_BLOCK = 64  # and by which the cache of prompts grows: it is filled once
+
+
+class KVCache:
+    """Keys and values of `rows` growing rows, and how many positions each holds.
+
+    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, rows: int, *, dtype: torch.dtype, device: torch.device, block: int = CACHE_BLOCK
+    ) -> None:
+        self.config, self.block = config, block
+        self.own = [0] * rows  # positions that a row holds itself
+        self.prompt_of: list[int | None] = [None] * rows  # the row of `prompts` that it goes on from
+        self.prompts: KVCache | None = None
+        shape = (rows, config.kv_heads, config.head_dim, 0)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self.values = [torch.zeros(rows, config.kv_heads, 0, config.head_dim, dtype=dtype, device=device)
+                       for _ in range(config.layers)]  # fmt: skip
+
+    @property
+    def capacity(self) -> int:
+        """Positions allocated for each row."""
+        return self.keys[0].shape[3]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions of each row, those of its prompt with them."""
+        return [own + self.before(row) for row, own in enumerate(self.own)]
+
+    def before(self, row: int) -> int:
+        """Positions of the row's prompt."""
+        prompt = self.prompt_of[row]
+        return 0 if prompt is None or self.prompts is None else self.prompts.own[prompt]
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions in every row. Raises ValueError beyond the model's context."""
+        most = self.config.max_context
+        if length > most:
+            raise ValueError(f"a row of {length} tokens is longer than the model's context of {most}")
+        if length <= self.capacity:
+            return
+        more = min(-(-length // self.block) * self.block, most) - self.capacity
+        self.keys = [pad(tensor, (0, more)) for tensor in self.keys]
+        self.values = [pad(tensor, (0, 0, 0, more)) for tensor in self.values]
+
+    def room_for_prompts(self, count: int) -> list[int]:
+        """Rows of `prompts` for `count` new ones: those that no row goes on from any more, and as many new ones as need be."""
+        if self.prompts is None:
+            self.prompts = KVCache(self.config, 0, dtype=self.keys[0].dtype, device=self.keys[0].device, block=PROMPT_BLOCK)  # fmt: skip
+        store, used = self.prompts, set(self.prompt_of)
+        free = [prompt for prompt in range(len(store.own)) if prompt not in used]
+        more = max(0, count - len(free))
+        if more:
+            free += range(len(store.own), len(store.own) + more)
+            store.own += [0] * more
+            store.prompt_of += [None] * more
+            store.keys = [pad(tensor, (0, 0, 0, 0, 0, 0, 0, more)) for tensor in store.keys]
+            store.values = [pad(tensor, (0, 0, 0, 0, 0, 0, 0, more)) for tensor in store.values]
+        for prompt in free[:count]:
+            store.clear(prompt)
+        return free[:count]
+
+    def clear(self, row: int, prompt: int | None = None) -> None:
+        """Forget what a row holds; from now on it goes on from `prompt`, a row of `prompts`."""
+        self.own[row], self.prompt_of[row] = 0, prompt
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only `rows`, in this order, and the prompts that they go on from."""
+        index = torch.tensor(rows, device=self.keys[0].device)
+        self.keys = [tensor.index_select(0, index) for tensor in self.keys]
+        self.values = [tensor.index_select(0, index) for tensor in self.values]
+        self.own = [self.own[row] for row in rows]
+        self.prompt_of = [self.prompt_of[row] for row in rows]
+        if self.prompts is not None:
+            used = sorted({prompt for prompt in self.prompt_of if prompt is not None})
+            self.prompts.select(used)
+            place = {prompt: new for new, prompt in enumerate(used)}
+            self.prompt_of = [None if prompt is None else place[prompt] for prompt in self.prompt_of]
+
+    def whole(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a row, (length, K, h) each."""
+        own = self.own[row]
+        k, v = self.keys[layer][row, :, :, :own].permute(2, 0, 1), self.values[layer][row, :, :own].transpose(0, 1)
+        prompt = self.prompt_of[row]
+        if prompt is None or self.prompts is None:
+            return k, v
+        first_k, first_v = self.prompts.whole(layer, prompt)
+        return torch.cat([first_k, k]), torch.cat([first_v, v])
+
+
+class Cached:
+    """New tokens for some rows of a cache: row `rows[i]` gets `counts[i]` >= 1 of them, in the order of the line.
+
+    Making the layout takes the room in the cache and counts the tokens in; `attend` then writes each layer's part.
+    """
+
+    def __init__(self, cache: KVCache, rows: Sequence[int], counts: Sequence[int]) -> None:
+        device = cache.keys[0].device
+        self.cache, self.rows, self.counts = cache, list(rows), list(counts)
+        past = [cache.own[row] for row in rows]
+        before = [cache.before(row) for row in rows]
+        length = max(p + b + count for p, b, count in zip(past, before, counts))
+        if length > cache.config.max_context:
+            raise ValueError(
+                f"a row of {length} tokens is longer than the model's context of {cache.config.max_context}"
+            )
+        self.longest = max(p + count for p, count in zip(past, counts))
+        cache.reserve(self.longest)
+        self.past = [p + b for p, b in zip(past, before)]
+        places = [p + i for p, count in zip(past, counts) for i in range(count)]
+        self.places = torch.tensor(places, device=device)  # (N,) in the row's own part
+        self.positions = torch.tensor(
+            [p + i for p, count in zip(self.past, counts) for i in range(count)], device=device
+        )
+        self.row_of = torch.tensor([row for row, count in zip(rows, counts) for _ in range(count)], device=device)
+        self.decoding = all(count == 1 for count in counts)
+        for row, count in zip(rows, counts):
+            cache.own[row] += count
+        if self.decoding:
+            self.all_rows = self.rows == list(range(len(cache.own)))
+            seen = torch.ones(len(cache.own), dtype=torch.long, device=device)  # of a row that is not asked: whatever
+            seen[self.row_of] = self.places + 1
+            self.future = _future(seen, self.longest)
+            self.shared = _Shared(cache, self.rows) if any(cache.prompt_of[row] is not None for row in rows) else None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.row_of, :, :, self.places] = k.to(keys.dtype)
+        values[self.row_of, :, self.places] = v.to(values.dtype)
+        return self._decode(q, keys, values, layer) if self.decoding else self._prefill(q, layer)
+
+    def _decode(self, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
+        """One token a row: the G heads of a key head stand as its G queries, so keys are read once, never copied."""
+        kv_heads = keys.shape[1]
+        grouped = (q * q.shape[-1] ** -0.5).unflatten(1, (kv_heads, -1)).to(keys.dtype)  # (N, K, G, h)
+        asked = grouped
+        if not self.all_rows:  # asking all is cheaper than copying the keys of some
+            asked = grouped.new_zeros(len(keys), *grouped.shape[1:]).index_copy_(0, self.row_of, grouped)
+        out, norm = _part(asked, keys[..., : self.longest], values[:, :, : self.longest], self.future)
+        if not self.all_rows:
+            out, norm = out[self.row_of], norm[self.row_of]
+        if self.shared is not None:
+            first, first_norm = self.shared.attend(grouped, layer)
+            weight = torch.sigmoid(first_norm - norm)
+            out = torch.lerp(out, first, weight)
+        return out.flatten(1, 2).to(q.dtype)
+
+    def _prefill(self, q: Tensor, layer: int) -> Tensor:
+        """Row by row: query i of a row sees its `past + i + 1` first positions."""
+        pieces = zip(q.split(self.counts), self.rows, self.past)
+        return torch.cat([cross(piece, *self.cache.whole(layer, row), past) for piece, row, past in pieces])
+
+
+class _Shared:
+    """The prompts of some rows that get one token each: all rows of a prompt ask its keys together."""
+
+    def __init__(self, cache: KVCache, rows: Sequence[int]) -> None:
+        store = cache.prompts
+        assert store is not None, "a row goes on from a prompt of no cache"
+        device = store.keys[0].device
+        members: list[list[int]] = [[] for _ in store.own]
+        for number, row in enumerate(rows):
+            prompt = cache.prompt_of[row]
+            if prompt is not None:
+                members[prompt].append(number)
+        most = max(map(len, members))
+        back = [-1] * len(rows)  # where in (P * M) a row's answer is
+        for place, own in enumerate(members):
+            for number, member in enumerate(own):
+                back[member] = place * most + number
+        self.store = store
+        self.members = torch.tensor([own + [0] * (most - len(own)) for own in members], device=device)  # (P, M)
+        self.back = torch.tensor(back, device=device).clamp_min(0)
+        self.without = torch.tensor([place < 0 for place in back], device=device) if min(back) < 0 else None
+        self.longest = max(length for length, own in zip(store.own, members) if own)
+        self.future = _future(torch.tensor(store.own, device=device).clamp(1, self.longest), self.longest)
+
+    def attend(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Of scaled queries (N, K, G, h): what the prompts give (N, K, G, h), and its log-sum-exp (N, K, G, 1)."""
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        group = q.shape[2]
+        asked = q[self.members].transpose(1, 2).flatten(2, 3)  # (P, M, K, G, h) -> (P, K, M * G, h)
+        out, norm = _part(asked, keys[..., : self.longest], values[:, :, : self.longest], self.future)
+        out, norm = (x.unflatten(2, (-1, group)).transpose(1, 2).flatten(0, 1)[self.back] for x in (out, norm))
+        if self.without is not None:
+            norm = norm.masked_fill(self.without[:, None, None, None], float("-inf"))
+        return out, norm
+
+
+def _future(lengths: Tensor, longest: int) -> Tensor:
+    """What is added to the scores of `longest` positions of which each row sees its first `lengths`: (R, 1, 1, longest)."""
+    seen = torch.arange(longest, device=lengths.device) < lengths[:, None]
+    return torch.zeros(seen.shape, device=lengths.device).masked_fill_(~seen, float("-inf"))[:, None, None]
+
+
+def _part(q: Tensor, keys: Tensor, values: Tensor, future: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of scaled queries (R, K, n, h) to keys (R, K, h, S), and its log-sum-exp (R, K, n, 1), both in float32 at least."""
+    scores = torch.matmul(q, keys)
+    scores = (scores if scores.dtype == torch.float64 else scores.float()).add_(future)
+    most = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(most).exp_()
+    total = weights.sum(-1, keepdim=True)
+    return torch.matmul(weights.to(values.dtype), values).to(total.dtype) / total, most + total.log()
+
+
+def cross(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
+    """New queries (T, H, h) of one row against its keys and values (past + T, K, h), causal: (T, H, h)."""
+    mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(past) if past else None
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.transpose(0, 1)[None].repeat_interleave(group, 1) for x in (k, v))
+    out = scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None)
+    return out[0].transpose(0, 1)
