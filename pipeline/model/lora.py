@@ -93,6 +93,7 @@ class AdaptedLinear(nn.Module):
         self.weight, self.bias = base.weight, base.bias
         self.config = config
         self.enabled = True
+        self.whole: Tensor | None = None  # within `folded_in`: the weight with the adapter in it
         (num_out, num_in), device, dtype = base.weight.shape, base.weight.device, _wide(base.weight.dtype)
         self.lora_A = Linear(num_in, config.rank).to(device, dtype)  # (r, in)
         self.lora_B = Linear(config.rank, num_out).to(device, dtype)  # (out, r)
@@ -109,6 +110,8 @@ class AdaptedLinear(nn.Module):
         """(..., in) -> (..., out) in the dtype of the base layer's output."""
         if not self.enabled:
             return functional.linear(x, self.weight, self.bias)
+        if self.whole is not None:
+            return functional.linear(x, self.whole, self.bias)
         config = self.config
         dropping = self.training and config.dropout > 0
         entering = functional.dropout(x, config.dropout) if dropping else x
@@ -231,6 +234,27 @@ def disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, enabled in zip(layers, before, strict=True):
             layer.enabled = enabled
+
+
+@contextmanager
+def folded_in(model: nn.Module) -> Iterator[None]:
+    """Within it no gradient is kept, and each layer computes with one matrix W + k B A: sampling takes one product for three.
+
+    Layers whose matrix would lose precision that way (half-precision weights without autocast) keep their adapters apart.
+    """
+    layers = [layer for layer in adapters(model) if layer.enabled]
+    try:
+        with torch.no_grad():
+            for layer in layers:
+                kind, whole = layer.weight.device.type, layer.folded()
+                if torch.is_autocast_enabled(kind):
+                    layer.whole = whole.to(torch.get_autocast_dtype(kind))
+                elif whole.dtype == layer.weight.dtype:
+                    layer.whole = whole
+            yield
+    finally:
+        for layer in layers:
+            layer.whole = None
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from pipeline.generation.sampling import Sampling, sampler
 from pipeline.learning.objectives_policy import kl_k3
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.reference import Start
+from pipeline.model import lora
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.reinforcement import answers
@@ -60,7 +61,7 @@ class Setting:
         self, model: Transformer, asked: Sequence[tuple[Prompt, int]], temperature: float, seed: int
     ) -> list[Answer]:
         sampling = Sampling(self.config.max_new_tokens, temperature=temperature)
-        with self.hardware.autocast():
+        with self.hardware.autocast(), lora.folded_in(model):
             generate = sampler(model, sampling, {self.start.tokenizer.turn_end})
             return answers.sample(generate, asked, self.start.tokenizer, seed)
 
