@@ -14,7 +14,7 @@ from pipeline.learning import first_steps, objectives, reference, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.settings import TuneConfig
-from pipeline.model import lora
+from pipeline.model import lora, lora_files
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
@@ -45,7 +45,7 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     fit(model, stream, loss, params.fit, job)
-    lora.export_peft(out / "adapter", model, params.adapter, base_name=str(base))
+    lora_files.export_peft(out / "adapter", model, params.adapter, base_name=str(base))
     difference = lora.merged_with_gate(model, reference.gate_rows(model))
     job.report(trained_parameters=trained, parameters=model.num_parameters(), merge_difference=difference)
     checkpoint.save(out, model, tokenizer, job.lineage)

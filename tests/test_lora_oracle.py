@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.model import convert, lora
+from pipeline.model import convert, lora, lora_files
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
@@ -24,7 +24,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"rslora": True},
     "dora": {"dora": True},
     "all-linear": {"targets": ("all-linear",), "dora": True, "rslora": True},
+    "tokens": {"targets": ("all-linear",), "tokens": (2, 9, 300)},
 }
+TOKENS = ("token_adapter.trainable_tokens_delta", "lora_rows")  # peft's name, ours
 IDS = torch.randint(0, 320, (3, 40), generator=torch.Generator().manual_seed(3))
 
 
@@ -59,10 +61,11 @@ def theirs(base: Path, kind: str) -> Any:
     config = peft.LoraConfig(
         r=4, lora_alpha=12, task_type="CAUSAL_LM", use_rslora=options.get("rslora", False),
         target_modules="all-linear" if targets == ("all-linear",) else list(targets), use_dora=options.get("dora", False),
+        trainable_token_indices={"embed_tokens": list(options["tokens"])} if "tokens" in options else None,
     )  # fmt: skip
     torch.manual_seed(1)
     model = peft.get_peft_model(hf(base), config)
-    stir({name: parameter for name, parameter in model.named_parameters() if "lora_" in name})
+    stir({name: parameter for name, parameter in model.named_parameters() if "lora_" in name or "delta" in name})
     return model.eval()
 
 
@@ -81,7 +84,7 @@ def test_an_adapter_of_peft_gives_its_logits_gradients_and_merged_weights(
     reference = theirs(base, kind)
     reference.save_pretrained(tmp_path)
     model = convert.load(base).train(False)
-    config = lora.import_peft(tmp_path, model)
+    config = lora_files.import_peft(tmp_path, model)
     assert (config.rank, config.alpha, config.dora) == (4, 12.0, KINDS[kind].get("dora", False))
     logits, expected = model(IDS), reference(IDS).logits
     assert (logits - hf(base)(IDS).logits).abs().max() > 0.1
@@ -90,7 +93,7 @@ def test_an_adapter_of_peft_gives_its_logits_gradients_and_merged_weights(
     expected.log_softmax(-1).square().mean().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     wanted = {
-        name.removeprefix("base_model.model.").replace(".default", ""): p.grad
+        name.removeprefix("base_model.model.").replace(".default", "").replace(*TOKENS): p.grad
         for name, p in reference.named_parameters()
         if p.requires_grad
     }
@@ -108,7 +111,7 @@ def test_an_adapter_of_peft_gives_its_logits_gradients_and_merged_weights(
 @torch.no_grad()
 def test_peft_loads_what_is_exported_and_gives_the_same_outputs(kind: str, base: Path, tmp_path: Path) -> None:
     model, config = ours(base, kind)
-    lora.export_peft(tmp_path / "ours", model, config, base_name=str(base))
+    lora_files.export_peft(tmp_path / "ours", model, config, base_name=str(base))
     reference = peft.PeftModel.from_pretrained(hf(base), tmp_path / "ours").eval()  # a missing key would be a warning
     assert (model(IDS) - reference(IDS).logits).abs().max() <= 1e-5
     reference.save_pretrained(tmp_path / "theirs")
@@ -118,7 +121,7 @@ def test_peft_loads_what_is_exported_and_gives_the_same_outputs(kind: str, base:
     defaults = peft.LoraConfig().to_dict()  # what is not written is what peft takes it for
     left = {key: again[key] for key in again.keys() - written.keys() - {"peft_version"}}
     assert left == {key: defaults[key] for key in left}
-    assert lora.import_peft(tmp_path / "theirs", convert.load(base)).modules == config.modules
+    assert lora_files.import_peft(tmp_path / "theirs", convert.load(base)).modules == config.modules
 
 
 def test_dropout_in_training_follows_peft(base: Path) -> None:

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a frozen model: LoRA, rsLoRA, DoRA; merging; files that peft reads and writes.
+"""Low-rank adapters on a frozen model: LoRA, rsLoRA, DoRA; merging. Their files: `lora_files.py`.
 
     y = W x + k B A drop(x),  k = alpha/r          LoRA (Hu et al. 2021, arXiv:2106.09685, eq. 3)
                               k = alpha/sqrt(r)    rsLoRA (Kalajdzievski 2023, arXiv:2312.03732)
@@ -9,38 +9,30 @@ weights, `disabled` runs it as if they were not there (the reference of DPO and 
 keeps its name (`...q_proj.weight`), the adapter's stand beside it (`...q_proj.lora_A.weight`). Adapters are float32 at
 least, whatever the base is.
 
-Not promised: adapters on the embedding or the head, more than one at a time, ranks that differ from module to module,
-trained biases. `import_peft` refuses those by name. DoRA norms its rows anew in every forward, as peft does, which costs
+`tokens` are rows of the embedding that train whole, beside the adapters: a template's own tokens, which the base model never
+read, cannot be learnt through the layers behind a frozen embedding (docs/LOG.md).
+
+Not promised: low-rank adapters on the embedding or the head, more than one at a time, ranks that differ from module to module,
+trained biases. `lora_files.import_peft` refuses those by name. DoRA norms its rows anew in every forward, as peft does, which costs
 as much as r more tokens: merge before long decoding.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import GateError, ModelError
-from pipeline.model.transformer import Linear, Transformer
+from pipeline.model.transformer import Embedding, Linear, Transformer
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL = "all-linear"  # all of TARGETS; as in peft, not the head
-PREFIX = "base_model.model."  # what peft puts before a parameter's name
+EMBEDDING = "model.embed_tokens"
 MERGE_ROWS, MERGE_TOLERANCE = 64, 1e-4  # of the merge gate
-# Keys of adapter_config.json that change nothing here, whatever they say. Any other key must be empty.
-READ = ("peft_type", "task_type", "bias", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
-        "init_lora_weights")  # fmt: skip
-IGNORED = ("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "megatron_core",
-           "qalora_group_size", "runtime_config")  # fmt: skip
-EMPTY: tuple[Any, ...] = (None, False, {}, [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +45,9 @@ class AdapterConfig:
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # or all-linear, alone
     rslora: bool = False  # scale by alpha / sqrt(rank), so that a larger rank does not learn more slowly
     dora: bool = False  # learn the norm of each row apart from its direction
+    tokens: tuple[
+        int, ...
+    ] = ()  # ids whose embeddings train too: what the base model never read, as a template's tokens
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -65,6 +60,8 @@ class AdapterConfig:
             raise ValueError(
                 f"adapter.targets: expected some of {', '.join(TARGETS)}, or {ALL} alone; found {list(self.targets)}"
             )
+        if len(set(self.tokens)) < len(self.tokens) or any(token < 0 for token in self.tokens):
+            raise ValueError(f"adapter.tokens: expected different ids, none below 0; found {list(self.tokens)}")
 
     @property
     def scale(self) -> float:
@@ -146,6 +143,42 @@ class AdaptedLinear(nn.Module):
         return torch.linalg.vector_norm(self._sum(), dim=1)
 
 
+class AdaptedEmbedding(nn.Module):
+    """A frozen embedding of which some rows are trained; a head tied to it has the same rows (peft's trainable tokens)."""
+
+    ids: Tensor
+
+    def __init__(self, base: Embedding, config: AdapterConfig) -> None:
+        super().__init__()
+        self.weight = base.weight
+        self.enabled = True
+        self.whole: Tensor | None = None  # as in AdaptedLinear
+        self.register_buffer("ids", torch.tensor(config.tokens, device=base.weight.device), persistent=False)
+        self.lora_rows = nn.Parameter(base.weight.detach()[self.ids].to(_wide(base.weight.dtype)))  # (n, D)
+        self.train(base.training)
+
+    @property
+    def table(self) -> Tensor:
+        """All rows (V, D), in the dtype of the base."""
+        if not self.enabled:
+            return self.weight
+        if self.whole is not None:
+            return self.whole
+        return self.weight.index_copy(0, self.ids, self.lora_rows.to(self.weight.dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(...) -> (..., D)."""
+        return functional.embedding(ids, self.table)
+
+    @torch.no_grad()
+    def folded(self) -> Tensor:
+        """The table (V, D) that does the same without the adapter."""
+        return self.weight.index_copy(0, self.ids, self.lora_rows.to(self.weight.dtype))
+
+
+Adapted = AdaptedLinear | AdaptedEmbedding
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -168,9 +201,14 @@ def attach(model: Transformer, config: AdapterConfig, generator: torch.Generator
                 raise ModelError(
                     f"{name}.weight: a row of zeros has no direction for DoRA; load the weights first, or set dora=false"
                 )
+    most = model.config.vocab_size
+    if wrong := [token for token in config.tokens if token >= most]:
+        raise ModelError(f"adapter.tokens: expected ids below {most}, the size of the vocabulary; found {wrong[0]}")
     model.requires_grad_(False)
     for name, layer in targets:
         _put(model, name, AdaptedLinear(layer, config, generator))
+    if config.tokens:
+        _put(model, EMBEDDING, AdaptedEmbedding(model.model.embed_tokens, config))
 
 
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
@@ -178,11 +216,11 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, layer)
 
 
-def _places(model: nn.Module) -> list[tuple[str, AdaptedLinear]]:
-    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)]
+def _places(model: nn.Module) -> list[tuple[str, Adapted]]:
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Adapted)]
 
 
-def adapters(model: nn.Module) -> list[AdaptedLinear]:
+def adapters(model: nn.Module) -> list[Adapted]:
     """The adapted layers, in the order of the model's modules; empty where nothing is attached."""
     return [layer for _, layer in _places(model)]
 
@@ -247,7 +285,7 @@ def folded_in(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for layer in layers:
                 kind, whole = layer.weight.device.type, layer.folded()
-                if torch.is_autocast_enabled(kind):
+                if isinstance(layer, AdaptedLinear) and torch.is_autocast_enabled(kind):
                     layer.whole = whole.to(torch.get_autocast_dtype(kind))
                 elif whole.dtype == layer.weight.dtype:
                     layer.whole = whole
@@ -265,15 +303,19 @@ def merge(model: nn.Module) -> None:
     """
     for layer in adapters(model):
         layer.weight.copy_(layer.folded())
-    _detach(model)
+    detach(model)
 
 
-def _detach(model: nn.Module) -> None:
+def detach(model: nn.Module) -> None:
     """Plain layers back in the places of the adapted ones."""
     for name, layer in _places(model):
         with torch.device("meta"):
-            plain = Linear(layer.weight.shape[1], layer.weight.shape[0], layer.bias is not None)
-        plain.weight, plain.bias = layer.weight, layer.bias
+            if isinstance(layer, AdaptedEmbedding):
+                plain = Embedding(layer.weight.shape[0], layer.weight.shape[1])
+            else:
+                plain = Linear(layer.weight.shape[1], layer.weight.shape[0], layer.bias is not None)
+                plain.bias = layer.bias
+        plain.weight = layer.weight  # pyright: ignore[reportAttributeAccessIssue]
         _put(model, name, plain.train(layer.training))
     model.requires_grad_(True)
 
@@ -300,83 +342,3 @@ def merged_with_gate(model: Transformer, input_ids: Tensor) -> float:
             "float32, or an adapter whose update is not finite or far larger than its base weight (lower the rate)"
         )
     return difference
-
-
-def export_peft(folder: Path, model: Transformer, config: AdapterConfig, *, base_name: str) -> None:
-    """Write the attached adapter as peft does: `adapter_config.json` and `adapter_model.safetensors`.
-
-    The configuration holds the keys that every peft since 0.11 knows; newer ones mean their defaults where they lack.
-    """
-    assert adapters(model), "there is no adapter to export: merge() folds it in"
-    folder.mkdir(parents=True, exist_ok=True)
-    values = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "inference_mode": True,
-        "r": config.rank, "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
-        "lora_dropout": config.dropout, "target_modules": sorted(config.modules), "use_rslora": config.rslora,
-        "use_dora": config.dora, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
-        "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None, "layer_replication": None,
-        "rank_pattern": {}, "alpha_pattern": {}, "auto_mapping": None, "revision": None, "loftq_config": {},
-        "megatron_config": None, "megatron_core": "megatron.core",
-    }  # fmt: skip
-    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-    (folder / "adapter_config.json").write_text(text, encoding="utf-8")
-    state = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in adapter_state(model).items()}
-    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def _peft_name(name: str) -> str:
-    """peft keeps an older name of DoRA's vector, without `.weight`."""
-    return PREFIX + (name.removesuffix(".weight") if "lora_magnitude_vector" in name else name)
-
-
-def import_peft(folder: Path, model: Transformer) -> AdapterConfig:
-    """Attach an adapter that peft or `export_peft` made. Returns its configuration.
-
-    Raises ModelError naming file and key for what is not supported here; the model is then as it was, except that all
-    its parameters train.
-    """
-    config = _read_config(folder / "adapter_config.json")
-    path = folder / "adapter_model.safetensors"
-    try:
-        stored = load_file(path)
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing; expected safetensors (a .bin adapter must be converted first)") from error
-    except SafetensorError as error:
-        raise ModelError(f"{path}: damaged ({error}); fetch or export it again") from error
-    attach(model, config, torch.Generator())  # what it draws is overwritten
-    names = {_peft_name(name): name for name in adapter_state(model)}
-    try:
-        load_adapter_state(model, {names.get(key, key): tensor for key, tensor in stored.items()}, source=str(path))
-    except ModelError:
-        _detach(model)
-        raise
-    return config
-
-
-def _read_config(path: Path) -> AdapterConfig:
-    """`adapter_config.json`. Raises ModelError for what these adapters cannot do."""
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        rank, alpha, named = values["r"], values["lora_alpha"], values["target_modules"]
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing: {path.parent} is not an adapter directory") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: expected the JSON of a LoRA adapter ({error!r})") from error
-    expected: dict[str, tuple[Any, ...]] = {
-        "peft_type": ("LORA",), "task_type": ("CAUSAL_LM", None), "bias": ("none",),
-        "init_lora_weights": (True, False, "gaussian"),  # others change the base weights
-    }  # fmt: skip
-    expected |= {key: EMPTY for key in values if key not in READ + IGNORED}
-    for key, allowed in expected.items():
-        if values.get(key, allowed[0]) not in allowed:
-            raise ModelError(
-                f"{path}: {key} = {values[key]!r} is not supported here; expected {' or '.join(map(repr, allowed[:2]))}. "
-                "Merge the adapter in peft and take the merged model in"
-            )
-    try:
-        # peft writes whole paths for all-linear. Where a layer is left out, its adapter will be missing in the file.
-        leaves = (named,) if isinstance(named, str) else sorted({str(name).rpartition(".")[2] for name in named})
-        return AdapterConfig(rank=rank, alpha=alpha, dropout=values.get("lora_dropout", 0.0), targets=tuple(leaves),
-                             rslora=values.get("use_rslora", False), dora=values.get("use_dora", False))  # fmt: skip
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"{path}: {error}") from error

@@ -134,7 +134,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
-        head = self.model.embed_tokens.weight if self.config.tied else self.lm_head.weight
+        head = self.model.embed_tokens.table if self.config.tied else self.lm_head.weight
         missing = uneven(hidden, len(hidden)) if hidden.ndim == 2 else 0
         if missing:
             return functional.linear(functional.pad(hidden, (0, 0, 0, missing)), head)[: len(hidden)]
@@ -214,6 +214,14 @@ def rope_tables(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]
     inverse = 1.0 / (config.rope_theta ** (exponents / config.head_dim))
     angles = positions.float()[:, None, None] * inverse
     return angles.cos(), angles.sin()
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` whose rows a tied head reads as `table`."""
+
+    @property
+    def table(self) -> Tensor:
+        return self.weight
 
 
 class Linear(nn.Linear):
@@ -313,6 +321,6 @@ class Body(nn.Module):
         super().__init__()
         # Given, so that nn.Embedding draws nothing from the global generator.
         table = torch.zeros(config.vocab_size, config.width)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.width, _weight=table, _freeze=False)
+        self.embed_tokens = Embedding(config.vocab_size, config.width, _weight=table, _freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
