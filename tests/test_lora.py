@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"rslora": True},
     "dora": {"dora": True},
     "all": {"targets": ("all-linear",), "dora": True, "rslora": True},
-    "tokens": {"tokens": (1, 5, 96)},
+    "tokens": {"trained_tokens": (1, 5, 96)},
 }
 CONFIGS = [
     ModelConfig(vocab_size=97, width=24, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=40, max_context=64,

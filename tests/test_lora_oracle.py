@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"rslora": True},
     "dora": {"dora": True},
     "all-linear": {"targets": ("all-linear",), "dora": True, "rslora": True},
-    "tokens": {"targets": ("all-linear",), "tokens": (2, 9, 300)},
+    "tokens": {"targets": ("all-linear",), "trained_tokens": (2, 9, 300)},
 }
 TOKENS = ("token_adapter.trainable_tokens_delta", "lora_rows")  # peft's name, ours
 IDS = torch.randint(0, 320, (3, 40), generator=torch.Generator().manual_seed(3))

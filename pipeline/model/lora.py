@@ -9,7 +9,7 @@ weights, `disabled` runs it as if they were not there (the reference of DPO and 
 keeps its name (`...q_proj.weight`), the adapter's stand beside it (`...q_proj.lora_A.weight`). Adapters are float32 at
 least, whatever the base is.
 
-`tokens` are rows of the embedding that train whole, beside the adapters: a template's own tokens, which the base model never
+`trained_tokens` are rows of the embedding that train whole, beside the adapters: a template's own tokens, which the base model never
 read, cannot be learnt through the layers behind a frozen embedding (docs/LOG.md).
 
 Not promised: low-rank adapters on the embedding or the head, more than one at a time, ranks that differ from module to module,
@@ -45,9 +45,9 @@ class AdapterConfig:
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # or all-linear, alone
     rslora: bool = False  # scale by alpha / sqrt(rank), so that a larger rank does not learn more slowly
     dora: bool = False  # learn the norm of each row apart from its direction
-    tokens: tuple[
+    trained_tokens: tuple[
         int, ...
-    ] = ()  # ids whose embeddings train too: what the base model never read, as a template's tokens
+    ] = ()  # ids whose embeddings train too, as those of a template that the base never read
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -60,8 +60,10 @@ class AdapterConfig:
             raise ValueError(
                 f"adapter.targets: expected some of {', '.join(TARGETS)}, or {ALL} alone; found {list(self.targets)}"
             )
-        if len(set(self.tokens)) < len(self.tokens) or any(token < 0 for token in self.tokens):
-            raise ValueError(f"adapter.tokens: expected different ids, none below 0; found {list(self.tokens)}")
+        if len(set(self.trained_tokens)) < len(self.trained_tokens) or any(token < 0 for token in self.trained_tokens):
+            raise ValueError(
+                f"adapter.trained_tokens: expected different ids, none below 0; found {list(self.trained_tokens)}"
+            )
 
     @property
     def scale(self) -> float:
@@ -153,7 +155,7 @@ class AdaptedEmbedding(nn.Module):
         self.weight = base.weight
         self.enabled = True
         self.whole: Tensor | None = None  # as in AdaptedLinear
-        self.register_buffer("ids", torch.tensor(config.tokens, device=base.weight.device), persistent=False)
+        self.register_buffer("ids", torch.tensor(config.trained_tokens, device=base.weight.device), persistent=False)
         self.lora_rows = nn.Parameter(base.weight.detach()[self.ids].to(_wide(base.weight.dtype)))  # (n, D)
         self.train(base.training)
 
@@ -202,12 +204,14 @@ def attach(model: Transformer, config: AdapterConfig, generator: torch.Generator
                     f"{name}.weight: a row of zeros has no direction for DoRA; load the weights first, or set dora=false"
                 )
     most = model.config.vocab_size
-    if wrong := [token for token in config.tokens if token >= most]:
-        raise ModelError(f"adapter.tokens: expected ids below {most}, the size of the vocabulary; found {wrong[0]}")
+    if wrong := [token for token in config.trained_tokens if token >= most]:
+        raise ModelError(
+            f"adapter.trained_tokens: expected ids below {most}, the size of the vocabulary; found {wrong[0]}"
+        )
     model.requires_grad_(False)
     for name, layer in targets:
         _put(model, name, AdaptedLinear(layer, config, generator))
-    if config.tokens:
+    if config.trained_tokens:
         _put(model, EMBEDDING, AdaptedEmbedding(model.model.embed_tokens, config))
 
 

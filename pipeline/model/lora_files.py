@@ -42,8 +42,8 @@ def export_peft(folder: Path, model: Transformer, config: AdapterConfig, *, base
         "rank_pattern": {}, "alpha_pattern": {}, "auto_mapping": None, "revision": None, "loftq_config": {},
         "megatron_config": None, "megatron_core": "megatron.core",
     }  # fmt: skip
-    if config.tokens:  # since peft 0.15
-        values["trainable_token_indices"] = {EMBEDDING.rpartition(".")[2]: list(config.tokens)}
+    if config.trained_tokens:  # since peft 0.15
+        values["trainable_token_indices"] = {EMBEDDING.rpartition(".")[2]: list(config.trained_tokens)}
     text = json.dumps(values, indent=2, sort_keys=True) + "\n"
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
     state = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in adapter_state(model).items()}
@@ -106,7 +106,7 @@ def _read_config(path: Path) -> AdapterConfig:
         leaves = (named,) if isinstance(named, str) else sorted({str(name).rpartition(".")[2] for name in named})
         return AdapterConfig(rank=rank, alpha=alpha, dropout=values.get("lora_dropout", 0.0), targets=tuple(leaves),
                              rslora=values.get("use_rslora", False), dora=values.get("use_dora", False),
-                             tokens=_tokens(path, values.get("trainable_token_indices")))  # fmt: skip
+                             trained_tokens=_tokens(path, values.get("trainable_token_indices")))  # fmt: skip
     except (ValueError, TypeError) as error:
         raise ModelError(f"{path}: {error}") from error
 

@@ -1,0 +1,71 @@
+"""Two models on the same held-out problems: pass@1 of each and their difference, paired problem by problem.
+
+    python benchmarks/paired.py models/tools models/grpo [--problems data/problems/test.jsonl] [--group medium] [--samples 4]
+
+Samples at temperature 0.8 with the same seeds for both, and greedy answers beside them; answers run in the sandbox. The interval
+of the difference is the paired bootstrap over problems (10,000 resamples). Prints a line for each level and one for all.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+
+from pipeline import checkpoint  # noqa: E402
+from pipeline.device import generator, keep_freed_memory  # noqa: E402
+from pipeline.evaluation.intervals import paired_difference  # noqa: E402
+from pipeline.generation.sampling import Sampling, sampler  # noqa: E402
+from pipeline.reinforcement import answers  # noqa: E402
+from pipeline.reinforcement.rewards import judged  # noqa: E402
+from pipeline.sandbox.judge import Judge, SandboxConfig  # noqa: E402
+from pipeline.streams.records import Problem, read  # noqa: E402
+
+
+def shares(
+    model: Path, problems: list[Problem], judge: Judge, arguments: argparse.Namespace, greedy: bool
+) -> np.ndarray:
+    """Share of each problem's answers that pass all hidden tests."""
+    policy, tokenizer = checkpoint.load_frozen(model), checkpoint.load(model)[1]
+    prompts = answers.problem_prompts(problems, tokenizer, policy.config.max_context - arguments.tokens)
+    count = 1 if greedy else arguments.samples
+    generate = sampler(policy, Sampling(arguments.tokens, temperature=0.0 if greedy else 0.8), {tokenizer.turn_end})
+    given = answers.sample(generate, [(p, n) for p in prompts for n in range(count)], tokenizer, arguments.seed)
+    passed = [float(one is not None and one.verdict == "passed") for one in judged(judge, given)]
+    return np.array(passed).reshape(len(prompts), count).mean(1)
+
+
+def main() -> None:
+    """Print a JSON line for each level, and one for all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--problems", type=Path, default=Path("data/problems/test.jsonl"))
+    parser.add_argument("--group", default="medium")
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--seed", type=int, default=42)
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    problems = [problem for problem in read(arguments.problems, Problem) if problem.group == arguments.group]
+    if not problems:
+        sys.exit(f"{arguments.problems}: expected problems of the group {arguments.group!r}, found none")
+    with Judge(SandboxConfig(), 2) as judge:
+        for greedy in (False, True):
+            sides = [shares(model, problems, judge, arguments, greedy) for model in (arguments.first, arguments.second)]
+            for level in (None, *sorted({problem.level for problem in problems})):
+                places = [n for n, problem in enumerate(problems) if level in (None, problem.level)]
+                first, second = (side[places].tolist() for side in sides)
+                moved = paired_difference((first, None), (second, None), generator=generator("paired", str(level)))
+                told = {"answers": "greedy" if greedy else f"{arguments.samples} at 0.8", "level": level or "all",
+                        "n": moved.n, "first": round(float(np.mean(first)), 4), "second": round(float(np.mean(second)), 4),
+                        "difference": round(moved.value, 4), "low": round(moved.low, 4), "high": round(moved.high, 4)}  # fmt: skip
+                sys.stdout.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()
