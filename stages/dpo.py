@@ -41,9 +41,10 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     config.check_context(start.policy)  # before the reference reads the pairs
     stream = PairStream(pairs, start.tokenizer, max_prompt=config.max_prompt, max_length=config.max_length,
                         pairs=config.pairs, seed=job.seed)  # fmt: skip
-    where = device.hardware(job.runtime.precision).device
+    hardware = device.hardware(job.runtime.precision)
+    where = hardware.device
     if losses.uses_reference and params.precompute_reference:
-        with start.reference.model(where) as frozen:
+        with start.reference.model(where) as frozen, hardware.autocast():  # as the policy computes
             stream.references = scoring_pairs.reference_sums(frozen, stream, where)
         start.reference.release()
 
@@ -59,7 +60,8 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
 
     test = PairSplit(pairs / "test.jsonl", start.tokenizer, config.max_prompt, config.max_length)
     before = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)
-    fit(start.policy, stream, loss, config, job, watchers=Watchers(first=first_steps.first_dpo(losses.at_start)))
+    gate = first_steps.first_dpo(losses.at_start, hardware.precision)
+    fit(start.policy, stream, loss, config, job, watchers=Watchers(first=gate))
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
     after = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)
     job.report(test=pair_evaluation.measure(test, before, after, job.seed))

@@ -62,14 +62,21 @@ def test_a_reward_model_starts_at_ln_2_or_what_the_margins_make_of_it(name: str)
 def test_a_policy_of_dpo_starts_as_its_reference(changes: dict[str, float], message: str) -> None:
     """Equal shifts of both answers leave the loss at ln 2; the rewards tell them."""
     values = {"preference": math.log(2) + 9e-5, "rewards/chosen": 9e-5, "rewards/rejected": -9e-5, "loss": 5.0}
-    first_dpo(math.log(2))(values)
+    first_dpo(math.log(2), "fp32")(values)
     del values["loss"]
     with pytest.raises(GateError, match=message):
-        first_dpo(math.log(2))(values | changes)
+        first_dpo(math.log(2), "fp32")(values | changes)
+
+
+def test_in_half_precision_the_gate_of_dpo_is_as_wide_as_its_rounding() -> None:
+    values = {"preference": math.log(2) - 7e-4, "rewards/chosen": 5e-3, "rewards/rejected": 4e-3}
+    first_dpo(math.log(2), "bf16")(values)
+    with pytest.raises(GateError, match="rewards/chosen: expected 0 within 0.02, found 0.03"):
+        first_dpo(math.log(2), "bf16")(values | {"rewards/chosen": 0.03})
 
 
 def test_a_loss_whose_start_depends_on_the_data_is_let_through() -> None:
-    first_dpo(None)({"loss": 12.0, "rewards/chosen": 3.0})
+    first_dpo(None, "fp32")({"loss": 12.0, "rewards/chosen": 3.0})
 
 
 @pytest.mark.parametrize(
