@@ -71,7 +71,7 @@ def test_a_policy_of_dpo_starts_as_its_reference(changes: dict[str, float], mess
 def test_in_half_precision_the_gate_of_dpo_is_as_wide_as_its_rounding() -> None:
     values = {"preference": math.log(2) - 7e-4, "rewards/chosen": 5e-3, "rewards/rejected": 4e-3}
     first_dpo(math.log(2), "bf16")(values)
-    with pytest.raises(GateError, match="rewards/chosen: expected 0 within 0.02, found 0.03"):
+    with pytest.raises(GateError, match=r"rewards/chosen: expected 0 within 0\.02, found 0\.03"):
         first_dpo(math.log(2), "bf16")(values | {"rewards/chosen": 0.03})
 
 
