@@ -61,7 +61,7 @@ def theirs(base: Path, kind: str) -> Any:
     config = peft.LoraConfig(
         r=4, lora_alpha=12, task_type="CAUSAL_LM", use_rslora=options.get("rslora", False),
         target_modules="all-linear" if targets == ("all-linear",) else list(targets), use_dora=options.get("dora", False),
-        trainable_token_indices={"embed_tokens": list(options["tokens"])} if "tokens" in options else None,
+        trainable_token_indices={"embed_tokens": list(options["trained_tokens"])} if "trained_tokens" in options else None,
     )  # fmt: skip
     torch.manual_seed(1)
     model = peft.get_peft_model(hf(base), config)
@@ -98,6 +98,7 @@ def test_an_adapter_of_peft_gives_its_logits_gradients_and_merged_weights(
         if p.requires_grad
     }
     assert found.keys() == wanted.keys() == lora.adapter_state(model).keys()
+    assert ("model.embed_tokens.lora_rows" in found) == (kind == "tokens")
     for name, gradient in found.items():
         assert gradient is not None and gradient.abs().max() > 1e-5
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=name)

@@ -270,7 +270,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, K, h)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if cpu_autocast(x):
-            with torch.autocast("cpu", enabled=False):  # float32: attention in bf16 is four times slower there
+            with torch.autocast("cpu", enabled=False):  # float32: attention in bf16 takes twice as long there
                 attended = self._attend(q.float(), k.float(), v.float(), cos, sin, layout, index)
         else:
             attended = self._attend(q, k, v, cos, sin, layout, index)
