@@ -4,21 +4,27 @@
 
 One linear head on the last token of an answer, starting at zero. What it gives over answers of the base model decides mean
 and spread, by which later stages normalise it. Beside the pairs of data/preferences it learns from pairs of the base model's
-own answers, ordered by truth. Accuracy is measured per kind of pair on pairs that nothing was chosen by.
+own answers, ordered by truth, and from how likely the base model found each token (`model/guesses.py`). Accuracy is measured per kind of pair on pairs that nothing was chosen by.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
+from torch import nn
 
 from pipeline import checkpoint, device
 from pipeline.evaluation import own_answers, ranking
 from pipeline.generation.sampling import Sampling, sampler
-from pipeline.learning import first_steps, objectives_pairs
+from pipeline.learning import first_steps, objectives_pairs, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import PairConfig
+from pipeline.model.guesses import GuessingModel
 from pipeline.model.heads import RewardModel, deepened
+from pipeline.model.transformer import Transformer
 from pipeline.params import block, main
 from pipeline.reinforcement import answers
 from pipeline.reinforcement.setting import judge_or_none
@@ -34,6 +40,7 @@ class Params:
     centring: float  # weight of the squared sum of both rewards, which keeps their mean near 0
     label_flip: float  # share of the training pairs whose labels are swapped, to measure what noise costs
     extra_layers: int = 0  # put on top of the base model's, to compare what it expects with what was said
+    likelihood_weight: float = 0.0  # of guessing how likely the base model finds each token of an answer
     own_prompts: int  # prompts that the base model answers itself, for pairs of its own answers; 0: none
     calibration_answers: int  # answers of the base model over which mean and spread are taken
     answer_tokens: int  # of each of its answers at most
@@ -42,9 +49,13 @@ class Params:
 
     def __post_init__(self) -> None:
         """Refuse shares and counts that cannot be."""
-        if not 0 <= self.label_flip < 0.5 or self.centring < 0 or self.calibration_answers < 2 or self.own_prompts < 0:
+        if (
+            not 0 <= self.label_flip < 0.5
+            or self.centring < 0
+            or min(self.calibration_answers - 2, self.own_prompts, self.likelihood_weight) < 0
+        ):
             raise ValueError(
-                "expected label_flip in [0, 0.5), centring >= 0, calibration_answers >= 2, own_prompts >= 0"
+                "expected label_flip in [0, 0.5), centring >= 0, calibration_answers >= 2, own_prompts >= 0, likelihood_weight >= 0"
             )
 
 
@@ -64,16 +75,13 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     stream = PairStream(pairs, tokenizer, max_prompt=config.max_prompt, max_length=config.max_length, pairs=config.pairs,
                         seed=job.seed, label_flip=params.label_flip, more=more["train"])  # fmt: skip
 
-    def loss(model: RewardModel, batch: PairBatch) -> Loss:
-        rewards = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=batch.ends)
-        chosen, rejected = rewards.chunk(2)
-        centring = params.centring if model.training else 0.0  # the best step is the one that ranks best
-        return objectives_pairs.bradley_terry(chosen, rejected, margin=batch.margins, centring=centring)
+    learner = GuessingModel(model) if params.likelihood_weight else model
 
     # The head starts at zero, so all rewards are 0 and no gradient reaches the trunk before the second step.
     first = stream.batch(0, config.row_length, stream.rows(0, config.row_length))
     gate = first_steps.first_reward(objectives_pairs.untrained_loss(first.margins))
-    fit(model, stream, loss, config, job, watchers=Watchers(first=gate, gradients_at=1))
+    ranked = partial(loss, policy=policy, centring=params.centring, likelihood_weight=params.likelihood_weight)
+    fit(learner, stream, ranked, config, job, watchers=Watchers(first=gate, gradients_at=1))
 
     asked = answers.repeated(answers.pair_prompts(splits["train"], params.answer_tokens), params.calibration_answers)
     model.calibrate(answers.raw_rewards(model, answers.sample(generate, asked, tokenizer, job.seed), tokenizer.pad))
@@ -83,6 +91,26 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     if more["test"]:
         job.report(own_answers=ranking.measure(model, more["test"], tokenizer.pad))
     checkpoint.save_reward(out, model, tokenizer, job.lineage)
+
+
+def loss(model: nn.Module, batch: PairBatch, *, policy: Transformer, centring: float, likelihood_weight: float) -> Loss:
+    """The loss of some pairs under a RewardModel, or with a likelihood_weight a GuessingModel, which `policy` tells.
+
+    In evaluations it is the ranking alone: the best step is the one that ranks best.
+    """
+    guessing = model.training and likelihood_weight > 0
+    read = batch.said if guessing else batch.ends
+    found = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=read)
+    told = found.view(len(found), -1)  # (n, 1), or (n, 2) with guesses
+    chosen, rejected = told[batch.ends[read], 0].chunk(2)
+    ranking = objectives_pairs.bradley_terry(
+        chosen, rejected, margin=batch.margins, centring=centring if model.training else 0.0
+    )
+    if not guessing:
+        return ranking
+    with torch.no_grad():
+        likely, _ = scoring.token_logprobs(policy, batch)
+    return objectives_pairs.with_likelihood(ranking, told[:, 1], likely, weight=likelihood_weight)
 
 
 if __name__ == "__main__":

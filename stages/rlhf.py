@@ -3,12 +3,14 @@
     models/tools + models/reward + data/preferences (prompts) -> models/rlhf   (Ziegler et al. 2019; Ouyang et al. 2022)
 
 The actor starts as models/tools, the critic as models/reward; only the actor is published. At every evaluation the same held-out
-prompts are answered: `proxy` is what the reward model says, `gold` the true score, which training never sees.
+prompts are answered: `proxy` is what training is paid by (`rlhf.rewards`), `gold` the true score, which training never sees.
 """
 
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+from torch import nn
 
 from pipeline import checkpoint
 from pipeline.evaluation import overoptimisation
@@ -66,8 +68,14 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
               for name in ("train", "test")}  # fmt: skip
     prompts = {name: answers.pair_prompts(split, config.max_new_tokens, params.kinds) for name, split in splits.items()}
     setting = Setting(start, config, job, judge_model.train(False).requires_grad_(False))
+    compared = None
+    if "preferred" in params.rewards:
+        compared = setting.preferred([*prompts["train"], *prompts["test"]])
+    if "learned" not in params.rewards:  # then what the reward model says is no value to begin with
+        nn.init.zeros_(critic.score.weight)
+        critic.reward_mean, critic.reward_std = 0.0, 1.0
     with setting.judge(params.sandbox, wanted=params.rewards) as judge:
-        scorer = Scorer(params.rewards, setting.resources(judge, call_reward))
+        scorer = Scorer(params.rewards, setting.resources(judge, call_reward, compared))
         carried = {"beta": params.ppo.beta}
         method = Method(
             sample=setting.sample, score=scorer,
@@ -76,7 +84,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
         )  # fmt: skip
         stream = RolloutStream(prompts["train"], config, method, pad=start.tokenizer.pad, seed=job.seed,
                                ranks=setting.ranks, state=carried)  # fmt: skip
-        held_out = overoptimisation.HeldOut(prompts["test"], setting, judge, params.held_out)
+        held_out = overoptimisation.HeldOut(prompts["test"], setting, judge, scorer, params.held_out)
         watchers = Watchers(
             first=first_steps.first_policy(
                 "val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from pipeline.learning.fit import fit, weights_of
 from pipeline.learning.objectives import Loss
 from pipeline.learning.objectives_pairs import PairLoss, dpo
 from pipeline.learning.objectives_policy import METHODS
+from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import PairConfig
 from pipeline.model.config import ModelConfig
+from pipeline.model.guesses import GuessingModel
 from pipeline.model.heads import ActorCritic, RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.reinforcement.estimators import PPOConfig
@@ -33,12 +36,13 @@ from pipeline.streams import records
 from pipeline.streams.preferences import PairBatch, PairStream
 from pipeline.streams.records import Pair
 from pipeline.text.tokenizer import Tokenizer
+from stages import reward
 from tests import test_bandit as bandit
 from tests.conftest import SENTENCES
 from tests.test_fit import job
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("dpo", "grpo", "ppo")
+KINDS = ("dpo", "reward", "grpo", "ppo")
 SMOOTH: dict[str, Any] = {"eps": 1e-2, "learning_rate": 1e-2}
 
 
@@ -50,7 +54,7 @@ def pair(number: int) -> Pair:
     return Pair(id=str(number), source="made", kind="story", prompt=said[0], chosen=said[1], rejected=said[2])
 
 
-def train_dpo(folder: Path, **runtime: Any) -> nn.Module:
+def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
     """Two updates of 8 pairs; the three pairs of the val split are one batch, so a second process has none."""
     tokenizer = Tokenizer.train(iter(SENTENCES), 320)
     data = folder / f"data-{os.environ.get('RANK', '0')}"
@@ -67,11 +71,17 @@ def train_dpo(folder: Path, **runtime: Any) -> nn.Module:
             reference = scoring_pairs.pair_logprobs(frozen, batch)
         return dpo(scoring_pairs.pair_logprobs(trained, batch), reference, losses)
 
+    trained, objective = (model, loss) if method == "dpo" else (
+        GuessingModel(RewardModel(model)),
+        partial(reward.loss, policy=frozen, centring=0.1, likelihood_weight=0.5),
+    )  # fmt: skip
     settings = PairConfig(steps=2, pairs=8, max_prompt=64, max_length=128, eval_steps=1, publish="last", **SMOOTH)
     one = job(folder, **runtime)
-    fit(model, stream, loss, settings, one)
+    fit(
+        trained, stream, objective, settings, one, watchers=Watchers(gradients_at=1)
+    )  # a zero head lets none through before
     keep_curve(one, folder)
-    return model
+    return trained
 
 
 def train_grpo(folder: Path, **runtime: Any) -> nn.Module:
@@ -103,7 +113,12 @@ def keep_curve(one: Any, folder: Path) -> None:
 
 def run(kind: str, folder: Path, **runtime: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    train = {"dpo": train_dpo, "grpo": train_grpo, "ppo": train_ppo}[kind]
+    train = {
+        "dpo": partial(train_pairs, method="dpo"),
+        "reward": partial(train_pairs, method="reward"),
+        "grpo": train_grpo,
+        "ppo": train_ppo,
+    }[kind]
     model = train(folder, logging_steps=1, **runtime)
     weights = {name: value.contiguous() for name, value in weights_of(model).items()}
     save_file(weights, folder / f"weights-{os.environ.get('RANK', '0')}.safetensors")

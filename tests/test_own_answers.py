@@ -1,4 +1,4 @@
-"""Pairs of a model's own answers: ordered by truth, at most one a prompt, and only where the truth is known."""
+"""Pairs of a model's own answers: ordered by truth, at most two a prompt, and only where the truth is known."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,12 +45,24 @@ def test_the_best_and_the_worst_answer_make_a_pair_and_equal_ones_none(byte_toke
     with Judge(SandboxConfig(), 1) as judge:
         (found,) = own_answers.pairs(saying(byte_tokenizer, texts), prompts, byte_tokenizer, judge, 1)
     assert (found.pair.id, found.pair.kind, found.pair.gold_chosen, found.pair.gold_rejected) == (
-        "own-mixed", "own code", 1.0, 0.0
+        "own-mixed-1", "own code", 1.0, 0.0
     )  # fmt: skip
     ids = byte_tokenizer.encode(RIGHT)
     assert found.chosen.ids.tolist() == [5, 6, 7, *ids, byte_tokenizer.turn_end]
     assert list(found.chosen.trained) == [False] * 3 + [True] * (len(ids) + 1)
     assert found.pair.rejected == [{"role": "assistant", "content": "no code"}]
+
+
+def test_the_next_best_and_the_next_worst_make_a_second_pair(byte_tokenizer: Tokenizer) -> None:
+    prompts = [prompt("mixed", {"entry_point": "double", "tests": TESTS})]
+    texts = [RIGHT, "no code", WRONG, RIGHT.replace("2 * x", "x + x")]
+    with Judge(SandboxConfig(), 1) as judge:
+        found = own_answers.pairs(saying(byte_tokenizer, texts), prompts, byte_tokenizer, judge, 1)
+    assert [(one.pair.id, one.pair.gold_chosen, one.pair.gold_rejected) for one in found] == [
+        ("own-mixed-1", 1.0, 0.0), ("own-mixed-2", 1.0, 0.2)
+    ]  # fmt: skip
+    said = [[message["content"] for message in (*one.pair.chosen, *one.pair.rejected)] for one in found]
+    assert said == [[texts[0], texts[1]], [texts[3], texts[2]]]
 
 
 def test_without_a_sandbox_code_has_no_truth_and_so_no_pair(byte_tokenizer: Tokenizer) -> None:

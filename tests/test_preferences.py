@@ -1,5 +1,6 @@
 """Pairs whose labels are true: scores by hand, the gap, the balance of lengths, the noise."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -117,6 +118,9 @@ def test_too_few_items_are_an_error_that_names_the_kind(some: list[Pair]) -> Non
 def test_code_scores_by_hand() -> None:
     block = wording.fenced("def solve(x):\n    return x")
     assert code_gold(block, 0.5) == pytest.approx(0.2 + 0.4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what the parser thinks of an answer's numbers is not for the console
+        assert code_gold("```python\nx = 1if True else 0\n```", 0.0) == pytest.approx(0.2)
     assert code_gold(block, 1.0) == 1.0
     assert code_gold(wording.fenced("def solve(x:"), 0.0) == 0.0
     assert code_gold("def solve(x):\n    return x", 0.0) == 0.0  # no block

@@ -20,7 +20,7 @@ from pipeline.streams.records import Problem
 from tests import rollouts
 from tests.test_answers import prompts
 
-PLAIN = Resources(max_new_tokens=16, pad=0)
+PLAIN = Resources(max_new_tokens=16)
 
 
 def answer(text: str, *, length: int = 4, finished: bool = True, **prompt: Any) -> Answer:
@@ -96,13 +96,14 @@ def test_a_part_that_is_not_known_makes_the_whole_unknown(lost: float | None, mo
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({}, "expected at least one of code_format, code, tool_call, length, learned"),
+        ({}, "expected at least one of code_format, code, tool_call, length, learned, preferred"),
         (
             {"length": 1.0, "style": 1.0},
-            "unknown reward 'style'; valid names: code_format, code, tool_call, length, learned",
+            "unknown reward 'style'; valid names: code_format, code, tool_call, length, learned, preferred",
         ),
         ({"code": 1.0}, "code needs the sandbox"),
         ({"learned": 1.0}, "learned needs a reward model"),
+        ({"preferred": 1.0}, "preferred needs a reward model"),
         ({"tool_call": 1.0}, "tool_call needs prompts"),
     ],
 )
@@ -117,13 +118,14 @@ def test_the_learned_part_is_the_reward_model_s_normalised(tiny_model: Transform
         model.score.weight.normal_(generator=torch.Generator().manual_seed(1))
     model.reward_mean, model.reward_std = 2.0, 0.25
     given = [rollouts.answer(prompt, 0, [9] * (1 + n)) for n, prompt in enumerate(prompts())]
-    found = Scorer({"learned": 1.0}, replace(PLAIN, reward_model=model))(given)
+    resources = replace(PLAIN, learned=lambda given: model.normalised(answers.raw_rewards(model, given, 0)).numpy())
+    found = Scorer({"learned": 1.0}, resources)(given)
     raw = answers.raw_rewards(model, given, 0)
     for one, value in zip(found, raw.tolist(), strict=True):
         assert one.parts["learned"] == pytest.approx((value - 2.0) / 0.25, rel=1e-5)
     with torch.no_grad():
         model.score.weight.fill_(math.nan)
-    assert [one.total for one in Scorer({"learned": 1.0}, replace(PLAIN, reward_model=model))(given)] == [None] * 3
+    assert [one.total for one in Scorer({"learned": 1.0}, resources)(given)] == [None] * 3
 
 
 DOUBLE = [{"args": "[1]", "expected": "2", "visible": True}, {"args": "[2]", "expected": "4", "visible": False},

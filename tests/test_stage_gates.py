@@ -281,7 +281,7 @@ def test_a_reward_model_with_a_rate_of_0_is_told_that_its_trunk_never_trains(
     workspace: Workspace, updates: list[float]
 ) -> None:
     """Its head stays at zero, which lets no gradient through: the gate of its second step."""
-    assert_refused(workspace, "reward", r"group \w+: no gradient arrives at trunk\.", learning_rate=0.0)
+    assert_refused(workspace, "reward", r"group \w+: no gradient arrives at model\.trunk\.", learning_rate=0.0)
     assert len(updates) == 1
 
 

@@ -62,14 +62,20 @@ def message_of(text: str) -> Message:
     return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})
 
 
-def curve_row(scores: Sequence[float | None], proxies: Sequence[float], seed: int) -> dict[str, float]:
+def curve_row(scores: Sequence[float | None], proxies: Sequence[float | None], seed: int) -> dict[str, float]:
     """`proxy`, and `gold` with its 95 % interval where truth is known."""
-    row = {"proxy": float(np.mean(proxies))}
+    row = {"proxy": mean(proxies)}
     told = [score for score in scores if score is not None]
     if told:
         interval = ratio(told, generator=generator("gold", seed))
         row |= {"gold": interval.value, "gold_low": interval.low, "gold_high": interval.high}
     return row
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """Of those that are known; NaN where none is."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else math.nan
 
 
 def best_of_n(proxies: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from pipeline.device import generator, stable_hash
 from pipeline.evaluation import gold
 from pipeline.evaluation.intervals import paired_difference
 from pipeline.reinforcement.answers import Answer, Prompt
+from pipeline.reinforcement.rewards import Scorer
 from pipeline.reinforcement.setting import Setting
 from pipeline.sandbox.judge import Judge
 from pipeline.text import chat
@@ -39,10 +40,12 @@ class HeldOutConfig:
 class HeldOut:
     """Held-out prompts and what their answers are worth."""
 
-    def __init__(self, prompts: list[Prompt], setting: Setting, judge: Judge | None, config: HeldOutConfig) -> None:
+    def __init__(self, prompts: list[Prompt], setting: Setting, judge: Judge | None, scorer: Scorer,
+                 config: HeldOutConfig) -> None:  # fmt: skip
+        """`scorer` is the one that training asks: its totals are the proxy."""
         order = sorted(prompts, key=lambda prompt: stable_hash("held out", prompt.id))
         self.prompts = order[: config.eval_prompts]
-        self.setting, self.judge, self.config = setting, judge, config
+        self.setting, self.judge, self.scorer, self.config = setting, judge, scorer, config
 
     def row(self, step: int) -> dict[str, float]:
         """A point of the curve."""
@@ -88,7 +91,10 @@ class HeldOut:
         return self.setting.held_out([(prompt, 0) for prompt in self.prompts], of_reference=of_reference)
 
     def _row(self, answers: list[Answer]) -> dict[str, float]:
-        row = gold.curve_row(gold.gold(answers, self.judge), self.setting.proxies(answers).tolist(), self.setting.seed)
+        scores = self.scorer(answers)
+        row = gold.curve_row(gold.gold(answers, self.judge), [score.total for score in scores], self.setting.seed)
+        for name in self.scorer.weights:
+            row[f"held_out/{name}"] = gold.mean([score.parts[name] for score in scores])
         kl, k3 = self.setting.divergence(answers)
         return row | {"kl": kl, "kl_k3": k3, "length": float(np.mean([len(answer.ids) for answer in answers]))}
 
@@ -98,6 +104,7 @@ class HeldOut:
         answers = self.setting.held_out(asked, of_reference=True)
         scores = np.array([np.nan if s is None else s for s in gold.gold(answers, self.judge)])
         shape = (len(prompts), self.config.best_of)
-        proxies, table = self.setting.proxies(answers).reshape(shape), scores.reshape(shape)
-        whole = ~np.isnan(table).any(1)
+        totals = np.array([np.nan if score.total is None else score.total for score in self.scorer(answers)])
+        proxies, table = totals.reshape(shape), scores.reshape(shape)
+        whole = ~np.isnan(table + proxies).any(1)
         return gold.best_of_n(proxies[whole], table[whole]) if whole.any() else []

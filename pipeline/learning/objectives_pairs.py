@@ -8,13 +8,15 @@ Not here: the log-probabilities (`scoring.py`). Not promised: losses that need m
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.learning.objectives import Loss, Term
+
+LEAST_LIKELY = -5.0  # nats: rarer than one in 148
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
         "mean_reward": (both.sum(), 2 * num),
     }
     return Loss(terms, metrics, {"min_reward": both.amin(), "max_reward": both.amax()} if num else {})
+
+
+def with_likelihood(loss: Loss, guessed: Tensor, told: Tensor, *, weight: float) -> Loss:
+    """The loss and weight * the squared error of guessed log-probabilities (N,), a mean over the answers' tokens.
+
+    What is told (N,), in nats, counts down to -5: from there on a token is a surprise and no more.
+    """
+    error = (guessed - told.clamp(min=LEAST_LIKELY)).square().sum()
+    return replace(loss, terms=[*loss.terms, Term("likelihood", error, "tokens", weight)])
 
 
 def untrained_loss(margins: Tensor) -> float:

@@ -7,6 +7,7 @@
 | `tool_call`   | 1: right by BFCL's rules; else 0.1 * parses + 0.4 * (name right) * (argument F1)                         |
 | `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 unfinished; c = max_new / 4                     |
 | `learned`     | the reward model, normalised                                                                             |
+| `preferred`   | its chance to be preferred to the reference's answers, less one half (`preferred.py`)                    |
 
 A part maps answers to numbers or None: None where it cannot be told, which never counts as 0 (the whole answer is then
 unscorable). The total is the sum of weight * part, clipped to +-10. Not promised: that a reward cannot be gamed; the
@@ -17,9 +18,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pipeline.errors import ConfigError, DataError
-from pipeline.model.heads import RewardModel
-from pipeline.reinforcement.answers import Answer, raw_rewards
+from pipeline.reinforcement.answers import Answer
 from pipeline.sandbox.judge import Judge, Program, Verdict
 from pipeline.streams.records import Pair, Problem
 from pipeline.text import fenced
@@ -42,9 +44,9 @@ class Resources:
     """What the parts need; a part whose resource is missing is refused when the scorer is made."""
 
     max_new_tokens: int
-    pad: int
     judge: Judge | None = None
-    reward_model: RewardModel | None = None
+    learned: Callable[[Sequence[Answer]], np.ndarray] | None = None  # a reward model's normalised scores, (n,)
+    preferred: Part | None = None  # preferred.Preferred, where prompts were asked
     call_score: Callable[[Pair, str], float] | None = None  # evaluation/tools.call_reward
 
 
@@ -64,8 +66,10 @@ class Scorer:
                 raise ConfigError(f"rewards: unknown reward {name!r}; valid names: {', '.join(PARTS)}")
         if "code" in self.weights and self.resources.judge is None:
             raise ConfigError("rewards: code needs the sandbox")
-        if "learned" in self.weights and self.resources.reward_model is None:
+        if "learned" in self.weights and self.resources.learned is None:
             raise ConfigError("rewards: learned needs a reward model")
+        if "preferred" in self.weights and self.resources.preferred is None:
+            raise ConfigError("rewards: preferred needs a reward model and the reference's answers")
         if "tool_call" in self.weights and self.resources.call_score is None:
             raise ConfigError("rewards: tool_call needs prompts whose right call is known")
 
@@ -141,9 +145,16 @@ def length(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
 
 def learned(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
     """The reward model's score, normalised by its mean and spread over the base model's answers."""
-    model = scorer.resources.reward_model
-    assert model is not None
-    return [float(value) for value in model.normalised(raw_rewards(model, answers, scorer.resources.pad))]
+    score = scorer.resources.learned
+    assert score is not None
+    return [float(value) for value in score(answers)]
+
+
+def preferred(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
+    """How often the answer would be preferred to the reference's."""
+    score = scorer.resources.preferred
+    assert score is not None
+    return score(answers)
 
 
 def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
@@ -163,4 +174,5 @@ def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
 
 PARTS: dict[str, Callable[[Scorer, Sequence[Answer]], list[float | None]]] = {
     "code_format": code_format, "code": code, "tool_call": tool_call, "length": length, "learned": learned,
+    "preferred": preferred,
 }  # fmt: skip

@@ -20,6 +20,7 @@ from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.reinforcement import answers
 from pipeline.reinforcement.answers import Answer, Prompt
+from pipeline.reinforcement.preferred import Preferred
 from pipeline.reinforcement.rewards import Resources
 from pipeline.reinforcement.rollout import RolloutConfig
 from pipeline.sandbox.judge import Judge, SandboxConfig
@@ -82,16 +83,31 @@ class Setting:
         with self.hardware.autocast():
             return answers.values_of(critic, given, self.pad)
 
-    def proxies(self, given: Sequence[Answer]) -> np.ndarray:
+    def learned(self, given: Sequence[Answer]) -> np.ndarray:
         """The reward model's normalised scores, (n,)."""
         assert self.reward_model is not None
         with self.hardware.autocast():
             return self.reward_model.normalised(answers.raw_rewards(self.reward_model, given, self.pad)).numpy()
 
-    def resources(self, judge: Judge | None, call_score: Callable[[Pair, str], float] | None = None) -> Resources:
+    def preferred(self, prompts: Sequence[Prompt]) -> Preferred:
+        """What compares answers to these prompts with the reference's own."""
+        assert self.reward_model is not None
+        std = self.reward_model.reward_std
+        found = Preferred(lambda given: self.learned(given) * std)
+        seed = device.stable_hash("preferred", self.seed) % 2**62
+        with self.start.reference.model(self.hardware.device) as frozen:
+            found.ask(prompts, lambda asked: self._answers(frozen, asked, self.config.temperature, seed))
+        return found
+
+    def resources(
+        self,
+        judge: Judge | None,
+        call_score: Callable[[Pair, str], float] | None = None,
+        preferred: Preferred | None = None,
+    ) -> Resources:
         """What the rewards may use."""
-        return Resources(max_new_tokens=self.config.max_new_tokens, pad=self.pad, judge=judge,
-                         reward_model=self.reward_model, call_score=call_score)  # fmt: skip
+        return Resources(max_new_tokens=self.config.max_new_tokens, judge=judge, call_score=call_score,
+                         learned=self.learned if self.reward_model else None, preferred=preferred)  # fmt: skip
 
     def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
         """The sandbox for these rewards, as `judge_or_none`."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline.device import stable_hash
 from pipeline.errors import DataError
@@ -49,6 +50,11 @@ class PairBatch:
         """True at the last token of each row, (2P, T): where a reward is read."""
         last = (self.documents >= 0).sum(1) - 1
         return torch.arange(self.documents.shape[1], device=last.device) == last[:, None]
+
+    @property
+    def said(self) -> Tensor:
+        """True at the answers' tokens as inputs, (2P, T); in their order they are the targets that are not -100."""
+        return functional.pad(self.targets[:, :-1] >= 0, (1, 0))
 
     def to(self, device: torch.device | str) -> "PairBatch":
         """The same batch on another device."""

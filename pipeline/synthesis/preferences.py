@@ -11,7 +11,6 @@ a share e of the training pairs: the best accuracy is then 1 - e.
 Code is judged by the function handed in (the sandbox's judge stands above this floor).
 """
 
-import ast
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from pipeline.streams.records import Dialogue, Message, Pair, Problem
 from pipeline.synthesis import mistakes, stories, tools, wording
 from pipeline.synthesis.story_check import check
 from pipeline.synthesis.story_edits import edits
+from pipeline.text import fenced
 
 MIN_GAP = 0.1
 BEST_CHOSEN = 0.85  # the share of prompts whose best answer is the better one of its pairs, where lengths allow it
@@ -89,10 +89,8 @@ def code_gold(content: str, passed: float) -> float:
     """Score of an answer to a problem from the share of hidden tests it passed."""
     pieces = content.split("```python\n")
     block = pieces[1].partition("\n```")[0] if len(pieces) == 2 else ""
-    try:
-        parses = bool(block) and bool(ast.parse(block).body)
-    except (SyntaxError, ValueError):
-        parses = False
+    module = fenced.tree(block)
+    parses = module is not None and bool(module.body)
     return 0.2 * parses + 0.8 * passed
 
 

@@ -24,7 +24,7 @@ def answer(text: str, record: Pair | Problem) -> Answer:
 def test_an_answer_without_code_passes_no_test() -> None:
     """Bug museum: empty output earns 1 (volcengine/verl 7853). Nothing failed, so all had passed."""
     with Judge(SandboxConfig(limits=Limits(cpu_seconds=2.0)), 1) as judge:
-        scorer = Scorer({"code": 1.0}, Resources(max_new_tokens=16, pad=0, judge=judge))
+        scorer = Scorer({"code": 1.0}, Resources(max_new_tokens=16, judge=judge))
         assert [one.total for one in scorer([answer(text, PROBLEM) for text in NOTHING])] == [0.0] * len(NOTHING)
         sources = [None, "", " \n", "# f\n"]
         verdicts = list(judge.judge(Program(source=source, entry_point="f", tests=TESTS) for source in sources))
@@ -47,6 +47,6 @@ def test_an_answer_that_says_nothing_is_no_right_call_and_no_right_refusal(calle
     record = rollouts.prompt(0).record
     assert isinstance(record, Pair)
     record = replace(record, kind="tools", tools=[tool], truth={"right": right})
-    scorer = Scorer({"tool_call": 1.0}, Resources(max_new_tokens=16, pad=0, call_score=call_reward))
+    scorer = Scorer({"tool_call": 1.0}, Resources(max_new_tokens=16, call_score=call_reward))
     assert [one.total for one in scorer([answer("", record), answer(" \n", record)])] == [0.0, 0.0]
     assert scorer([answer("No.", record)])[0].total == (0.0 if called else 1.0)
