@@ -29,12 +29,13 @@ class HeldOutConfig:
     """What is measured beside training."""
 
     eval_prompts: int = 200  # held-out prompts that every evaluation answers
+    report_samples: int = 1  # answers to each of them at the end, where policy and reference are compared
     best_of: int = 16  # answers of the reference for the best-of-n line, to
     best_of_prompts: int = 64  # so many of them; 0: no such line
 
     def __post_init__(self) -> None:
-        if self.eval_prompts < 2 or self.best_of < 1 or not self.best_of_prompts >= 0:
-            raise ValueError("expected eval_prompts >= 2, best_of >= 1, best_of_prompts >= 0")
+        if self.eval_prompts < 2 or min(self.best_of, self.report_samples) < 1 or not self.best_of_prompts >= 0:
+            raise ValueError("expected eval_prompts >= 2, report_samples >= 1, best_of >= 1, best_of_prompts >= 0")
 
 
 class HeldOut:
@@ -49,22 +50,24 @@ class HeldOut:
 
     def row(self, step: int) -> dict[str, float]:
         """A point of the curve."""
-        return self._row(self._answered())
+        return self._row(self.setting.held_out([(prompt, 0) for prompt in self.prompts]))
 
     def report(self) -> dict[str, Any]:
         """The policy against its reference at the end, and best-of-n."""
-        after, before = self._answered(), self._answered(of_reference=True)
-        scores = [gold.gold(answers, self.judge) for answers in (before, after)]
-        report: dict[str, Any] = {"held_out": {"prompts": len(self.prompts)}}
+        samples = self.config.report_samples
+        asked = [(prompt, sample) for prompt in self.prompts for sample in range(samples)]
+        after, before = (self.setting.held_out(asked, of_reference=frozen) for frozen in (False, True))
+        columns = [_by_prompt(gold.gold(answers, self.judge), samples) for answers in (before, after)]
+        report: dict[str, Any] = {"held_out": {"prompts": len(self.prompts), "samples": samples}}
         for kind in ("", *sorted({prompt.kind for prompt in self.prompts})):
-            places = [n for n, prompt in enumerate(self.prompts) if kind in ("", prompt.kind)]
-            told = [n for n in places if scores[0][n] is not None and scores[1][n] is not None]
-            if not told:
+            mine = np.array([kind in ("", prompt.kind) for prompt in self.prompts])
+            told = mine & ~np.isnan(columns[0]) & ~np.isnan(columns[1])
+            if not told.any():
                 continue
-            columns = [[float(side[n] or 0.0) for n in told] for side in scores]
-            moved = paired_difference((columns[0], None), (columns[1], None), generator=generator("gold", kind))
-            part = {"gold_before": float(np.mean(columns[0])), "gold": float(np.mean(columns[1])), "gain": moved.value,
-                    "gain_low": moved.low, "gain_high": moved.high, "n": len(told)}  # fmt: skip
+            first, last = (column[told].tolist() for column in columns)
+            moved = paired_difference((first, None), (last, None), generator=generator("gold", kind))
+            part = {"gold_before": float(np.mean(first)), "gold": float(np.mean(last)), "gain": moved.value,
+                    "gain_low": moved.low, "gain_high": moved.high, "n": int(told.sum())}  # fmt: skip
             report["held_out"] |= {kind: part} if kind else part
         row = self._row(after)
         report["held_out"] |= {name: row[name] for name in ("kl", "kl_k3", "length", "proxy")}
@@ -87,9 +90,6 @@ class HeldOut:
                           "finished": after.finished})  # fmt: skip
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
-    def _answered(self, *, of_reference: bool = False) -> list[Answer]:
-        return self.setting.held_out([(prompt, 0) for prompt in self.prompts], of_reference=of_reference)
-
     def _row(self, answers: list[Answer]) -> dict[str, float]:
         scores = self.scorer(answers)
         row = gold.curve_row(gold.gold(answers, self.judge), [score.total for score in scores], self.setting.seed)
@@ -108,3 +108,8 @@ class HeldOut:
         proxies, table = totals.reshape(shape), scores.reshape(shape)
         whole = ~np.isnan(table + proxies).any(1)
         return gold.best_of_n(proxies[whole], table[whole]) if whole.any() else []
+
+
+def _by_prompt(scores: list[float | None], samples: int) -> np.ndarray:
+    """The mean score of each prompt's answers, NaN where one of them is not known."""
+    return np.array([np.nan if score is None else score for score in scores]).reshape(-1, samples).mean(1)

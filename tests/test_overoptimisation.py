@@ -1,0 +1,84 @@
+"""Policy against reference on held-out prompts: means over a prompt's answers, paired by prompt, apart by kind."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pipeline.evaluation import gold
+from pipeline.evaluation.overoptimisation import HeldOut, HeldOutConfig
+from pipeline.reinforcement.answers import Answer, Prompt
+from pipeline.reinforcement.rewards import Resources, Scorer
+from pipeline.streams.records import Pair
+
+# true scores of the answers: prompt -> (the reference's, the policy's), a None is not known
+SCORES: dict[str, tuple[list[float | None], list[float | None]]] = {
+    "a": ([0.0, 0.5], [1.0, 1.0]), "b": ([0.5, 0.5], [0.5, 1.0]), "c": ([1.0, 0.0], [0.0, 0.0]), "d": ([0.5, None], [1.0, 1.0]),
+}  # fmt: skip
+KINDS = {"a": "code", "b": "code", "c": "tools", "d": "tools"}
+
+
+def prompts() -> list[Prompt]:
+    found = []
+    for name, kind in KINDS.items():
+        pair = Pair(id=name, source="made", kind=kind, prompt=[], chosen=[], rejected=[], truth={})
+        found.append(Prompt(name, [1], kind, pair))
+    return found
+
+
+class Setting:
+    """Answers whose text says where they come from."""
+
+    seed = 1
+
+    def held_out(self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
+        who = 0 if of_reference else 1
+        return [
+            Answer(prompt, n, [5] * (2 + who), [-1.0] * (2 + who), True, f"{prompt.id}{who}{n}") for prompt, n in asked
+        ]
+
+    def divergence(self, given: Sequence[Answer]) -> tuple[float, float]:
+        return 0.25 * len(given), 0.5
+
+
+def held_out(monkeypatch: pytest.MonkeyPatch, **config: Any) -> HeldOut:
+    def truth(answers: Sequence[Answer], judge: Any) -> list[float | None]:
+        return [SCORES[one.text[0]][int(one.text[1])][int(one.text[2])] for one in answers]
+
+    monkeypatch.setattr(gold, "gold", truth)
+    resources = Resources(max_new_tokens=8, preferred=lambda given: [len(one.ids) / 10 for one in given])
+    scorer = Scorer({"preferred": 2.0}, resources)
+    setting: Any = Setting()
+    return HeldOut(prompts(), setting, None, scorer, HeldOutConfig(best_of_prompts=0, **config))
+
+
+def test_each_prompt_counts_once_by_the_mean_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a: 0.25 -> 1, b: 0.5 -> 0.75, c: 0.5 -> 0; d has an answer of unknown worth and is left out."""
+    told = held_out(monkeypatch, report_samples=2).report()["held_out"]
+    assert (told["prompts"], told["samples"], told["n"]) == (4, 2, 3)
+    assert (told["gold_before"], told["gold"]) == (pytest.approx(1.25 / 3), pytest.approx(1.75 / 3))
+    assert told["gain"] == pytest.approx(0.5 / 3)
+    assert told["gain_low"] < told["gain"] < told["gain_high"]
+    assert {name: told["code"][name] for name in ("gold_before", "gold", "n")} == {
+        "gold_before": 0.375,
+        "gold": 0.875,
+        "n": 2,
+    }
+    assert told["tools"]["gain"] == -0.5
+    assert (told["kl"], told["length"], told["proxy"]) == (
+        2.0,
+        3.0,
+        pytest.approx(0.6),
+    )  # of all 8 answers of the policy
+
+
+def test_a_point_of_the_curve_has_what_training_is_paid_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = held_out(monkeypatch).row(0)
+    assert row["gold"] == pytest.approx((1.0 + 0.5 + 0.0 + 1.0) / 4)  # the first answer to each
+    assert (row["proxy"], row["held_out/preferred"]) == (pytest.approx(0.6), pytest.approx(0.3))
+
+
+@pytest.mark.parametrize("wrong", [{"report_samples": 0}, {"eval_prompts": 1}, {"best_of": 0}])
+def test_counts_that_measure_nothing_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="report_samples >= 1"):
+        HeldOutConfig(**wrong)
