@@ -1,0 +1,217 @@
+"""GGUF, the file that llama.cpp, Ollama and their relatives read: written from a model, and read back for the proof.
+
+    model, tokenizer  --write-->  <name>-<kind>.gguf      kind: f32, f16, bf16 or q8_0
+    file  --read-->  Contents: the weights as numbers again, the vocabulary, all keys
+
+llama.cpp's converter refuses tokenizers that it does not know, so the file is written here, by the `gguf` package. Queries and
+keys are not permuted: Qwen's rotation pairs halves in both worlds, and a `llama` file, whose rotation pairs neighbours, is
+refused. Matrices are in the kind's type, q8_0 where a row divides by its block of 32 and f16 elsewhere; vectors stay f32.
+
+Not here: what another program computes from the file (`benchmarks/exports.py`). Only files written here are meant to be read.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import TokenType
+from torch import Tensor
+
+from pipeline.errors import ModelError
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Transformer
+from pipeline.text.template import TEMPLATE
+from pipeline.text.tokenizer import PATTERN, Tokenizer
+
+TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0}
+FILE_TYPES = {
+    "f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16, "bf16": gguf.LlamaFileType.MOSTLY_BF16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+}  # fmt: skip
+ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2}
+# llama.cpp's name of a split pattern (src/llama-vocab.cpp), by the pattern itself: a near miss would split some text otherwise
+SPLITS = {PATTERN: "qwen2"}
+FILLER = "<|unused_"
+
+
+def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str, name: str) -> None:
+    """Write a causal model; `serialized` is the text of its tokenizer.json. Raises ModelError for what llama.cpp would read otherwise than it is."""
+    config = model.config
+    if kind not in TYPES:
+        raise ModelError(f"gguf: expected one of {', '.join(TYPES)}, got {kind!r}")
+    if config.attention != "causal" or config.family not in ARCHITECTURES:
+        found = config.family if config.attention == "causal" else "bidirectional"
+        raise ModelError(f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {found}")
+    writer = gguf.GGUFWriter(path, config.family)
+    try:
+        _add_shape(writer, config, kind, name)
+        _add_tokenizer(writer, tokenizer, vocabulary(serialized, config.vocab_size))
+        for label, tensor in tensors(model):
+            _add_tensor(writer, label, tensor, TYPES[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, kind: str, name: str) -> None:
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_file_type(FILE_TYPES[kind])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_context_length(config.max_context)
+    writer.add_embedding_length(config.width)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(config.d_ff)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, found: "Vocabulary") -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(found.split)
+    writer.add_token_list(found.tokens)
+    writer.add_token_types(found.types)
+    writer.add_token_merges(found.merges)
+    writer.add_eos_token_id(tokenizer.turn_end)
+    writer.add_eot_token_id(tokenizer.turn_end)
+    writer.add_pad_token_id(tokenizer.pad)
+    writer.add_add_bos_token(False)
+    for role in ("pre", "suf", "mid", "pad"):
+        whole = {"pre": "prefix", "suf": "suffix", "mid": "middle", "pad": "pad"}[role]
+        writer.add_uint32(f"tokenizer.ggml.fim_{role}_token_id", getattr(tokenizer, f"fim_{whole}"))
+    writer.add_chat_template(found.template)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer in llama.cpp's words."""
+
+    tokens: list[str]  # by id, bytes as GPT-2's characters
+    types: list[int]  # gguf.TokenType of each
+    merges: list[str]  # "a b"
+    split: str  # the name of the split pattern
+    template: str  # of a conversation, Jinja
+
+
+def vocabulary(serialized: str, rows: int) -> Vocabulary:
+    """A tokenizer.json's part of the file; ids up to `rows` that no token has are filled.
+
+    Raises ModelError for a split or a normaliser that llama.cpp does not know.
+    """
+    state = json.loads(serialized)
+    parts = state["pre_tokenizer"].get("pretokenizers", [])
+    splits = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
+    if len(splits) != 1 or splits[0] not in SPLITS or state["normalizer"] is not None:
+        raise ModelError(
+            f"gguf: expected a split pattern that llama.cpp has a name for and no normaliser, found "
+            f"{splits} and {state['normalizer']}; add its name to SPLITS in pipeline/export/gguf.py"
+        )
+    tokens = [f"{FILLER}{id_}|>" for id_ in range(rows)]
+    types = [int(TokenType.UNUSED)] * rows
+    for content, id_ in state["model"]["vocab"].items():
+        tokens[id_], types[id_] = content, int(TokenType.NORMAL)
+    for entry in state["added_tokens"]:
+        spare = entry["content"].startswith(FILLER)
+        kind = TokenType.UNUSED if spare else TokenType.CONTROL if entry["special"] else TokenType.USER_DEFINED
+        tokens[entry["id"]], types[entry["id"]] = entry["content"], int(kind)
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in state["model"]["merges"]]
+    return Vocabulary(tokens, types, merges, SPLITS[splits[0]], TEMPLATE)
+
+
+def tensors(model: Transformer) -> list[tuple[str, Tensor]]:
+    """GGUF's name of each weight, and the weight in float32; a tied head is not there."""
+    config = model.config
+    names = gguf.get_tensor_name_map(ARCHITECTURES[config.family], config.layers)
+    found = []
+    for name, tensor in model.state_dict().items():
+        label = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if label is None:
+            raise ModelError(f"gguf: no name for {name}; is this a plain {config.family} model?")
+        if not (config.tied and name == "lm_head.weight"):
+            found.append((label, tensor.detach().float().cpu()))
+    return found
+
+
+def _add_tensor(writer: gguf.GGUFWriter, label: str, tensor: Tensor, wanted: Type) -> None:
+    values = tensor.contiguous().numpy()
+    kind = Type.F32 if values.ndim == 1 else wanted
+    if kind is Type.Q8_0 and values.shape[-1] % gguf.GGML_QUANT_SIZES[Type.Q8_0][0]:
+        kind = Type.F16
+    if kind is Type.F32:
+        writer.add_tensor(label, values)
+    elif kind is Type.F16:
+        if np.abs(values).max() > np.finfo(np.float16).max:
+            raise ModelError(f"gguf: {label} has values above 65,504, which f16 cannot hold; use bf16 or f32")
+        writer.add_tensor(label, values.astype(np.float16))
+    else:
+        writer.add_tensor(label, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file says."""
+
+    model: Transformer
+    vocabulary: Vocabulary
+    keys: dict[str, Any]
+
+
+def read(path: Path) -> Contents:
+    """Read a file that `write` made. Raises ModelError where a key or a weight is missing, or does not fit the shape."""
+    try:
+        reader = gguf.GGUFReader(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not a GGUF file ({error})") from error
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    try:
+        model = _model(keys, {tensor.name: tensor for tensor in reader.tensors}, path)
+        ggml = "tokenizer.ggml."
+        words = Vocabulary(keys[f"{ggml}tokens"], keys[f"{ggml}token_type"], keys[f"{ggml}merges"], keys[f"{ggml}pre"],
+                           keys["tokenizer.chat_template"])  # fmt: skip
+    except KeyError as error:
+        raise ModelError(f"{path}: {error} is missing") from error
+    return Contents(model, words, keys)
+
+
+def _model(keys: dict[str, Any], stored: dict[str, Any], path: Path) -> Transformer:
+    family = keys["general.architecture"]
+    if family not in ARCHITECTURES:
+        raise ModelError(f"{path}: expected one of {', '.join(ARCHITECTURES)}, found {family!r}")
+    config = ModelConfig(
+        vocab_size=keys[f"{family}.vocab_size"],
+        width=keys[f"{family}.embedding_length"],
+        layers=keys[f"{family}.block_count"],
+        heads=keys[f"{family}.attention.head_count"],
+        kv_heads=keys[f"{family}.attention.head_count_kv"],
+        head_dim=keys[f"{family}.attention.key_length"],
+        d_ff=keys[f"{family}.feed_forward_length"],
+        max_context=keys[f"{family}.context_length"],
+        rope_theta=keys[f"{family}.rope.freq_base"],
+        tied="output.weight" not in stored,
+        bias=family == "qwen2",
+        norm_eps=keys[f"{family}.attention.layer_norm_rms_epsilon"],
+    )
+    model = Transformer(config)
+    with torch.no_grad():
+        names = gguf.get_tensor_name_map(ARCHITECTURES[family], config.layers)
+        for name, parameter in model.state_dict().items():
+            if config.tied and name == "lm_head.weight":
+                continue
+            tensor = stored[names.get_name(name, try_suffixes=(".weight", ".bias")) or name]
+            values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+            if values.shape != parameter.shape:
+                raise ModelError(f"{path}: {tensor.name} is {tuple(values.shape)}, expected {tuple(parameter.shape)}")
+            parameter.copy_(values)
+    return model.train(False)
