@@ -54,7 +54,7 @@ class PairBatch:
     @property
     def said(self) -> Tensor:
         """True at the answers' tokens as inputs, (2P, T); in their order they are the targets that are not -100."""
-        return functional.pad(self.targets[:, :-1] >= 0, (1, 0))
+        return functional.pad(self.targets >= 0, (1, -1))  # one to the right
 
     def to(self, device: torch.device | str) -> "PairBatch":
         """The same batch on another device."""
