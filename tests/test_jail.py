@@ -342,6 +342,21 @@ def test_runs_are_alike_whatever_the_hash_seed_and_the_time_zone(monkeypatch):
     assert frames[0] == frames[1] and frames[0][0][2] == 0
 
 
+def test_threads_locks_and_chance_work_in_a_child_though_no_handler_runs_at_its_fork():
+    source = (
+        "import concurrent.futures, logging, os, random, threading\n"
+        "def f():\n"
+        "    logging.getLogger('a').warning('said')\n"
+        "    with concurrent.futures.ThreadPoolExecutor(2) as pool: doubled = list(pool.map(lambda n: 2 * n, range(4)))\n"
+        "    main = threading.main_thread()\n"
+        "    alone = threading.current_thread() is main and main.is_alive() and threading.active_count() == 1\n"
+        "    return [doubled, alone, random.random() == random.Random(0).random()]"
+    )
+    program = Program(source=source, entry_point="f", tests=[{"args": "[]", "expected": "[[0, 2, 4, 6], True, True]"}])
+    with Judge(SandboxConfig(), 1) as judge:
+        assert [verdict.verdict for verdict in judge.judge([program] * 2)] == ["passed", "passed"]
+
+
 @pytest.mark.slow
 def test_a_preloaded_module_can_be_imported_and_another_cannot():
     source = "import jinja2\ndef f(): return jinja2.Template('{{ a }}').render(a=3)"

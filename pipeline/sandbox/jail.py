@@ -45,13 +45,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+# The handlers of threading, random and logging would run Python in every child, 170 pages of it: a sixth of what a child
+# costs. A server has one thread, and a child seeds anew.
+_register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
 sys.path.insert(0, str(Path(__file__).parent))  # -P left it out; the neighbours are taken without the project package
-import child
-import kernel
-import scratch
-import shell
-import trial
-from watch import Watch
+import child  # noqa: E402
+import kernel  # noqa: E402
+import scratch  # noqa: E402
+import shell  # noqa: E402
+import trial  # noqa: E402
+from watch import Watch  # noqa: E402
 
 sys.path.pop(0)
 
@@ -59,7 +62,7 @@ sys.path.pop(0)
 # dearer, so those that cannot work in here (asyncio, subprocess, multiprocessing) and OpenSSL stay out.
 MODULES = """
 abc argparse array ast base64 binascii bisect builtins calendar cmath codecs collections collections.abc colorsys
-concurrent.futures contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib enum errno
+concurrent.futures.thread contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib enum errno
 fileinput fnmatch fractions functools gc glob graphlib hashlib heapq hmac html html.parser inspect io ipaddress itertools
 json keyword linecache locale logging math numbers operator os pathlib pickle platform pprint queue random re reprlib
 secrets select shlex signal socket stat statistics string stringprep struct sys tempfile textwrap threading
@@ -111,6 +114,7 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
     sys.modules[WITHOUT_OPENSSL] = None  # pyright: ignore[reportArgumentType]
     for name in [*MODULES.split(), *(FILE_MODULES.split() if profile == "files" else ()), *preload]:
         importlib.import_module(name)
+    os.register_at_fork = _register_at_fork
     builtins.exit = builtins.quit = sys.exit  # programs call them; `site`, which -S leaves out, would define them
     sys.path_importer_cache.clear()
     os.environ.clear()
