@@ -1,0 +1,249 @@
+"""Seconds a step and peak memory of our training stages beside trl 1.12.0's trainers: same weights, rows, lengths, precision.
+
+    pip install trl==1.12.0; python benchmarks/rl_step.py [grpo rloo ppo dpo reward lora tools] [--steps 6] [--repeats 3]
+
+Run from the root of a built repository. Each side of each method runs in a process of its own, by turns; a step is what lies
+between two draws of a batch, in reinforcement learning a whole iteration: sampling, scoring, the reference, the update. The first
+step warms up and is not counted. Both sides: float32, AdamW, one micro-batch, 64 answers of at most 64 tokens, 8 pairs, or
+4 rows of 512 packed tokens; rewards need no sandbox. Goals: half of trl's time a step in reinforcement learning, never more memory.
+
+Ours is the stage as `dvc repro` runs it, so its peak holds reading the data, the evaluations and the export too.
+"""
+
+import argparse
+import json
+import os
+import resource
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+METHODS = ("grpo", "rloo", "ppo", "dpo", "reward", "lora", "tools")
+ROLLING = ("grpo", "rloo", "ppo")
+ANSWERS, TOKENS, PAIRS, ROWS, CONTEXT, RATE = 64, 64, 8, 4, 512, 1e-5
+ROLLOUTS = {
+    "max_prompt": 256, "max_new_tokens": TOKENS, "epochs": 1, "minibatches": 1, "optimizer": "adamw",
+    "learning_rate": RATE,
+}  # fmt: skip
+STAGES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> stage, its keys
+    "grpo": ("grpo", ROLLOUTS | {"method": "grpo", "prompts": 8, "samples": 8, "eval_problems": 8}),
+    "rloo": ("grpo", ROLLOUTS | {"method": "rloo", "prompts": 8, "samples": 8, "eval_problems": 8}),
+    "ppo": ("rlhf", ROLLOUTS | {"prompts": 64, "samples": 1, "kinds": "[code]", "rewards": "{learned: 1.0, preferred: 0.0}",
+                                "eval_prompts": 8, "best_of": 2, "best_of_prompts": 2, "report_samples": 1}),
+    "dpo": ("dpo", {"pairs": PAIRS, "precompute_reference": "false"}),
+    "reward": ("reward", {"pairs": PAIRS, "extra_layers": 0, "likelihood_weight": 0.0, "own_prompts": 8}),
+    "lora": ("lora", {"tokens_per_step": ROWS * CONTEXT, "context": CONTEXT, "rank": 16, "alpha": 32, "dropout": 0.0}),
+    "tools": ("tools", {"tokens_per_step": ROWS * CONTEXT, "context": CONTEXT, "optimizer": "adamw", "learning_rate": RATE}),
+}  # fmt: skip
+
+
+def lines(path: Path, keep: Callable[[dict[str, Any]], bool], count: int) -> list[dict[str, Any]]:
+    """The first `count` records that are kept."""
+    with path.open(encoding="utf-8") as file:
+        return list(islice((record for line in file if keep(record := json.loads(line))), count))
+
+
+def scratch(folder: Path, built: Path) -> None:
+    """A working directory with few records: pairs of code, problems, and dialogues without tools; models by links."""
+    sources = {
+        "preferences": lambda record: record["kind"] == "code",
+        "dialogues": lambda record: all(isinstance(m["content"], str) and "tool_calls" not in m for m in record["messages"]),
+        "problems": lambda record: True,
+    }  # fmt: skip
+    for name, keep in sources.items():
+        for file in (built / "data" / name).glob("*.jsonl"):
+            to = folder / "data" / name / file.name
+            to.parent.mkdir(parents=True, exist_ok=True)
+            found = lines(file, keep, 16 if file.stem in ("val", "test") else 400)
+            to.write_text("".join(json.dumps(record) + "\n" for record in found), encoding="utf-8")
+    (folder / "models").mkdir()
+    for model in ("code", "tools", "reward"):
+        (folder / "models" / model).symlink_to(built / "models" / model)
+    for name in ("conf", "params.yaml", "pipeline", "stages"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def stamped(cls: type, name: str, stamps: list[float]) -> None:
+    """Note the time of each call of a method."""
+    method = getattr(cls, name)
+
+    def listening(*given: Any, **named: Any) -> Any:
+        stamps.append(time.perf_counter())
+        return method(*given, **named)
+
+    setattr(cls, name, listening)
+
+
+def ours(method: str, steps: int) -> list[float]:
+    """Run the stage in the working directory; when it drew its batches."""
+    from pipeline.reinforcement.rollout import RolloutStream
+    from pipeline.streams.packed import PackedStream
+    from pipeline.streams.preferences import PairStream
+
+    stamps: list[float] = []
+    for cls in (RolloutStream, PackedStream, PairStream):
+        stamped(cls, "rows", stamps)
+    stage, keys = STAGES[method]
+    keys |= {"iterations" if method in ROLLING else "steps": steps, "eval_steps": steps}
+    rows = ANSWERS if method in ROLLING else PAIRS if method in ("dpo", "reward") else ROWS
+    runtime = {"precision": "fp32", "micro_batch": rows, "save_minutes": 1000.0, "logging_steps": steps}
+    sys.argv = [stage, "scale=smoke", *(f"{stage}.{key}={value}" for key, value in keys.items()),
+                *(f"runtime.{key}={value}" for key, value in runtime.items())]  # fmt: skip
+    try:
+        runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    return stamps[-steps:]
+
+
+def theirs(method: str, steps: int) -> list[float]:
+    """Run trl's trainer; when its steps began."""
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportAttributeAccessIssue]
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+
+    def model_of(name: str, kind: Any = AutoModelForCausalLM, **named: Any) -> Any:
+        return kind.from_pretrained(f"models/{name}", dtype=torch.float32, **named)
+
+    stamps: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            stamps.append(time.perf_counter())
+
+    common: dict[str, Any] = {
+        "output_dir": "out", "learning_rate": RATE, "lr_scheduler_type": "constant", "bf16": False, "report_to": [],
+        "gradient_checkpointing": False, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained("models/tools")
+    given: dict[str, Any] = {"processing_class": tokenizer, "callbacks": [Clock()]}
+    pairs = [
+        {name: r[name] for name in ("prompt", "chosen", "rejected")}
+        for r in lines(Path("data/preferences/train.jsonl"), bool, 400)
+    ]
+    if method in ("grpo", "rloo"):
+        import trl
+
+        asked = [
+            {"prompt": [{"role": "user", "content": r["question"]}]}
+            for r in lines(Path("data/problems/rl.jsonl"), bool, 400)
+        ]
+        name = method.upper()
+        config = getattr(trl, f"{name}Config")(
+            per_device_train_batch_size=ANSWERS, num_generations=8, max_completion_length=TOKENS, max_steps=steps,
+            beta=0.01 if method == "grpo" else 0.05, **common,
+        )  # fmt: skip
+        trainer = getattr(trl, f"{name}Trainer")(
+            model_of("tools"), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(asked), **given
+        )
+    elif method == "ppo":
+        from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+        ids = [
+            tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=False)
+            for pair in pairs
+        ]
+        data = Dataset.from_list([{"input_ids": row} for row in ids if len(row) <= 256])
+        config = PPOConfig(
+            per_device_train_batch_size=ANSWERS, gradient_accumulation_steps=1, num_mini_batches=1, num_ppo_epochs=1,
+            total_episodes=ANSWERS * steps, local_rollout_forward_batch_size=ANSWERS, response_length=TOKENS,
+            num_sample_generations=0, stop_token="eos", kl_coef=0.05, **common,
+        )  # fmt: skip
+        judges = [model_of("reward", AutoModelForSequenceClassification, num_labels=1) for _ in range(2)]
+        trainer = PPOTrainer(config, model=model_of("tools"), ref_model=model_of("tools"), reward_model=judges[0],
+                             value_model=judges[1], train_dataset=data, eval_dataset=data, **given)  # fmt: skip
+    elif method in ("dpo", "reward"):
+        import trl
+
+        name = {"dpo": "DPO", "reward": "Reward"}[method]
+        config = getattr(trl, f"{name}Config")(per_device_train_batch_size=PAIRS, max_steps=steps, **common)
+        start = (
+            model_of("tools")
+            if method == "dpo"
+            else model_of("tools", AutoModelForSequenceClassification, num_labels=1)
+        )
+        trainer = getattr(trl, f"{name}Trainer")(start, args=config, train_dataset=Dataset.from_list(pairs), **given)
+    else:
+        from peft import LoraConfig
+        from trl import SFTConfig, SFTTrainer
+
+        rows = [{"messages": r["messages"]} for r in lines(Path("data/dialogues/train.jsonl"), bool, 400)]
+        config = SFTConfig(per_device_train_batch_size=ROWS, max_length=CONTEXT, packing=True, packing_strategy="wrapped",
+                           max_steps=steps, **common)  # fmt: skip
+        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if method == "lora" else None
+        trainer = SFTTrainer(
+            model_of("code"), args=config, train_dataset=Dataset.from_list(rows), peft_config=adapter, **given
+        )
+    trainer.train()
+    return stamps
+
+
+def reward(completions: list[Any], **_: object) -> list[float]:
+    """Of its length, so that no sandbox is needed."""
+    return [-len(str(completion)) / 100 for completion in completions]
+
+
+def side(who: str, method: str, steps: int) -> None:
+    """In a process of its own, in the working directory: one line of JSON."""
+    stamps = {"ours": ours, "theirs": theirs}[who](method, steps)
+    taken = [later - earlier for earlier, later in pairwise(stamps)]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    sys.stdout.write(json.dumps({"seconds": statistics.median(taken[1:]), "peak_mib": round(peak)}) + "\n")
+
+
+def measured(who: str, method: str, steps: int, built: Path) -> dict[str, float]:
+    """One run of one side."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        scratch(folder, built)
+        environment = os.environ | {"STAGECOACH_WORK": str(folder / ".work"), "STAGECOACH_MLFLOW": "off"}
+        command = [sys.executable, __file__, method, "--steps", str(steps), "--side", who]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{method}, {who}: {done.stderr[-3000:]}")
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    """A line for each method: medians of both sides, their ratio, and peak memory."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("methods", nargs="*", default=METHODS)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--side", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.methods) - set(METHODS):
+        parser.error(f"expected methods of {', '.join(METHODS)}, got {', '.join(sorted(unknown))}")
+    if arguments.steps < 3:
+        parser.error("expected at least 3 steps: the first one warms up")
+    if arguments.side:
+        side(arguments.side, arguments.methods[0], arguments.steps)
+        return
+    for method in arguments.methods:
+        runs = [
+            {who: measured(who, method, arguments.steps, Path.cwd()) for who in ("ours", "theirs")}
+            for _ in range(arguments.repeats)
+        ]
+        middle = {
+            who: {key: statistics.median(run[who][key] for run in runs) for key in ("seconds", "peak_mib")}
+            for who in ("ours", "theirs")
+        }
+        ratios = [run["ours"]["seconds"] / run["theirs"]["seconds"] for run in runs]
+        sys.stdout.write(json.dumps({"method": method, **middle, "time_ratio": round(statistics.median(ratios), 3),
+                                     "ratios": [round(ratio, 3) for ratio in ratios]}) + "\n")  # fmt: skip
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
