@@ -342,12 +342,9 @@ def convert(value: Value, kind: Any, where: str) -> Any:
             return float(raw)
         except ValueError:
             raise ConfigError(wrong) from None
-    if (
-        kind is Any
-        or (kind is type(None) and raw is None)
-        or (kind is bool and isinstance(raw, bool))
-        or (kind is str and isinstance(raw, str))
-    ):
+    if kind is type(None) and raw in (None, "none"):
+        return None
+    if kind is Any or (kind is bool and isinstance(raw, bool)) or (kind is str and isinstance(raw, str)):
         return raw
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):
         return raw

@@ -61,6 +61,17 @@ def test_command_line_beats_params_beats_scale_beats_default(repository: Path) -
     assert resolved(repository, "rlhf.kl=1").kl == 1.0
 
 
+def test_none_takes_away_what_the_scale_file_says_where_it_may_be_absent(repository: Path) -> None:
+    assert resolved(repository).fit.steps == 7
+    assert resolved(repository, "rlhf.steps=none").fit.steps is None
+    write(repository, "rlhf: {rate: 1e-3, steps: none}")
+    assert resolved(repository).fit.steps is None
+    with pytest.raises(ConfigError, match=r"rlhf\.rate: expected float, got \"none\""):
+        resolved(repository, "rlhf.rate=none")
+    grpo = stage_params("grpo", Settings(ROOT, ["scale=demo", "grpo.adapter=none"]))
+    assert grpo.adapter is None and stage_params("grpo", Settings(ROOT, ["scale=demo"])).adapter is not None
+
+
 def test_preset_lies_between_params_and_scale(repository: Path) -> None:
     (repository / "conf/preset/rlhf").mkdir(parents=True)
     (repository / "conf/preset/rlhf/paper.yaml").write_text("kl: 0.7\nrate: 9.0\n")
