@@ -114,7 +114,7 @@ def alignment(run: Run) -> list[dict[str, Any]]:
     line = run.stages.get("rlhf", {}).get("best_of_n") or []
     for title, column, unit in (
         ("Gold against divergence", "gold", "true score, 0 to 1"),
-        ("Proxy against divergence", "proxy", "reward model, in its standard deviations"),
+        ("Proxy against divergence", "proxy", "what training pays for"),
     ):
         points = [(float(r["kl"]), float(r[column])) for r in run.curves.get("rlhf", []) if _number(r, "kl", column)]
         series = [
