@@ -38,7 +38,7 @@ ROLLOUTS = {
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> stage, its keys
     "grpo": ("grpo", ROLLOUTS | {"method": "grpo", "prompts": 8, "samples": 8, "eval_problems": 8}),
     "rloo": ("grpo", ROLLOUTS | {"method": "rloo", "prompts": 8, "samples": 8, "eval_problems": 8}),
-    "ppo": ("rlhf", ROLLOUTS | {"prompts": 64, "samples": 1, "kinds": "[code]", "rewards": "{learned: 1.0, preferred: 0.0}",
+    "ppo": ("rlhf", ROLLOUTS | {"prompts": 64, "samples": 1, "kinds": "[code]", "rewards": "{learned: 1.0}",
                                 "eval_prompts": 8, "best_of": 2, "best_of_prompts": 2, "report_samples": 1}),
     "dpo": ("dpo", {"pairs": PAIRS, "precompute_reference": "false"}),
     "reward": ("reward", {"pairs": PAIRS, "extra_layers": 0, "likelihood_weight": 0.0, "own_prompts": 8}),
@@ -108,7 +108,7 @@ def ours(method: str, steps: int) -> list[float]:
 
 
 def theirs(method: str, steps: int) -> list[float]:
-    """Run trl's trainer; when its steps began."""
+    """Run trl's trainer; when its steps ended."""
     import torch
     from datasets import Dataset  # pyright: ignore[reportAttributeAccessIssue]
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
@@ -119,7 +119,7 @@ def theirs(method: str, steps: int) -> list[float]:
     stamps: list[float] = []
 
     class Clock(TrainerCallback):
-        def on_step_begin(self, *_: object, **__: object) -> None:
+        def on_step_end(self, *_: object, **__: object) -> None:
             stamps.append(time.perf_counter())
 
     common: dict[str, Any] = {
@@ -150,6 +150,7 @@ def theirs(method: str, steps: int) -> list[float]:
     elif method == "ppo":
         from trl.experimental.ppo import PPOConfig, PPOTrainer
 
+        tokenizer.padding_side = "left"
         ids = [
             tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=False)
             for pair in pairs
