@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import checkpoint
 from pipeline.errors import GateError
-from pipeline.export import huggingface
+from pipeline.export import huggingface, parity
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 
@@ -20,6 +20,9 @@ LINEAGE = {"key": "0123456789abcdef", "made_by": "fedcba", "inputs": {"models/to
 @pytest.fixture
 def out(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> Path:
     huggingface.export(tiny_model, byte_tokenizer, LINEAGE, tmp_path / "deploy", name="stagecoach-tools")
+    (tmp_path / "deploy/gguf").mkdir()
+    (tmp_path / "deploy/gguf/a.gguf").write_bytes(b"GGUF")
+    huggingface.seal(tmp_path / "deploy")
     return tmp_path / "deploy"
 
 
@@ -27,9 +30,12 @@ def test_every_file_has_its_checksum(out: Path) -> None:
     lines = (out / "SHA256SUMS").read_text().splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     assert sums == {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.iterdir() if p.name != "SHA256SUMS"
+        str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in out.rglob("*") if p.is_file() and p.name != "SHA256SUMS"
     }  # fmt: skip
-    assert "README.md" in sums and "model.safetensors" in sums
+    assert {"README.md", "model.safetensors", "gguf/a.gguf"} <= sums.keys()
+    huggingface.seal(out)  # again: its own sum is not in it
+    assert (out / "SHA256SUMS").read_text().splitlines() == lines
 
 
 def test_the_card_states_the_facts_and_leaves_no_gap(
@@ -44,8 +50,15 @@ def test_the_card_states_the_facts_and_leaves_no_gap(
 
 def test_the_export_equals_its_model(out: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -> None:
     proof = huggingface.verify(tiny_model, byte_tokenizer, out)
-    assert proof == {"max_difference": 0.0, "probe_tokens": len(byte_tokenizer.encode(huggingface.PROBE.read_text())), "greedy_equal": 64}  # fmt: skip
-    assert proof["probe_tokens"] > 1000
+    tokens = len(byte_tokenizer.encode(parity.PROBE.read_text(encoding="utf-8")))
+    assert proof == {
+        "max_difference": 0.0,
+        "perplexity": 0.0,
+        "probe_tokens": tokens,
+        "greedy_equal": 64,
+        "greedy_tokens": 64,
+    }
+    assert tokens > 1000
 
 
 @pytest.mark.parametrize("value", [1e-3, float("nan")])

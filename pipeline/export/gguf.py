@@ -22,7 +22,8 @@ from gguf import GGMLQuantizationType as Type
 from gguf import TokenType
 from torch import Tensor
 
-from pipeline.errors import ModelError
+from pipeline.errors import GateError, ModelError
+from pipeline.export import parity
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.text.template import TEMPLATE
@@ -157,6 +158,17 @@ def _add_tensor(writer: gguf.GGUFWriter, label: str, tensor: Tensor, wanted: Typ
         writer.add_tensor(label, values.astype(np.float16))
     else:
         writer.add_tensor(label, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+def verify(
+    path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str
+) -> dict[str, float | int]:
+    """Read a file back and compare it with what it was written from. Raises GateError when it is another model or vocabulary."""
+    found = read(path)
+    if found.vocabulary != vocabulary(serialized, model.config.vocab_size):
+        raise GateError(f"{path}: read back, the vocabulary is not the tokenizer's")
+    ids = tokenizer.encode(parity.PROBE.read_text(encoding="utf-8"))
+    return parity.check(parity.compare(model, found.model, ids), kind, path)
 
 
 @dataclass(frozen=True)

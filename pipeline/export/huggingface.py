@@ -10,20 +10,18 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline import checkpoint
 from pipeline.errors import GateError
-from pipeline.generation.sampling import Sampling, generate
+from pipeline.export import parity
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 
-PROBE = Path(__file__).parent / "probe.txt"
 CARD = Path(__file__).parent / "card.md"
+SUMS = "SHA256SUMS"
 
 
 def export(model: Transformer, tokenizer: Tokenizer, lineage: dict[str, Any], out: Path, *, name: str) -> None:
-    """Write the directory with its card and SHA256SUMS."""
+    """Write the directory with its card."""
     checkpoint.save(out, model, tokenizer, lineage)
     rows = "\n".join(f"| {key} | `{value}` |" for key, value in sorted(lineage.items()) if not isinstance(value, dict))
     facts = {"NAME": name, "PARAMETERS": f"{model.num_parameters():,}", "CONTEXT": str(model.config.max_context),
@@ -32,38 +30,20 @@ def export(model: Transformer, tokenizer: Tokenizer, lineage: dict[str, Any], ou
     for key, value in facts.items():
         card = card.replace(f"@{key}@", value)
     (out / "README.md").write_text(card, encoding="utf-8")
-    files = sorted(p for p in out.rglob("*") if p.is_file())
+
+
+def seal(out: Path) -> None:
+    """Write SHA256SUMS, as `sha256sum --check` reads it, of every file below `out`."""
+    files = sorted(p for p in out.rglob("*") if p.is_file() and p != out / SUMS)
     sums = "".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(out)}\n" for p in files)
-    (out / "SHA256SUMS").write_text(sums)
+    (out / SUMS).write_text(sums, encoding="utf-8")
 
 
-@torch.no_grad()
-def verify(model: Transformer, tokenizer: Tokenizer, out: Path, *, greedy_tokens: int = 64) -> dict[str, float | int]:
-    """Read `out` back and compare it with `model`. Raises GateError when anything differs.
-
-    Returns the largest difference of log-probabilities over the probe, its token count, and the greedy tokens compared.
-    """
+def verify(model: Transformer, tokenizer: Tokenizer, out: Path) -> dict[str, float | int]:
+    """Read `out` back and compare it with `model`. Raises GateError when anything differs. See `parity.Found`."""
     again, their_tokenizer = checkpoint.load(out)
-    text = PROBE.read_text(encoding="utf-8")
+    text = parity.PROBE.read_text(encoding="utf-8")
     ids = tokenizer.encode(text)
     if their_tokenizer.encode(text) != ids or tokenizer.decode(ids) != text:
         raise GateError(f"{out}: the exported tokenizer splits the probe differently or does not give it back")
-    model.train(False)
-    again.train(False)
-    difference = 0.0
-    window = min(256, model.config.max_context)
-    for first in range(0, len(ids), window):
-        batch = torch.tensor([ids[first : first + window]])
-        mine, theirs = (torch.log_softmax(m(batch).float(), dim=-1) for m in (model, again))
-        difference = max(difference, float((mine - theirs).abs().nan_to_num(nan=float("inf")).max()))
-    prompt = ids[: min(32, model.config.max_context // 2)]
-    greedy_tokens = min(greedy_tokens, model.config.max_context - len(prompt))
-    greedy = [
-        generate(m, [prompt], Sampling(max_new_tokens=greedy_tokens), stop=(), seeds=[0])[0].ids for m in (model, again)
-    ]
-    same = sum(a == b for a, b in zip(*greedy, strict=True))
-    if difference != 0.0 or same != greedy_tokens:
-        raise GateError(
-            f"{out}: read back, log-probabilities differ by {difference:.2e} and {same}/{greedy_tokens} greedy tokens agree"
-        )
-    return {"max_difference": difference, "probe_tokens": len(ids), "greedy_equal": same}
+    return parity.check(parity.compare(model, again, ids), "huggingface", out)
