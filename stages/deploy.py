@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import checkpoint
-from pipeline.export import gguf, huggingface, ollama
+from pipeline.export import card, gguf, huggingface, ollama
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
 from pipeline.text.tokenizer import Tokenizer
@@ -39,13 +39,14 @@ def run(params: Params, job: Job, *, base: Path, out: Path) -> None:
     model, tokenizer = checkpoint.load(base)
     name = f"stagecoach-{params.model}"
     lineage = job.lineage | {"model": params.model, "made_by": checkpoint.lineage(base).get("key", "elsewhere")}
-    huggingface.export(model, tokenizer, lineage, out, name=name)
+    huggingface.export(model, tokenizer, lineage, out)
     parity = {"huggingface": huggingface.verify(model, tokenizer, out)}
     parity |= {kind: write_gguf(model, tokenizer, out, kind=kind, name=name) for kind in params.gguf}
-    if params.gguf:
-        weights = f"../gguf/{name}-{params.gguf[-1]}.gguf"
-        ollama.write(out / "ollama/Modelfile", weights, model.config.max_context, temperature=0.7)
-    huggingface.seal(out)
+    shown = f"gguf/{name}-{params.gguf[-1]}.gguf" if params.gguf else None
+    if shown is not None:
+        ollama.write(out / "ollama/Modelfile", f"../{shown}", model.config.max_context, temperature=0.7)
+    card.write(out, model, tokenizer, lineage, parity, name=name, gguf=shown)
+    huggingface.seal(out)  # last: the sums are of everything
     job.report(model=params.model, parameters=model.num_parameters(), parity=parity)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import checkpoint
 from pipeline.errors import GateError
-from pipeline.export import huggingface, parity
+from pipeline.export import card, huggingface, parity
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 
@@ -19,11 +19,14 @@ LINEAGE = {"key": "0123456789abcdef", "made_by": "fedcba", "inputs": {"models/to
 
 @pytest.fixture
 def out(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> Path:
-    huggingface.export(tiny_model, byte_tokenizer, LINEAGE, tmp_path / "deploy", name="stagecoach-tools")
-    (tmp_path / "deploy/gguf").mkdir()
-    (tmp_path / "deploy/gguf/a.gguf").write_bytes(b"GGUF")
-    huggingface.seal(tmp_path / "deploy")
-    return tmp_path / "deploy"
+    out = tmp_path / "deploy"
+    huggingface.export(tiny_model, byte_tokenizer, LINEAGE, out)
+    proof = {"huggingface": huggingface.verify(tiny_model, byte_tokenizer, out)}
+    card.write(out, tiny_model, byte_tokenizer, LINEAGE, proof, name="stagecoach-tools", gguf="gguf/a.gguf")
+    (out / "gguf").mkdir()
+    (out / "gguf/a.gguf").write_bytes(b"GGUF")
+    huggingface.seal(out)
+    return out
 
 
 def test_every_file_has_its_checksum(out: Path) -> None:
@@ -41,11 +44,12 @@ def test_every_file_has_its_checksum(out: Path) -> None:
 def test_the_card_states_the_facts_and_leaves_no_gap(
     out: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer
 ) -> None:
-    card = (out / "README.md").read_text()
-    assert "@" not in card
+    text = (out / "README.md").read_text()
+    assert "@" not in text
     for fact in ("# stagecoach-tools", f"{tiny_model.num_parameters():,} parameters", "context 256", "BPE of 320 tokens",
-                 byte_tokenizer.hash[:16], "| key | `0123456789abcdef` |", "| made_by | `fedcba` |"):  # fmt: skip
-        assert fact in card
+                 byte_tokenizer.hash[:16], "| key | `0123456789abcdef` |", "| made_by | `fedcba` |", "-m models/deploy/gguf/a.gguf",
+                 "ollama create stagecoach-tools -f", "| this directory | 0 | +0.000% | 64 of 64 |"):  # fmt: skip
+        assert fact in text
 
 
 def test_the_export_equals_its_model(out: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -> None:
@@ -82,7 +86,7 @@ def test_a_short_context_is_proved_over_what_it_holds(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     short = Transformer(replace(tiny_model.config, max_context=48), torch.Generator().manual_seed(0))
-    huggingface.export(short, byte_tokenizer, {}, tmp_path / "short", name="short")
+    huggingface.export(short, byte_tokenizer, {}, tmp_path / "short")
     assert huggingface.verify(short, byte_tokenizer, tmp_path / "short")["greedy_equal"] == 24
 
 

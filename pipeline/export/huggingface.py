@@ -1,4 +1,4 @@
-"""The Hugging Face directory of a chosen model: weights, tokenizer, template, model card, checksums, and their proof.
+"""The Hugging Face directory of a chosen model: weights, tokenizer, template, checksums, and their proof.
 
     models/<name> -> models/deploy, read back and compared on probe.txt
 
@@ -16,20 +16,12 @@ from pipeline.export import parity
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 
-CARD = Path(__file__).parent / "card.md"
 SUMS = "SHA256SUMS"
 
 
-def export(model: Transformer, tokenizer: Tokenizer, lineage: dict[str, Any], out: Path, *, name: str) -> None:
-    """Write the directory with its card."""
+def export(model: Transformer, tokenizer: Tokenizer, lineage: dict[str, Any], out: Path) -> None:
+    """Write the directory, without its card."""
     checkpoint.save(out, model, tokenizer, lineage)
-    rows = "\n".join(f"| {key} | `{value}` |" for key, value in sorted(lineage.items()) if not isinstance(value, dict))
-    facts = {"NAME": name, "PARAMETERS": f"{model.num_parameters():,}", "CONTEXT": str(model.config.max_context),
-             "VOCABULARY": str(tokenizer.vocab_size), "TOKENIZER": tokenizer.hash[:16], "LINEAGE": rows}  # fmt: skip
-    card = CARD.read_text(encoding="utf-8")
-    for key, value in facts.items():
-        card = card.replace(f"@{key}@", value)
-    (out / "README.md").write_text(card, encoding="utf-8")
 
 
 def seal(out: Path) -> None:
