@@ -1,0 +1,270 @@
+"""The engine says what each request would hear alone, shares what begins alike, and loses nobody for another's fault."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.errors import InputError
+from pipeline.generation.sampling import Sampling, generate
+from pipeline.model.transformer import Transformer
+from pipeline.serve.engine import CHUNK, Ended, Engine, Event, QueueFull, Request, Said, Ticket
+
+WARM = Sampling(24, temperature=0.9, top_p=0.95)
+
+
+class Heard:
+    """A listener, and what it heard."""
+
+    def __init__(self) -> None:
+        self.said: list[Said] = []
+        self.end: Ended | None = None
+        self.done = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Said):
+            self.said.append(event)
+        else:
+            assert self.end is None, "a request ends once"
+            self.end = event
+            self.done.set()
+
+    @property
+    def ids(self) -> list[int]:
+        return [one.token for one in self.said]
+
+
+def ask(engine: Engine, ids: list[int], sampling: Sampling = WARM, seed: int = 0, **named: Any) -> tuple[Heard, Ticket]:
+    heard = Heard()
+    return heard, engine.submit(Request(ids=ids, sampling=sampling, seed=seed, listener=heard, **named))
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return torch.randint(20, 320, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+
+
+def finished(engine: Engine, *heard: Heard) -> None:
+    """Steps until all of them ended; the thread is not started."""
+    for _ in range(500):
+        if all(one.end for one in heard):
+            return
+        engine.step()
+    raise AssertionError("no end after 500 steps")
+
+
+def alone(model: Transformer, ids: list[int], sampling: Sampling, seed: int, stop: tuple[int, ...] = ()) -> list[int]:
+    return generate(model, [ids], sampling, stop=stop, seeds=[seed])[0].ids
+
+
+@pytest.fixture
+def engine(tiny_model: Transformer) -> Engine:
+    return Engine(tiny_model, rows=4, queue=8)
+
+
+def test_every_request_hears_what_it_would_hear_alone(engine: Engine, tiny_model: Transformer) -> None:
+    """200 requests of every length and way to sample, four at a time, in and out."""
+    ways = [
+        Sampling(8, temperature=0.9, top_p=0.95),
+        Sampling(5),
+        Sampling(6, temperature=1.3, top_k=40),
+        Sampling(1, temperature=0.7),
+    ]
+    cases = [(prompt(n // 6, 1 + 7 * n % 90), ways[n % 4], n // 2) for n in range(200)]
+    asked: list[Heard] = []
+    for ids, sampling, seed in cases:
+        while len(engine.waiting) > 6:
+            engine.step()
+        asked.append(ask(engine, ids, sampling, seed)[0])
+    finished(engine, *asked)
+    for (ids, sampling, seed), heard in zip(cases, asked, strict=True):
+        assert heard.ids == alone(tiny_model, ids, sampling, seed)
+        assert heard.end is not None and (heard.end.reason, heard.end.new_tokens) == ("length", sampling.max_new_tokens)
+    assert sum(heard.end.cached_tokens for heard in asked if heard.end) > 1000  # and beginnings were shared
+
+
+def test_logprobs_are_the_model_s_own(engine: Engine, tiny_model: Transformer) -> None:
+    """Over prompts read in chunks, shared beginnings and ragged rows: as one forward pass says, at temperature 1."""
+    long = prompt(1, 200)
+    first, second = ask(engine, long, top=5)[0], ask(engine, prompt(2, 3), top=5)[0]
+    finished(engine, first, second)
+    third = ask(engine, [*long[:150], *prompt(3, 20)], top=5)[0]
+    finished(engine, third)
+    assert third.end is not None and third.end.cached_tokens == 150
+    for ids, heard in ((long, first), (prompt(2, 3), second), ([*long[:150], *prompt(3, 20)], third)):
+        with torch.no_grad():
+            whole = tiny_model(torch.tensor([ids + heard.ids]))[0].log_softmax(-1)
+        for place, said in enumerate(heard.said):
+            row = whole[len(ids) - 1 + place]
+            assert said.logprob == pytest.approx(float(row[said.token]), abs=1e-5)
+            assert [token for token, _ in said.top] == row.topk(5).indices.tolist()
+            assert [value for _, value in said.top] == pytest.approx(row.topk(5).values.tolist(), abs=1e-5)
+
+
+def test_a_long_prompt_stops_no_neighbour(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.serve.engine.CHUNK", 16)
+    engine = Engine(tiny_model, rows=2)
+    first = ask(engine, prompt(1, 5))[0]
+    engine.step()
+    long = ask(engine, prompt(2, 160))[0]
+    for step in range(1, 11):
+        engine.step()
+        assert len(first.said) == 1 + step and len(long.said) == (step == 10)
+    finished(engine, first, long)
+    assert long.ids == alone(tiny_model, prompt(2, 160), WARM, 0)
+    assert CHUNK == 256
+
+
+def test_a_conversation_reads_only_what_is_new_and_a_busy_row_is_copied(
+    engine: Engine, tiny_model: Transformer
+) -> None:
+    ids = prompt(5, 60)
+    first = ask(engine, ids)[0]
+    finished(engine, first)
+    longer = ids + first.ids + prompt(6, 10)
+    second = ask(engine, longer)[0]
+    engine.step()
+    third = ask(engine, [*longer[:70], *prompt(7, 9)])[0]  # while the row still speaks
+    finished(engine, second, third)
+    assert (
+        second.end is not None and second.end.cached_tokens == len(ids) + len(first.ids) - 1
+    )  # its last word was not fed
+    assert third.end is not None and third.end.cached_tokens == 70
+    for given, heard in ((longer, second), ([*longer[:70], *prompt(7, 9)], third)):
+        assert heard.ids == alone(tiny_model, given, WARM, 0)
+    again = ask(engine, longer)[0]  # all of it is known, and its last token is read all the same
+    finished(engine, again)
+    assert again.end is not None and again.end.cached_tokens == len(longer) - 1 and again.ids == second.ids
+
+
+def test_rows_of_another_owner_are_not_read(engine: Engine) -> None:
+    finished(engine, first := ask(engine, prompt(5, 60), owner="a")[0])
+    finished(engine, other := ask(engine, prompt(5, 60), owner="b")[0])
+    assert other.end is not None and other.end.cached_tokens == 0 and other.ids == first.ids
+
+
+def test_stop_tokens_end_and_are_not_said(engine: Engine, tiny_model: Transformer) -> None:
+    free = alone(tiny_model, prompt(3, 9), WARM, 0)
+    stop = free[7]
+    finished(engine, heard := ask(engine, prompt(3, 9), stop=(stop,))[0])
+    assert heard.ids == free[: free.index(stop)]
+    assert heard.end is not None and (heard.end.reason, heard.end.new_tokens) == ("stop", len(heard.ids))
+
+
+def test_bias_moves_the_choice_and_not_the_logprob(engine: Engine, tiny_model: Transformer) -> None:
+    ids = prompt(3, 9)
+    finished(engine, heard := ask(engine, ids, Sampling(3), bias={77: 100.0})[0])
+    assert heard.ids == [77, 77, 77]
+    with torch.no_grad():
+        logprobs = tiny_model(torch.tensor([ids]))[0, -1].log_softmax(-1)
+    assert heard.said[0].logprob == pytest.approx(float(logprobs[77]), abs=1e-5)
+
+
+def test_the_context_ends_an_answer(engine: Engine) -> None:
+    finished(engine, heard := ask(engine, prompt(1, 250))[0])
+    assert heard.end is not None and (heard.end.reason, heard.end.new_tokens) == ("length", 6)
+
+
+def test_cancelled_requests_are_gone_by_the_next_step(engine: Engine, tiny_model: Transformer) -> None:
+    running = [ask(engine, prompt(n, 5)) for n in range(4)]
+    engine.step()
+    waiting = [ask(engine, prompt(n, 5)) for n in range(10, 13)]
+    running[1][1].cancel()
+    waiting[0][1].cancel()
+    engine.step()
+    for heard, count in ((running[1][0], 1), (waiting[0][0], 0)):
+        assert heard.end is not None and (heard.end.reason, len(heard.said)) == ("cancelled", count)
+    assert waiting[1][0].said and not waiting[2][0].said  # the free row went to the next
+    finished(engine, *(heard for heard, _ in running + waiting))
+    assert running[2][0].ids == alone(tiny_model, prompt(2, 5), WARM, 0)
+
+
+def test_time_is_up_for_running_and_waiting_requests(tiny_model: Transformer) -> None:
+    engine = Engine(tiny_model, rows=1)
+    running, waiting = (ask(engine, prompt(n, 5), seconds=0.0)[0] for n in range(2))
+    engine.step()
+    assert [heard.end.reason if heard.end else None for heard in (running, waiting)] == ["timeout", "timeout"]
+
+
+def test_a_listener_that_fails_loses_its_own_request_alone(engine: Engine, tiny_model: Transformer) -> None:
+    def poisoned(event: Event) -> None:
+        raise OSError("gone")
+
+    others = [ask(engine, prompt(n, 5))[0] for n in range(3)]
+    engine.submit(Request(ids=prompt(9, 5), sampling=WARM, seed=0, listener=poisoned))
+    engine.step()
+    assert engine.busy == 3
+    finished(engine, *others)
+    assert [heard.ids for heard in others] == [alone(tiny_model, prompt(n, 5), WARM, 0) for n in range(3)]
+
+
+def test_a_full_queue_refuses_and_a_free_one_takes(tiny_model: Transformer) -> None:
+    engine = Engine(tiny_model, rows=1, queue=2)
+    heard = [ask(engine, prompt(n, 5))[0] for n in range(3)]
+    with pytest.raises(QueueFull):
+        ask(engine, prompt(4, 5))
+    finished(engine, heard[0])
+    ask(engine, prompt(4, 5))
+
+
+@pytest.mark.parametrize(("ids", "message"), [
+    ([], "the prompt has 0 tokens; expected 1 to 255"), ([1] * 256, "the prompt has 256 tokens"), ([3, 320], "token 320 is not"),
+    ([-1], "token -1 is not"),
+])  # fmt: skip
+def test_what_can_never_be_served_is_refused(engine: Engine, ids: list[int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ask(engine, ids)
+
+
+# the thread
+
+
+@pytest.fixture
+def running(tiny_model: Transformer) -> Iterator[Engine]:
+    with Engine(tiny_model, rows=2, queue=100) as engine:
+        yield engine
+
+
+def in_time(heard: Heard) -> Ended:
+    assert heard.done.wait(30), "no answer in 30 seconds"
+    assert heard.end is not None
+    return heard.end
+
+
+def test_many_threads_ask_at_once(running: Engine, tiny_model: Transformer) -> None:
+    found: dict[int, Heard] = {}
+
+    def one(number: int) -> None:
+        for n in range(number, number + 5):
+            found[n], _ = ask(running, prompt(n, 1 + n % 30), seed=n)
+            in_time(found[n])
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(0, 40, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {n: heard.ids for n, heard in found.items()} == {
+        n: alone(tiny_model, prompt(n, 1 + n % 30), WARM, n) for n in range(40)
+    }
+
+
+def test_a_fault_of_the_loop_ends_all_and_is_told(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tiny_model, rows=1) as engine:
+        monkeypatch.setattr(engine.decoder, "feed", _broken)
+        heard = [ask(engine, prompt(n, 5))[0] for n in range(2)]
+        assert [in_time(one).reason for one in heard] == ["error", "error"]
+        assert not engine.alive
+        with pytest.raises(RuntimeError, match="the engine has stopped"):
+            ask(engine, prompt(1, 5))
+
+
+def _broken(*_: object) -> None:
+    raise MemoryError("no room")
+
+
+def test_the_end_of_the_engine_ends_its_requests(tiny_model: Transformer) -> None:
+    with Engine(tiny_model, rows=1) as engine:
+        heard = [ask(engine, prompt(1, 5), Sampling(250))[0] for _ in range(3)]
+    assert {in_time(one).reason for one in heard} <= {"cancelled", "length"} and in_time(heard[2]).reason == "cancelled"
