@@ -23,7 +23,7 @@ class Params:
     """The block `deploy`."""
 
     model: str  # a folder of models/
-    gguf: tuple[str, ...] = ()  # types of GGUF files: f32, f16, bf16, q8_0; the last one is Ollama's
+    gguf: tuple[str, ...] = ("f16", "q8_0")  # types of GGUF files: f32, f16, bf16, q8_0; the last one is Ollama's
 
     def __post_init__(self) -> None:
         if not self.model or "/" in self.model or self.model.startswith(".") or self.model == "deploy":

@@ -19,7 +19,7 @@ def test_the_export_names_its_maker_and_passes_its_proof(
     checkpoint.save(tmp_path / "base", tiny_model, byte_tokenizer, {"key": "base-key"})
     told: dict[str, Any] = {}
     job: Any = SimpleNamespace(lineage={"key": "deploy-key", "inputs": {"models/tools": "77"}}, report=told.update)
-    deploy.run(deploy.Params(model="tools", gguf=("f16", "q8_0")), job, base=tmp_path / "base", out=tmp_path / "out")
+    deploy.run(deploy.Params(model="tools"), job, base=tmp_path / "base", out=tmp_path / "out")
     lineage = checkpoint.lineage(tmp_path / "out")
     assert (lineage["key"], lineage["made_by"], lineage["model"]) == ("deploy-key", "base-key", "tools")
     assert (told["model"], told["parameters"]) == ("tools", tiny_model.num_parameters())
@@ -49,7 +49,7 @@ def test_two_exports_have_the_same_bytes(tiny_model: Transformer, byte_tokenizer
 def test_without_gguf_there_is_no_modelfile(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "base", tiny_model, byte_tokenizer, {"key": "base-key"})
     job: Any = SimpleNamespace(lineage={"key": "deploy-key"}, report=lambda **_: None)
-    deploy.run(deploy.Params(model="tools"), job, base=tmp_path / "base", out=tmp_path / "out")
+    deploy.run(deploy.Params(model="tools", gguf=()), job, base=tmp_path / "base", out=tmp_path / "out")
     assert not (tmp_path / "out/gguf").exists() and not (tmp_path / "out/ollama").exists()
 
 

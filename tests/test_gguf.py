@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pipeline import checkpoint
-from pipeline.errors import ModelError
+from pipeline.errors import GateError, ModelError
 from pipeline.export import gguf as export
+from pipeline.export import parity
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.text.template import TEMPLATE
@@ -183,3 +184,58 @@ def test_files_that_are_not_ours_are_refused(byte_tokenizer: Tokenizer, tmp_path
     writer.close()
     with pytest.raises(ModelError, match="expected one of qwen3, qwen2, found 'gemma'"):
         export.read(tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("d_ff", [96, 40])
+def test_a_file_is_the_model_rounded(kind: str, d_ff: int, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """By our own rounding, blocks of zeros and halves between two integers too."""
+    model = fresh(replace(SHAPES["tied"], d_ff=d_ff))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[:, :32] = 0
+        model.model.layers[0].mlp.up_proj.weight[0, 32:64] = torch.arange(32) / 2 - 6
+        model.model.layers[0].mlp.up_proj.weight[0, 63] = 127.0  # its block's scale is 1
+    path = written(byte_tokenizer, tmp_path / "a.gguf", model, kind)
+    found = export.read(path).model.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], export.rounded(value, kind)), name
+    if kind == "q8_0" and d_ff == 96:
+        assert found["model.layers.0.mlp.up_proj.weight"][0, 32:37].tolist() == [-6.0, -6.0, -5.0, -5.0, -4.0]
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_a_permuted_weight_fails_the_proof(kind: str, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As a converter would leave it that takes the rotation for one of neighbours."""
+    model, other = fresh(), fresh()
+    with torch.no_grad():
+        weight = other.model.layers[1].self_attn.q_proj.weight
+        weight.copy_(weight.view(4, 2, 8, 64).transpose(1, 2).reshape(64, 64))
+    path = written(byte_tokenizer, tmp_path / "a.gguf", other, kind)
+    serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
+    with pytest.raises(GateError, match=rf"layers\.1\.self_attn\.q_proj\.weight is not the model's, rounded to {kind}"):
+        export.verify(path, model, byte_tokenizer, serialized, kind=kind)
+    assert export.verify(path, other, byte_tokenizer, serialized, kind=kind)["probe_tokens"] > 1000
+
+
+def test_another_merge_or_kind_of_token_fails_the_proof(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = written(byte_tokenizer, tmp_path / "a.gguf", model := fresh(), "f32")
+    state = json.loads((tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))
+    other, third = json.loads(json.dumps(state)), json.loads(json.dumps(state))
+    other["model"]["merges"].reverse()
+    third["added_tokens"][0]["special"] = not third["added_tokens"][0]["special"]
+    for changed in (other, third):
+        with pytest.raises(GateError, match="the vocabulary is not the tokenizer's"):
+            export.verify(path, model, byte_tokenizer, json.dumps(changed), kind="f32")
+
+
+def test_a_model_that_rounding_changes_too_much_is_refused(
+    byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh()
+    path = written(byte_tokenizer, tmp_path / "a.gguf", model, "q8_0")
+    serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
+    found = export.verify(path, model, byte_tokenizer, serialized, kind="q8_0")["divergence"]
+    assert found > 0
+    monkeypatch.setitem(parity.LIMITS, "q8_0", parity.Limit(found / 2))
+    with pytest.raises(GateError, match=r"the divergence is \S+ nats a token \(at most "):
+        export.verify(path, model, byte_tokenizer, serialized, kind="q8_0")

@@ -48,7 +48,7 @@ def test_the_card_states_the_facts_and_leaves_no_gap(
     assert "@" not in text
     for fact in ("# stagecoach-tools", f"{tiny_model.num_parameters():,} parameters", "context 256", "BPE of 320 tokens",
                  byte_tokenizer.hash[:16], "| key | `0123456789abcdef` |", "| made_by | `fedcba` |", "-m models/deploy/gguf/a.gguf",
-                 "ollama create stagecoach-tools -f", "| this directory | 0 | +0.000% | 64 of 64 |"):  # fmt: skip
+                 "ollama create stagecoach-tools -f", "| this directory | 0.0e+00 | 0 | +0.000% | 64 of 64 |"):  # fmt: skip
         assert fact in text
 
 
@@ -57,6 +57,7 @@ def test_the_export_equals_its_model(out: Path, tiny_model: Transformer, byte_to
     tokens = len(byte_tokenizer.encode(parity.PROBE.read_text(encoding="utf-8")))
     assert proof == {
         "max_difference": 0.0,
+        "divergence": 0.0,
         "perplexity": 0.0,
         "probe_tokens": tokens,
         "greedy_equal": 64,

@@ -42,4 +42,5 @@ def write(
 def _row(kind: str, found: Mapping[str, float | int]) -> str:
     label = "this directory" if kind == "huggingface" else f"GGUF {kind}"
     greedy = f"{found['greedy_equal']} of {found['greedy_tokens']}"
-    return f"| {label} | {found['max_difference']:.2g} | {found['perplexity']:+.3%} | {greedy} |"
+    numbers = f"{found['divergence']:.1e} | {found['max_difference']:.2g} | {found['perplexity']:+.3%}"
+    return f"| {label} | {numbers} | {greedy} |"

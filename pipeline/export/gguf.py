@@ -38,6 +38,7 @@ ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2}
 # llama.cpp's name of a split pattern (src/llama-vocab.cpp), by the pattern itself: a near miss would split some text otherwise
 SPLITS = {PATTERN: "qwen2"}
 FILLER = "<|unused_"
+BLOCK = 32  # numbers that share a scale in q8_0
 
 
 def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str, name: str) -> None:
@@ -148,7 +149,7 @@ def tensors(model: Transformer) -> list[tuple[str, Tensor]]:
 def _add_tensor(writer: gguf.GGUFWriter, label: str, tensor: Tensor, wanted: Type) -> None:
     values = tensor.contiguous().numpy()
     kind = Type.F32 if values.ndim == 1 else wanted
-    if kind is Type.Q8_0 and values.shape[-1] % gguf.GGML_QUANT_SIZES[Type.Q8_0][0]:
+    if kind is Type.Q8_0 and values.shape[-1] % BLOCK:
         kind = Type.F16
     if kind is Type.F32:
         writer.add_tensor(label, values)
@@ -163,12 +164,34 @@ def _add_tensor(writer: gguf.GGUFWriter, label: str, tensor: Tensor, wanted: Typ
 def verify(
     path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str
 ) -> dict[str, float | int]:
-    """Read a file back and compare it with what it was written from. Raises GateError when it is another model or vocabulary."""
+    """Read a file back and compare it with what it was written from: the vocabulary, every weight, and what it says.
+
+    Raises GateError. The weights are rounded here once more, not by the package that wrote them. See `parity.Found`.
+    """
     found = read(path)
     if found.vocabulary != vocabulary(serialized, model.config.vocab_size):
         raise GateError(f"{path}: read back, the vocabulary is not the tokenizer's")
+    theirs = found.model.state_dict()
+    for name, value in model.state_dict().items():
+        if not torch.equal(theirs[name], rounded(value.detach().float().cpu(), kind)):
+            raise GateError(f"{path}: read back, {name} is not the model's, rounded to {kind}")
     ids = tokenizer.encode(parity.PROBE.read_text(encoding="utf-8"))
     return parity.check(parity.compare(model, found.model, ids), kind, path)
+
+
+def rounded(values: Tensor, kind: str) -> Tensor:
+    """What a weight is once it was stored. q8_0: blocks of 32 of integers up to 127, times an f16 (ggml, quantize_row_q8_0)."""
+    if values.ndim == 1 or kind == "f32":
+        return values
+    if kind == "bf16":
+        return values.bfloat16().float()
+    if kind == "f16" or values.shape[-1] % BLOCK:
+        return values.half().float()
+    blocks = values.reshape(-1, BLOCK)
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    exact = blocks * torch.where(scale > 0, 1 / scale, 0.0)
+    whole = torch.trunc(exact + torch.copysign(torch.tensor(0.5), exact))  # halves away from zero
+    return (whole * scale.half().float()).view_as(values)
 
 
 @dataclass(frozen=True)
