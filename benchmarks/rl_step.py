@@ -109,12 +109,7 @@ def ours(method: str, steps: int) -> list[float]:
 
 def theirs(method: str, steps: int) -> list[float]:
     """Run trl's trainer; when its steps ended."""
-    import torch
-    from datasets import Dataset  # pyright: ignore[reportAttributeAccessIssue]
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
-
-    def model_of(name: str, kind: Any = AutoModelForCausalLM, **named: Any) -> Any:
-        return kind.from_pretrained(f"models/{name}", dtype=torch.float32, **named)
+    from transformers import AutoTokenizer, TrainerCallback
 
     stamps: list[float] = []
 
@@ -128,66 +123,90 @@ def theirs(method: str, steps: int) -> list[float]:
     }  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained("models/tools")
     given: dict[str, Any] = {"processing_class": tokenizer, "callbacks": [Clock()]}
-    pairs = [
-        {name: r[name] for name in ("prompt", "chosen", "rejected")}
-        for r in lines(Path("data/preferences/train.jsonl"), bool, 400)
-    ]
-    if method in ("grpo", "rloo"):
-        import trl
-
-        asked = [
-            {"prompt": [{"role": "user", "content": r["question"]}]}
-            for r in lines(Path("data/problems/rl.jsonl"), bool, 400)
-        ]
-        name = method.upper()
-        config = getattr(trl, f"{name}Config")(
-            per_device_train_batch_size=ANSWERS, num_generations=8, max_completion_length=TOKENS, max_steps=steps,
-            beta=0.01 if method == "grpo" else 0.05, **common,
-        )  # fmt: skip
-        trainer = getattr(trl, f"{name}Trainer")(
-            model_of("tools"), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(asked), **given
-        )
-    elif method == "ppo":
-        from trl.experimental.ppo import PPOConfig, PPOTrainer
-
-        tokenizer.padding_side = "left"
-        ids = [
-            tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=False)
-            for pair in pairs
-        ]
-        data = Dataset.from_list([{"input_ids": row} for row in ids if len(row) <= 256])
-        config = PPOConfig(
-            per_device_train_batch_size=ANSWERS, gradient_accumulation_steps=1, num_mini_batches=1, num_ppo_epochs=1,
-            total_episodes=ANSWERS * steps, local_rollout_forward_batch_size=ANSWERS, response_length=TOKENS,
-            num_sample_generations=0, stop_token="eos", kl_coef=0.05, **common,
-        )  # fmt: skip
-        judges = [model_of("reward", AutoModelForSequenceClassification, num_labels=1) for _ in range(2)]
-        trainer = PPOTrainer(config, model=model_of("tools"), ref_model=model_of("tools"), reward_model=judges[0],
-                             value_model=judges[1], train_dataset=data, eval_dataset=data, **given)  # fmt: skip
-    elif method in ("dpo", "reward"):
-        import trl
-
-        name = {"dpo": "DPO", "reward": "Reward"}[method]
-        config = getattr(trl, f"{name}Config")(per_device_train_batch_size=PAIRS, max_steps=steps, **common)
-        start = (
-            model_of("tools")
-            if method == "dpo"
-            else model_of("tools", AutoModelForSequenceClassification, num_labels=1)
-        )
-        trainer = getattr(trl, f"{name}Trainer")(start, args=config, train_dataset=Dataset.from_list(pairs), **given)
-    else:
-        from peft import LoraConfig
-        from trl import SFTConfig, SFTTrainer
-
-        rows = [{"messages": r["messages"]} for r in lines(Path("data/dialogues/train.jsonl"), bool, 400)]
-        config = SFTConfig(per_device_train_batch_size=ROWS, max_length=CONTEXT, packing=True, packing_strategy="wrapped",
-                           max_steps=steps, **common)  # fmt: skip
-        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if method == "lora" else None
-        trainer = SFTTrainer(
-            model_of("code"), args=config, train_dataset=Dataset.from_list(rows), peft_config=adapter, **given
-        )
-    trainer.train()
+    makers = {
+        "grpo": group_trainer,
+        "rloo": group_trainer,
+        "ppo": ppo_trainer,
+        "dpo": pair_trainer,
+        "reward": pair_trainer,
+    }
+    makers.get(method, fine_tuner)(method, steps, common, given).train()
     return stamps
+
+
+def model_of(name: str, *, reward: bool = False) -> Any:
+    """A model directory in float32, with the head of a reward model or that of a language model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind, named = (AutoModelForSequenceClassification, {"num_labels": 1}) if reward else (AutoModelForCausalLM, {})
+    return kind.from_pretrained(f"models/{name}", dtype=torch.float32, **named)
+
+
+def dataset(name: str, row: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Records of `data/` as trl reads them."""
+    from datasets import Dataset  # pyright: ignore[reportAttributeAccessIssue]
+
+    return Dataset.from_list([row(record) for record in lines(Path("data") / name, bool, 400)])
+
+
+def group_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
+    """GRPO or RLOO on problems."""
+    import trl
+
+    config = getattr(trl, f"{method.upper()}Config")(
+        per_device_train_batch_size=ANSWERS, num_generations=8, max_completion_length=TOKENS, max_steps=steps,
+        beta=0.01 if method == "grpo" else 0.05, **common,
+    )  # fmt: skip
+    asked = dataset("problems/rl.jsonl", lambda record: {"prompt": [{"role": "user", "content": record["question"]}]})
+    trainer = getattr(trl, f"{method.upper()}Trainer")
+    return trainer(model_of("tools"), reward_funcs=reward, args=config, train_dataset=asked, **given)
+
+
+def ppo_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
+    """PPO on the prompts of pairs of code."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    tokenizer = given["processing_class"]
+    tokenizer.padding_side = "left"
+
+    def rendered(record: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "input_ids": tokenizer.apply_chat_template(record["prompt"], add_generation_prompt=True, return_dict=False)
+        }
+
+    data = dataset("preferences/train.jsonl", rendered).filter(lambda row: len(row["input_ids"]) <= 256)
+    config = PPOConfig(
+        per_device_train_batch_size=ANSWERS, gradient_accumulation_steps=1, num_mini_batches=1, num_ppo_epochs=1,
+        total_episodes=ANSWERS * steps, local_rollout_forward_batch_size=ANSWERS, response_length=TOKENS,
+        num_sample_generations=0, stop_token="eos", kl_coef=0.05, **common,
+    )  # fmt: skip
+    judge, critic = (model_of("reward", reward=True) for _ in range(2))
+    return PPOTrainer(config, model=model_of("tools"), ref_model=model_of("tools"), reward_model=judge, value_model=critic,
+                      train_dataset=data, eval_dataset=data, **given)  # fmt: skip
+
+
+def pair_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
+    """DPO, or a reward model, on pairs of code."""
+    import trl
+
+    name = {"dpo": "DPO", "reward": "Reward"}[method]
+    config = getattr(trl, f"{name}Config")(per_device_train_batch_size=PAIRS, max_steps=steps, **common)
+    pairs = dataset("preferences/train.jsonl", lambda record: {k: record[k] for k in ("prompt", "chosen", "rejected")})
+    start = model_of("tools", reward=method == "reward")
+    return getattr(trl, f"{name}Trainer")(start, args=config, train_dataset=pairs, **given)
+
+
+def fine_tuner(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
+    """Fine-tuning on dialogues, of an adapter for `lora`."""
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(per_device_train_batch_size=ROWS, max_length=CONTEXT, packing=True, packing_strategy="wrapped",
+                       max_steps=steps, **common)  # fmt: skip
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if method == "lora" else None
+    rows = dataset("dialogues/train.jsonl", lambda record: {"messages": record["messages"]})
+    return SFTTrainer(model_of("code"), args=config, train_dataset=rows, peft_config=adapter, **given)
 
 
 def reward(completions: list[Any], **_: object) -> list[float]:

@@ -4,7 +4,8 @@
 
 One linear head on the last token of an answer, starting at zero. What it gives over answers of the base model decides mean
 and spread, by which later stages normalise it. Beside the pairs of data/preferences it learns from pairs of the base model's
-own answers, ordered by truth, and from how likely the base model found each token (`model/guesses.py`). Accuracy is measured per kind of pair on pairs that nothing was chosen by.
+own answers, ordered by truth, and from how likely the base model found each token (`model/guesses.py`). Accuracy is measured per
+kind of pair on pairs that nothing was chosen by.
 """
 
 from dataclasses import dataclass

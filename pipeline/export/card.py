@@ -9,6 +9,8 @@ from pipeline.text.tokenizer import Tokenizer
 
 CARD = Path(__file__).parent / "card.md"
 PROGRAMS = """\
+In other programs, for which these files were written and in which they were not run:
+
 ```
 llama-cli -m models/deploy/@GGUF@ --jinja            # llama.cpp
 ollama create @NAME@ -f models/deploy/ollama/Modelfile && ollama run @NAME@

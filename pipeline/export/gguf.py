@@ -48,7 +48,9 @@ def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str,
         raise ModelError(f"gguf: expected one of {', '.join(TYPES)}, got {kind!r}")
     if config.attention != "causal" or config.family not in ARCHITECTURES:
         found = config.family if config.attention == "causal" else "bidirectional"
-        raise ModelError(f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {found}")
+        raise ModelError(
+            f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {found}; set deploy.gguf to []"
+        )
     writer = gguf.GGUFWriter(path, config.family)
     try:
         _add_shape(writer, config, kind, name)
@@ -118,7 +120,7 @@ def vocabulary(serialized: str, rows: int) -> Vocabulary:
     if len(splits) != 1 or splits[0] not in SPLITS or state["normalizer"] is not None:
         raise ModelError(
             f"gguf: expected a split pattern that llama.cpp has a name for and no normaliser, found "
-            f"{splits} and {state['normalizer']}; add its name to SPLITS in pipeline/export/gguf.py"
+            f"{splits} and {state['normalizer']}; add its name to SPLITS in pipeline/export/gguf.py, or set deploy.gguf to []"
         )
     tokens = [f"{FILLER}{id_}|>" for id_ in range(rows)]
     types = [int(TokenType.UNUSED)] * rows

@@ -106,7 +106,7 @@ class _Slot:
 
 
 class Engine:
-    """See the module. `start` begins the thread, `stop` ends it; both are what `with` does."""
+    """See the module. `with` runs the thread; without it nothing happens but by `step`."""
 
     def __init__(self, model: Transformer, *, rows: int = 8, queue: int = 32) -> None:
         if rows < 1 or queue < 0:
