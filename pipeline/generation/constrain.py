@@ -60,7 +60,8 @@ class Grammar:
         """The state of a request that may say `budget` tokens. Raises SchemaError, its code `budget_too_small`."""
         if not self.free and len(self.plan) > budget:
             raise SchemaError(
-                "budget_too_small", f"the shortest output takes {len(self.plan)} tokens, the budget is {budget}; raise it"
+                "budget_too_small",
+                f"the shortest output takes {len(self.plan)} tokens, the budget is {budget}; raise it",
             )
         return Constraint(self)
 
@@ -140,9 +141,7 @@ class Grammars:
         """`rows` of the model's embedding: the length of a mask, at least the tokenizer's ids."""
         self.tokenizer = tokenizer
         ends = [tokenizer.turn_end, tokenizer.end_of_text]
-        self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=ends, slices=LLTokenizer.json_slices()
-        )
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=ends)
         self._closer = Closer(tokenizer)
         text = torch.zeros(rows, dtype=torch.bool)
         spelled = [id_ for id_, piece in enumerate(tokenizer.token_bytes) if piece]
