@@ -232,6 +232,8 @@ def test_where_the_grammar_gives_out_the_plan_is_said(
         ([], "auto", "tool_invalid"),
         ([tool({}), tool({})], "auto", "tool_invalid"),
         ([tool({}, name="")], "auto", "tool_invalid"),
+        ([{"function": {"name": ["f"]}}], "auto", "tool_invalid"),
+        ([tool({"anyOf": "all"})], "auto", "schema_invalid"),
         (TOOLS, "sunshine", "tool_unknown"),
         ([tool({"type": "string"})], "auto", "schema_refused"),
         ([tool({"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]})], "auto", "schema_refused"),

@@ -255,3 +255,25 @@ def test_mistakes_are_told_and_patterns_are_not_tried() -> None:
     assert mistake({"type": "string", "pattern": "^(x+x+)+y$"}, '"' + "x" * 60 + '"') is None  # `re` would take years
     closed = {"patternProperties": {"^(x+x+)+y$": {"type": "null"}}, "additionalProperties": False}
     assert mistake(closed, '{"' + "x" * 60 + '": 1}') is None
+
+
+def test_a_schema_that_doubles_is_answered_and_checked_in_time(byte_tokenizer: Tokenizer) -> None:
+    """Forty definitions, each twice the next: 2^40 ways lead to the last."""
+    for key in ("allOf", "anyOf"):
+        chain = {f"d{n}": {key: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": A}
+        schema = {"$ref": "#/$defs/d0", "$defs": chain}
+        check(schema)
+        assert mistake(schema, '{"a": 1}') is None
+        try:
+            text = byte_tokenizer.decode(answer(Grammars(byte_tokenizer, ROWS).json_schema(schema), 30, 1).ids)
+        except SchemaError as refusal:
+            assert refusal.code == "schema_refused"  # noqa: PT017
+        else:
+            Draft202012Validator(A).validate(json.loads(text))
+
+
+def test_an_answer_deeper_than_the_stack_is_no_mistake_of_the_schema() -> None:
+    tree = {"type": "array", "items": {"$ref": "#"}}
+    assert mistake(tree, "[" * 300 + "]" * 300) is None
+    assert mistake(tree, "[[1]]") is not None
+    assert "not JSON" in (mistake(tree, "[" * 100_000) or "")

@@ -164,9 +164,12 @@ class Grammars:
         functions = {}
         for tool in tools:
             function = tool.get("function", tool)
-            if function.get("name") in functions:
-                raise SchemaError("tool_invalid", f"two tools have the name {function['name']!r}; give each its own")
-            functions[function.get("name")] = function.get("parameters") or {}
+            name = function.get("name")
+            if not isinstance(name, str) or not name or not name.isprintable():
+                raise SchemaError("tool_invalid", f"a tool needs a name, found {name!r}")
+            if name in functions:
+                raise SchemaError("tool_invalid", f"two tools have the name {name!r}; give each its own")
+            functions[name] = function.get("parameters") or {}
         if choice not in ("auto", "required"):
             if choice not in functions:
                 raise SchemaError("tool_unknown", f"tool_choice {choice!r}: valid names: {', '.join(functions)}")
@@ -231,10 +234,8 @@ class _Vocabulary:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
-def _arguments(name: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+def _arguments(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments: an object, an empty one where no parameter is named. Raises SchemaError."""
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise SchemaError("tool_invalid", f"a tool needs a name, found {name!r}")
     kinds = parameters.get("type", "object")
     if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         raise SchemaError("schema_refused", f"tool {name}: its parameters must be an object, found type {kinds!r}")

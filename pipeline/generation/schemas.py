@@ -14,8 +14,9 @@ Not promised: that `strict` keeps every instance of an `anyOf` intersection apar
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import MAX_EMAX, MIN_EMIN, Context, localcontext
+from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
@@ -36,7 +37,10 @@ SHAPING = {"properties", "required", "patternProperties", "additionalProperties"
 LARGEST = 2**53 - 1  # of the integers that a double holds with all before them
 EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # how a number is read: digits for any answer
 
+MAX_LOOKS = 10_000  # of `mistake`, at references and combinations
+
 Schema = Any  # a dict, or true or false
+Keyword = Callable[..., Iterable[Any] | None]  # how jsonschema checks one
 
 
 class SchemaError(InputError):
@@ -142,7 +146,7 @@ class _Closing:
         out = _bounded({key: self._value(key, value, open_parts) for key, value in node.items()})
         if part or "additionalProperties" in node or (parts == 1 and not open_parts):
             return out
-        names = self.names(node, frozenset())
+        names = self.names(node, set())
         if names is None or not (names or {"properties", "patternProperties"} & set(node)):
             return out
         properties = out.get("properties", {})
@@ -163,14 +167,17 @@ class _Closing:
             return f"#/$defs/{self.label}{[*self.copies].index(value)}"
         return value
 
-    def names(self, node: Schema, seen: frozenset[str]) -> dict[str, None] | None:
-        """The names that a schema and its parts give to properties, in order; None where a part says itself what else may stand."""
+    def names(self, node: Schema, seen: set[str]) -> dict[str, None] | None:
+        """The names that a schema and its parts give to properties, in order; None where a part says itself what else may stand.
+
+        `seen` holds the references that were followed: each once, or a chain of doubled ones would take for ever.
+        """
         if not isinstance(node, dict):
             return {}
         found = dict.fromkeys([*node.get("properties", {}), *node.get("required", ())])
         parts = [part for key in ("allOf", "anyOf", "oneOf") for part in node.get(key, ())]
         if (pointer := node.get("$ref")) is not None and pointer not in seen:
-            seen |= {pointer}
+            seen.add(pointer)
             parts.append(self.target(pointer))
         for part in parts:
             names = self.names(part, seen)
@@ -222,15 +229,42 @@ def refuse(closed: dict[str, Any]) -> None:
 
 
 def mistake(schema: dict[str, Any], text: str) -> str | None:
-    """What is wrong with `text` as an instance of the schema, or None. Numbers are compared as written, not as floats."""
+    """What is wrong with `text` as an instance of the schema, or None. Numbers are compared as written, not as floats.
+
+    A second opinion on what the grammar held, and no more: it looks at MAX_LOOKS subschemas, since a small schema can ask for
+    more than a lifetime of them, and no deeper than Python's stack.
+    """
     with localcontext(EXACT) as context:
         try:
             value = json.loads(text, parse_float=context.create_decimal)
             exact = json.loads(json.dumps(schema), parse_float=context.create_decimal)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"not JSON: {error}"
-        found = exceptions.best_match(_Validator(exact).iter_errors(value))
+        looks = count()
+        counted = {
+            key: _counted(Draft202012Validator.VALIDATORS[key], looks) for key in ("$ref", "allOf", "anyOf", "oneOf")
+        }
+        validator = validators.extend(Draft202012Validator, counted | UNTRIED)(exact)
+        try:
+            found = next(validator.iter_errors(value), None)
+        except (_Enough, RecursionError):
+            return None
     return found and found.message
+
+
+class _Enough(Exception):
+    """MAX_LOOKS are done."""
+
+
+def _counted(keyword: Keyword, looks: Iterator[int]) -> Keyword:
+    """A keyword's check that gives up with the last of the looks."""
+
+    def look(*arguments: Any) -> Iterator[Any]:
+        if next(looks) >= MAX_LOOKS:
+            raise _Enough
+        yield from keyword(*arguments) or ()
+
+    return look
 
 
 def _unlisted(validator: Any, allowed: Any, instance: Any, schema: dict[str, Any]) -> Iterator[Any]:
@@ -243,7 +277,4 @@ def _untried(*_: Any) -> tuple[()]:
     return ()
 
 
-_Validator = validators.extend(
-    Draft202012Validator,
-    {"pattern": _untried, "patternProperties": _untried, "additionalProperties": _unlisted},
-)
+UNTRIED = {"pattern": _untried, "patternProperties": _untried, "additionalProperties": _unlisted}
