@@ -339,7 +339,7 @@ def test_many_threads_ask_at_once(running: Engine, tiny_model: Transformer) -> N
 
 def test_a_fault_of_the_loop_ends_all_and_is_told(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(tiny_model, rows=1) as engine:
-        monkeypatch.setattr(engine.decoder, "feed", _broken)
+        monkeypatch.setattr(engine.decoder, "advance", _broken)
         heard = [ask(engine, prompt(n, 5))[0] for n in range(2)]
         assert [in_time(one).reason for one in heard] == ["error", "error"]
         assert not engine.alive
