@@ -55,10 +55,9 @@ class Int8Linear(nn.Module):
         """(N, in) -> (N, out) in the dtype of `x`."""
         if x.shape[:-1].numel() <= NARROW:
             flat = x.flatten(0, -2).bfloat16()
-            out = torch._weight_int8pack_mm(flat, self.levels, self.scales).unflatten(0, x.shape[:-1])
+            out = torch._weight_int8pack_mm(flat, self.levels, self.scales).unflatten(0, x.shape[:-1]).to(x.dtype)
         else:
-            out = functional.linear(x.to(self.wide), self.levels.to(self.wide)) * self.scales
-        out = out.to(x.dtype)
+            out = functional.linear(x.to(self.wide), self.levels.to(self.wide)).to(x.dtype) * self.scales
         return out if self.bias is None else out + self.bias
 
 
