@@ -1,21 +1,26 @@
 """Stage deploy: export the chosen model and prove that every export is the model.
 
-    models/<deploy.model> -> models/deploy
+    models/<deploy.model>, manifests of data/raw -> models/deploy
 
-A Hugging Face directory with card and checksums; in it GGUF files for llama.cpp and its relatives, and Ollama's Modelfile. Each is
-read back and compared on a probe text; a difference beyond what its number format explains fails the stage, so what is published
-always answers as the model that was evaluated.
+A Hugging Face directory with card and checksums; of a causal model in it GGUF files for llama.cpp and its relatives, Ollama's
+Modelfile and, if asked for, ONNX. Each is read back and compared on a probe text; a difference beyond what its number format
+explains fails the stage, so what is published always answers as the model that was evaluated. A reward model and a bidirectional
+one are exported as directories alone.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import checkpoint
-from pipeline.export import card, gguf, huggingface, ollama
+from pipeline.export import card, gguf, huggingface, ollama, onnx
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.tracking import say
 from pipeline.work import Job
+
+Proofs = dict[str, dict[str, float | int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,7 @@ class Params:
 
     model: str  # a folder of models/
     gguf: tuple[str, ...] = ("f16", "q8_0")  # types of GGUF files: f32, f16, bf16, q8_0; the last one is Ollama's
+    onnx: str | None = None  # none, fp32 or int4; needs the extra onnx
 
     def __post_init__(self) -> None:
         if not self.model or "/" in self.model or self.model.startswith(".") or self.model == "deploy":
@@ -32,22 +38,46 @@ class Params:
             raise ValueError(f"gguf: expected types of {', '.join(gguf.TYPES)}, got {', '.join(map(repr, unknown))}")
         if len(set(self.gguf)) != len(self.gguf):
             raise ValueError(f"gguf: a type stands there twice: {', '.join(self.gguf)}")
+        if self.onnx not in (None, *onnx.KINDS):
+            raise ValueError(f"onnx: expected none, {' or '.join(onnx.KINDS)}, got {self.onnx!r}")
 
 
-def run(params: Params, job: Job, *, base: Path, out: Path) -> None:
-    """Export `base` into `out` and compare the two."""
-    model, tokenizer = checkpoint.load(base)
+def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Path) -> None:
+    """Export `base` into `out` and compare the two; `text` and `code` are the manifests of the corpora, for the card."""
+    if params.onnx is not None:
+        onnx.need()
+    model, tokenizer = huggingface.load(base)
     name = f"stagecoach-{params.model}"
-    lineage = job.lineage | {"model": params.model, "made_by": checkpoint.lineage(base).get("key", "elsewhere")}
+    made_by = checkpoint.lineage(base)
+    lineage = job.lineage | {"model": params.model, "made_by": made_by.get("key", "elsewhere")}
     huggingface.export(model, tokenizer, lineage, out)
-    parity = {"huggingface": huggingface.verify(model, tokenizer, out)}
-    parity |= {kind: write_gguf(model, tokenizer, out, kind=kind, name=name) for kind in params.gguf}
-    shown = f"gguf/{name}-{params.gguf[-1]}.gguf" if params.gguf else None
+    proofs: Proofs = {"huggingface": huggingface.verify(model, tokenizer, out)}
+    shown = None
+    if isinstance(model, Transformer) and model.config.attention == "causal":
+        proofs |= write_others(params, model, tokenizer, out, name)
+        shown = f"gguf/{name}-{params.gguf[-1]}.gguf" if params.gguf else None
+    elif params.gguf or params.onnx:
+        say(
+            f"stage_deploy: {params.model} writes no text from left to right, so no GGUF, no ONNX and no Modelfile is made"
+        )
     if shown is not None:
         ollama.write(out / "ollama/Modelfile", f"../{shown}", model.config.max_context, temperature=0.7)
-    card.write(out, model, tokenizer, lineage, parity, name=name, gguf=shown)
+    data = {
+        corpus: json.loads(path.read_text(encoding="utf-8")) for corpus, path in {"text": text, "code": code}.items()
+    }
+    card.write(out, card.Exported(name=name, model=model, tokenizer=tokenizer, parity=proofs, lineage=lineage, made_by=made_by,
+                                  data=data, gguf=shown, onnx=(out / "onnx").is_dir()))  # fmt: skip
     huggingface.seal(out)  # last: the sums are of everything
-    job.report(model=params.model, parameters=model.num_parameters(), parity=parity)
+    job.report(model=params.model, parameters=model.num_parameters(), parity=proofs)
+
+
+def write_others(params: Params, model: Transformer, tokenizer: Tokenizer, out: Path, name: str) -> Proofs:
+    """What other programs read of a causal model, each proved."""
+    proofs = {kind: write_gguf(model, tokenizer, out, kind=kind, name=name) for kind in params.gguf}
+    if params.onnx is not None:
+        onnx.build(out, out / "onnx", kind=params.onnx)
+        proofs[f"onnx {params.onnx}"] = onnx.verify(out / "onnx", model, tokenizer, kind=params.onnx)
+    return proofs
 
 
 def write_gguf(model: Transformer, tokenizer: Tokenizer, out: Path, *, kind: str, name: str) -> dict[str, float | int]:
@@ -60,4 +90,8 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, out: Path, *, kind: str
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/{model}"}, outs={"out": "models/deploy"})
+    main(
+        run,
+        inputs={"base": "models/{model}", "text": "data/raw/text/manifest.json", "code": "data/raw/code/manifest.json"},
+        outs={"out": "models/deploy"},
+    )

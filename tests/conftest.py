@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # torch takes seconds to import; the tests that need it import it themselves
+    from collections.abc import Iterator
+
+    import openai
+
     from pipeline.model.transformer import Transformer
     from pipeline.text.tokenizer import Tokenizer
+    from tests.server import Running
     from tests.workspace import Workspace
 
 os.environ.setdefault("STAGECOACH_MLFLOW", "off")  # tests of MLflow switch it on; the rest need not wait for it
@@ -77,3 +82,21 @@ def workspace(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
     return workspace.make(tmp_path, byte_tokenizer, tiny_model)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Iterator[Running]:
+    """The HTTP server with untrained models: `nano` and `other`, which chat, and `judge`, which scores."""
+    from tests.server import save_models, serving
+
+    folder = tmp_path_factory.mktemp("served")
+    with serving(save_models(folder, byte_tokenizer), log=folder / "log") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> openai.OpenAI:
+    """OpenAI's own client of that server; it does not try again."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

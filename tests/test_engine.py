@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pipeline.errors import InputError
-from pipeline.generation.sampling import Sampling, generate
+from pipeline.generation.noise import uniforms
+from pipeline.generation.sampling import Sampling, choose, generate
 from pipeline.model.transformer import Transformer
 from pipeline.serve.engine import CHUNK, Ended, Engine, Event, QueueFull, Request, Said, Ticket
 
@@ -159,6 +160,92 @@ def test_bias_moves_the_choice_and_not_the_logprob(engine: Engine, tiny_model: T
     with torch.no_grad():
         logprobs = tiny_model(torch.tensor([ids]))[0, -1].log_softmax(-1)
     assert heard.said[0].logprob == pytest.approx(float(logprobs[77]), abs=1e-5)
+
+
+class Plan:
+    """A constraint that allows a set of tokens and writes down how it was asked."""
+
+    def __init__(self, allowed: list[int] | None, say: dict[int, int] | None = None) -> None:
+        self.mask = None if allowed is None else torch.zeros(320, dtype=torch.bool)
+        if self.mask is not None:
+            self.mask[allowed] = True
+        self.say = say or {}  # how many are left -> what is said in the place of what was chosen
+        self.asked: list[tuple[str, int]] = []
+
+    def allowed(self, remaining: int) -> torch.Tensor | None:
+        self.asked.append(("allowed", remaining))
+        return self.mask
+
+    def take(self, token: int, remaining: int) -> int:
+        self.asked.append(("take", remaining))
+        return self.say.get(remaining, token)
+
+
+def test_a_constraint_is_what_is_chosen_from_and_the_logprob_stays_the_model_s(
+    engine: Engine, tiny_model: Transformer
+) -> None:
+    ids, among = prompt(3, 9), [40, 50, 60, 70]
+    heard = [ask(engine, ids, sampling, constraint=Plan(among), top=2)[0] for sampling in (Sampling(6), WARM)]
+    finished(engine, *heard)
+    for one, sampling in zip(heard, (Sampling(6), WARM), strict=True):
+        text = list(ids)
+        for place, said in enumerate(one.said):
+            with torch.no_grad():
+                logits = tiny_model(torch.tensor([text]))[0, -1]
+            masked = torch.full_like(logits, float("-inf"))
+            masked[among] = logits[among]
+            number = torch.tensor([uniforms(0, place, 1)[0]])
+            assert said.token == int(choose(masked[None], number, sampling)[0])
+            assert said.logprob == pytest.approx(float(logits.log_softmax(-1)[said.token]), abs=1e-5)
+            assert [token for token, _ in said.top] == logits.topk(2).indices.tolist()
+            text.append(said.token)
+    assert set(heard[1].ids) > {heard[1].ids[0]}  # warm: not one token alone
+
+
+def test_a_constraint_says_another_token_than_the_chosen_and_knows_how_many_are_left(
+    engine: Engine, tiny_model: Transformer
+) -> None:
+    ids = prompt(3, 9)
+    plan = Plan(None, say={3: 99, 1: 7})
+    finished(engine, heard := ask(engine, ids, Sampling(4), stop=(7,), constraint=plan)[0])
+    first = alone(tiny_model, ids, Sampling(1), 0)
+    third = alone(tiny_model, [*ids, *first, 99], Sampling(1), 0)  # what is said is what is fed
+    assert heard.ids == [*first, 99, *third]
+    assert heard.end is not None and (heard.end.reason, heard.end.new_tokens) == ("stop", 3)
+    assert plan.asked == [(what, left) for left in (4, 3, 2, 1) for what in ("allowed", "take")]
+
+
+class Broken(Plan):
+    """Fails in the method that is named."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(None)
+        self.where = where
+
+    def allowed(self, remaining: int) -> torch.Tensor | None:
+        if self.where == "allowed" and remaining == WARM.max_new_tokens - 2:
+            raise OverflowError
+        return super().allowed(remaining)
+
+    def take(self, token: int, remaining: int) -> int:
+        if self.where == "take" and remaining == WARM.max_new_tokens - 2:
+            raise OverflowError
+        return token
+
+
+@pytest.mark.parametrize(("constraint", "said", "message"), [
+    (Broken("allowed"), 2, "OverflowError"), (Broken("take"), 2, "OverflowError"), (Plan([]), 0, "ValueError"),
+    (Plan(None, say={WARM.max_new_tokens: 320}), 0, "ValueError"),
+])  # fmt: skip
+def test_a_constraint_that_fails_loses_its_own_request_alone(
+    engine: Engine, tiny_model: Transformer, constraint: Plan, said: int, message: str
+) -> None:
+    others = [ask(engine, prompt(n, 5))[0] for n in range(3)]
+    failed = ask(engine, prompt(9, 5), constraint=constraint)[0]
+    finished(engine, failed, *others)
+    assert failed.end is not None
+    assert (failed.end.reason, failed.end.message, len(failed.said)) == ("error", message, said)
+    assert [heard.ids for heard in others] == [alone(tiny_model, prompt(n, 5), WARM, 0) for n in range(3)]
 
 
 def test_the_context_ends_an_answer(engine: Engine) -> None:

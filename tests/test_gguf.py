@@ -236,6 +236,6 @@ def test_a_model_that_rounding_changes_too_much_is_refused(
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
     found = export.verify(path, model, byte_tokenizer, serialized, kind="q8_0")["divergence"]
     assert found > 0
-    monkeypatch.setitem(parity.LIMITS, "q8_0", parity.Limit(found / 2))
+    monkeypatch.setitem(parity.LIMITS, "q8_0", parity.Limit(divergence=found / 2))
     with pytest.raises(GateError, match=r"the divergence is \S+ nats a token \(at most "):
         export.verify(path, model, byte_tokenizer, serialized, kind="q8_0")

@@ -177,8 +177,8 @@ def verify(
     for name, value in model.state_dict().items():
         if not torch.equal(theirs[name], rounded(value.detach().float().cpu(), kind)):
             raise GateError(f"{path}: read back, {name} is not the model's, rounded to {kind}")
-    ids = tokenizer.encode(parity.PROBE.read_text(encoding="utf-8"))
-    return parity.check(parity.compare(model, found.model, ids), kind, path)
+    ids = tokenizer.encode(parity.probe())
+    return parity.check(parity.compare(model, parity.Ours(found.model), ids), kind, path)
 
 
 def rounded(values: Tensor, kind: str) -> Tensor:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -63,6 +64,21 @@ class Ended:
 Event = Said | Ended
 
 
+class Constraint(Protocol):
+    """What an answer may consist of. One object serves one request; it is asked from the engine's thread alone.
+
+    `remaining` is how many tokens may still be said, the one asked for counted. Both methods are called once a token, in this order.
+    """
+
+    def allowed(self, remaining: int) -> Tensor | None:
+        """(V,) bool on the CPU, True where a token may be chosen; None: all may."""
+        ...
+
+    def take(self, token: int, remaining: int) -> int:
+        """Hear the token that was chosen, and tell the one to say: the same or another. A stop token ends the answer."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is to be said. `listener` is called from the engine's thread and must return at once."""
@@ -76,6 +92,7 @@ class Request:
     top: int = 0  # how many alternatives to tell with each token
     owner: str = ""  # rows are shared between requests of one owner only
     seconds: float = 600.0  # from `submit` on
+    constraint: Constraint | None = None
 
 
 class Ticket:
@@ -245,26 +262,48 @@ class Engine:
 
     def _say(self, rows: list[int], logits: Tensor) -> None:
         """Choose a token for each row; rows that sample alike are chosen for together."""
+        wanted = logits.clone()
         alike: dict[Sampling, list[int]] = {}
         for place, row in enumerate(rows):
-            ticket = self.slots[row].ticket
-            assert ticket is not None
-            alike.setdefault(replace(ticket.request.sampling, max_new_tokens=1), []).append(place)
+            if self._restrict(row, wanted[place]):
+                alike.setdefault(replace(self._request(row).sampling, max_new_tokens=1), []).append(place)
         for sampling, places in alike.items():
-            own = logits[places]
-            wanted = own.clone()
-            for number, place in enumerate(places):
-                for token, change in self._request(rows[place]).bias.items():
-                    wanted[number, token] += change
             numbers = torch.tensor([self.slots[rows[place]].numbers[self.slots[rows[place]].said] for place in places])
-            tokens, _ = choose(wanted, numbers, sampling)
-            logprobs = own.float().log_softmax(-1)
+            tokens, _ = choose(wanted[places], numbers, sampling)
+            logprobs = logits[places].float().log_softmax(-1)
             for number, place in enumerate(places):
                 self._hear(rows[place], int(tokens[number]), logprobs[number])
+
+    def _restrict(self, row: int, wanted: Tensor) -> bool:
+        """Put a row's bias and constraint on its logits (V,), in place; False where that ended the row."""
+        request = self._request(row)
+        for token, change in request.bias.items():
+            wanted[token] += change
+        if request.constraint is None:
+            return True
+        try:
+            allowed = request.constraint.allowed(self._remaining(row))
+            if allowed is None:
+                return True
+            if not allowed.any():
+                raise ValueError("a constraint allows no token")
+            wanted.masked_fill_(~allowed.to(wanted.device), float("-inf"))
+        except Exception as error:  # its own fault, whatever it is: the others go on
+            self._fail(row, error)
+            return False
+        return True
 
     def _hear(self, row: int, token: int, logprobs: Tensor) -> None:
         """Count a token in, tell it, and see whether the answer ends."""
         slot, request = self.slots[row], self._request(row)
+        if request.constraint is not None:
+            try:
+                token = request.constraint.take(token, self._remaining(row))
+                if not 0 <= token < len(logprobs):
+                    raise ValueError(f"a constraint says token {token}, which is not in the vocabulary")
+            except Exception as error:
+                self._fail(row, error)
+                return
         if token in request.stop:
             self._end(row, "stop")
             return
@@ -277,17 +316,26 @@ class Engine:
         elif slot.said == len(slot.numbers):
             self._end(row, "length")
 
+    def _remaining(self, row: int) -> int:
+        """How many tokens the row may still say."""
+        return len(self.slots[row].numbers) - self.slots[row].said
+
+    def _fail(self, row: int, error: Exception) -> None:
+        """End a row by the fault of its own request."""
+        LOG.error("a request failed", exc_info=error)
+        self._end(row, "error", type(error).__name__)
+
     def _request(self, row: int) -> Request:
         ticket = self.slots[row].ticket
         assert ticket is not None
         return ticket.request
 
-    def _end(self, row: int, reason: str) -> None:
+    def _end(self, row: int, reason: str, message: str = "") -> None:
         """Free a row; what it holds stays for whoever begins so."""
         slot = self.slots[row]
         ticket, slot.ticket, slot.ahead, slot.used = slot.ticket, None, [], next(self._ended)
         assert ticket is not None
-        _tell(ticket, Ended(reason, len(ticket.request.ids), slot.cached, slot.said))
+        _tell(ticket, Ended(reason, len(ticket.request.ids), slot.cached, slot.said, message))
 
     def _end_all(self, reason: str) -> None:
         with self._changed:

@@ -1,0 +1,126 @@
+"""ONNX, what onnxruntime-genai runs: its own builder makes it from the exported directory, and its own runtime proves it.
+
+    models/deploy  --build-->  models/deploy/onnx: model.onnx, model.onnx.data, genai_config.json, tokenizer      fp32 or int4
+
+Needs the extra: pip install 'stagecoach[onnx]'. The builder is a program (`python -m onnxruntime_genai.models.builder`) that is
+run within this process, without a network. It imports transformers; nothing of ours does. int4 is the builder's own rounding,
+blocks of 32 with a scale each.
+
+Not here: serving the directory (`serve/`). Not promised: int4 as exact as anything, its distance is only reported; equal bytes
+from another version of the builder.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import runpy
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import GateError, InputError, ModelError
+from pipeline.export import parity
+from pipeline.model.transformer import Transformer
+from pipeline.text.tokenizer import Tokenizer
+
+KINDS = ("fp32", "int4")
+BUILDER = "onnxruntime_genai.models.builder"
+PACKAGES = ("onnxruntime_genai", "onnxruntime", "onnx", "onnx_ir", "transformers")
+OURS = ("tokenizer.json", "chat_template.jinja")  # the builder writes a copy of each anew
+
+
+def need() -> None:
+    """Raise InputError where a package of the extra is missing; before anything long is done."""
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise InputError(
+            f"deploy.onnx: expected the packages of the extra onnx, {', '.join(missing)} cannot be found; "
+            "install them (pip install 'stagecoach[onnx]') or set deploy.onnx to none"
+        )
+
+
+def build(model: Path, out: Path, *, kind: str) -> None:
+    """Build `out` from the model directory `model`. Raises InputError without the extra, ModelError where the builder fails."""
+    need()
+    assert kind in KINDS, kind
+    with tempfile.TemporaryDirectory() as cache:
+        arguments = ["-i", str(model), "-o", str(out), "-p", kind, "-e", "cpu", "-c", cache]
+        said = io.StringIO()
+        try:
+            with _as_program(arguments), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                runpy.run_module(BUILDER, run_name="__main__", alter_sys=True)
+        except (Exception, SystemExit) as error:  # a foreign program: whatever it raises means that there is no export
+            last = " | ".join(said.getvalue().split("\n")[-5:])
+            raise ModelError(f"{out}: {BUILDER} failed: {error!r:.500}. Its last words: {last:.500}") from error
+    for name in OURS:
+        shutil.copyfile(model / name, out / name)
+
+
+@contextlib.contextmanager
+def _as_program(arguments: list[str]) -> Iterator[None]:
+    """The world of a program: its arguments, its search path, its warnings; and no network."""
+    import huggingface_hub.constants as hub
+
+    argv, path, offline = sys.argv, list(sys.path), hub.HF_HUB_OFFLINE
+    sys.argv, hub.HF_HUB_OFFLINE = [BUILDER, *arguments], True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.argv, sys.path[:], hub.HF_HUB_OFFLINE = argv, path, offline
+
+
+class Genai:
+    """onnxruntime-genai with an export loaded, as a `parity.Program`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InputError without the extra."""
+        need()
+        self.library: Any = importlib.import_module("onnxruntime_genai")
+        if hasattr(self.library, "disable_telemetry_events"):
+            self.library.disable_telemetry_events()
+        self.model = self.library.Model(str(folder))
+        self.tokenizer = self.library.Tokenizer(self.model)
+
+    def _generator(self, ids: list[int], most: int) -> Any:
+        options = self.library.GeneratorParams(self.model)
+        options.set_search_options(do_sample=False, max_length=most)
+        generator = self.library.Generator(self.model, options)
+        generator.append_tokens(np.array(ids, dtype=np.int32))
+        return generator
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """(T, V), after each of the ids."""
+        return torch.from_numpy(np.array(self._generator(ids, len(ids) + 1).get_output("logits")))[0]
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The most likely ids behind the prompt, through its cache. Its own search would end at a stop token."""
+        generator = self._generator(prompt, len(prompt) + count)
+        said: list[int] = []
+        for _ in range(count):
+            said.append(int(np.array(generator.get_logits()).reshape(-1).argmax()))
+            if len(said) < count:
+                generator.append_tokens(np.array(said[-1:], dtype=np.int32))
+        return said
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, by its own reading of tokenizer.json; control tokens in it count as such."""
+        return [int(id_) for id_ in self.tokenizer.encode(text)]
+
+
+def verify(folder: Path, model: Transformer, tokenizer: Tokenizer, *, kind: str) -> dict[str, float | int]:
+    """Read an export in onnxruntime-genai and compare it with its model. Raises GateError. See `parity.Found`."""
+    program, text = Genai(folder), parity.probe()
+    ids = tokenizer.encode(text)
+    if program.encode(text) != ids:
+        raise GateError(f"{folder}: onnxruntime-genai splits the probe differently from the model's tokenizer")
+    return parity.check(parity.compare(model, program, ids), f"onnx {kind}", folder)

@@ -1,0 +1,284 @@
+"""Constrained output: tool calls and JSON that are complete and valid whatever the weights, within their budget of tokens.
+
+    grammars = Grammars(tokenizer, rows)                      one for a model; threads may share it
+    grammar = grammars.tool_calls(tools, choice="required")   or json_schema(schema), json_object(): compiled, and kept
+    constraint = grammar.constraint(budget)                   a request's own state; SchemaError where the shortest does not fit
+    constraint.allowed(remaining) -> mask; constraint.take(sampled, remaining) -> the token to say
+
+llguidance (guidance-ai, MIT) says which tokens the grammar allows: byte for byte the form in which `text/chat.py` renders what the
+model is trained on. Against an answer that runs out of budget stands the closing plan (`closing.py`): tokens that end the output
+from here. A sampled token is said if a plan behind it still fits what remains; if none does, the plan's next token is said instead.
+So the invariant holds at every token: the rest of the plan fits the rest of the budget.
+
+Where the grammar gives out on the way (llguidance's limits on hostile patterns), the plan is said to its end. Not promised: that a
+number is small enough for a float; that names which the schema does not list are said once.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from torch import Tensor
+
+from pipeline.generation.closing import Closer, Place, bits
+from pipeline.generation.schemas import SchemaError, check, refuse, strict
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
+
+FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes
+LIMITS = LLParserLimits(max_lexer_states=10_000, verbose_errors=False)  # a state is about 2 KB
+CACHE_BYTES = 64 * 1024 * 1024
+GRAMMAR_BYTES = 48 * 1024  # what a compiled grammar takes beside its text, and
+TEXT_FACTOR = 48  # how much it takes for a byte of that; both measured, generously
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """What may stand in free text, (V,) bool each."""
+
+    text: Tensor  # no control token but the ends of a turn
+    opening: Tensor  # and the opening tag of a call
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled grammar; each request takes a `constraint` from it."""
+
+    matcher: LLMatcher  # at its beginning; only ever copied
+    plan: tuple[int, ...]  # the shortest output
+    closer: Closer
+    masks: _Masks
+    free: bool = False  # free text may stand before it, or instead of it
+
+    def constraint(self, budget: int) -> "Constraint":
+        """The state of a request that may say `budget` tokens. Raises SchemaError, its code `budget_too_small`."""
+        if not self.free and len(self.plan) > budget:
+            raise SchemaError(
+                "budget_too_small", f"the shortest output takes {len(self.plan)} tokens, the budget is {budget}; raise it"
+            )
+        return Constraint(self)
+
+
+class Constraint:
+    """What one request may say next. Not for two threads at a time."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._matcher = grammar.matcher.deep_copy()
+        self._closer, self._masks = grammar.closer, grammar.masks
+        self._free = grammar.free
+        self._plan = list(grammar.plan)
+        self._place = Place()
+
+    @property
+    def complete(self) -> bool:
+        """Whether what was said may stand as the whole answer."""
+        return self._free or not self._plan
+
+    def allowed(self, remaining: int) -> Tensor:
+        """(V,) bool, True for what may be said now, the ends of a turn where nothing is open. Never empty.
+
+        `remaining` counts the tokens that may still be said, this one with them.
+        """
+        if self._free:
+            return self._masks.opening if remaining >= len(self._plan) else self._masks.text
+        found = bits(self._matcher.compute_bitmask())
+        mask = np.zeros(len(self._masks.text), dtype=np.bool_)
+        if self._matcher.is_error():  # it gave out: from here on the plan alone is said
+            mask[self._plan[:1] or self._closer.ends] = True
+        else:
+            num = min(len(mask), len(found))
+            mask[:num] = found[:num]
+        return torch.from_numpy(mask)
+
+    def take(self, token: int, remaining: int) -> int:
+        """Count a sampled token in; returns the token to say: the same, or the plan's next one where its own end would not fit."""
+        if self._free:
+            if token == self._plan[0]:
+                self._free = False
+                self._say(token, self._plan[1:])
+            return token
+        if not self._plan and token in self._closer.ends:
+            return token
+        plan = self._plan_after(token, remaining)
+        if plan is not None and len(plan) < remaining:
+            return self._say(token, plan)
+        if not self._plan:
+            return int(self._closer.ends[0])
+        return self._say(self._plan[0], self._plan[1:])
+
+    def _say(self, token: int, plan: list[int]) -> int:
+        self._matcher.consume_token(token)
+        self._plan = plan
+        self._place = self._place.after(self._closer.step(token))
+        return token
+
+    def _plan_after(self, token: int, remaining: int) -> list[int] | None:
+        """A plan from behind `token`: none if the end stands there, what is left of this one, or a new one; None if there is none."""
+        if self._plan and token == self._plan[0]:
+            return self._plan[1:]
+        end = int(self._closer.ends[0])
+        for plan in ([], self._plan, self._plan[1:]):
+            tokens = [token, *plan, end]
+            if self._matcher.validate_tokens(tokens) == len(tokens):
+                return plan
+        after = self._matcher.deep_copy()
+        if not after.consume_token(token):
+            return None
+        return self._closer.close(after, self._place.after(self._closer.step(token)), remaining)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and keeps the most recently used of them, up to CACHE_BYTES."""
+
+    def __init__(self, tokenizer: Tokenizer, rows: int, cache_bytes: int = CACHE_BYTES) -> None:
+        """`rows` of the model's embedding: the length of a mask, at least the tokenizer's ids."""
+        self.tokenizer = tokenizer
+        ends = [tokenizer.turn_end, tokenizer.end_of_text]
+        self._tokenizer = LLTokenizer(
+            TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=ends, slices=LLTokenizer.json_slices()
+        )
+        self._closer = Closer(tokenizer)
+        text = torch.zeros(rows, dtype=torch.bool)
+        spelled = [id_ for id_, piece in enumerate(tokenizer.token_bytes) if piece]
+        text[spelled] = True
+        text[sorted(tokenizer.control_ids.values())] = False
+        text[ends] = True
+        opening = text.clone()
+        opening[tokenizer.tool_call] = True
+        self._masks = _Masks(text, opening)
+        self._kept: OrderedDict[str, tuple[LLMatcher, tuple[int, ...]]] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._lock = threading.Lock()
+
+    def tool_calls(self, tools: Sequence[dict[str, Any]], *, choice: str = "auto", parallel: bool = True) -> Grammar:
+        """Calls of the tools, in the form in which `text/chat.py` renders them.
+
+        `choice`: "auto" lets free text stand before the calls or instead of them, "required" demands a call, a tool's name a
+        call of that tool. `parallel` lets more calls follow. Raises SchemaError.
+        """
+        functions = {}
+        for tool in tools:
+            function = tool.get("function", tool)
+            if function.get("name") in functions:
+                raise SchemaError("tool_invalid", f"two tools have the name {function['name']!r}; give each its own")
+            functions[function.get("name")] = function.get("parameters") or {}
+        if choice not in ("auto", "required"):
+            if choice not in functions:
+                raise SchemaError("tool_unknown", f"tool_choice {choice!r}: valid names: {', '.join(functions)}")
+            functions = {choice: functions[choice]}
+        if not functions:
+            raise SchemaError("tool_invalid", "expected at least one tool, found none")
+        check(*functions.values())
+        calls = [_call(name, _arguments(name, parameters)) for name, parameters in functions.items()]
+        lines = [
+            'start: call ("\\n" call)*' if parallel else "start: call",
+            f'call: <[{self.tokenizer.tool_call}]> "\\n" ({" | ".join(f"call{n}" for n in range(len(calls)))}) "\\n" '
+            f"<[{self.tokenizer.tool_call_end}]>",
+            *(f"call{number}: {call}" for number, call in enumerate(calls)),
+        ]
+        return self._grammar("\n".join(lines), free=choice == "auto")
+
+    def json_schema(self, schema: dict[str, Any]) -> Grammar:
+        """An instance of the schema and nothing else. Raises SchemaError."""
+        check(schema)
+        return self._grammar(f"start: json\njson: {_json(schema)}")
+
+    def json_object(self) -> Grammar:
+        """Any JSON object and nothing else."""
+        return self.json_schema({"type": "object", "additionalProperties": True})
+
+    def _grammar(self, text: str, *, free: bool = False) -> Grammar:
+        with self._lock:
+            if known := self._kept.get(text):
+                self._kept.move_to_end(text)
+        if known is None:
+            known = self._compile(text)
+            with self._lock:
+                self._kept[text] = known
+                while len(self._kept) > 1 and sum(map(_weight, self._kept)) > self._cache_bytes:
+                    self._kept.popitem(last=False)
+        return Grammar(*known, self._closer, self._masks, free)
+
+    def _compile(self, text: str) -> tuple[LLMatcher, tuple[int, ...]]:
+        """A matcher at its beginning, and its shortest plan. Raises SchemaError."""
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise SchemaError("schema_refused", f"the schema cannot be promised: {_reason(matcher)}")
+        plan = self._closer.shortest(matcher)
+        if plan is None:
+            raise SchemaError("schema_unclosable", "no output was found that ends; shorten what the schema demands")
+        return matcher, tuple(plan)
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance takes it in: control tokens are special, so no text spells them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokens = list(tokenizer.token_bytes)
+        for content, id_ in tokenizer.control_ids.items():
+            self.tokens[id_] = content.encode()
+        self.special_token_ids = sorted(tokenizer.control_ids.values())
+        self.eos_token_id = tokenizer.turn_end
+        self.bos_token_id = None
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(errors="replace"))
+
+
+def _arguments(name: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments: an object, an empty one where no parameter is named. Raises SchemaError."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise SchemaError("tool_invalid", f"a tool needs a name, found {name!r}")
+    kinds = parameters.get("type", "object")
+    if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
+        raise SchemaError("schema_refused", f"tool {name}: its parameters must be an object, found type {kinds!r}")
+    if not set(parameters) & {"properties", "required", "additionalProperties", "patternProperties", "minProperties",
+                              "allOf", "anyOf", "oneOf", "$ref", "const", "enum"}:  # fmt: skip
+        parameters = {**parameters, "properties": {}}
+    return {**parameters, "type": "object"}
+
+
+def _call(name: str, arguments: dict[str, Any]) -> str:
+    """A rule's body for `{"name": ..., "arguments": ...}`."""
+    opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+    return f'{json.dumps(opening, ensure_ascii=False)} {_json(arguments)} "}}"'
+
+
+def _json(schema: dict[str, Any]) -> str:
+    closed = strict(schema)
+    refuse(closed)
+    return f"%json {json.dumps({**closed, 'x-guidance': FORM})}"
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """The first line of what llguidance says, without the place in our own grammar."""
+    return matcher.get_error().strip().split("\n")[0][:300]
+
+
+def _weight(text: str) -> int:
+    """About the bytes that a compiled grammar takes."""
+    return GRAMMAR_BYTES + TEXT_FACTOR * len(text)
+
+
+def reply(tokenizer: Tokenizer, ids: Sequence[int]) -> chat.Reply:
+    """A turn taken apart by its control tokens, so that text which spells a tag stays text (`chat.parse` reads the tags)."""
+    content: list[int] = []
+    calls: list[dict[str, Any]] = []
+    error: str | None = None
+    rest = list(ids)
+    while tokenizer.tool_call in rest:
+        start = rest.index(tokenizer.tool_call)
+        end = rest.index(tokenizer.tool_call_end, start) if tokenizer.tool_call_end in rest[start:] else len(rest)
+        content += rest[:start]
+        found = chat.parse(tokenizer.decode(rest[start : end + 1]))
+        calls += found.tool_calls
+        error = error or found.error
+        rest = rest[end + 1 :]
+    return chat.Reply(tokenizer.decode(content + rest).strip(), calls, error)

@@ -1,0 +1,236 @@
+"""A user's JSON schema, before it becomes a grammar: its limits, the objects that it leaves open, a check of what was said.
+
+    check(schema) -> None        the limits below (specs: serving, 4), each a SchemaError that says which
+    strict(schema) -> schema     `additionalProperties: false` for every object that names its properties and says nothing more
+    mistake(schema, text)        what is wrong with a JSON text, numbers read exactly; None for an instance
+
+`strict` only narrows: whatever it allows, the schema allows. Where a schema is an intersection (`allOf`, or `anyOf` or `$ref` beside
+properties), closing each part would forbid the other part's names, so the whole is closed over all their names and the parts stay
+open. An object that names no property at all may hold any, as JSON Schema says.
+
+Not promised: that `strict` keeps every instance of an `anyOf` intersection apart (a name of one branch may stand in another); that
+`mistake` tries patterns: the grammar holds them, and `re` can be made to hang.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from decimal import Context, Decimal, localcontext
+from typing import Any
+from urllib.parse import unquote
+
+import jsonschema
+from jsonschema import validators
+
+from pipeline.errors import InputError
+
+MAX_BYTES = 64 * 1024  # of a request's schemas as JSON
+MAX_DEPTH = 16  # subschemas in subschemas, and containers in a literal
+MAX_ALTERNATIVES = 256  # of enum, anyOf and oneOf, in all
+MAX_PATTERN = 512  # bytes
+
+MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
+SINGLES = ("items", "additionalProperties", "additionalItems")  # a schema
+LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")  # schemas
+LITERALS = ("const", "enum", "default", "examples")
+SHAPING = {"properties", "required", "patternProperties", "additionalProperties", "minProperties", "maxProperties"}
+PRECISION = 5000  # digits to which a number is read: more than an answer can hold
+
+Schema = Any  # a dict, or true or false
+
+
+class SchemaError(InputError):
+    """A request asks for output of a form that cannot be promised. `code` says why, in a word for programs."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def check(*schemas: Schema) -> None:
+    """The limits on the schemas of one request together. Raises SchemaError, its code `schema_too_large` or `schema_invalid`."""
+    alternatives = 0
+    for schema in schemas:
+        if not isinstance(schema, dict):
+            raise SchemaError("schema_invalid", f"a schema must be a JSON object, found {type(schema).__name__}")
+        for node in subschemas(schema):
+            alternatives += sum(len(node[key]) for key in ("enum", "anyOf", "oneOf") if isinstance(node.get(key), list))
+            named = node.get("patternProperties")
+            for pattern in (node.get("pattern"), *(named if isinstance(named, dict) else ())):
+                _limit("a pattern, in bytes", len(str(pattern).encode(errors="replace")), MAX_PATTERN)
+    _limit("the alternatives of enum, anyOf and oneOf", alternatives, MAX_ALTERNATIVES)
+    try:
+        size = sum(len(json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()) for schema in schemas)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SchemaError("schema_invalid", f"a schema must be strict JSON: {error}") from error
+    _limit("the size of the schemas, in bytes", size, MAX_BYTES)
+    for schema in schemas:
+        try:
+            jsonschema.Draft202012Validator.check_schema(schema)
+        except jsonschema.SchemaError as error:
+            place = "/".join(map(str, error.absolute_path))
+            raise SchemaError("schema_invalid", f"not a JSON schema of draft 2020-12, at /{place}: {error.message:.200}")
+
+
+def _limit(what: str, found: int, most: int) -> None:
+    if found > most:
+        raise SchemaError("schema_too_large", f"{what}: found {found}, the limit is {most}; simplify the schema")
+
+
+def subschemas(schema: Schema) -> Iterator[dict[str, Any]]:
+    """Every schema inside a schema, itself first; not what `enum` or `default` hold. Raises SchemaError beyond MAX_DEPTH."""
+    stack: list[tuple[Schema, int]] = [(schema, 1)]
+    while stack:
+        node, depth = stack.pop()
+        if not isinstance(node, dict):
+            continue
+        _limit("the depth of the schema", depth, MAX_DEPTH)
+        for key in LITERALS:
+            _limit(f"the depth of the schema and its {key}", depth + _depth(node.get(key)), MAX_DEPTH)
+        yield node
+        stack += [(inner, depth + 1) for inner in _inside(node)]
+
+
+def _inside(node: dict[str, Any]) -> Iterator[Schema]:
+    """The schemas directly inside a schema; what is of the wrong type holds none."""
+    for key in MAPS:
+        yield from node[key].values() if isinstance(node.get(key), dict) else ()
+    for key in LISTS:
+        yield from node[key] if isinstance(node.get(key), list) else ()
+    yield from (node[key] for key in SINGLES if key in node)
+
+
+def _depth(value: Any) -> int:
+    """How deep containers stand in a literal, counted no further than the limit."""
+    layer, depth = [value], 0
+    while depth <= MAX_DEPTH and (layer := [one for one in layer if isinstance(one, dict | list)]):
+        layer = [inner for one in layer for inner in (one.values() if isinstance(one, dict) else one)]
+        depth += 1
+    return depth
+
+
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with its objects closed (see the module). Raises SchemaError for a `$ref` that leads nowhere."""
+    return _Closing(schema).whole()
+
+
+class _Closing:
+    """One schema being closed; a `$ref` inside an intersection leads to a copy of its target that stays open."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self.root = {key: value for key, value in root.items() if key != "x-guidance"}  # the grammar's own options
+        self.copies: dict[str, Schema] = {}  # pointer -> the target, open
+        self.label = "open"  # of their names
+        while any(name.startswith(self.label) for name in root.get("$defs", {})):
+            self.label += "_"
+
+    def whole(self) -> dict[str, Any]:
+        """The root closed, with the open copies that it needs among its definitions."""
+        closed = self.close(self.root)
+        if self.copies:
+            copies = {f"{self.label}{number}": copy for number, copy in enumerate(self.copies.values())}
+            closed["$defs"] = closed.get("$defs", {}) | copies
+        return closed
+
+    def close(self, node: Schema, part: bool = False) -> Schema:
+        """One schema; `part` says that it is a part of an intersection, whose whole is closed instead."""
+        if not isinstance(node, dict):
+            return node
+        parts = len(node.get("allOf", ())) + sum(key in node for key in ("anyOf", "oneOf", "$ref"))
+        open_parts = part or parts + bool(SHAPING & set(node)) > 1
+        out = {key: self._value(key, value, open_parts) for key, value in node.items()}
+        if part or "additionalProperties" in node or (parts == 1 and not open_parts):
+            return out
+        names = self.names(node, frozenset())
+        if names is None or not (names or "properties" in node):
+            return out
+        properties = out.get("properties", {})
+        first = {"properties": properties | {name: True for name in names if name not in properties}}
+        return {**first, "additionalProperties": False, **{k: v for k, v in out.items() if k != "properties"}}
+
+    def _value(self, key: str, value: Any, open_parts: bool) -> Any:
+        if key in MAPS:
+            return {name: self.close(inner) for name, inner in value.items()}
+        if key in SINGLES:
+            return self.close(value)
+        if key in LISTS:
+            return [self.close(inner, open_parts and key != "prefixItems") for inner in value]
+        if key == "$ref" and open_parts:
+            if value not in self.copies:
+                self.copies[value] = None  # so that a schema that refers to itself comes to an end
+                self.copies[value] = self.close(self.target(value), part=True)
+            return f"#/$defs/{self.label}{[*self.copies].index(value)}"
+        return value
+
+    def names(self, node: Schema, seen: frozenset[str]) -> dict[str, None] | None:
+        """The names that a schema and its parts give to properties, in order; None where it says itself what else may stand."""
+        if not isinstance(node, dict):
+            return {}
+        if "patternProperties" in node or node.get("additionalProperties") is not None:
+            return None
+        found = dict.fromkeys([*node.get("properties", {}), *node.get("required", ())])
+        inner = [one for key in ("allOf", "anyOf", "oneOf") for one in node.get(key, ())]
+        if (pointer := node.get("$ref")) is not None and pointer not in seen:
+            seen |= {pointer}
+            inner.append(self.target(pointer))
+        for one in inner:
+            names = self.names(one, seen)
+            if names is None:
+                return None
+            found |= names
+        return found
+
+    def target(self, pointer: str) -> Schema:
+        """What a `$ref` leads to. Raises SchemaError."""
+        node: Any = self.root
+        steps = unquote(pointer.removeprefix("#")).split("/")
+        if not pointer.startswith("#") or steps[0]:
+            raise SchemaError("schema_refused", f"$ref {pointer!r}: only a JSON pointer inside the schema, #/...")
+        for step in steps[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            node = node.get(key) if isinstance(node, Mapping) else None
+            if node is None:
+                raise SchemaError("schema_refused", f"$ref {pointer!r} leads nowhere: there is no {key!r}")
+        return node
+
+
+def refuse(closed: dict[str, Any]) -> None:
+    """What the grammar would take and could not hold, of a schema that `strict` gave. Raises SchemaError `schema_refused`.
+
+    Names that are not listed may repeat in the grammar's objects, and a repeated name counts once.
+    """
+    for node in subschemas(closed):
+        least = node.get("minProperties", 0)
+        if least > 1 + len(node.get("required", ())) and node.get("additionalProperties") is not False:
+            raise SchemaError("schema_refused", f"minProperties {least} is not supported for names that are not listed")
+        if "$ref" in node and not node["$ref"].startswith("#"):
+            raise SchemaError("schema_refused", f"$ref {node['$ref']!r}: only a JSON pointer inside the schema, #/...")
+
+
+def mistake(schema: dict[str, Any], text: str) -> str | None:
+    """What is wrong with `text` as an instance of the schema, or None. Numbers are compared as written, not as floats."""
+    with localcontext(Context(prec=PRECISION)):
+        try:
+            value = json.loads(text, parse_float=Decimal)
+            exact = json.loads(json.dumps(schema), parse_float=Decimal)
+        except ValueError as error:
+            return f"not JSON: {error}"
+        found = jsonschema.exceptions.best_match(_Validator(exact).iter_errors(value))
+    return found and found.message
+
+
+def _unlisted(validator: Any, allowed: Any, instance: Any, schema: dict[str, Any]) -> Iterator[Any]:
+    """`additionalProperties`, where no pattern says which names are meant."""
+    if "patternProperties" not in schema:
+        yield from jsonschema.Draft202012Validator.VALIDATORS["additionalProperties"](
+            validator, allowed, instance, schema
+        )
+
+
+def _untried(*_: Any) -> tuple[()]:
+    return ()
+
+
+_Validator = validators.extend(
+    jsonschema.Draft202012Validator,
+    {"pattern": _untried, "patternProperties": _untried, "additionalProperties": _unlisted},
+)

@@ -1,0 +1,151 @@
+"""Serve models over HTTP: OpenAI's API, and a page to talk to them.
+
+    python -m pipeline.serve models/rlhf [models/dpo models/reward ...] [--host 127.0.0.1] [--port 8000]
+        [--weights int8|native] [--rows 8] [--queue 32] [--api-key-file FILE] [--feedback FILE]
+        [--allow-host NAME ...] [--allow-origin ORIGIN ...]
+
+Without models: models/deploy, else rlhf, tools or code, and the reward model beside it. Port 0 takes a free one, which is printed.
+Keys come from a file, one a line, or from STAGECOACH_API_KEYS; another address than this machine's own is refused without one.
+
+One worker process answers (granian, HTTP/1.1) and is started again when it dies. SIGTERM ends it: what is being said may end within
+20 seconds. Not here: TLS; put a proxy in front.
+"""
+
+import argparse
+import dataclasses
+import functools
+import ipaddress
+import logging
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from granian import Granian
+from granian.constants import HTTPModes, Interfaces
+from granian.http import HTTP1Settings
+from starlette.types import ASGIApp
+
+from pipeline.errors import ConfigError, StagecoachError
+from pipeline.serve.guard import KEYS, Keys
+from pipeline.serve.options import Options
+
+SPINE = ("deploy", "rlhf", "tools", "code")
+DRAIN_SECONDS = 20
+HEADER_BYTES, HEADER_MILLISECONDS = 16_384, 10_000
+
+
+def chosen(models: list[Path], root: Path = Path("models")) -> list[Path]:
+    """The directories to serve. Raises ConfigError where nothing was built yet."""
+    if models:
+        return models
+    built = [root / name for name in SPINE if (root / name / "config.json").is_file()]
+    if not built:
+        raise ConfigError(f"{root}/ holds no model to serve; build one with make, or name a directory")
+    judge = root / "reward"
+    return [built[0], *([judge] if (judge / "config.json").is_file() else [])]
+
+
+def check_address(host: str, keys: Keys) -> None:
+    """Raises ConfigError for an address that others reach, without a key."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise ConfigError(f"--host: expected an address such as 127.0.0.1 or 0.0.0.0, got {host!r}") from None
+    if not loopback and not keys:
+        raise ConfigError(f"--host {host} is open to others: set {KEYS} or --api-key-file first (openssl rand -hex 24)")
+
+
+def free_port(host: str, port: int) -> int:
+    """The port, or a free one for 0. Raises ConfigError for one that is taken."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"--port {port}: {error.strerror}; choose another, or 0 for a free one") from None
+        return found.getsockname()[1]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.serve", description="Serve models: OpenAI's API and a page."
+    )
+    parser.add_argument("models", type=Path, nargs="*", help="model directories (default: what make built)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: a free one")
+    parser.add_argument("--weights", choices=("int8", "native"), help="default: int8 from 50 M parameters on a CPU")
+    parser.add_argument("--rows", type=int, default=8, help="requests that are answered at a time")
+    parser.add_argument("--queue", type=int, default=32, help="requests that wait; more get 429")
+    parser.add_argument("--api-key-file", type=Path, help="keys, one a line")
+    parser.add_argument("--feedback", type=Path, help="where preferences from the page go: feedback/preferences.jsonl")
+    parser.add_argument("--allow-host", action="append", default=[], help="a Host that may ask besides localhost")
+    parser.add_argument("--allow-origin", action="append", default=[], help="an Origin whose pages may ask")
+    options = parser.parse_args(argv)
+    if options.rows < 1 or options.queue < 0:
+        parser.error("expected --rows of at least 1 and --queue of at least 0")
+    return options
+
+
+def main() -> int:
+    """Check everything that can be checked, then serve until a signal."""
+    arguments = parse()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    try:
+        keys = Keys.load(arguments.api_key_file)
+        check_address(arguments.host, keys)
+        options = Options(
+            models=tuple(chosen(arguments.models)), weights=arguments.weights, rows=arguments.rows, queue=arguments.queue,
+            api_key_file=arguments.api_key_file, feedback=arguments.feedback,
+            hosts=(*arguments.allow_host, arguments.host), origins=tuple(arguments.allow_origin),
+        )  # fmt: skip
+        options.check()
+        port = free_port(arguments.host, arguments.port)
+    except StagecoachError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    address = f"http://{f'[{arguments.host}]' if ':' in arguments.host else arguments.host}:{port}"
+    sys.stdout.write(welcome(address, options, bool(keys)))
+    sys.stdout.flush()
+    failure = Path(tempfile.mkstemp(prefix="stagecoach-serve-")[1])
+    options = dataclasses.replace(options, failure=failure)
+    server = Granian(
+        "pipeline.serve.api:make",
+        address=arguments.host,
+        port=port,
+        interface=Interfaces.ASGI,
+        http=HTTPModes.http1,
+        websockets=False,
+        http1_settings=HTTP1Settings(header_read_timeout=HEADER_MILLISECONDS, max_buffer_size=HEADER_BYTES),
+        respawn_failed_workers=True,
+        workers_kill_timeout=DRAIN_SECONDS,
+        log_access=False,
+    )
+    server.serve(target_loader=functools.partial(load, options), wrap_loader=False)
+    code, _, message = failure.read_text(encoding="utf-8").partition("\n")
+    failure.unlink()
+    sys.stderr.write(message)
+    return int(code or 0)
+
+
+def load(options: Options) -> ASGIApp:
+    """The application, made in the worker's process: the parent needs no torch."""
+    from pipeline.serve.api import make
+
+    return make(options)
+
+
+def welcome(address: str, options: Options, keyed: bool) -> str:
+    """The address, what is served, and a line to try."""
+    name = options.models[0].resolve().name
+    key = ' -H "Authorization: Bearer $KEY"' if keyed else ""
+    return (
+        f"{address}  serves {', '.join(str(model) for model in options.models)}\n"
+        f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"""-d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell a story that begins: Anna was a beetle in a narrow house beside the cottage."}}]}}'\n"""
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,284 @@
+"""The server: OpenAI's routes, a few of its neighbours' (/tokenize, /score, /metrics), and the page.
+
+    make(options) -> an ASGI application; models load behind it, /health says 503 until they are there
+
+Routes are thin: a body is checked (`protocol.py`), understood (`chats.py`, `completions.py`), asked of the engine (`asking.py`) and
+told whole or as a stream. Every error is OpenAI's object (`faults.py`), every request passed the guard. The log holds a request's id,
+counts and times, never a text or a key.
+"""
+
+import asyncio
+import functools
+import logging
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pipeline.errors import StagecoachError
+from pipeline.serve import calls, chats, completions, extensions, streaming
+from pipeline.serve.asking import Answers, refuse_when_full
+from pipeline.serve.faults import ApiFault, JsonResponse, internal
+from pipeline.serve.feedback import Feedback
+from pipeline.serve.guard import Guard, Keys
+from pipeline.serve.metrics import Metrics
+from pipeline.serve.models import Catalogue, load
+from pipeline.serve.options import Options
+from pipeline.serve.protocol import ChatBody, CompletionBody
+from pipeline.serve.streaming import EventStream
+
+LOG = logging.getLogger(__name__)
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.keys = Keys.load(options.api_key_file)
+        self.feedback = Feedback(options.feedback) if options.feedback is not None else None
+        self.engines = ExitStack()
+        self.state = "loading"  # ready, failed, stopping
+        self._catalogue: Catalogue | None = None
+        self._metrics: Metrics | None = None
+
+    def start(self) -> None:
+        """Load the models and start their engines; whoever asks before that hears 503."""
+        try:
+            catalogue = Catalogue(load(self.options.models, rows=self.options.rows, queue=self.options.queue))
+        except StagecoachError as error:
+            self.state = "failed"
+            LOG.error("%s", error)
+            if self.options.failure is not None:
+                self.options.failure.write_text(f"{error.exit_code}\n{error}\n", encoding="utf-8")
+                os.kill(os.getppid(), signal.SIGTERM)  # started again it would fail again
+            return
+        for served in catalogue.served.values():
+            if served.engine is not None:
+                self.engines.enter_context(served.engine)
+        self._catalogue, self._metrics = catalogue, Metrics(catalogue)
+        self.state = "ready"
+        LOG.info("ready: %s", ", ".join(f"{one.id} ({one.kind}, {one.parameters:,} parameters)" for one in catalogue.served.values()))  # fmt: skip
+
+    def stop(self) -> None:
+        """End the engines; what they still say ends with an error."""
+        self.state = "stopping"
+        self.engines.close()
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The models. Raises ApiFault 503 until they are loaded."""
+        if self._catalogue is None:
+            raise ApiFault(503, "the models are being loaded; try again", code="model_loading", retry=2)
+        return self._catalogue
+
+    @property
+    def metrics(self) -> Metrics:
+        """The counters. Raises as `catalogue`."""
+        _ = self.catalogue
+        assert self._metrics is not None
+        return self._metrics
+
+    def health(self) -> str:
+        """ready, or why not."""
+        if self.state == "ready" and not all(
+            one.engine is None or one.engine.alive for one in self.catalogue.served.values()
+        ):
+            return "restarting"
+        return self.state
+
+
+def make(options: Options) -> ASGIApp:
+    """The application. Raises ConfigError for keys or a feedback file that cannot be used."""
+    service = Service(options)
+    app = FastAPI(title="Stagecoach", openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan(service))
+    _faults(app, service)
+    keyed = [Depends(service.keys.owner)]
+    app.include_router(_openai(service))
+    app.include_router(_about(service, app), dependencies=keyed)
+    app.include_router(extensions.router(lambda: service.catalogue, service.feedback), dependencies=keyed)
+    app.include_router(extensions.page())
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 where a request would be answered, else 503; public."""
+        state = service.health()
+        return JsonResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
+
+    return Guard(_Logged(app), hosts=options.hosts, origins=options.origins)
+
+
+def _lifespan(service: Service) -> Callable[[FastAPI], Any]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        loading = threading.Thread(target=service.start, name="loading", daemon=True)
+        loading.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.stop)
+
+    return lifespan
+
+
+def _openai(service: Service) -> APIRouter:
+    """The routes whose shape is OpenAI's and that take an engine's time."""
+    routes = APIRouter()
+
+    @routes.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request, owner: str = Depends(service.keys.owner)) -> Response:
+        """An assistant's turn."""
+        served, engine = service.catalogue.engine(body.model)
+        refuse_when_full(engine)
+        talk = await chats.understand(body, served, engine, owner)
+        return await _answer(
+            service, request, served.id, talk.answers(), bool(body.stream),
+            functools.partial(chats.whole, talk), functools.partial(chats.stream, talk),
+        )  # fmt: skip
+
+    @routes.post("/v1/completions")
+    async def text_completions(
+        body: CompletionBody, request: Request, owner: str = Depends(service.keys.owner)
+    ) -> Response:
+        """A text that goes on."""
+        served, engine = service.catalogue.engine(body.model)
+        refuse_when_full(engine)
+        text = await asyncio.to_thread(completions.understand, body, served, engine, owner)
+        return await _answer(
+            service, request, served.id, text.answers(), bool(body.stream),
+            functools.partial(completions.whole, text), functools.partial(completions.stream, text),
+        )  # fmt: skip
+
+    return routes
+
+
+async def _answer(
+    service: Service, request: Request, model: str, answers: Answers, streamed: bool,
+    whole: Callable[[Answers], Coroutine[Any, Any, dict[str, Any]]], stream: Callable[[Answers], AsyncIterator[bytes]],
+) -> Response:  # fmt: skip
+    """Ask, tell, and count."""
+
+    def count(status: int, code: str | None) -> None:
+        seconds, usage, metrics = time.monotonic() - answers.began, answers.usage, service.metrics
+        LOG.info(
+            "%s %s %d prompt=%d cached=%d said=%d first=%.3f seconds=%.3f", request.scope["identity"], model, status,
+            usage.prompt, usage.cached, usage.completion, answers.first or math.nan, seconds,
+        )  # fmt: skip
+        metrics.broken.labels(model).inc(code == calls.INVALID)
+        for end in answers.ends:
+            metrics.ended.labels(model, end.reason if end is not None else "abandoned").inc()
+        metrics.whole.labels(model).observe(seconds)
+        if answers.first is not None:
+            metrics.first.labels(model).observe(answers.first)
+            if usage.completion > len(answers.ends):
+                metrics.between.labels(model).observe((seconds - answers.first) * len(answers.ends) / (usage.completion - len(answers.ends)))  # fmt: skip
+
+    if streamed:
+        await answers.__aenter__()  # a refusal is told before the stream begins
+        return EventStream(answers, stream, count)
+    status, code = 500, None
+    try:
+        response = await streaming.whole(request, answers, whole)
+        status = 200
+        return response
+    except ApiFault as fault:
+        status, code = fault.status, fault.code
+        raise
+    finally:
+        count(status, code)
+
+
+def _about(service: Service, app: FastAPI) -> APIRouter:
+    """What is served, and how it does."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        """All of them."""
+        cards = [served.card(service.feedback is not None) for served in service.catalogue.served.values()]
+        return JsonResponse({"object": "list", "data": cards})
+
+    @routes.get("/v1/models/{name}")
+    async def model(name: str) -> Response:
+        """One of them."""
+        return JsonResponse(service.catalogue.find(name).card(service.feedback is not None))
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        """This interface."""
+        return JsonResponse(app.openapi())
+
+    return routes
+
+
+def _faults(app: FastAPI, service: Service) -> None:
+    """Every error becomes OpenAI's object."""
+
+    def counted(fault: ApiFault) -> Response:
+        if service.state == "ready":
+            service.metrics.faults.labels(str(fault.status)).inc()
+        return fault.response()
+
+    @app.exception_handler(ApiFault)
+    async def known(_: Request, fault: ApiFault) -> Response:
+        return counted(fault)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return counted(unfit(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, error: HTTPException) -> Response:
+        return counted(ApiFault(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None))  # fmt: skip
+
+
+def unfit(errors: Sequence[Any]) -> ApiFault:
+    """The first thing wrong with a body, by its field."""
+    first = errors[0]
+    place = [
+        str(part) for part in first["loc"][1:] if isinstance(part, int) or re.fullmatch(r"[A-Za-z_]{1,40}", str(part))
+    ]
+    place = [part for part in place if part not in ("str", "list", "int", "dict")]
+    message = first["msg"].removeprefix("Value error, ")
+    where = ".".join(place)
+    return ApiFault(400, f"{where}: {message}" if where else message, param=where or None, code="invalid_value")
+
+
+class _Logged:
+    """Turns what nobody foresaw into a 500 with an id; the log has the rest."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def sending(message: Any) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        except Exception:
+            if scope["type"] != "http":
+                raise
+            LOG.exception("%s failed", scope["identity"])
+            if not begun:
+                await internal(scope["identity"]).response()(scope, receive, send)

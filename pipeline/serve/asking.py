@@ -1,0 +1,158 @@
+"""From the event loop to the engine's thread and back: several answers to one request, as they grow.
+
+    async with ask(model, wanted) as answers:  async for index, delta in answers: ...
+
+Leaving the block, for whatever reason, gives up what still runs: a client that goes away frees its rows before the next step. So
+does one that does not read: `MOST_UNREAD` events behind, its answers are cancelled.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from pipeline.errors import InputError
+from pipeline.serve.answers import Assembler, Delta
+from pipeline.serve.engine import Ended, Engine, Event, QueueFull, Request, Said, Ticket
+from pipeline.serve.faults import ApiFault
+
+LOG = logging.getLogger(__name__)
+MOST_UNREAD = 256
+RETRY_SECONDS = 1
+PING_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of a request."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+    def body(self) -> dict[str, object]:
+        """OpenAI's object."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An answer has ended; reason: stop, length."""
+
+    index: int
+    reason: str
+
+
+def refuse_when_full(engine: Engine) -> None:
+    """Raises ApiFault 429 before any work was done for a request that would find no place."""
+    if len(engine.waiting) >= engine.queue + len(engine.slots) - engine.busy:
+        raise ApiFault(
+            429, "all rows are busy and the queue is full; try again", code="queue_full", retry=RETRY_SECONDS
+        )
+
+
+def unheard(_: Event) -> None:
+    """The listener of a request that was not submitted yet."""
+
+
+class Ping:
+    """Nothing was said for a while; the connection is to be kept."""
+
+
+class Answers:
+    """The answers to a request: submitted on entering, heard by iteration, given up on leaving."""
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], assemblers: Sequence[Assembler], *, n: int = 1
+    ) -> None:
+        """`n` requests in a row have the same prompt. Their listeners are set here."""
+        self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
+        self.ends: list[Ended | None] = [None] * len(requests)
+        self.first: float | None = None  # seconds to the first token
+        self.began = time.monotonic()
+        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self._loop = asyncio.get_running_loop()
+
+    async def __aenter__(self) -> "Answers":
+        """Raises ApiFault: 429 where the queue is full, 400 for what can never be served, 503 where the engine is dead."""
+        try:
+            for index, request in enumerate(self.requests):
+                self._tickets.append(self.engine.submit(replace(request, listener=self._listener(index))))
+        except QueueFull as error:
+            self._give_up()
+            raise ApiFault(429, f"{error}; try again", code="queue_full", retry=RETRY_SECONDS) from None
+        except InputError as error:
+            self._give_up()
+            raise ApiFault(400, str(error)) from None
+        except RuntimeError:
+            self._give_up()
+            raise ApiFault(503, "the model is being restarted; try again", code="model_restarting", retry=5) from None
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:  # fmt: skip
+        self._give_up()
+
+    def _give_up(self) -> None:
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    def _listener(self, index: int) -> Callable[[Event], None]:
+        def hear(event: Event) -> None:  # on the engine's thread
+            self._loop.call_soon_threadsafe(self._put, index, event)
+
+        return hear
+
+    def _put(self, index: int, event: Event) -> None:
+        if self._queue.qsize() >= MOST_UNREAD:
+            self._give_up()
+        self._queue.put_nowait((index, event))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta] | Finished | Ping]:
+        """What is new, until all have ended. Raises ApiFault where one of them failed."""
+        while any(end is None for end in self.ends):
+            try:
+                index, event = await asyncio.wait_for(self._queue.get(), PING_SECONDS)
+            except TimeoutError:
+                yield Ping()
+                continue
+            assembler = self.assemblers[index]
+            if isinstance(event, Said):
+                self.first = self.first or time.monotonic() - self.began
+                for delta in assembler.hear(event):
+                    yield index, delta
+                if assembler.stopped:
+                    self._tickets[index].cancel()
+                continue
+            self.ends[index] = event
+            if not assembler.stopped and event.reason not in ("stop", "length"):
+                raise _fault(event)
+            for delta in assembler.close():
+                yield index, delta
+            yield Finished(index, "stop" if assembler.stopped else event.reason)
+
+    @property
+    def usage(self) -> Usage:
+        """Of all answers that have ended; a prompt is counted once, however many answers it gets."""
+        ended = [end for end in self.ends if end is not None]
+        first = [end for end in self.ends[:: self.n] if end is not None]
+        return Usage(
+            sum(len(request.ids) for request in self.requests[:: self.n]),
+            sum(end.new_tokens for end in ended),
+            sum(end.cached_tokens for end in first),
+        )
+
+
+def _fault(end: Ended) -> ApiFault:
+    if end.reason == "timeout":
+        return ApiFault(503, "the answer took too long; ask for fewer tokens", code="timeout")
+    if end.reason == "cancelled":
+        return ApiFault(503, "the answer was given up: it was not read, or the server is stopping", code="cancelled")
+    return ApiFault(500, "the server failed", code="internal_error")

@@ -1,0 +1,225 @@
+"""POST /v1/chat/completions: a conversation in, one assistant's turn or several out, whole or as a stream of chunks.
+
+The order of a stream is OpenAI's: a delta with the role; deltas of content or of calls; an empty one with the reason it ended; where
+asked for, a chunk without choices that holds the counts; [DONE]. Extensions: `return_token_ids` adds the prompt's ids to the first
+chunk of all, the answer's ids to each choice, and `id` to each log-probability.
+"""
+
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.device import stable_hash
+from pipeline.errors import InputError
+from pipeline.generation.sampling import Sampling
+from pipeline.serve import calls
+from pipeline.serve.answers import Assembler, Delta
+from pipeline.serve.asking import Answers, Finished, Ping, unheard
+from pipeline.serve.engine import Engine, Request, Said
+from pipeline.serve.faults import ApiFault, dumps
+from pipeline.serve.models import Served
+from pipeline.serve.protocol import ChatBody
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A request to chat, understood: everything that can be refused was."""
+
+    body: ChatBody
+    served: Served
+    engine: Engine
+    prompt: list[int]
+    requests: list[Request]
+    id: str
+    created: int
+
+    def answers(self) -> Answers:
+        """To be entered."""
+        tools = bool(self.body.tools) and self.body.tool_choice != "none"
+        assemblers = [Assembler(self.served.tokenizer, self.body.stops, tools=tools) for _ in self.requests]
+        return Answers(self.engine, self.requests, assemblers, n=len(self.requests))
+
+    def frame(self, kind: str) -> dict[str, Any]:
+        """What an answer and each chunk begin with."""
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.served.id,
+            "system_fingerprint": self.served.fingerprint,
+        }  # fmt: skip
+
+
+async def understand(body: ChatBody, served: Served, engine: Engine, owner: str) -> Talk:
+    """Render the prompt, make the grammar, count the budget. Raises ApiFault."""
+    tokenizer = served.tokenizer
+    messages = [message.plain() for message in body.messages]
+    tools = [tool.plain() for tool in body.tools or []]
+    try:
+        prompt = chat.render(tokenizer, messages, tools, generation_prompt=True).ids
+    except InputError as error:
+        raise ApiFault(400, str(error), param="messages") from None
+    budget = room(prompt, served, body.budget, "messages")
+    constraints = await calls.constraints(body, served, budget)
+    bias = known(body.biases, served) | banned(tokenizer, with_calls=bool(tools) and body.tool_choice != "none")
+    if body.ignore_eos:
+        bias |= dict.fromkeys((tokenizer.turn_end, tokenizer.end_of_text), -math.inf)
+    requests = [
+        Request(
+            ids=prompt, sampling=sampling(body.temperature, body.top_p, body.top_k, budget), seed=seed, listener=unheard,
+            stop=(tokenizer.turn_end, tokenizer.end_of_text), bias=bias, top=(body.top_logprobs or 0) if body.logprobs else 0,
+            owner=owner, constraint=constraint,
+        )
+        for seed, constraint in zip(seeds(body.seed, body.n or 1), constraints, strict=True)
+    ]  # fmt: skip
+    return Talk(body, served, engine, prompt, requests, f"chatcmpl-{secrets.token_hex(12)}", int(time.time()))
+
+
+def room(prompt: list[int], served: Served, wanted: int | None, param: str) -> int:
+    """Tokens that an answer may have. Raises ApiFault for a prompt that fills the context."""
+    left = served.context - len(prompt)
+    if left < 1:
+        raise ApiFault(400, f"the prompt has {len(prompt)} tokens, the model's context is {served.context}; shorten it", param=param, code="context_length_exceeded")  # fmt: skip
+    return min(left, wanted) if wanted is not None else left
+
+
+def sampling(temperature: float | None, top_p: float | None, top_k: int | None, budget: int) -> Sampling:
+    """OpenAI's defaults: temperature 1, everything kept."""
+    return Sampling(
+        budget, 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p, top_k=top_k or 0
+    )
+
+
+def seeds(seed: int | None, count: int) -> list[int]:
+    """A seed for each answer; the first one is the asked-for seed itself."""
+    first = secrets.randbits(63) if seed is None else seed
+    return [first if number == 0 else stable_hash(first, "answer", number) for number in range(count)]
+
+
+def banned(tokenizer: Tokenizer, *, with_calls: bool) -> dict[int, float]:
+    """Control tokens that an assistant does not say; those of calls too where none may be made."""
+    never = (
+        tokenizer.pad, tokenizer.turn_start, tokenizer.mask, tokenizer.fim_prefix, tokenizer.fim_middle, tokenizer.fim_suffix,
+        tokenizer.fim_pad, tokenizer.tool_response, tokenizer.tool_response_end,
+    )  # fmt: skip
+    calling = () if with_calls else (tokenizer.tool_call, tokenizer.tool_call_end)
+    return dict.fromkeys((*never, *calling), -math.inf)
+
+
+def known(biases: dict[int, float], served: Served) -> dict[int, float]:
+    """The biases, all of tokens that there are. Raises ApiFault."""
+    if wrong := next((token for token in biases if token >= served.rows), None):
+        raise ApiFault(400, f"logit_bias: token {wrong} is not in the vocabulary of {served.rows}", param="logit_bias")
+    return biases
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+async def whole(talk: Talk, answers: Answers) -> dict[str, Any]:
+    """The answer in one piece. Raises ApiFault."""
+    said: list[list[Said]] = [[] for _ in talk.requests]
+    reasons = [""] * len(talk.requests)
+    async for event in answers:
+        if isinstance(event, Finished):
+            reasons[event.index] = reason(talk, answers, event)
+        elif not isinstance(event, Ping):
+            said[event[0]] += event[1].tokens
+    choices = []
+    for index, assembler in enumerate(answers.assemblers):
+        made = [
+            {"id": call.id, "type": "function",
+             "function": {"name": calls.unquoted(call.name), "arguments": call.arguments}}
+            for call in assembler.calls
+        ]  # fmt: skip
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": assembler.content or (None if made else ""),
+            "refusal": None,
+        }
+        if made:
+            message["tool_calls"] = made
+        choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None, "finish_reason": reasons[index]}
+        choices.append(choice | extras(talk, tuple(said[index])))
+    prompt = {"prompt_token_ids": talk.prompt} if talk.body.return_token_ids else {}
+    return talk.frame("chat.completion") | {"choices": choices, "usage": answers.usage.body()} | prompt
+
+
+async def stream(talk: Talk, answers: Answers) -> AsyncIterator[bytes]:
+    """The chunks, as lines of an event stream, [DONE] not with them. Raises ApiFault."""
+    frame = talk.frame("chat.completion.chunk")
+    prompt: dict[str, Any] = {"prompt_token_ids": talk.prompt} if talk.body.return_token_ids else {}
+    for index in range(len(talk.requests)):
+        first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield event_line(frame | {"choices": [first]} | prompt)
+        prompt = {}
+    async for event in answers:
+        if isinstance(event, Ping):
+            yield b": ping\n\n"
+        elif isinstance(event, Finished):
+            ended = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": reason(talk, answers, event)}
+            yield event_line(frame | {"choices": [ended]})
+        else:
+            index, delta = event
+            new = {"index": index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
+            yield event_line(frame | {"choices": [new | extras(talk, delta.tokens)]})
+    if talk.body.with_usage:
+        yield event_line(frame | {"choices": [], "usage": answers.usage.body()})
+
+
+def event_line(chunk: dict[str, Any]) -> bytes:
+    """One event of a stream."""
+    return b"data: " + dumps(chunk) + b"\n\n"
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if delta.call is None:
+        return {"content": delta.content}
+    piece = delta.call
+    call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
+    if piece.id is not None:
+        call = {"index": piece.index, "id": piece.id, "type": "function",
+                "function": {"name": calls.unquoted(piece.name), "arguments": piece.arguments}}  # fmt: skip
+    return {"tool_calls": [call]}
+
+
+def reason(talk: Talk, answers: Answers, event: Finished) -> str:
+    """Why an answer ended, in OpenAI's words. Raises ApiFault where a call or an object is not what was promised."""
+    assembler = answers.assemblers[event.index]
+    if assembler.calls:
+        calls.check(talk.body, assembler)
+        return "tool_calls"
+    shaped = calls.check_format(talk.body, assembler)
+    return "stop" if shaped else event.reason  # what is whole was not cut, also where its last token was the budget's last
+
+
+def extras(talk: Talk, tokens: tuple[Said, ...]) -> dict[str, Any]:
+    """Log-probabilities and ids, as far as they were asked for."""
+    found: dict[str, Any] = {}
+    if talk.body.logprobs:
+        found["logprobs"] = {"content": [entry(talk, one) for one in tokens], "refusal": None}
+    if talk.body.return_token_ids:
+        found["token_ids"] = [one.token for one in tokens]
+    return found
+
+
+def entry(talk: Talk, said: Said) -> dict[str, Any]:
+    """A token with its log-probability and the most likely others."""
+    top = [_one(talk, token, logprob) for token, logprob in said.top]
+    return _one(talk, said.token, said.logprob) | {"top_logprobs": top}
+
+
+def _one(talk: Talk, token: int, logprob: float) -> dict[str, Any]:
+    raw, text = spelled(talk.served.tokenizer, token)
+    found: dict[str, Any] = {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+    return found | {"id": token} if talk.body.return_token_ids else found
+
+
+def spelled(tokenizer: Tokenizer, token: int) -> tuple[bytes, str]:
+    """A token's bytes and its text; half a character has no text of its own."""
+    if token >= tokenizer.vocab_size:
+        return b"", ""
+    raw = tokenizer.token_bytes[token] or tokenizer.decode([token], skip_special=False).encode()
+    return raw, raw.decode("utf-8", "replace")

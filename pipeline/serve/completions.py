@@ -1,0 +1,207 @@
+"""POST /v1/completions: text goes on, or is filled in between a beginning and an end (`suffix`); the prompt as text or as ids.
+
+`echo` puts the prompt before the answer, with `logprobs` its log-probabilities too, as plain teacher forcing gives them; with
+`max_tokens: 0` there is nothing but the prompt: what a benchmark asks to score a text. Stop strings, `n`, streams as in a chat.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pipeline.model.transformer import Transformer
+from pipeline.serve.answers import Assembler
+from pipeline.serve.asking import Answers, Finished, Ping, Usage, unheard
+from pipeline.serve.chats import event_line, known, room, sampling, seeds, spelled
+from pipeline.serve.engine import Engine, Request, Said
+from pipeline.serve.faults import ApiFault
+from pipeline.serve.models import Served
+from pipeline.serve.protocol import CompletionBody
+from pipeline.text.tokenizer import Tokenizer
+
+DEFAULT_TOKENS = 16  # OpenAI's
+
+
+@dataclass
+class Told:
+    """Tokens with their log-probabilities in the old form, and how many characters were told before them."""
+
+    tokenizer: Tokenizer
+    characters: int = 0
+    fields: dict[str, list[Any]] = field(default_factory=lambda: {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []})  # fmt: skip
+
+    def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
+        """Count a token in."""
+        _, text = spelled(self.tokenizer, token)
+        self.fields["tokens"].append(text)
+        self.fields["token_logprobs"].append(None if logprob is None else max(logprob, -9999.0))
+        named = {spelled(self.tokenizer, other)[1]: max(value, -9999.0) for other, value in reversed(top)}
+        self.fields["top_logprobs"].append(None if logprob is None else named)
+        self.fields["text_offset"].append(self.characters)
+        self.characters += len(text)
+
+    def take(self) -> dict[str, list[Any]]:
+        """What was added since the last time."""
+        fields, self.fields = self.fields, {name: [] for name in self.fields}
+        return fields
+
+
+@dataclass(frozen=True)
+class Text:
+    """A request to complete, understood."""
+
+    body: CompletionBody
+    served: Served
+    engine: Engine
+    prompts: list[list[int]]
+    requests: list[Request]
+    id: str
+    created: int
+
+    @property
+    def n(self) -> int:
+        """Answers to each prompt."""
+        return self.body.n or 1
+
+    def answers(self) -> Answers:
+        """To be entered."""
+        assemblers = [Assembler(self.served.tokenizer, self.body.stops) for _ in self.requests]
+        return Answers(self.engine, self.requests, assemblers, n=self.n)
+
+    def frame(self) -> dict[str, Any]:
+        """What an answer and each chunk begin with."""
+        return {
+            "id": self.id, "object": "text_completion", "created": self.created, "model": self.served.id,
+            "system_fingerprint": self.served.fingerprint,
+        }  # fmt: skip
+
+
+def understand(body: CompletionBody, served: Served, engine: Engine, owner: str) -> Text:
+    """Encode the prompts and count the budget. Raises ApiFault."""
+    tokenizer = served.tokenizer
+    prompts = [_ids(prompt, body.suffix, served) for prompt in body.prompts]
+    asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    stop = () if body.ignore_eos else (tokenizer.end_of_text, tokenizer.turn_end)
+    for ids in prompts:
+        if asked == 0 and not body.echo:
+            raise ApiFault(400, "max_tokens: 0 is for echo, which returns the prompt with its log-probabilities", param="max_tokens")  # fmt: skip
+        if len(ids) + (asked > 0) > served.context:
+            room([*ids, 0], served, None, "prompt")
+    first = seeds(body.seed, len(prompts) * (body.n or 1))
+    requests = [
+        Request(
+            ids=ids, sampling=sampling(body.temperature, body.top_p, body.top_k, room(ids, served, asked, "prompt")),
+            seed=first[place * (body.n or 1) + number], listener=unheard, stop=stop, bias=known(body.biases, served),
+            top=body.logprobs or 0, owner=owner,
+        )
+        for place, ids in enumerate(prompts)
+        for number in range(body.n or 1)
+        if asked
+    ]  # fmt: skip
+    return Text(body, served, engine, prompts, requests, f"cmpl-{secrets.token_hex(12)}", int(time.time()))
+
+
+def _ids(prompt: str | list[int], suffix: str | None, served: Served) -> list[int]:
+    tokenizer = served.tokenizer
+    if isinstance(prompt, list) and (wrong := next((id_ for id_ in prompt if id_ >= served.rows), None)):
+        raise ApiFault(400, f"prompt: token {wrong} is not in the vocabulary of {served.rows}", param="prompt")
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if suffix is not None:
+        return [tokenizer.fim_prefix, *ids, tokenizer.fim_suffix, *tokenizer.encode(suffix), tokenizer.fim_middle]
+    return ids or [tokenizer.end_of_text]  # behind nothing stands what begins a document
+
+
+async def whole(text: Text, answers: Answers) -> dict[str, Any]:
+    """All choices in one piece. Raises ApiFault."""
+    said: list[list[Said]] = [[] for _ in text.requests]
+    reasons = ["length"] * len(text.prompts) * text.n
+    async for event in answers:
+        if isinstance(event, Finished):
+            reasons[event.index] = event.reason
+        elif not isinstance(event, Ping):
+            said[event[0]] += event[1].tokens
+    choices = []
+    for index, finish in enumerate(reasons):
+        told, before = await _echo(text, index)
+        content = answers.assemblers[index].content if text.requests else ""
+        for one in said[index] if text.requests else ():
+            told.add(one.token, one.logprob, one.top)
+        choice: dict[str, Any] = {"index": index, "text": before + content, "logprobs": None, "finish_reason": finish}
+        if text.body.logprobs is not None:
+            choice["logprobs"] = told.take()
+        if text.body.return_token_ids:
+            choice["token_ids"] = [one.token for one in said[index]] if text.requests else []
+            choice["prompt_token_ids"] = text.prompts[index // text.n]
+        choices.append(choice)
+    usage = answers.usage if text.requests else Usage(sum(map(len, text.prompts)), 0, 0)
+    return text.frame() | {"choices": choices, "usage": usage.body()}
+
+
+async def stream(text: Text, answers: Answers) -> AsyncIterator[bytes]:
+    """The chunks, as lines of an event stream, [DONE] not with them. Raises ApiFault."""
+    told = []
+    for index in range(len(text.prompts) * text.n):
+        own, before = await _echo(text, index)
+        told.append(own)
+        first: dict[str, Any] = {"index": index, "text": before, "logprobs": None, "finish_reason": None}
+        if text.body.logprobs is not None and before:
+            first["logprobs"] = own.take()
+        if text.body.return_token_ids:
+            first |= {"prompt_token_ids": text.prompts[index // text.n], "token_ids": []}
+        if not text.requests:
+            first["finish_reason"] = "length"
+        if before or text.body.return_token_ids or not text.requests:
+            yield event_line(text.frame() | {"choices": [first]})
+    async for event in answers:
+        if isinstance(event, Ping):
+            yield b": ping\n\n"
+        elif isinstance(event, Finished):
+            ended = {"index": event.index, "text": "", "logprobs": None, "finish_reason": event.reason}
+            yield event_line(text.frame() | {"choices": [ended]})
+        else:
+            index, delta = event
+            new: dict[str, Any] = {"index": index, "text": delta.content, "logprobs": None, "finish_reason": None}
+            for one in delta.tokens:
+                told[index].add(one.token, one.logprob, one.top)
+            if text.body.logprobs is not None:
+                new["logprobs"] = told[index].take()
+            if text.body.return_token_ids:
+                new["token_ids"] = [one.token for one in delta.tokens]
+            yield event_line(text.frame() | {"choices": [new]})
+    if text.body.with_usage:
+        usage = answers.usage if text.requests else Usage(sum(map(len, text.prompts)), 0, 0)
+        yield event_line(text.frame() | {"choices": [], "usage": usage.body()})
+
+
+async def _echo(text: Text, index: int) -> tuple[Told, str]:
+    """What stands before a choice's answer where it was asked for."""
+    told = Told(text.served.tokenizer)
+    if not text.body.echo:
+        return told, ""
+    ids = text.prompts[index // text.n]
+    if text.body.logprobs is None:
+        return told, text.served.tokenizer.decode(ids)
+    found = await asyncio.to_thread(prompt_logprobs, text.engine.model, ids, text.body.logprobs)
+    for token, (logprob, top) in zip(ids, found, strict=True):
+        told.add(token, logprob, top)
+    return told, text.served.tokenizer.decode(ids)
+
+
+@torch.no_grad()
+def prompt_logprobs(
+    model: Transformer, ids: list[int], top: int
+) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
+    """Of each token of a prompt its log-probability and the most likely ones; nothing of the first: nothing stands before it."""
+    found: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [(None, ())]
+    if len(ids) == 1:
+        return found
+    logprobs = model(torch.tensor([ids]))[0].float().log_softmax(-1)  # (T, V)
+    for place, token in enumerate(ids[1:]):
+        best = logprobs[place].topk(top)
+        pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        found.append((float(logprobs[place, token]), pairs))
+    return found

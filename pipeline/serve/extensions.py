@@ -1,0 +1,131 @@
+"""Routes beside OpenAI's: what the page needs to show how a model reads and what a reward model thinks, and where choices go.
+
+POST /tokenize  /detokenize  /apply-template      ids, pieces, the rendered prompt
+POST /score                                       the reward of each conversation's last answer
+POST /preferences                                 one answer is better than the other (with --feedback)
+POST /render                                      Markdown as clean HTML
+GET  /  /page/{name}                              the page's files
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pipeline.errors import InputError
+from pipeline.serve import markdown
+from pipeline.serve.chats import spelled
+from pipeline.serve.faults import ApiFault, JsonResponse
+from pipeline.serve.feedback import Feedback
+from pipeline.serve.models import Catalogue, Served
+from pipeline.serve.protocol import DetokenizeBody, PreferenceBody, RenderBody, ScoreBody, TemplateBody, TokenizeBody
+from pipeline.text import chat
+
+PAGE = Path(__file__).parent / "page"
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+
+def pieces(served: Served, ids: list[int]) -> list[dict[str, Any]]:
+    """Each token's id and text; `special` says that it is a control token."""
+    controls = set(served.tokenizer.control_ids.values())
+    return [{"id": id_, "text": spelled(served.tokenizer, id_)[1], "special": id_ in controls} for id_ in ids]
+
+
+def router(catalogue: Callable[[], Catalogue], feedback: Feedback | None) -> APIRouter:
+    """The routes that need a key."""
+    routes = APIRouter()
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Response:
+        """A text's ids. Control tokens that it spells are text."""
+        served = catalogue().find(body.model)
+        ids = await asyncio.to_thread(served.tokenizer.encode, body.prompt)
+        found = {"tokens": ids, "pieces": pieces(served, ids), "count": len(ids), "max_model_len": served.context}
+        return JsonResponse(found)
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of ids."""
+        served = catalogue().find(body.model)
+        if wrong := next((id_ for id_ in body.tokens if id_ >= served.tokenizer.vocab_size), None):
+            raise ApiFault(400, f"tokens: {wrong} is not one of the tokenizer's {served.tokenizer.vocab_size} ids", param="tokens")  # fmt: skip
+        return JsonResponse({"prompt": served.tokenizer.decode(body.tokens)})
+
+    @routes.post("/apply-template")
+    async def apply_template(body: TemplateBody) -> Response:
+        """A conversation as the model reads it."""
+        served = catalogue().find(body.model)
+        messages, tools = [m.plain() for m in body.messages], [t.plain() for t in body.tools or []]
+        try:
+            ids = await asyncio.to_thread(
+                lambda: chat.render(served.tokenizer, messages, tools, generation_prompt=body.add_generation_prompt).ids
+            )
+        except InputError as error:
+            raise ApiFault(400, str(error), param="messages") from None
+        text = served.tokenizer.decode(ids, skip_special=False)
+        return JsonResponse({"prompt": text, "tokens": ids, "pieces": pieces(served, ids), "count": len(ids)})
+
+    @routes.post("/score")
+    async def score(body: ScoreBody) -> Response:
+        """Raw rewards: comparable within a prompt only."""
+        served = catalogue().find(body.model, "reward")
+        found = []
+        for index, one in enumerate(body.conversations):
+            if one.messages[-1].role != "assistant":
+                raise ApiFault(400, f"conversations.{index}: expected to end with an assistant's message", param="conversations")  # fmt: skip
+            messages, tools = [m.plain() for m in one.messages], [t.plain() for t in one.tools or []]
+            try:
+                reward = await asyncio.to_thread(served.score, messages, tools)
+            except InputError as error:
+                raise ApiFault(400, str(error), param="conversations") from None
+            found.append({"index": index, "object": "score", "reward": reward})
+        return JsonResponse({"object": "list", "model": served.id, "data": found})
+
+    @routes.post("/preferences")
+    async def preferences(body: PreferenceBody) -> Response:
+        """Store a choice."""
+        if feedback is None:
+            raise ApiFault(404, "preferences are not collected; start the server with --feedback FILE", code="no_feedback")  # fmt: skip
+        catalogue().find(body.model, "causal")
+        new, count = await asyncio.to_thread(feedback.add, body)
+        return JsonResponse({"stored": new, "count": count}, 201 if new else 200)
+
+    @routes.post("/render")
+    async def render(body: RenderBody) -> Response:
+        """HTML without scripts, styles and pictures."""
+        try:
+            return JsonResponse({"html": await asyncio.to_thread(markdown.render, body.markdown)})
+        except InputError as error:
+            raise ApiFault(400, str(error), param="markdown") from None
+
+    return routes
+
+
+def page() -> APIRouter:
+    """The page: public, since it holds nothing; what it asks for needs the key."""
+    routes = APIRouter()
+    files = {path.name: path.read_bytes() for path in sorted(PAGE.iterdir()) if path.suffix in KINDS}
+
+    def answer(request: Request, name: str) -> Response:
+        if name not in files:
+            raise ApiFault(404, "the page has no such file", code="not_found")
+        etag = f'"{hashlib.sha256(files[name]).hexdigest()[:16]}"'
+        headers = {"etag": etag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(files[name], media_type=f"{KINDS[Path(name).suffix]}; charset=utf-8", headers=headers)
+
+    @routes.get("/", include_in_schema=False)
+    async def index(request: Request) -> Response:
+        return answer(request, "index.html")
+
+    @routes.get("/page/{name}", include_in_schema=False)
+    async def file(request: Request, name: str) -> Response:
+        return answer(request, name)
+
+    return routes

@@ -1,0 +1,126 @@
+"""The models that are served: loaded from their directories, each with an engine of its own.
+
+    models/rlhf    -> kind causal: chat and completions
+    models/reward  -> kind reward: /score
+
+A model's name is its folder's. Models of other kinds are refused with the reason. Not here: which files a directory may hold
+(`export/huggingface.py`, `check`).
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import checkpoint
+from pipeline.errors import ConfigError, ModelError
+from pipeline.generation.constrain import Grammars
+from pipeline.model.heads import RewardModel
+from pipeline.model.transformer import Transformer
+from pipeline.serve.engine import Engine
+from pipeline.serve.faults import ApiFault
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
+
+JUDGE = "ForSequenceClassification"
+
+
+@dataclass
+class Served:
+    """A model that answers."""
+
+    id: str
+    kind: str  # causal, reward
+    stage: str  # that made it
+    tokenizer: Tokenizer
+    parameters: int
+    context: int
+    rows: int  # of the embedding: ids that the model knows
+    fingerprint: str  # of the weights
+    engine: Engine | None = None  # of a causal model
+    judge: RewardModel | None = None  # of a reward model
+    _grammars: Grammars | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def grammars(self) -> Grammars:
+        """Compiled grammars over its vocabulary; made when first asked for."""
+        with self.lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.rows)
+            return self._grammars
+
+    def card(self, feedback: bool) -> dict[str, Any]:
+        """The object of /v1/models."""
+        meta = {
+            "kind": self.kind, "context": self.context, "parameters": self.parameters, "stage": self.stage,
+            "feedback": feedback and self.kind == "causal",
+        }  # fmt: skip
+        return {"id": self.id, "object": "model", "created": 0, "owned_by": "stagecoach", "meta": meta}
+
+    @torch.no_grad()
+    def score(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> float:
+        """The reward of a conversation's last answer. Raises ApiFault for what does not fit."""
+        assert self.judge is not None
+        ids = chat.render(self.tokenizer, messages, tools).ids
+        ids = ids[: len(ids) - ids[::-1].index(self.tokenizer.turn_end)]  # the end of the last turn counts
+        if len(ids) > self.context:
+            raise ApiFault(400, f"the conversation has {len(ids)} tokens, the model's context is {self.context}", param="conversations", code="context_length_exceeded")  # fmt: skip
+        with self.lock:
+            return float(self.judge(torch.tensor([ids]))[0, -1])
+
+
+def load(folders: Sequence[Path], *, rows: int, queue: int) -> list[Served]:
+    """Load model directories; engines are made, not started. Raises ConfigError for two of one name, ModelError."""
+    names = [folder.resolve().name for folder in folders]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two models are called {twice!r}; a model's name is its folder's")
+    return [_load(folder, name, rows, queue) for folder, name in zip(folders, names, strict=True)]
+
+
+def _load(folder: Path, name: str, rows: int, queue: int) -> Served:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: expected a model directory with config.json; build one with dvc repro")
+    lineage = checkpoint.lineage(folder)
+    stage = str(lineage.get("model", name)) if lineage else "elsewhere"
+    if JUDGE in (folder / "config.json").read_text(encoding="utf-8"):
+        judge, tokenizer = checkpoint.load_reward(folder)
+        judge.train(False).requires_grad_(False)
+        return Served(name, "reward", stage, tokenizer, judge.num_parameters(), judge.config.max_context, judge.config.vocab_size,
+                      _fingerprint(judge), judge=judge)  # fmt: skip
+    model, tokenizer = checkpoint.load(folder)
+    model.train(False).requires_grad_(False)
+    if model.config.attention != "causal":
+        raise ModelError(f"{folder}: expected a causal model or a reward model; this one reads both ways")
+    return Served(name, "causal", stage, tokenizer, model.num_parameters(), model.config.max_context, model.config.vocab_size,
+                  _fingerprint(model), engine=Engine(model, rows=rows, queue=queue))  # fmt: skip
+
+
+def _fingerprint(model: Transformer | RewardModel) -> str:
+    return f"fp_{checkpoint.weights_digest(model)[:12]}"
+
+
+class Catalogue:
+    """The served models by name."""
+
+    def __init__(self, served: Sequence[Served]) -> None:
+        self.served = {one.id: one for one in served}
+
+    def find(self, name: str, kind: str | None = None) -> Served:
+        """The model of that name. Raises ApiFault: 404 for an unknown one, 400 for one of another kind."""
+        if name not in self.served:
+            raise ApiFault(404, f"no model is called {name[:80]!r}; served: {', '.join(self.served)}", param="model", code="model_not_found")  # fmt: skip
+        found = self.served[name]
+        if kind is not None and found.kind != kind:
+            have = [one.id for one in self.served.values() if one.kind == kind]
+            raise ApiFault(400, f"{name!r} is a {found.kind} model, expected a {kind} one: {', '.join(have) or 'none is served'}", param="model", code="wrong_kind")  # fmt: skip
+        return found
+
+    def engine(self, name: str) -> tuple[Served, Engine]:
+        """A causal model and its engine. Raises as `find`."""
+        found = self.find(name, "causal")
+        assert found.engine is not None
+        return found, found.engine

@@ -1,0 +1,362 @@
+"""What a client may send: the bodies of the API's routes, checked field by field.
+
+Names and meanings are OpenAI's (platform.openai.com, API reference), with a few extensions that other servers have too. Every
+number has a range and every list a length, so that no body can ask for more work than a person would. A field that OpenAI knows
+and this server cannot serve is refused by name where it asks for something (`REFUSED`); unknown fields are ignored, as clients
+send new ones every month.
+
+Not here: sizes of bodies and their JSON (`guard.py`), what needs a model to be known: the length of a prompt, the words of a schema (`generation/constrain.py`).
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MOST_MESSAGES, MOST_TOOLS, MOST_BIASES = 512, 64, 300
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+TEXT = 1_000_000  # characters; the body itself is bounded before
+
+# of chat and completions alike: what may stand there because it asks for nothing
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "best_of": (None, 1),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+    "reasoning_effort": (None, "none"),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_grammar": (None,),
+}
+
+
+Text = Annotated[str, Field(max_length=TEXT)]
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Id], Field(max_length=200_000)]
+Name = Annotated[str, Field(max_length=256)]
+
+
+class Body(BaseModel):
+    """Base of all bodies. Unknown fields are ignored; numbers are numbers, not text."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class TextPart(Body):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(Body):
+    """What the assistant called; `arguments` is JSON text."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Body):
+    """A call in an assistant's message."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=256)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
+    tool_call_id: Name | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"content: expected text in a {self.role} message; only an assistant's calls go without")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls: only an assistant calls, found them in a {self.role} message")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id: expected the id of the call that this is the result of")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As `text/chat.py` takes it: the parts of a content joined."""
+        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        found: dict[str, Any] = {"role": self.role, "content": content or ""}
+        if self.tool_calls:
+            found["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.role == "tool":
+            found |= {"tool_call_id": self.tool_call_id, "name": self.name or "tool"}
+        return found
+
+
+class Function(Body):
+    """A tool's name and the schema of its arguments."""
+
+    name: str
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not NAME.fullmatch(name):
+            raise ValueError("expected 1 to 64 letters, digits, underscores, dots and dashes")
+        return name
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """As `text/chat.py` takes it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+
+
+class NamedFunction(Body):
+    """The name in a `tool_choice`."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """A `tool_choice` that names the function to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Schema(Body):
+    """A `response_format` of the type json_schema. The schema stands under `schema` on the wire."""
+
+    name: str | None = None
+    description: str | None = None
+    rules: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: expected with the type json_schema, and with no other")
+        return self
+
+
+class StreamOptions(Body):
+    """What a stream tells besides the text."""
+
+    include_usage: bool = False
+    include_denoising: bool = False
+
+
+class Generation(Body):
+    """What chat and completions share."""
+
+    model: Name
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=8)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    user: Name | None = None
+    return_token_ids: bool = False
+    ignore_eos: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, harmless in REFUSED.items():
+                if name in data and data[name] not in harmless:
+                    raise ValueError(f"{name}: not supported by this server; leave it out")
+        return data
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None and len(value) > MOST_BIASES:
+            raise ValueError(f"expected at most {MOST_BIASES} tokens, found {len(value)}")
+        if value is not None and (wrong := next((key for key in value if not re.fullmatch(r"[0-9]{1,9}", key)), None)):
+            raise ValueError(f"expected token ids as keys, found {wrong[:20]!r}")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if any(not 0 < len(stop) <= 256 for stop in stops):
+            raise ValueError("expected texts of 1 to 256 characters")
+        return value
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What is added to each token's logit; 100 and -100 all but force and forbid, since e^100 is 10^43."""
+        return {int(key): value for key, value in (self.logit_bias or {}).items()}
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+Budget = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class ChatBody(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: Budget | None = None
+    max_completion_tokens: Budget | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> "ChatBody":
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) != len(names):
+            raise ValueError("tools: two of them have one name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: no tool is called {self.tool_choice.function.name!r:.80}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: 'required' needs tools")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs: true")
+        shaped = self.response_format is not None and self.response_format.type != "text"
+        if shaped and names and self.tool_choice != "none":
+            raise ValueError("response_format: not together with tools; set tool_choice to 'none'")
+        if self.ignore_eos and (shaped or (names and self.tool_choice != "none")):
+            raise ValueError("ignore_eos: not together with tools or a response_format, whose answers end where they are whole")
+        if shaped and self.stops:
+            raise ValueError("stop: not together with a response_format, whose answers end where they are whole")
+        return self
+
+    @property
+    def budget(self) -> int | None:
+        """The most tokens of an answer; `max_completion_tokens` counts before the older `max_tokens`."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=8)] | Annotated[Ids, Field(min_length=1)] | Annotated[
+        list[Annotated[Ids, Field(min_length=1)]], Field(min_length=1, max_length=8)]  # fmt: skip
+    suffix: Text | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> "CompletionBody":
+        if self.suffix is not None and self.echo:
+            raise ValueError("suffix: not together with echo")
+        if len(self.prompts) * (self.n or 1) > 8:
+            raise ValueError(f"n: at most 8 answers in all, {len(self.prompts)} prompts with n = {self.n} are more")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or more, all text or all ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
+
+
+class TokenizeBody(Body):
+    """POST /tokenize."""
+
+    model: Name
+    prompt: Text
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: Name
+    tokens: Ids
+
+
+class Conversation(Body):
+    """Messages with the tools that were offered."""
+
+    messages: Messages
+    tools: Tools | None = None
+
+
+class TemplateBody(Conversation):
+    """POST /apply-template."""
+
+    model: Name
+    add_generation_prompt: bool = True
+
+
+class ScoreBody(Body):
+    """POST /score: each conversation ends with the answer that is judged."""
+
+    model: Name
+    conversations: Annotated[list[Conversation], Field(min_length=1, max_length=16)]
+
+
+class RenderBody(Body):
+    """POST /render."""
+
+    markdown: Annotated[str, Field(max_length=200_000)]
+
+
+class PreferenceBody(Body):
+    """POST /preferences: one answer is better than the other."""
+
+    model: Name
+    prompt: Messages
+    chosen: Annotated[list[Message], Field(min_length=1, max_length=1)]
+    rejected: Annotated[list[Message], Field(min_length=1, max_length=1)]
+    tools: Tools | None = None
+
+    @model_validator(mode="after")
+    def _answers(self) -> "PreferenceBody":
+        if any(side[0].role != "assistant" for side in (self.chosen, self.rejected)):
+            raise ValueError("chosen, rejected: expected one assistant message each")
+        if self.chosen[0].plain() == self.rejected[0].plain():
+            raise ValueError("chosen, rejected: expected two different answers")
+        if self.prompt[-1].role not in ("user", "tool"):
+            raise ValueError("prompt: expected to end with a user's or a tool's message")
+        return self

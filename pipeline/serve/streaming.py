@@ -1,0 +1,103 @@
+"""How an answer leaves: whole as JSON, or as an event stream; in both cases a client that goes away ends the work at once."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pipeline.serve.asking import Answers
+from pipeline.serve.faults import ApiFault, JsonResponse, dumps, internal
+
+LOG = logging.getLogger(__name__)
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # a proxy must not collect the events
+}
+DONE = b"data: [DONE]\n\n"
+
+
+async def whole(
+    request: Request, answers: Answers, tell: Callable[[Answers], Coroutine[Any, Any, dict[str, Any]]]
+) -> Response:
+    """Wait for all of it. Raises ApiFault, also where the client has gone."""
+    async with answers:
+        return JsonResponse(await _unless_gone(request.receive, tell(answers)))
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiFault(400, "the client went away", code="client_closed")
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. The answers were entered already, so that a refusal has its own status; they are left here."""
+
+    def __init__(self, answers: Answers, tell: Callable[[Answers], AsyncIterator[bytes]], done: Callable[[int, str | None], None]) -> None:  # fmt: skip
+        """`done` hears the status that the stream would have had, and an error's code."""
+        super().__init__(headers=STREAM_HEADERS)
+        del self.headers["content-length"]
+        self.answers, self.tell, self.done = answers, tell, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        speak, gone = asyncio.ensure_future(self._speak(scope, send)), asyncio.ensure_future(_gone(receive))
+        status, code = 499, None  # nginx's number for a client that has gone; it is written to the log alone
+        try:
+            await asyncio.wait({speak, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if speak.done():
+                status, code = speak.result()
+        finally:
+            speak.cancel()
+            gone.cancel()
+            await self.answers.__aexit__(None, None, None)
+            self.done(status, code)
+
+    async def _speak(self, scope: Scope, send: Send) -> tuple[int, str | None]:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        status, code = 200, None
+        try:
+            async for piece in self.tell(self.answers):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except ApiFault as fault:  # too late for a status
+            status, code = fault.status, fault.code
+            await send(
+                {"type": "http.response.body", "body": b"data: " + dumps(fault.body) + b"\n\n", "more_body": True}
+            )
+        except Exception:
+            status = 500
+            LOG.exception("%s failed in its stream", scope["identity"])
+            fault = internal(scope["identity"])
+            await send(
+                {"type": "http.response.body", "body": b"data: " + dumps(fault.body) + b"\n\n", "more_body": True}
+            )
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        return status, code
+
+
+class Clock:
+    """Seconds since a request came in."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return time.monotonic() - self.began
