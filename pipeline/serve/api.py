@@ -56,7 +56,11 @@ class Service:
     def start(self) -> None:
         """Load the models and start their engines; whoever asks before that hears 503."""
         try:
-            catalogue = Catalogue(load(self.options.models, rows=self.options.rows, queue=self.options.queue))
+            catalogue = Catalogue(
+                load(
+                    self.options.models, rows=self.options.rows, queue=self.options.queue, weights=self.options.weights
+                )
+            )
         except StagecoachError as error:
             self.state = "failed"
             LOG.error("%s", error)
@@ -246,7 +250,6 @@ def _faults(app: FastAPI, service: Service) -> None:
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> Response:
         return counted(ApiFault(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None))  # fmt: skip
-
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, _: Exception) -> Response:  # raised again behind it, and logged by _Logged

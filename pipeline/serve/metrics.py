@@ -62,10 +62,10 @@ class _Engines(Collector):
                 continue
             stats = served.engine.stats()
             values = {
-                "num_requests_running": stats.running, "num_requests_waiting": stats.waiting, "kv_cache_usage_perc": stats.kv_usage,
+                "num_requests_running": stats.running, "num_requests_waiting": stats.waiting, "kv_cache_usage_perc": stats.cache_share,
                 "prompt_tokens": stats.prompt_tokens, "generation_tokens": stats.generated_tokens,
                 "prefix_cache_queries": stats.prompt_tokens, "prefix_cache_hits": stats.cached_tokens,
-                "spec_decode_num_draft_tokens": stats.drafts_proposed, "spec_decode_num_accepted_tokens": stats.drafts_accepted,
+                "spec_decode_num_draft_tokens": stats.drafted_tokens, "spec_decode_num_accepted_tokens": stats.accepted_tokens,
                 "engine_steps": stats.steps,
             }  # fmt: skip
             for name, value in values.items():
