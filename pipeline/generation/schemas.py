@@ -14,6 +14,7 @@ Not promised: that `strict` keeps every instance of an `anyOf` intersection apar
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import MAX_EMAX, MIN_EMIN, Context, localcontext
 from itertools import count
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator, exceptions, validators
+from llguidance import LLMatcher
 
 from pipeline.errors import InputError
 
@@ -38,6 +40,8 @@ LARGEST = 2**53 - 1  # of the integers that a double holds with all before them
 EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # how a number is read: digits for any answer
 
 MAX_LOOKS = 10_000  # of `mistake`, at references and combinations
+
+PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 Schema = Any  # a dict, or true or false
 Keyword = Callable[..., Iterable[Any] | None]  # how jsonschema checks one
@@ -215,10 +219,11 @@ def _bounded(node: dict[str, Any]) -> dict[str, Any]:
     return {**node, **missing}
 
 
-def refuse(closed: dict[str, Any]) -> None:
-    """What the grammar would take and could not hold, of a schema that `strict` gave. Raises SchemaError `schema_refused`.
+def refuse(schema: dict[str, Any], closed: dict[str, Any]) -> None:
+    """What the grammar of `closed` would take and could not hold. Raises SchemaError `schema_refused`.
 
-    Names that are not listed may repeat in the grammar's objects, and a repeated name counts once.
+    Names that are not listed may repeat in the grammar's objects, and a repeated name counts once. The branches of `oneOf` must
+    exclude each other as the user wrote them: closed ones may do so where an instance of one is an instance of both.
     """
     for node in subschemas(closed):
         least = node.get("minProperties", 0)
@@ -226,6 +231,18 @@ def refuse(closed: dict[str, Any]) -> None:
             raise SchemaError("schema_refused", f"minProperties {least} is not supported for names that are not listed")
         if "$ref" in node and not node["$ref"].startswith("#"):
             raise SchemaError("schema_refused", f"$ref {node['$ref']!r}: only a JSON pointer inside the schema, #/...")
+    if any("oneOf" in node for node in subschemas(closed)):
+        bare = {key: value for key, value in schema.items() if key != "x-guidance"}
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(bare))
+        wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar)
+        if wrong:
+            raise SchemaError("schema_refused", f"the schema cannot be promised: {reason(problems[0])}")
+
+
+def reason(problem: str) -> str:
+    """The first line of what llguidance says, without the place in our own grammar and the switches of its own."""
+    line = problem.strip().split("\n")[0]
+    return PLACE.sub("", line).split(". Enable ")[0][:300]
 
 
 def mistake(schema: dict[str, Any], text: str) -> str | None:
