@@ -50,7 +50,7 @@ def test_a_product_is_that_of_the_dequantised_weights_to_bf16(rows: int, bias: b
     torch.testing.assert_close(
         found.double(), exact, atol=0.03, rtol=2**-8
     )  # sums of 96 of deviation 10; bf16 has 8 bits
-    assert torch.equal(small(x[None])[0], found)
+    torch.testing.assert_close(small(x[None])[0], found, atol=0.03, rtol=2**-7)
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
