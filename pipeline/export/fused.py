@@ -44,8 +44,8 @@ class Fused(Transformer):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., V)."""
-        return self.head(hidden)
+        """(..., D) -> (..., V), in float32."""
+        return self.head(hidden).float()
 
     def num_parameters(self) -> int:
         """All weights of the model; a tied embedding counts once."""
@@ -85,8 +85,8 @@ class FusedBlock(nn.Module):
         if self.head_norms is not None:
             both = self.head_norms(both)
         turned = torch.addcmul(both * cos, both.roll(self.size // 2, -1), sin)
-        q, k = turned.to(v.dtype).split((self.heads, self.kv_heads), 1)
-        return layout.attend(q, k, v, index).flatten(-2)
+        q, k = turned.to(x.dtype).split((self.heads, self.kv_heads), 1)
+        return layout.attend(q, k, v.to(x.dtype), index).flatten(-2)
 
 
 class Norm(RMSNorm):

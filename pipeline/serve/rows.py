@@ -105,11 +105,11 @@ class Pieces:
 def _narrow(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:
     """New queries (n, H, h) of one row against its keys (K, h, S) and values (K, S, h), causal: (n, H, h)."""
     num, kv_heads = len(q), len(keys)
+    if num == 1:
+        return _weighed(q.reshape(kv_heads, -1, q.shape[2]), keys, values, q.new_zeros(())).reshape(q.shape)
     asked = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # (K, G n, h)
-    future = q.new_zeros(())
-    if num > 1:
-        ahead = torch.arange(keys.shape[2], device=q.device) > torch.arange(past, past + num, device=q.device)[:, None]
-        future = _infinite(ahead).repeat(asked.shape[1] // num, 1)  # (G n, S)
+    ahead = torch.arange(keys.shape[2], device=q.device) > torch.arange(past, past + num, device=q.device)[:, None]
+    future = _infinite(ahead).repeat(asked.shape[1] // num, 1)  # (G n, S)
     out = _weighed(asked, keys, values, future)
     return out.unflatten(1, (-1, num)).permute(2, 0, 1, 3).flatten(1, 2)
 
