@@ -52,10 +52,9 @@ class Int8Linear(nn.Module):
         self.wide = torch.bfloat16 if has_fast_bf16() else torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in) -> (N, out) in the dtype of `x`."""
-        if x.shape[:-1].numel() <= NARROW:
-            flat = x.flatten(0, -2).bfloat16()
-            out = torch._weight_int8pack_mm(flat, self.levels, self.scales).unflatten(0, x.shape[:-1]).to(x.dtype)
+        """(..., in) -> (..., out) in bf16 for a few rows, else in the dtype of `x`: what is done with it promotes."""
+        if x.ndim == 2 and len(x) <= NARROW:
+            out = torch._weight_int8pack_mm(x.bfloat16(), self.levels, self.scales)
         else:
             out = functional.linear(x.to(self.wide), self.levels.to(self.wide)).to(x.dtype) * self.scales
         return out if self.bias is None else out + self.bias
