@@ -21,8 +21,7 @@ from stages import deploy
 TOOLS = deploy.Params(model="tools")
 
 
-@pytest.fixture
-def corpora(tmp_path: Path) -> dict[str, Path]:
+def manifests(folder: Path) -> dict[str, Path]:
     """Manifests as stage_corpus writes them, with what the card reads."""
     paths = {}
     for name, licences in (("text", {"CC0-1.0": 600, "MIT": 400}), ("code", {"PSF-2.0": 1, "a|b\n": 2})):
@@ -30,10 +29,16 @@ def corpora(tmp_path: Path) -> dict[str, Path]:
             "data": "machine", "parts": {"stories": {}, "prose": {}}, "documents": {"train": 7, "val": 3},
             "bytes": {"train": 900, "val": 100}, "licences": {key: {"bytes": size, "files": 1} for key, size in licences.items()},
         }  # fmt: skip
-        paths[name] = tmp_path / name / "manifest.json"
+        paths[name] = folder / name / "manifest.json"
         paths[name].parent.mkdir()
         paths[name].write_text(json.dumps(manifest))
     return paths
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> dict[str, Path]:
+    """The manifests of both corpora."""
+    return manifests(tmp_path)
 
 
 @pytest.fixture
@@ -81,7 +86,7 @@ def test_the_card_states_the_facts_and_leaves_no_gap(
 ) -> None:
     deployed(TOOLS, base, tmp_path / "out", corpora, {"key": "deploy-key", "inputs": {"models/tools": "77"}})
     text = (tmp_path / "out/README.md").read_text()
-    assert "@" not in text and card.NOT_RUN_BY_OTHERS not in text and "--engine onnx" not in text
+    assert "@" not in text and card.NOT_RUN_BY_OTHERS not in text and "onnxruntime" not in text
     for fact in ("# stagecoach-tools", f"{tiny_model.num_parameters():,} parameters", "context 256", "BPE of 320 tokens",
                  byte_tokenizer.hash[:16], "| stagecoach-tools: key | `deploy-key` |", "| its model: key | `base-key` |",
                  "| stagecoach-tools: from models/tools | `77` |", "| its model: from models/code | `88` |",

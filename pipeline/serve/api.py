@@ -247,7 +247,6 @@ def _faults(app: FastAPI, service: Service) -> None:
     async def unknown(_: Request, error: HTTPException) -> Response:
         return counted(ApiFault(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None))  # fmt: skip
 
-
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, _: Exception) -> Response:  # raised again behind it, and logged by _Logged
         return counted(internal(request.scope["identity"]))
