@@ -48,6 +48,15 @@ def base(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> 
     return tmp_path / "base"
 
 
+@pytest.fixture(autouse=True)
+def unserved(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Path]:
+    """The folders that a server would be asked about, in all but the slow tests."""
+    asked: list[Path] = []
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(deploy.smoke, "check", lambda folder, *_: asked.append(folder) or 6)
+    return asked
+
+
 def deployed(
     params: deploy.Params, base: Path, out: Path, corpora: dict[str, Path], lineage: dict[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -63,13 +72,14 @@ def files_of(folder: Path) -> set[str]:
 
 
 def test_the_export_names_its_maker_and_passes_its_proof(
-    base: Path, tiny_model: Transformer, corpora: dict[str, Path], tmp_path: Path
+    base: Path, tiny_model: Transformer, corpora: dict[str, Path], tmp_path: Path, unserved: list[Path]
 ) -> None:
     out = tmp_path / "out"
     told = deployed(TOOLS, base, out, corpora, {"key": "deploy-key", "inputs": {"models/tools": "77"}})
     lineage = checkpoint.lineage(out)
     assert (lineage["key"], lineage["made_by"], lineage["model"]) == ("deploy-key", "base-key", "tools")
-    assert (told["model"], told["parameters"]) == ("tools", tiny_model.num_parameters())
+    assert (told["model"], told["parameters"], told["smoke_calls"]) == ("tools", tiny_model.num_parameters(), 6)
+    assert unserved == [out]
     assert told["parity"].keys() == {"huggingface", "f16", "q8_0"}
     assert (told["parity"]["huggingface"]["max_difference"], told["parity"]["huggingface"]["greedy_equal"]) == (0.0, 64)
     assert 0 < told["parity"]["f16"]["max_difference"] < told["parity"]["q8_0"]["max_difference"]
@@ -147,7 +157,8 @@ def test_a_bidirectional_model_has_the_honest_sentence_and_no_gguf(
 ) -> None:
     model = Transformer(replace(tiny_model.config, attention="bidirectional"), torch.Generator().manual_seed(0))
     checkpoint.save(tmp_path / "diffusion", model, byte_tokenizer, {})
-    deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
+    told = deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
+    assert told["smoke_calls"] == 0
     assert not {name for name in files_of(tmp_path / "out") if name.startswith(("gguf", "onnx", "ollama"))}
     text = (tmp_path / "out/README.md").read_text()
     assert "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`." in text
@@ -172,6 +183,11 @@ def test_onnx_without_its_extra_fails_before_anything_is_written(
     ):
         deployed(deploy.Params(model="tools", onnx="fp32"), base, tmp_path / "out", corpora)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_real_server_is_asked(base: Path, corpora: dict[str, Path], tmp_path: Path) -> None:
+    assert deployed(deploy.Params(model="tools", gguf=()), base, tmp_path / "out", corpora)["smoke_calls"] == 6
 
 
 @pytest.mark.oracle
