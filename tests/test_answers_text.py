@@ -51,7 +51,11 @@ def test_bytes_that_are_no_text_become_replacement_characters_as_if_read_at_once
 def test_a_stop_text_cuts_where_it_first_stands_and_never_shows(text: str, stops: list[str]) -> None:
     assembler, deltas = heard(bytewise(text), stops=stops)
     # the first place at which some stop text is complete; of those that end there, the one that began first
-    ends = [min(text.find(stop) + len(stop) for stop in stops if stop in text)] if any(stop in text for stop in stops) else []
+    ends = (
+        [min(text.find(stop) + len(stop) for stop in stops if stop in text)]
+        if any(stop in text for stop in stops)
+        else []
+    )
     told = "".join(delta.content for delta in deltas)
     if ends:
         begin = min(ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop))
@@ -69,17 +73,27 @@ def test_every_token_is_told_once_and_in_order(ids: list[int], stops: list[str])
 
 
 ARGUMENTS = st.dictionaries(
-    st.text(max_size=8), st.recursive(st.none() | st.integers() | st.text(max_size=10), lambda inner: st.lists(inner, max_size=3)), max_size=3
+    st.text(max_size=8),
+    st.recursive(st.none() | st.integers() | st.text(max_size=10), lambda inner: st.lists(inner, max_size=3)),
+    max_size=3,
 )
 
 
-@given(st.sampled_from(["", "Let me see.", "Well }\n"]), st.lists(st.tuples(st.sampled_from(["f", "get_time"]), ARGUMENTS), min_size=1, max_size=3))
+@given(
+    st.sampled_from(["", "Let me see.", "Well }\n"]),
+    st.lists(st.tuples(st.sampled_from(["f", "get_time"]), ARGUMENTS), min_size=1, max_size=3),
+)
 @settings(max_examples=200, deadline=None)
 def test_calls_come_out_as_they_were_said_in_pieces(opening: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     ids = bytewise(opening + "\n" if opening else "")
     for number, (name, arguments) in enumerate(calls):
         text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=number % 2 == 0)
-        ids += [*bytewise("\n" if number else ""), TOKENIZER.tool_call, *bytewise(f"\n{text}\n"), TOKENIZER.tool_call_end]
+        ids += [
+            *bytewise("\n" if number else ""),
+            TOKENIZER.tool_call,
+            *bytewise(f"\n{text}\n"),
+            TOKENIZER.tool_call_end,
+        ]
     assembler, deltas = heard(ids, tools=True)
     assert assembler.content == opening.rstrip()
     joined: dict[int, list[Any]] = {}

@@ -5,9 +5,9 @@ import { button, complain, field, guarded, h, options, say } from "./dom.js";
 import { change, hear, loadModels, named, readTools, settings } from "./state.js";
 
 const NUMBERS = [
-  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05 }, "0 takes the most likely token"],
+  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05 }, "0: the likeliest"],
   ["top_p", "Top p", { min: 0.01, max: 1, step: 0.01 }],
-  ["top_k", "Top k", { min: 0, max: 1000000, step: 1 }, "0 keeps all"],
+  ["top_k", "Top k", { min: 0, max: 1000000, step: 1 }, "0: all"],
   ["max_tokens", "Tokens at most", { min: 1, max: 1000000, step: 1 }],
   ["seed", "Seed", { min: 0, max: 9007199254740991, step: 1 }, "one seed, one answer"],
 ];
@@ -41,7 +41,7 @@ class SettingsPanel extends HTMLElement {
       h("div", { class: "row" },
         button("Insert an example", () => this.set("tools", JSON.stringify(EXAMPLE, null, 2))),
         h("label", { class: "inline" }, "Calls ", choice)),
-      field("API key", secret, "kept until the tab is closed"),
+      h("form", { onsubmit: (event) => event.preventDefault() }, field("API key", secret, "kept until the tab is closed")),
     );
     this.checkTools();
     hear("settings", (name) => {

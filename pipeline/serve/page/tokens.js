@@ -82,7 +82,7 @@ class TokensPanel extends HTMLElement {
     const rows = token.top.map((other) => this.alternative(other, token, place));
     this.detail.replaceChildren(
       h("h3", {}, `Token ${place + 1}: `, h("code", {}, visible(token.text)), ` ${percent(probability(token))}`),
-      h("table", {}, h("thead", {}, h("tr", {}, ["Might have been", "p", "id", ""].map((name) => h("th", { scope: "col" }, name || h("span", { class: "hidden" }, "Go on"))))),
+      h("table", {}, h("thead", {}, h("tr", {}, ["instead", "p", "id", ""].map((name) => h("th", { scope: "col" }, name || h("span", { class: "hidden" }, "Go on"))))),
         h("tbody", {}, rows)));
   }
 
@@ -93,7 +93,7 @@ class TokensPanel extends HTMLElement {
     const said = other.id === undefined ? other.text === token.text : other.id === token.id;
     return h("tr", { class: said ? "said" : "" },
       h("td", {}, h("code", {}, visible(other.text))), h("td", { class: "p" }, bar, percent(share)), h("td", {}, other.id ?? ""),
-      h("td", {}, button("Continue from here", guarded(() => this.branch(place, other)), { "aria-label": `Continue with ${visible(other.text)}` })));
+      h("td", {}, button("Continue", guarded(() => this.branch(place, other)), { "aria-label": `Continue from here with ${visible(other.text)}` })));
   }
 
   // Take another token at a place, keep what stands before it, and let the model go on: by ids, so no token is cut anew.
