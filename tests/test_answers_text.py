@@ -120,12 +120,6 @@ def test_a_call_that_was_cut_is_not_closed() -> None:
     assert not assembler.calls[0].closed and assembler.calls[0].arguments == '{"a'
 
 
-def test_a_name_with_quotes_is_read_as_json() -> None:
-    ids = [TOKENIZER.tool_call, *bytewise('\n{"name": "a\\"b", "arguments": {}}\n'), TOKENIZER.tool_call_end]
-    assembler, _ = heard(ids, tools=True)
-    assert assembler.calls[0].name == '"a\\"b"' and assembler.calls[0].closed
-
-
 @pytest.mark.parametrize("text", ["no space", "trailing space  ", "line\n\n"])
 def test_space_at_the_end_is_told_where_no_call_follows(text: str) -> None:
     _, deltas = heard(bytewise(text), tools=True)

@@ -11,7 +11,7 @@ from pipeline.errors import InputError
 from pipeline.generation.noise import uniforms
 from pipeline.generation.sampling import Sampling, choose, generate
 from pipeline.model.transformer import Transformer
-from pipeline.serve.engine import CHUNK, Ended, Engine, Event, QueueFull, Request, Said, Ticket
+from pipeline.serve.engine import CHUNK, Ended, Engine, EngineStopped, Event, QueueFull, Request, Said, Ticket
 
 WARM = Sampling(24, temperature=0.9, top_p=0.95)
 
@@ -304,6 +304,20 @@ def test_what_can_never_be_served_is_refused(engine: Engine, ids: list[int], mes
         ask(engine, ids)
 
 
+def test_counters_and_gauges(tiny_model: Transformer) -> None:
+    engine = Engine(tiny_model, rows=2, queue=3)
+    ids = prompt(1, 40)
+    heard = [ask(engine, given, Sampling(4))[0] for given in (ids, prompt(2, 10), ids)]
+    engine.step()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.cache_share, stats.steps) == (2, 1, 50 / 512, 1)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (50, 0, 2)
+    finished(engine, *heard)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.cache_share) == (0, 0, 0.0)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (90, 39, 12)
+
+
 # the thread
 
 
@@ -337,14 +351,25 @@ def test_many_threads_ask_at_once(running: Engine, tiny_model: Transformer) -> N
     }
 
 
-def test_a_fault_of_the_loop_ends_all_and_is_told(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_loop_ends_all_and_is_told_and_a_restart_serves_again(
+    tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Engine(tiny_model, rows=1) as engine:
-        monkeypatch.setattr(engine.decoder, "feed", _broken)
+        in_time(ask(engine, prompt(1, 30))[0])
+        with pytest.raises(RuntimeError, match="only a dead one is restarted"):
+            engine.restart()
+        monkeypatch.setattr(engine.decoder, "advance", _broken)
         heard = [ask(engine, prompt(n, 5))[0] for n in range(2)]
         assert [in_time(one).reason for one in heard] == ["error", "error"]
         assert not engine.alive
-        with pytest.raises(RuntimeError, match="the engine has stopped"):
+        with pytest.raises(EngineStopped, match="the engine has stopped"):
             ask(engine, prompt(1, 5))
+        before = engine.stats()
+        engine.restart()
+        again = ask(engine, prompt(1, 30))[0]
+        assert in_time(again).cached_tokens == 0  # of the rows of before nothing is trusted
+        assert again.ids == alone(tiny_model, prompt(1, 30), WARM, 0) and engine.alive
+        assert engine.stats().generated_tokens == before.generated_tokens + len(again.ids)
 
 
 def _broken(*_: object) -> None:

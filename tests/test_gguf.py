@@ -150,6 +150,8 @@ def test_what_cannot_be_said_is_refused(byte_tokenizer: Tokenizer, tmp_path: Pat
         written(byte_tokenizer, path, fresh(replace(SHAPES["tied"], qk_norm=False)), "f32")
     with pytest.raises(ModelError, match="found bidirectional"):
         written(byte_tokenizer, path, fresh(replace(SHAPES["tied"], attention="bidirectional")), "f32")
+    with pytest.raises(ModelError, match=r"qwen2 only where heads \* head_dim is the width, found 4 \* 32 and 64"):
+        written(byte_tokenizer, path, fresh(replace(SHAPES["qwen2"], head_dim=32)), "f32")
     assert not path.exists()
     loud = fresh()
     with torch.no_grad():

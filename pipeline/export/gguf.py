@@ -51,6 +51,11 @@ def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str,
         raise ModelError(
             f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {found}; set deploy.gguf to []"
         )
+    if config.family == "qwen2" and config.heads * config.head_dim != config.width:
+        raise ModelError(
+            f"gguf: llama.cpp reads qwen2 only where heads * head_dim is the width, found {config.heads} * {config.head_dim} and "
+            f"{config.width}; set deploy.gguf to []"
+        )
     writer = gguf.GGUFWriter(path, config.family)
     try:
         _add_shape(writer, config, kind, name)

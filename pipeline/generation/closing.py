@@ -8,8 +8,9 @@ cheapest value; where none of those may stand, the longest token of those that b
 is met in few tokens and a pattern such as `x*y` comes to its end. The text is then cut into the fewest tokens that spell it.
 
 `shortest` is a best-first search over bytes: a prefix is valued by its greedy plan, and dropped where the tokens that cover it
-already are as many as the best plan's. Not promised: the minimum everywhere. Of more than FEW next bytes that leave the grammar in
-what looks like one state (equal mask, equal forced bytes) only the first is followed, and the search ends with its probes or time.
+already are as many as the best plan's. Not promised: the minimum everywhere. Prefixes that look like one state (equal mask, equal
+greedy rest) are taken for one; of more than FEW next bytes with equal masks and forced bytes only the first is followed, none but
+the quotation mark where a string may end; and the search ends with its probes or time.
 """
 
 import heapq
@@ -26,10 +27,10 @@ from llguidance import LLMatcher
 from pipeline.text.tokenizer import Tokenizer
 
 MAX_STEPS = 2000  # of one walk
-MAX_PROBES = 4000  # states that `shortest` looks at
+MAX_PROBES = 2000  # states that `shortest` looks at
 MAX_SECONDS = 1.5  # that it takes; only a hostile grammar needs them
 FEW = 16  # next bytes that are all followed
-CLOSERS = b'}]"0,:{['  # outside a string, in this order
+CLOSERS = b'}]"0,:ntf123456789-[{'  # outside a string, in this order: what may nest without end comes last
 CONTROL = re.compile(rb"\xff\[(\d+)\]")  # how llguidance writes a forced control token; no text holds that byte
 
 Step = bytes | int  # bytes of text, or a control token
@@ -41,7 +42,7 @@ class Place:
 
     quoted: bool = False  # in a string
     escaped: bool = False  # behind a backslash in it
-    digit: bool = False  # behind a digit outside of one: one more would lengthen a number, not begin it
+    digit: bool = False  # behind a digit outside of one: another lengthens the number
 
     def after(self, step: Step) -> "Place":
         """The place behind a text; behind a control token there is no string."""
@@ -83,7 +84,9 @@ class Closer:
         size = np.array([0 if id_ in self.controls else _characters(text) for id_, text in enumerate(self.bytes)])
         self._rank = np.empty(len(size), dtype=np.int64)  # (V,) 0 for the longest token
         self._rank[np.lexsort((np.arange(len(size)), -size))] = np.arange(len(size))
-        self._first = np.array([text[0] if text else 0 for text in self.bytes])  # (V,) the byte that a token begins with
+        self._first = np.array(
+            [text[0] if text else 0 for text in self.bytes]
+        )  # (V,) the byte that a token begins with
 
     def step(self, token: int) -> Step:
         """What a token adds to the text."""
@@ -127,12 +130,18 @@ class Closer:
         if node.state.is_accepting():
             return
         steps = list(self._steps(node.state, node.place))
+        if len(steps) > FEW and node.place.quoted and steps[0] == b'"':
+            steps = steps[:1]  # free text that may end, ends
         seen: set[tuple[bytes, bytes]] = set()
         for step in steps:
             after = node.state.deep_copy()
             if not self._feed(after, step):
                 continue
-            mark = (after.compute_bitmask(), after.compute_ff_bytes()) if len(steps) > FEW else (b"", bytes(str(step), "ascii"))
+            mark = (
+                (after.compute_bitmask(), after.compute_ff_bytes())
+                if len(steps) > FEW
+                else (b"", bytes(str(step), "ascii"))
+            )
             if mark not in seen:
                 seen.add(mark)
                 yield [*node.said, step], after, node.place.after(step)
@@ -167,7 +176,7 @@ class Closer:
         if place.escaped:
             return None
         for byte in b'"' if place.quoted else CLOSERS:
-            if not (place.digit and byte == ord("0")) and state.validate_tokens([self.byte_ids[byte]]) == 1:
+            if not (place.digit and 48 <= byte < 58) and state.validate_tokens([self.byte_ids[byte]]) == 1:
                 return bytes([byte])
         return None
 
@@ -204,16 +213,24 @@ class Closer:
 
 
 class Cutter:
-    """Cuts bytes into tokens, by shortest paths over the places between bytes."""
+    """Cuts bytes into tokens, by shortest paths over the places between bytes. Threads may share it."""
 
     def __init__(self, id_of: dict[bytes, int]) -> None:
         self.id_of = id_of
         self._texts = sorted(id_of)
-        self._lengths: dict[bytes, list[int]] = {}  # the first two bytes (or the only one) -> the lengths of such tokens
-        for text in self._texts:
-            known = self._lengths.setdefault(text[:2], [])
+        self._longest = max(map(len, id_of))
+        self._lengths: dict[
+            bytes, list[int]
+        ] = {}  # the last two bytes (or the only one) -> lengths of such tokens, rising
+        for text in sorted(id_of, key=len):
+            known = self._lengths.setdefault(text[-2:], [])
             if len(text) not in known:
                 known.append(len(text))
+        self._recent: tuple[bytes, list[int], list[int]] = (
+            b"",
+            [0],
+            [0],
+        )  # a text and its paths: the next begins like it
 
     def cut(self, said: list[Step]) -> list[int]:
         """The fewest tokens that spell a text with control tokens; of several ways the one whose last tokens are longest."""
@@ -232,10 +249,12 @@ class Cutter:
         total = 0
         for text, control in _runs(said):
             costs, _ = self._paths(text)
-            reached = [costs[-1]]
+            least = costs[-1]
             if control is None:
-                reached += [cost + 1 for start, cost in enumerate(costs[:-1]) if self._begins(text[start:])]
-            total += min(reached) + (control is not None)
+                for start in range(max(0, len(text) - self._longest), len(text)):
+                    if costs[start] + 1 < least and self._begins(text[start:]):
+                        least = costs[start] + 1
+            total += least + (control is not None)
         return total
 
     def _begins(self, text: bytes) -> bool:
@@ -245,15 +264,20 @@ class Cutter:
 
     def _paths(self, text: bytes) -> tuple[list[int], list[int]]:
         """For each place of `text`: the fewest tokens that reach it, and the length of the last of them."""
-        cost, last = [0] + [len(text)] * len(text), [0] * (len(text) + 1)
-        for start in range(len(text)):
-            for head in {text[start : start + 2], text[start : start + 1]}:
-                for length in self._lengths.get(head, ()):
-                    end = start + length
-                    if end <= len(text) and cost[start] + 1 <= cost[end] and text[start:end] in self.id_of:
-                        if cost[start] + 1 < cost[end] or length > last[end]:
-                            cost[end], last[end] = cost[start] + 1, length
-        return cost, last
+        known, costs, lasts = self._recent
+        same = next((n for n, (old, new) in enumerate(zip(known, text)) if old != new), min(len(known), len(text)))
+        costs, lasts = costs[: same + 1], lasts[: same + 1]
+        for end in range(same + 1, len(text) + 1):
+            best, last = costs[end - 1] + 1, 1
+            for length in self._lengths.get(text[max(0, end - 2) : end], ()):
+                if length > end:
+                    break
+                if costs[end - length] < best and text[end - length : end] in self.id_of:
+                    best, last = costs[end - length] + 1, length
+            costs.append(best)
+            lasts.append(last)
+        self._recent = (text, costs, lasts)
+        return costs, lasts
 
 
 def _runs(said: list[Step]) -> Iterator[tuple[bytes, int | None]]:

@@ -60,7 +60,8 @@ class Grammar:
         """The state of a request that may say `budget` tokens. Raises SchemaError, its code `budget_too_small`."""
         if not self.free and len(self.plan) > budget:
             raise SchemaError(
-                "budget_too_small", f"the shortest output takes {len(self.plan)} tokens, the budget is {budget}; raise it"
+                "budget_too_small",
+                f"the shortest output takes {len(self.plan)} tokens, the budget is {budget}; raise it",
             )
         return Constraint(self)
 
@@ -140,9 +141,7 @@ class Grammars:
         """`rows` of the model's embedding: the length of a mask, at least the tokenizer's ids."""
         self.tokenizer = tokenizer
         ends = [tokenizer.turn_end, tokenizer.end_of_text]
-        self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=ends, slices=LLTokenizer.json_slices()
-        )
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=ends)
         self._closer = Closer(tokenizer)
         text = torch.zeros(rows, dtype=torch.bool)
         spelled = [id_ for id_, piece in enumerate(tokenizer.token_bytes) if piece]
@@ -165,9 +164,12 @@ class Grammars:
         functions = {}
         for tool in tools:
             function = tool.get("function", tool)
-            if function.get("name") in functions:
-                raise SchemaError("tool_invalid", f"two tools have the name {function['name']!r}; give each its own")
-            functions[function.get("name")] = function.get("parameters") or {}
+            name = function.get("name")
+            if not isinstance(name, str) or not name or not name.isprintable():
+                raise SchemaError("tool_invalid", f"a tool needs a name, found {name!r}")
+            if name in functions:
+                raise SchemaError("tool_invalid", f"two tools have the name {name!r}; give each its own")
+            functions[name] = function.get("parameters") or {}
         if choice not in ("auto", "required"):
             if choice not in functions:
                 raise SchemaError("tool_unknown", f"tool_choice {choice!r}: valid names: {', '.join(functions)}")
@@ -232,10 +234,8 @@ class _Vocabulary:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
-def _arguments(name: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+def _arguments(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments: an object, an empty one where no parameter is named. Raises SchemaError."""
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise SchemaError("tool_invalid", f"a tool needs a name, found {name!r}")
     kinds = parameters.get("type", "object")
     if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         raise SchemaError("schema_refused", f"tool {name}: its parameters must be an object, found type {kinds!r}")

@@ -1,25 +1,26 @@
 """A user's JSON schema, before it becomes a grammar: its limits, the objects that it leaves open, a check of what was said.
 
     check(schema) -> None        the limits below (specs: serving, 4), each a SchemaError that says which
-    strict(schema) -> schema     `additionalProperties: false` for every object that names its properties and says nothing more
+    strict(schema) -> schema     objects that name their properties are closed, numbers without bounds get some
     mistake(schema, text)        what is wrong with a JSON text, numbers read exactly; None for an instance
 
 `strict` only narrows: whatever it allows, the schema allows. Where a schema is an intersection (`allOf`, or `anyOf` or `$ref` beside
 properties), closing each part would forbid the other part's names, so the whole is closed over all their names and the parts stay
-open. An object that names no property at all may hold any, as JSON Schema says.
+open. An object that names no property at all may hold any, as JSON Schema says. Unbounded numbers stay where every reader reads
+them alike (RFC 8259, 6): a model can say 1e999, which is no number to the program that reads it.
 
 Not promised: that `strict` keeps every instance of an `anyOf` intersection apart (a name of one branch may stand in another); that
 `mistake` tries patterns: the grammar holds them, and `re` can be made to hang.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from decimal import Context, Decimal, localcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import MAX_EMAX, MIN_EMIN, Context, localcontext
+from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
-import jsonschema
-from jsonschema import validators
+from jsonschema import Draft202012Validator, exceptions, validators
 
 from pipeline.errors import InputError
 
@@ -33,9 +34,13 @@ SINGLES = ("items", "additionalProperties", "additionalItems")  # a schema
 LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")  # schemas
 LITERALS = ("const", "enum", "default", "examples")
 SHAPING = {"properties", "required", "patternProperties", "additionalProperties", "minProperties", "maxProperties"}
-PRECISION = 5000  # digits to which a number is read: more than an answer can hold
+LARGEST = 2**53 - 1  # of the integers that a double holds with all before them
+EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # how a number is read: digits for any answer
+
+MAX_LOOKS = 10_000  # of `mistake`, at references and combinations
 
 Schema = Any  # a dict, or true or false
+Keyword = Callable[..., Iterable[Any] | None]  # how jsonschema checks one
 
 
 class SchemaError(InputError):
@@ -65,10 +70,11 @@ def check(*schemas: Schema) -> None:
     _limit("the size of the schemas, in bytes", size, MAX_BYTES)
     for schema in schemas:
         try:
-            jsonschema.Draft202012Validator.check_schema(schema)
-        except jsonschema.SchemaError as error:
+            Draft202012Validator.check_schema(schema)
+        except exceptions.SchemaError as error:
             place = "/".join(map(str, error.absolute_path))
-            raise SchemaError("schema_invalid", f"not a JSON schema of draft 2020-12, at /{place}: {error.message:.200}")
+            message = f"not a JSON schema of draft 2020-12, at /{place}: {error.message:.200}"
+            raise SchemaError("schema_invalid", message) from error
 
 
 def _limit(what: str, found: int, most: int) -> None:
@@ -137,11 +143,11 @@ class _Closing:
             return node
         parts = len(node.get("allOf", ())) + sum(key in node for key in ("anyOf", "oneOf", "$ref"))
         open_parts = part or parts + bool(SHAPING & set(node)) > 1
-        out = {key: self._value(key, value, open_parts) for key, value in node.items()}
+        out = _bounded({key: self._value(key, value, open_parts) for key, value in node.items()})
         if part or "additionalProperties" in node or (parts == 1 and not open_parts):
             return out
-        names = self.names(node, frozenset())
-        if names is None or not (names or "properties" in node):
+        names = self.names(node, set())
+        if names is None or not (names or {"properties", "patternProperties"} & set(node)):
             return out
         properties = out.get("properties", {})
         first = {"properties": properties | {name: True for name in names if name not in properties}}
@@ -161,20 +167,21 @@ class _Closing:
             return f"#/$defs/{self.label}{[*self.copies].index(value)}"
         return value
 
-    def names(self, node: Schema, seen: frozenset[str]) -> dict[str, None] | None:
-        """The names that a schema and its parts give to properties, in order; None where it says itself what else may stand."""
+    def names(self, node: Schema, seen: set[str]) -> dict[str, None] | None:
+        """The names that a schema and its parts give to properties, in order; None where a part says itself what else may stand.
+
+        `seen` holds the references that were followed: each once, or a chain of doubled ones would take for ever.
+        """
         if not isinstance(node, dict):
             return {}
-        if "patternProperties" in node or node.get("additionalProperties") is not None:
-            return None
         found = dict.fromkeys([*node.get("properties", {}), *node.get("required", ())])
-        inner = [one for key in ("allOf", "anyOf", "oneOf") for one in node.get(key, ())]
+        parts = [part for key in ("allOf", "anyOf", "oneOf") for part in node.get(key, ())]
         if (pointer := node.get("$ref")) is not None and pointer not in seen:
-            seen |= {pointer}
-            inner.append(self.target(pointer))
-        for one in inner:
-            names = self.names(one, seen)
-            if names is None:
+            seen.add(pointer)
+            parts.append(self.target(pointer))
+        for part in parts:
+            names = self.names(part, seen)
+            if names is None or (isinstance(part, dict) and {"patternProperties", "additionalProperties"} & set(part)):
                 return None
             found |= names
         return found
@@ -193,6 +200,21 @@ class _Closing:
         return node
 
 
+def _bounded(node: dict[str, Any]) -> dict[str, Any]:
+    """A schema of numbers with the bounds that it lacks, as far as its own leave room for them."""
+    kinds = node.get("type", ())
+    if not {"number", "integer"} & set([kinds] if isinstance(kinds, str) else kinds) or {"const", "enum"} & set(node):
+        return node
+    lower = max(node.get("minimum", -LARGEST), node.get("exclusiveMinimum", -LARGEST))
+    upper = min(node.get("maximum", LARGEST), node.get("exclusiveMaximum", LARGEST))
+    missing = {}
+    if not {"minimum", "exclusiveMinimum"} & set(node) and upper > -LARGEST:
+        missing["minimum"] = -LARGEST
+    if not {"maximum", "exclusiveMaximum"} & set(node) and lower < LARGEST:
+        missing["maximum"] = LARGEST
+    return {**node, **missing}
+
+
 def refuse(closed: dict[str, Any]) -> None:
     """What the grammar would take and could not hold, of a schema that `strict` gave. Raises SchemaError `schema_refused`.
 
@@ -207,30 +229,52 @@ def refuse(closed: dict[str, Any]) -> None:
 
 
 def mistake(schema: dict[str, Any], text: str) -> str | None:
-    """What is wrong with `text` as an instance of the schema, or None. Numbers are compared as written, not as floats."""
-    with localcontext(Context(prec=PRECISION)):
+    """What is wrong with `text` as an instance of the schema, or None. Numbers are compared as written, not as floats.
+
+    A second opinion on what the grammar held, and no more: it looks at MAX_LOOKS subschemas, since a small schema can ask for
+    more than a lifetime of them, and no deeper than Python's stack.
+    """
+    with localcontext(EXACT) as context:
         try:
-            value = json.loads(text, parse_float=Decimal)
-            exact = json.loads(json.dumps(schema), parse_float=Decimal)
-        except ValueError as error:
+            value = json.loads(text, parse_float=context.create_decimal)
+            exact = json.loads(json.dumps(schema), parse_float=context.create_decimal)
+        except (ValueError, RecursionError) as error:
             return f"not JSON: {error}"
-        found = jsonschema.exceptions.best_match(_Validator(exact).iter_errors(value))
+        looks = count()
+        counted = {
+            key: _counted(Draft202012Validator.VALIDATORS[key], looks) for key in ("$ref", "allOf", "anyOf", "oneOf")
+        }
+        validator = validators.extend(Draft202012Validator, counted | UNTRIED)(exact)
+        try:
+            found = next(validator.iter_errors(value), None)
+        except (_Enough, RecursionError):
+            return None
     return found and found.message
+
+
+class _Enough(Exception):
+    """MAX_LOOKS are done."""
+
+
+def _counted(keyword: Keyword, looks: Iterator[int]) -> Keyword:
+    """A keyword's check that gives up with the last of the looks."""
+
+    def look(*arguments: Any) -> Iterator[Any]:
+        if next(looks) >= MAX_LOOKS:
+            raise _Enough
+        yield from keyword(*arguments) or ()
+
+    return look
 
 
 def _unlisted(validator: Any, allowed: Any, instance: Any, schema: dict[str, Any]) -> Iterator[Any]:
     """`additionalProperties`, where no pattern says which names are meant."""
     if "patternProperties" not in schema:
-        yield from jsonschema.Draft202012Validator.VALIDATORS["additionalProperties"](
-            validator, allowed, instance, schema
-        )
+        yield from Draft202012Validator.VALIDATORS["additionalProperties"](validator, allowed, instance, schema)
 
 
 def _untried(*_: Any) -> tuple[()]:
     return ()
 
 
-_Validator = validators.extend(
-    jsonschema.Draft202012Validator,
-    {"pattern": _untried, "patternProperties": _untried, "additionalProperties": _unlisted},
-)
+UNTRIED = {"pattern": _untried, "patternProperties": _untried, "additionalProperties": _unlisted}

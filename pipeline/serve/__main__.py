@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import ipaddress
 import logging
+import os
 import socket
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from granian.http import HTTP1Settings
 from starlette.types import ASGIApp
 
 from pipeline.errors import ConfigError, StagecoachError
+from pipeline.launch import die_with_parent
 from pipeline.serve.guard import KEYS, Keys
 from pipeline.serve.options import Options
 
@@ -130,9 +132,10 @@ def main() -> int:
 
 
 def load(options: Options) -> ASGIApp:
-    """The application, made in the worker's process: the parent needs no torch."""
+    """The application, made in the worker's process, which ends with its parent; the parent itself needs no torch."""
     from pipeline.serve.api import make
 
+    die_with_parent(os.getppid())
     return make(options)
 
 

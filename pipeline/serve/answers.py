@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pipeline.serve.engine import Said
 from pipeline.text.tokenizer import Tokenizer
 
-NAMED = re.compile(r'\s*\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
+NAMED = re.compile(r'\s*\{"name": "([^"\\]*)", "arguments": ')  # names need no escapes (`protocol.py`, NAME)
 CLOSING = re.compile(r"\}?\s*\Z")  # what may be the end of a call behind its arguments
 
 
@@ -48,7 +48,7 @@ class Call:
 
     id: str
     text: str = ""  # all between its tags
-    name: str | None = None  # as JSON text
+    name: str | None = None
     given: int = 0  # characters of `text` that were told, or are known not to be arguments
     closed: bool = False
     arguments: str = ""
@@ -155,7 +155,7 @@ class Assembler:
         deltas = []
         if call.name is None and (found := NAMED.match(call.text)):
             call.name, call.given = found[1], found.end()
-            deltas.append(self._call_delta(call, name=found[1][1:-1]))
+            deltas.append(self._call_delta(call, name=found[1]))
         if call.name is not None:
             ready = CLOSING.search(call.text, call.given)
             end = ready.start() if ready else len(call.text)

@@ -248,6 +248,11 @@ def _faults(app: FastAPI, service: Service) -> None:
         return counted(ApiFault(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None))  # fmt: skip
 
 
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, _: Exception) -> Response:  # raised again behind it, and logged by _Logged
+        return counted(internal(request.scope["identity"]))
+
+
 def unfit(errors: Sequence[Any]) -> ApiFault:
     """The first thing wrong with a body, by its field."""
     first = errors[0]
@@ -261,24 +266,15 @@ def unfit(errors: Sequence[Any]) -> ApiFault:
 
 
 class _Logged:
-    """Turns what nobody foresaw into a 500 with an id; the log has the rest."""
+    """Writes what nobody foresaw to the log, under the request's id; the client hears the id alone."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-
-        async def sending(message: Any) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
-            await send(message)
-
         try:
-            await self.app(scope, receive, sending)
+            await self.app(scope, receive, send)
         except Exception:
             if scope["type"] != "http":
                 raise
             LOG.exception("%s failed", scope["identity"])
-            if not begun:
-                await internal(scope["identity"]).response()(scope, receive, send)

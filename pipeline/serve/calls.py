@@ -6,7 +6,6 @@ client's surprise.
 """
 
 import asyncio
-import json
 from typing import Any
 
 from pipeline.generation import schemas
@@ -49,11 +48,6 @@ def _grammar(body: ChatBody, served: Served) -> Grammar | None:
     return served.grammars.json_object() if wanted.json_schema is None else served.grammars.json_schema(wanted.json_schema.rules)  # fmt: skip
 
 
-def unquoted(name: str | None) -> str:
-    """A call's name from its JSON text."""
-    return json.loads(name) if name is not None else ""
-
-
 def check(body: ChatBody, assembler: Assembler) -> None:
     """Raises ApiFault 500 where a call is not whole, or does not fit its tool."""
     rules = {tool.function.name: tool.function.parameters or {} for tool in body.tools or []}
@@ -62,10 +56,9 @@ def check(body: ChatBody, assembler: Assembler) -> None:
 
 
 def _fits(call: Call, rules: dict[str, dict[str, Any]]) -> bool:
-    name = unquoted(call.name)
-    if not call.closed or name not in rules:
+    if not call.closed or call.name not in rules:
         return False
-    return schemas.mistake({**rules[name], "type": "object"}, call.arguments) is None
+    return schemas.mistake({**rules[call.name], "type": "object"}, call.arguments) is None
 
 
 def check_format(body: ChatBody, assembler: Assembler) -> bool:

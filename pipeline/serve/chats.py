@@ -131,7 +131,7 @@ async def whole(talk: Talk, answers: Answers) -> dict[str, Any]:
     for index, assembler in enumerate(answers.assemblers):
         made = [
             {"id": call.id, "type": "function",
-             "function": {"name": calls.unquoted(call.name), "arguments": call.arguments}}
+             "function": {"name": call.name, "arguments": call.arguments}}
             for call in assembler.calls
         ]  # fmt: skip
         message: dict[str, Any] = {
@@ -181,7 +181,7 @@ def _delta(delta: Delta) -> dict[str, Any]:
     call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
     if piece.id is not None:
         call = {"index": piece.index, "id": piece.id, "type": "function",
-                "function": {"name": calls.unquoted(piece.name), "arguments": piece.arguments}}  # fmt: skip
+                "function": {"name": piece.name, "arguments": piece.arguments}}  # fmt: skip
     return {"tool_calls": [call]}
 
 
@@ -192,7 +192,9 @@ def reason(talk: Talk, answers: Answers, event: Finished) -> str:
         calls.check(talk.body, assembler)
         return "tool_calls"
     shaped = calls.check_format(talk.body, assembler)
-    return "stop" if shaped else event.reason  # what is whole was not cut, also where its last token was the budget's last
+    return (
+        "stop" if shaped else event.reason
+    )  # what is whole was not cut, also where its last token was the budget's last
 
 
 def extras(talk: Talk, tokens: tuple[Said, ...]) -> dict[str, Any]:

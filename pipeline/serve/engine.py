@@ -3,24 +3,22 @@
     Engine(model, rows, queue).submit(Request) -> Ticket;  events come to the request's listener from the engine's thread
 
 Each step feeds every row what it has to read, at most CHUNK tokens of a prompt, or its last token; a prompt that comes in between
-slows its neighbours by one chunk a step and stops none (continuous batching, Yu et al. 2022, Orca). A row that ends keeps its keys
-and values, and the next request takes the free row that begins as it does; from a busy row the common beginning is copied.
+slows its neighbours by one chunk a step and stops none (continuous batching, Yu et al. 2022, Orca). Rows that ended are kept for
+those who begin alike (`prefixes.py`). While few rows speak, each may say several tokens a step, where a guess is right (`drafts.py`).
 
 What a request says depends on (model, prompt, sampling, seed) alone: a token is chosen by one number of (seed, place), so neighbours,
-prefixes and cancelled requests change nothing but rounding (`generation/sampling.py`).
+prefixes, drafts and cancelled requests change nothing but rounding (`generation/sampling.py`).
 
-A request that cannot be served fails alone; a fault of the loop fails all that wait and marks the engine dead (`alive`).
-Not promised: fairness beyond first come, first served.
+A request that cannot be served fails alone; a fault of the loop fails all that are open and marks the engine dead (`alive`), until
+its owner restarts it. Not promised: fairness beyond first come, first served.
 """
 
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,115 +26,52 @@ from torch import Tensor
 
 from pipeline.errors import InputError
 from pipeline.generation.noise import uniforms
-from pipeline.generation.sampling import Decoder, Sampling, choose
+from pipeline.generation.sampling import Sampling, choose
 from pipeline.model.transformer import Transformer
+from pipeline.serve.drafts import Drafter
+from pipeline.serve.prefixes import Slot, check_memory, take_row
+from pipeline.serve.request import Constraint, Ended, EngineStopped, Event, QueueFull, Request, Said, Stats, Ticket
+from pipeline.serve.rows import RowDecoder
+
+__all__ = ["Constraint", "Ended", "Engine", "EngineStopped", "Event", "QueueFull", "Request", "Said", "Stats", "Ticket"]
 
 LOG = logging.getLogger(__name__)
 CHUNK = 256  # prompt tokens of a row in one step
-SHARED = 16  # a common beginning shorter than this is read again: finding it costs more
+DRAFT_ROWS = 2  # with more busy rows a step's arithmetic counts, not its reading, and guesses are not free
 IDLE_SECONDS = 0.5  # how often an idle loop looks whether it is to end
-
-
-class QueueFull(InputError):
-    """All rows are busy and the queue is full: try again later."""
+COUNTED = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens")
 
 
 @dataclass(frozen=True)
-class Said:
-    """One more token of the answer. `logprob` is the model's own, at temperature 1, before bias, top-p and top-k."""
+class _Speaker:
+    """A row that can say something: what it is guessed to say, and the logits (1 + guess, V) that tell whether it does."""
 
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens with their log-probabilities, falling
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The last event of a request."""
-
-    reason: str  # stop, length, cancelled, timeout, error
-    prompt_tokens: int
-    cached_tokens: int  # of the prompt, taken from an earlier request's row
-    new_tokens: int
-    message: str = ""
-
-
-Event = Said | Ended
-
-
-class Constraint(Protocol):
-    """What an answer may consist of. One object serves one request; it is asked from the engine's thread alone.
-
-    `remaining` is how many tokens may still be said, the one asked for counted. Both methods are called once a token, in this order.
-    """
-
-    def allowed(self, remaining: int) -> Tensor | None:
-        """(V,) bool on the CPU, True where a token may be chosen; None: all may."""
-        ...
-
-    def take(self, token: int, remaining: int) -> int:
-        """Hear the token that was chosen, and tell the one to say: the same or another. A stop token ends the answer."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is to be said. `listener` is called from the engine's thread and must return at once."""
-
-    ids: Sequence[int]  # the prompt
-    sampling: Sampling
-    seed: int
-    listener: Callable[[Event], None]
-    stop: Collection[int] = ()  # tokens that end the answer; they are not part of it
-    bias: dict[int, float] = field(default_factory=dict)  # token -> what is added to its logit
-    top: int = 0  # how many alternatives to tell with each token
-    owner: str = ""  # rows are shared between requests of one owner only
-    seconds: float = 600.0  # from `submit` on
-    constraint: Constraint | None = None
-
-
-class Ticket:
-    """A submitted request."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.deadline = time.monotonic() + request.seconds
-        self.cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        """Give up: its row is free before the next step."""
-        self.cancelled.set()
-
-
-@dataclass
-class _Slot:
-    """A row of the cache: what it holds, whose it is, and who speaks on it now."""
-
-    held: list[int] = field(default_factory=list)  # ids whose keys and values lie in the row
-    owner: str = ""
-    used: int = 0  # when it ended, as a count
-    ticket: Ticket | None = None
-    cached: int = 0
-    said: int = 0
-    numbers: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    ahead: list[int] = field(default_factory=list)  # ids still to be fed
+    row: int
+    guess: list[int]
+    logits: Tensor
 
 
 class Engine:
     """See the module. `with` runs the thread; without it nothing happens but by `step`."""
 
-    def __init__(self, model: Transformer, *, rows: int = 8, queue: int = 32) -> None:
+    def __init__(self, model: Transformer, *, rows: int = 8, queue: int = 32, drafts: bool = True) -> None:
+        """Raises ValueError for a bidirectional model, InputError where the rows may take too much memory."""
         if rows < 1 or queue < 0:
             raise ValueError(f"expected rows >= 1 and queue >= 0, got {rows} and {queue}")
-        self.model = model.train(False)
-        self.decoder = Decoder(model, rows)
-        self.slots = [_Slot() for _ in range(rows)]
-        self.waiting: deque[Ticket] = deque()
-        self.queue = queue
-        self.alive = True
-        self._ended = count(1)
+        self.model, self.rows, self.queue, self.drafts = model.train(False), rows, queue, drafts
+        table = model.model.embed_tokens.weight
+        check_memory(model.config, rows, table.dtype, table.device)
         self._changed = threading.Condition()
-        self._stopping = False
+        self._counts: Counter[str] = Counter()
+        self._ended = count(1)
+        self._make()
+
+    def _make(self) -> None:
+        """Empty rows, an empty queue, a thread that has not begun."""
+        self.decoder = RowDecoder(self.model, self.rows)
+        self.slots = [Slot() for _ in range(self.rows)]
+        self.waiting: deque[Ticket] = deque()
+        self.alive, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def __enter__(self) -> "Engine":
@@ -149,6 +84,18 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
+    def restart(self) -> None:
+        """Run again after a fault of the loop, with an empty cache; the requests of before have had their "error".
+
+        From any thread but the engine's. Raises RuntimeError where the loop is not dead.
+        """
+        if self.alive:
+            raise RuntimeError("the engine is alive: only a dead one is restarted")
+        self._thread.join()
+        with self._changed:
+            self._make()
+            self._thread.start()
+
     @property
     def context(self) -> int:
         """The longest prompt and answer together."""
@@ -159,8 +106,19 @@ class Engine:
         """Rows that speak."""
         return sum(slot.ticket is not None for slot in self.slots)
 
+    def stats(self) -> Stats:
+        """Counts and gauges, from any thread."""
+        running = [len(slot.held) for slot in self.slots if slot.ticket is not None]
+        return Stats(
+            running=len(running), waiting=len(self.waiting), cache_share=sum(running) / (self.rows * self.context),
+            **{name: self._counts[name] for name in COUNTED},
+        )  # fmt: skip
+
     def submit(self, request: Request) -> Ticket:
-        """Take a request in. Raises InputError for one that can never be served, QueueFull for one that cannot be now."""
+        """Take a request in.
+
+        Raises InputError for one that can never be served, QueueFull for one that cannot be now, EngineStopped where none can.
+        """
         vocabulary, num = self.model.config.vocab_size, len(request.ids)
         if not 0 < num < self.context:
             raise InputError(f"the prompt has {num} tokens; expected 1 to {self.context - 1}, the context less one")
@@ -169,8 +127,8 @@ class Engine:
         ticket = Ticket(request)
         with self._changed:
             if not self.alive or self._stopping:
-                raise RuntimeError("the engine has stopped")
-            if len(self.waiting) >= self.queue + len(self.slots) - self.busy:
+                raise EngineStopped("the engine has stopped")
+            if len(self.waiting) >= self.queue + self.rows - self.busy:
                 raise QueueFull(f"{self.busy} requests run and {len(self.waiting)} wait")
             self.waiting.append(ticket)
             self._changed.notify()
@@ -194,22 +152,33 @@ class Engine:
             self._end_all("error" if not self.alive else "cancelled")
 
     def step(self) -> None:
-        """Drop what is given up, let in what waits, feed each busy row, say a token where a prompt is read."""
+        """Drop what is given up, let in what waits, feed each busy row, say what can be said."""
         self._drop()
         self._admit()
         busy = [row for row, slot in enumerate(self.slots) if slot.ticket is not None]
         if not busy:
             return
         pieces = [self.slots[row].ahead[:CHUNK] for row in busy]
-        logits = self.decoder.feed(busy, pieces)
-        speaking = []
-        for place, (row, piece) in enumerate(zip(busy, pieces, strict=True)):
+        speaks = [len(piece) == len(self.slots[row].ahead) for row, piece in zip(busy, pieces)]
+        guesses = [self._guess(row) if spoken and len(busy) <= DRAFT_ROWS else [] for row, spoken in zip(busy, speaks)]
+        wanted = [1 + len(guess) if spoken else 0 for spoken, guess in zip(speaks, guesses)]
+        fed = [piece + guess for piece, guess in zip(pieces, guesses)]
+        logits = self.decoder.advance(busy, fed, wanted)
+        self._counts["steps"] += 1
+        for row, piece in zip(busy, pieces):
             slot = self.slots[row]
             slot.held += piece
             del slot.ahead[: len(piece)]
-            if not slot.ahead:
-                speaking.append((place, row))
-        self._say([row for _, row in speaking], logits[[place for place, _ in speaking]])
+        asked = zip(busy, guesses, logits.split(wanted))
+        self._say([_Speaker(row, guess, own) for row, guess, own in asked if len(own)])
+
+    def _guess(self, row: int) -> list[int]:
+        """What a row may say after the next token; nothing under a constraint, which hears a token before it allows the next."""
+        slot = self.slots[row]
+        if slot.drafter is None:
+            return []
+        room = self.context - len(slot.held) - len(slot.ahead)
+        return slot.drafter.guess(min(slot.remaining - 1, room))
 
     def _drop(self) -> None:
         now = time.monotonic()
@@ -225,80 +194,87 @@ class Engine:
 
     def _admit(self) -> None:
         while True:
-            free = [row for row, slot in enumerate(self.slots) if slot.ticket is None]
             with self._changed:
-                if not free or not self.waiting:
+                if not self.waiting or self.busy == self.rows:
                     return
                 ticket = self.waiting.popleft()
             try:
-                self._begin(ticket, free)
+                self._begin(ticket)
             except Exception as error:  # its own fault, whatever it is: the others go on
                 LOG.exception("a request could not begin")
                 _tell(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
 
-    def _begin(self, ticket: Ticket, free: list[int]) -> None:
-        """Give a request the free row that begins as it does, or the one that has been idle longest."""
-        request, cache = ticket.request, self.decoder.cache
+    def _begin(self, ticket: Ticket) -> None:
+        """Give a request a row."""
+        request = ticket.request
         ids = list(request.ids)
-        common = {
-            row: found
-            for row, slot in enumerate(self.slots)
-            if slot.owner == request.owner and (found := _common(slot.held, ids)) >= SHARED
-        }
-        best = max(free, key=lambda row: (common.get(row, 0), -self.slots[row].used))
-        cached = common.get(best, 0)
-        donor = max(common, key=lambda row: common[row], default=best)
-        if common.get(donor, 0) > cached:  # a busy row has more
-            cached, best = common[donor], min(free, key=lambda row: self.slots[row].used)
-            for tensors, along in ((cache.keys, 3), (cache.values, 2)):
-                for tensor in tensors:
-                    tensor[best].narrow(along - 1, 0, cached).copy_(tensor[donor].narrow(along - 1, 0, cached))
-        cache.own[best] = cached
+        row, cached = take_row(self.slots, self.decoder.cache, ids, request.owner)
         budget = min(request.sampling.max_new_tokens, self.context - len(ids))
-        self.slots[best] = _Slot(
-            held=ids[:cached], owner=request.owner, ticket=ticket, cached=cached, ahead=ids[cached:],
-            numbers=uniforms(request.seed, 0, budget),
+        self.slots[row] = Slot(
+            held=ids[:cached], owner=request.owner, ticket=ticket, way=replace(request.sampling, max_new_tokens=1), cached=cached,
+            ahead=ids[cached:], numbers=uniforms(request.seed, 0, budget),
+            drafter=Drafter(ids) if self.drafts and request.constraint is None else None,
         )  # fmt: skip
+        self._counts.update(prompt_tokens=len(ids), cached_tokens=cached)
 
-    def _say(self, rows: list[int], logits: Tensor) -> None:
-        """Choose a token for each row; rows that sample alike are chosen for together."""
-        wanted = logits.clone()
-        alike: dict[Sampling, list[int]] = {}
-        for place, row in enumerate(rows):
-            if self._restrict(row, wanted[place]):
-                alike.setdefault(replace(self._request(row).sampling, max_new_tokens=1), []).append(place)
-        for sampling, places in alike.items():
-            numbers = torch.tensor([self.slots[rows[place]].numbers[self.slots[rows[place]].said] for place in places])
-            tokens, _ = choose(wanted[places], numbers, sampling)
-            logprobs = logits[places].float().log_softmax(-1)
-            for number, place in enumerate(places):
-                self._hear(rows[place], int(tokens[number]), logprobs[number])
+    def _say(self, speakers: "list[_Speaker]") -> None:
+        """Choose each row's tokens; rows that sample alike are chosen for together."""
+        alike: dict[Sampling, list[tuple[_Speaker, Tensor]]] = {}
+        for one in speakers:
+            wanted = self._restricted(one)
+            if wanted is not None:
+                alike.setdefault(self.slots[one.row].way, []).append((one, wanted))
+        for way, group in alike.items():
+            slots = [self.slots[one.row] for one, _ in group]
+            numbers = np.concatenate([slot.numbers[slot.said :][: len(own)] for slot, (_, own) in zip(slots, group)])
+            tokens, _ = choose(_stacked([own for _, own in group]), torch.from_numpy(numbers), way)
+            logprobs = _stacked([one.logits for one, _ in group]).float().log_softmax(-1)
+            counts = [len(own) for _, own in group]
+            for (one, _), chosen, own in zip(group, tokens.cpu().split(counts), logprobs.split(counts)):
+                self._hear_all(one, chosen.tolist(), own)
 
-    def _restrict(self, row: int, wanted: Tensor) -> bool:
-        """Put a row's bias and constraint on its logits (V,), in place; False where that ended the row."""
-        request = self._request(row)
-        for token, change in request.bias.items():
-            wanted[token] += change
+    def _restricted(self, one: "_Speaker") -> Tensor | None:
+        """A row's logits (n, V) with its bias and constraint on them; None where its constraint failed and ended it."""
+        request, wanted = self._request(one.row), one.logits
+        if request.bias:
+            wanted = wanted.clone()
+            for token, change in request.bias.items():
+                wanted[:, token] += change
         if request.constraint is None:
-            return True
+            return wanted
         try:
-            allowed = request.constraint.allowed(self._remaining(row))
+            allowed = request.constraint.allowed(self.slots[one.row].remaining)
             if allowed is None:
-                return True
+                return wanted
             if not allowed.any():
                 raise ValueError("a constraint allows no token")
-            wanted.masked_fill_(~allowed.to(wanted.device), float("-inf"))
+            return wanted.masked_fill(~allowed.to(wanted.device), float("-inf"))
         except Exception as error:  # its own fault, whatever it is: the others go on
-            self._fail(row, error)
-            return False
-        return True
+            self._fail(one.row, error)
+            return None
+
+    def _hear_all(self, one: "_Speaker", tokens: list[int], logprobs: Tensor) -> None:
+        """Say the tokens (n,) of a row as long as its guess foresaw them; what was guessed wrongly is forgotten."""
+        slot, ticket = self.slots[one.row], self.slots[one.row].ticket
+        assert ticket is not None
+        right = 0
+        for place, token in enumerate(tokens):
+            self._hear(one.row, token, logprobs[place])
+            if slot.ticket is None or ticket.cancelled.is_set() or place == len(one.guess) or token != one.guess[place]:
+                break
+            slot.held.append(token)
+            right += 1
+        if one.guess and slot.drafter is not None:
+            self.decoder.rewind(one.row, len(slot.held))
+            slot.drafter.judge(right)
+            self._counts.update(drafted_tokens=len(one.guess), accepted_tokens=right)
 
     def _hear(self, row: int, token: int, logprobs: Tensor) -> None:
-        """Count a token in, tell it, and see whether the answer ends."""
+        """Count a token in, tell it, and see whether the answer ends. `logprobs` (V,)."""
         slot, request = self.slots[row], self._request(row)
         if request.constraint is not None:
             try:
-                token = request.constraint.take(token, self._remaining(row))
+                token = request.constraint.take(token, slot.remaining)
                 if not 0 <= token < len(logprobs):
                     raise ValueError(f"a constraint says token {token}, which is not in the vocabulary")
             except Exception as error:
@@ -309,16 +285,15 @@ class Engine:
             return
         slot.said += 1
         slot.ahead = [token]
+        self._counts["generated_tokens"] += 1
+        if slot.drafter is not None:
+            slot.drafter.hear(token)
         top = logprobs.topk(min(request.top, len(logprobs))) if request.top else None
         pairs = () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         if not _tell(slot.ticket, Said(token, float(logprobs[token]), pairs)):
             self._end(row, "error")
-        elif slot.said == len(slot.numbers):
+        elif slot.remaining == 0:
             self._end(row, "length")
-
-    def _remaining(self, row: int) -> int:
-        """How many tokens the row may still say."""
-        return len(self.slots[row].numbers) - self.slots[row].said
 
     def _fail(self, row: int, error: Exception) -> None:
         """End a row by the fault of its own request."""
@@ -349,6 +324,11 @@ class Engine:
             _tell(ticket, Ended(reason, len(ticket.request.ids), 0, 0))
 
 
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """Parts one under another; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _given_up(ticket: Ticket, now: float) -> str:
     """Why a request is to be dropped, or nothing."""
     return "cancelled" if ticket.cancelled.is_set() else "timeout" if now > ticket.deadline else ""
@@ -363,12 +343,3 @@ def _tell(ticket: Ticket | None, event: Event) -> bool:
         LOG.exception("a listener failed")
         return False
     return True
-
-
-def _common(held: list[int], ids: list[int]) -> int:
-    """How many first ids are the same; at most all but the last of `ids`, which is always fed: its logits are needed."""
-    most = min(len(held), len(ids) - 1)
-    for place in range(most):
-        if held[place] != ids[place]:
-            return place
-    return max(0, most)

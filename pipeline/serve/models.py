@@ -17,6 +17,7 @@ import torch
 
 from pipeline import checkpoint
 from pipeline.errors import ConfigError, ModelError
+from pipeline.export import huggingface
 from pipeline.generation.constrain import Grammars
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
@@ -84,6 +85,7 @@ def load(folders: Sequence[Path], *, rows: int, queue: int) -> list[Served]:
 def _load(folder: Path, name: str, rows: int, queue: int) -> Served:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: expected a model directory with config.json; build one with dvc repro")
+    huggingface.check(folder)
     lineage = checkpoint.lineage(folder)
     stage = str(lineage.get("model", name)) if lineage else "elsewhere"
     if JUDGE in (folder / "config.json").read_text(encoding="utf-8"):

@@ -264,7 +264,9 @@ class ChatBody(Generation):
         if shaped and names and self.tool_choice != "none":
             raise ValueError("response_format: not together with tools; set tool_choice to 'none'")
         if self.ignore_eos and (shaped or (names and self.tool_choice != "none")):
-            raise ValueError("ignore_eos: not together with tools or a response_format, whose answers end where they are whole")
+            raise ValueError(
+                "ignore_eos: not together with tools or a response_format, whose answers end where they are whole"
+            )
         if shaped and self.stops:
             raise ValueError("stop: not together with a response_format, whose answers end where they are whole")
         return self

@@ -1,0 +1,300 @@
+"""Do other programs compute what our model computes from what `stage_deploy` exports? The parity of the stage, repeated in them.
+
+    python benchmarks/exports.py [models/deploy] [--json FILE]
+
+A row a program: whether it splits a probe of over 20,000 tokens as we do and renders conversations as we do, how far its
+log-probabilities are from ours (the probe's own tokens), and how many of 64 greedy tokens are equal. Run are those that are
+installed: transformers (4 or 5, whichever the environment has), llama-cpp-python (built from source), the extra onnx. The rest
+reads "not run". The first row is our own model in float64: what float32 itself costs. No program that computes in float32 can
+be held to less.
+
+Not promised: speed (`benchmarks/serving.py`); what an accelerator's kernels round otherwise.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from pipeline.errors import StagecoachError  # noqa: E402
+from pipeline.export import gguf, huggingface, onnx, parity  # noqa: E402
+from pipeline.model.heads import RewardModel  # noqa: E402
+from pipeline.model.transformer import Transformer  # noqa: E402
+from pipeline.text import chat  # noqa: E402
+from pipeline.text.tokenizer import Tokenizer  # noqa: E402
+from tests import probes  # noqa: E402
+
+NOT_TRIED = ("vLLM", "MLX", "Ollama")  # of these three the card has a command; nothing here runs them
+HEADINGS = ("program", "tokens", "templates", "largest difference", "mean divergence", "perplexity", "greedy")
+
+
+class Foreign(parity.Program, Protocol):
+    """A program with its own tokenizer and template."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str: ...
+
+
+class Transformers:
+    """Hugging Face's model and tokenizer, float32, eager attention off."""
+
+    def __init__(self, folder: Path) -> None:
+        library: Any = importlib.import_module("transformers")
+        self.model = library.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.tokenizer = library.AutoTokenizer.from_pretrained(folder)
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> Tensor:
+        """(T, V), after each of the ids."""
+        return self.model(torch.tensor([ids])).logits[0]
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """Through its own cache."""
+        said, given, cache = [], prompt, None
+        for _ in range(count):
+            out = self.model(torch.tensor([given]), past_key_values=cache, use_cache=True)
+            said.append(int(out.logits[0, -1].argmax()))
+            given, cache = said[-1:], out.past_key_values
+        return said
+
+    def encode(self, text: str) -> list[int]:
+        """By its own reading of tokenizer.json."""
+        return self.tokenizer(text)["input_ids"]
+
+    def rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """By its own Jinja."""
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
+
+
+class LlamaCpp:
+    """llama.cpp, on the CPU in one thread, through llama-cpp-python; its keys and values in f32 or f16."""
+
+    def __init__(self, path: Path, context: int, *, cache: str = "f32") -> None:
+        library: Any = importlib.import_module("llama_cpp")
+        kind = {"f32": library.GGML_TYPE_F32, "f16": library.GGML_TYPE_F16}[cache]
+        with _weights_as_they_are(library.llama_cpp):
+            self.model = library.Llama(str(path), n_ctx=context, logits_all=True, type_k=kind, type_v=kind, n_threads=1,
+                                       n_threads_batch=1, verbose=False)  # fmt: skip
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """(T, V), after each of the ids."""
+        self.model.reset()
+        self.model.eval(ids)
+        return torch.from_numpy(np.array(self.model.scores[: len(ids)]))
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """Through its own cache."""
+        self.model.reset()
+        said, given = [], prompt
+        for _ in range(count):
+            self.model.eval(given)
+            said.append(int(self.model.scores[self.model.n_tokens - 1].argmax()))
+            given = said[-1:]
+        return said
+
+    def encode(self, text: str) -> list[int]:
+        """By its own reading of the file's vocabulary, merges and split; text alone, no control tokens."""
+        return self.model.tokenize(text.encode(), add_bos=False, special=False)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """With control tokens."""
+        return self.model.tokenize(text.encode(), add_bos=False, special=True)
+
+    def rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """By the template in the file, through the formatter that its chat endpoint uses."""
+        formats: Any = importlib.import_module("llama_cpp.llama_chat_format")
+        template = self.model.metadata["tokenizer.chat_template"]
+        formatter = formats.Jinja2ChatFormatter(template=template, eos_token="", bos_token="")
+        return formatter(messages=messages, tools=tools or None).prompt
+
+    def close(self) -> None:
+        """Give the model's memory back; at the interpreter's end it is too late."""
+        self.model.close()
+
+
+@contextlib.contextmanager
+def _weights_as_they_are(library: Any) -> Iterator[None]:
+    """Models opened in here are not repacked for AMX, whose instructions virtual machines announce and then refuse."""
+    usual = library.llama_model_default_params
+
+    def plain() -> Any:
+        parameters = usual()
+        parameters.use_extra_bufts = False
+        return parameters
+
+    library.llama_model_default_params = plain
+    try:
+        yield
+    finally:
+        library.llama_model_default_params = usual
+
+
+class Genai(onnx.Genai):
+    """onnxruntime-genai, with its template."""
+
+    def rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """By its own Jinja."""
+        given: dict[str, Any] = {"tools": json.dumps(tools)} if tools else {}
+        return self.tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True, **given)
+
+
+class Exact(parity.Ours):
+    """Our own model in float64; greedy text is not taken from it."""
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """None."""
+        return [-1] * count
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one program gave; None where it was not asked."""
+
+    program: str
+    found: parity.Found | None = None
+    tokens: str = ""
+    templates: str = ""
+    why_not: str = ""
+
+    def cells(self) -> list[str]:
+        """As the table shows it."""
+        if self.found is None:
+            return [self.program, f"not run: {self.why_not}", *[""] * 5]
+        found = self.found
+        greedy = f"{found.greedy_equal}/{found.greedy_tokens}" if self.tokens else ""
+        return [self.program, self.tokens, self.templates, f"{found.max_difference:.1e}", f"{found.divergence:.1e}",
+                f"{found.perplexity:+.3%}", greedy]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An exported causal model."""
+
+    folder: Path
+    model: Transformer
+    tokenizer: Tokenizer
+
+    def asked(self, label: str, program: Foreign) -> Row:
+        """A program beside our model."""
+        text = probes.long_text()
+        ids = self.tokenizer.encode(text)
+        theirs = program.encode(text)
+        same = "all" if theirs == ids else "differ from " + str(_first_difference(ids, theirs))
+        rendered = sum(
+            program.rendered(messages, tools) == chat.render_text(messages, tools, generation_prompt=True)
+            for messages, tools in probes.CONVERSATIONS
+        )
+        found = parity.compare(self.model, program, self.tokenizer.encode(parity.probe()))
+        return Row(label, found, f"{same} of {len(ids):,}", f"{rendered}/{len(probes.CONVERSATIONS)}")
+
+    def exact(self) -> Row:
+        """What float32 itself costs."""
+        ids = self.tokenizer.encode(parity.probe())
+        return Row("ours, float64", parity.compare(self.model, Exact(deepcopy(self.model).double()), ids))
+
+    def transformers(self) -> Iterator[Row]:
+        """In the version that is installed."""
+        yield self.asked(f"transformers {importlib.metadata.version('transformers')}", Transformers(self.folder))
+
+    def llama_cpp(self) -> Iterator[Row]:
+        """Each kind of file, with the cache in float32, and f32 with llama.cpp's usual f16 cache."""
+        version = importlib.metadata.version("llama-cpp-python")
+        serialized = (self.folder / "tokenizer.json").read_text(encoding="utf-8")
+        with tempfile.TemporaryDirectory() as folder:
+            for kind, cache in (("f32", "f32"), ("f32", "f16"), ("f16", "f32"), ("bf16", "f32"), ("q8_0", "f32")):
+                path = Path(folder) / f"{kind}.gguf"
+                if not path.exists():
+                    gguf.write(path, self.model, self.tokenizer, serialized, kind=kind, name="probe")
+                program = LlamaCpp(path, self.model.config.max_context, cache=cache)
+                yield self.asked(f"llama-cpp-python {version}, {kind}, cache {cache}", program)
+                program.close()
+
+    def genai(self) -> Iterator[Row]:
+        """Both kinds of ONNX."""
+        version = importlib.metadata.version("onnxruntime-genai")
+        for kind in onnx.KINDS:
+            with tempfile.TemporaryDirectory() as folder:
+                onnx.build(self.folder, Path(folder), kind=kind)
+                yield self.asked(f"onnxruntime-genai {version}, {kind}", Genai(Path(folder)))
+
+
+def _first_difference(ours: list[int], theirs: list[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+
+
+def rewards(folder: Path, model: RewardModel, tokenizer: Tokenizer) -> list[Row]:
+    """transformers beside our reward model: the difference of the reward on the last token."""
+    try:
+        library: Any = importlib.import_module("transformers")
+    except ImportError:
+        return [Row("transformers", why_not="not installed")]
+    theirs = library.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    ids, worst = tokenizer.encode(parity.probe()), 0.0
+    with torch.no_grad():
+        for first in range(0, len(ids), 128):
+            row = torch.tensor([ids[first : first + 128]])
+            worst = max(worst, float((theirs(row).logits[0, 0] - model.train(False)(row)[0, -1]).abs()))
+    found = parity.Found(worst, float("nan"), float("nan"), len(ids), 0, 0)
+    return [Row(f"transformers {library.__version__}, rewards", found)]
+
+
+def measure(folder: Path) -> list[Row]:
+    """All rows of an exported directory."""
+    model, tokenizer = huggingface.load(folder)
+    if isinstance(model, RewardModel):
+        return rewards(folder, model, tokenizer)
+    subject = Subject(folder, model.train(False), tokenizer)
+    rows = [subject.exact()]
+    asked: dict[str, Callable[[], Iterator[Row]]] = {
+        "transformers": subject.transformers, "llama_cpp": subject.llama_cpp, "onnxruntime_genai": subject.genai,
+    }  # fmt: skip
+    for package, run in asked.items():
+        if importlib.util.find_spec(package) is None:
+            rows.append(Row(package, why_not="not installed"))
+            continue
+        try:
+            rows += run()
+        except StagecoachError as error:
+            rows.append(Row(package, why_not=str(error)))
+    return rows + [Row(name, why_not="nothing here runs it") for name in NOT_TRIED]
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", default="models/deploy", type=Path)
+    parser.add_argument("--json", type=Path, help="write the rows there too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure(arguments.folder)
+    for cells in (HEADINGS, ["---"] * len(HEADINGS), *(row.cells() for row in rows)):
+        print(f"| {' | '.join(cells)} |")
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps([dict(zip(HEADINGS, row.cells(), strict=True)) for row in rows], indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""The model in the form in which it is served: the same function, in fewer and larger operations. No gradients.
+
+    Fused(model)     q, k and v are one matrix product, gate and up are one; rotary angles come from a table
+
+At batch 1 a layer of a small model takes longer to be asked for than to be computed, so the number of operations counts. Sums are
+added up in another order, so logits agree to rounding, not to the bit.
+
+Not promised: training, adapters that are not merged, torch.compile. Fused weights are copies, the others are shared: drop the first
+model to free its own. Shapes as in `model/attention.py`.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline.model.attention import Layout
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Block, Body, Embedding, Linear, RMSNorm, Transformer, rope_tables
+
+
+class Fused(Transformer):
+    """A `Transformer` in evaluation mode with fused layers; `head` is a linear layer also where the embedding is tied."""
+
+    def __init__(self, model: Transformer) -> None:
+        """Raises ValueError for a model that holds adapters."""
+        nn.Module.__init__(self)  # not Transformer's, which would make all weights anew
+        config = self.config = model.config
+        self.checkpointing, self.dropout, self.neftune_alpha = "none", 0.0, 0.0
+        self.model = _FusedBody(model.model, config)
+        self.head = _around(model.model.embed_tokens.weight) if config.tied else joined(model.lm_head)
+        cos, sin = rope_tables(torch.arange(config.max_context, device=self.head.weight.device), config)
+        self.cos = nn.Buffer(torch.cat((cos, cos), -1), persistent=False)  # (context, 1, h)
+        self.sin = nn.Buffer(torch.cat((-sin, sin), -1), persistent=False)
+        self.train(False)
+
+    @torch.no_grad()
+    def line(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """As `Transformer.line`: `ids` and `positions` (N,) -> (N, D)."""
+        x = self.model.embed_tokens(ids)
+        cos, sin = self.cos[positions], self.sin[positions]
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, layout, index)
+        return self.model.norm(x)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., V)."""
+        return self.head(hidden)
+
+    def num_parameters(self) -> int:
+        """All weights of the model; a tied embedding counts once."""
+        return self.config.num_parameters
+
+
+class FusedBlock(nn.Module):
+    """One layer in four matrix products."""
+
+    head_norms: Tensor | None  # (H + K, h): the norm's weight for each head of q and of k
+
+    def __init__(self, block: nn.Module, config: ModelConfig) -> None:
+        super().__init__()
+        assert isinstance(block, Block), "expected a layer as Transformer has them"
+        attention, mlp = block.self_attn, block.mlp
+        self.heads, self.kv_heads, self.size, self.eps = config.heads, config.kv_heads, config.head_dim, config.norm_eps
+        self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = joined(attention.o_proj)
+        self.gate_up = joined(mlp.gate_proj, mlp.up_proj)
+        self.down = joined(mlp.down_proj)
+        self.before_attention = Norm(block.input_layernorm)
+        self.before_mlp = Norm(block.post_attention_layernorm)
+        of_heads = None
+        if config.head_norms:
+            norms = attention.q_norm.weight, attention.k_norm.weight
+            of_heads = torch.cat([norms[0].expand(self.heads, -1), norms[1].expand(self.kv_heads, -1)]).detach().float()
+        self.register_buffer("head_norms", of_heads, persistent=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
+        """(N, D) -> (N, D)."""
+        x = x + self.out(self._attend(self.before_attention(x), cos, sin, layout, index))
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
+        return x + self.down(functional.silu(gate).mul_(up))
+
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.size))  # (N, H + 2K, h)
+        both, v = heads.split((self.heads + self.kv_heads, self.kv_heads), 1)
+        both = both.float()
+        if self.head_norms is not None:
+            both = functional.rms_norm(both, (self.size,), None, self.eps).mul_(self.head_norms)
+        turned = torch.addcmul(both * cos, both.roll(self.size // 2, -1), sin).to(v.dtype)
+        q, k = turned.split((self.heads, self.kv_heads), 1)
+        return layout.attend(q, k, v, index).flatten(-2)
+
+
+class Norm(RMSNorm):
+    """`RMSNorm` as one call, in float32."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__(len(norm.weight), norm.eps)
+        self.weight = nn.Parameter(norm.weight.detach().float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class _FusedBody(Body):
+    def __init__(self, body: Body, config: ModelConfig) -> None:
+        nn.Module.__init__(self)
+        if type(body.embed_tokens) is not Embedding:
+            raise ValueError("the embedding holds an adapter: merge it before the model is fused")
+        self.embed_tokens = body.embed_tokens
+        self.layers = nn.ModuleList(FusedBlock(layer, config) for layer in body.layers)
+        self.norm = Norm(body.norm)
+
+
+def joined(*layers: nn.Module) -> nn.Linear:
+    """Linear layers of one input as one, whose output is theirs one after another. Raises ValueError for adapters."""
+    plain = [layer for layer in layers if type(layer) is Linear]
+    if len(plain) < len(layers):
+        raise ValueError("a linear layer holds an adapter: merge it before the model is fused")
+    if len(plain) == 1:
+        return plain[0]
+    biases = [layer.bias.detach() for layer in plain if layer.bias is not None]
+    made = _around(torch.cat([layer.weight.detach() for layer in plain]))
+    if biases:
+        made.bias = nn.Parameter(torch.cat(biases))
+    return made
+
+
+def _around(weight: Tensor) -> nn.Linear:
+    """A linear layer without bias around weights (out, in) that are there; a parameter is shared."""
+    with torch.device("meta"):
+        made = Linear(weight.shape[1], weight.shape[0])
+    made.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
+    return made

@@ -1,0 +1,121 @@
+"""The fused model is the model, to rounding; and what attends over few rows of the cache is attention."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipeline.export.fused import Fused
+from pipeline.generation.sampling import Sampling, generate
+from pipeline.model.config import ModelConfig
+from pipeline.model.lora import AdapterConfig, attach
+from pipeline.model.transformer import Transformer
+from pipeline.serve.rows import NARROW, TOGETHER, RowDecoder
+
+BASE = ModelConfig(
+    vocab_size=96, width=24, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=40, max_context=300, rope_theta=1e4, tied=True
+)  # fmt: skip
+SHAPES = {
+    "qwen3": BASE,
+    "untied": replace(BASE, tied=False),
+    "qwen2, with biases": replace(BASE, bias=True),
+    "llama, one key head": replace(BASE, qk_norm=False, kv_heads=1),
+    "a head for each": replace(BASE, kv_heads=4, layers=1),
+}
+
+
+def made(config: ModelConfig) -> Transformer:
+    """Random weights, biases and norms too."""
+    generator = torch.Generator().manual_seed(0)
+    model = Transformer(config, generator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter * 4 if parameter.ndim > 1 else parameter + 0.3 * drawn)
+    return model.train(False)
+
+
+def text(seed: int, length: int) -> list[int]:
+    return torch.randint(0, 96, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+def test_a_fused_model_gives_the_model_s_logits(config: ModelConfig) -> None:
+    model = made(config)
+    fused = Fused(model)
+    ids = torch.tensor([text(1, 50), text(2, 50)])
+    documents = torch.tensor([[0] * 30 + [1] * 20, [0] * 45 + [-1] * 5])
+    with torch.no_grad():
+        torch.testing.assert_close(fused(ids), model(ids), atol=2e-5, rtol=1e-5)
+        seen = documents >= 0
+        packed = fused(ids, documents=documents, select=seen)
+        torch.testing.assert_close(packed, model(ids, documents=documents, select=seen), atol=2e-5, rtol=1e-5)
+    prompts, sampling = [text(3, 9), text(4, 2)], Sampling(30, temperature=0.8)
+    both = [generate(m, prompts, sampling, stop=(), seeds=[1, 2]) for m in (model, fused)]
+    assert [one.ids for one in both[0]] == [one.ids for one in both[1]]
+    assert fused.num_parameters() == model.num_parameters()
+
+
+def test_the_model_that_is_fused_stays_as_it_is_and_shares_its_largest_weights() -> None:
+    model = made(BASE)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fused = Fused(model)
+    assert fused.head.weight is model.model.embed_tokens.weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_adapters_are_refused() -> None:
+    for adapter in (AdapterConfig(rank=2, alpha=4.0), AdapterConfig(rank=2, alpha=4.0, trained_tokens=(3,))):
+        model = made(BASE)
+        attach(model, adapter, torch.Generator().manual_seed(0))
+        with pytest.raises(ValueError, match="merge it before"):
+            Fused(model)
+
+
+@pytest.mark.parametrize("kind", [lambda model: model, Fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+def test_ragged_pieces_give_the_logits_of_one_forward_pass(config: ModelConfig, kind: type) -> None:
+    """Steps of every mixture: one token each for few and for many rows, drafts, chunks, and rows rewound."""
+    model = made(config)
+    decoder = RowDecoder(kind(model), 6)
+    rows: list[list[int]] = [[] for _ in range(6)]
+    steps = [
+        {0: 40, 2: NARROW + 1, 5: 1}, {0: 1}, {2: 9}, {0: 3, 2: 1}, {5: 1, 2: 1}, {1: 2, 3: 1, 4: NARROW},
+        {1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {5: 1, 4: 1, 2: 1, 1: 1}, {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {3: 256},
+    ]  # fmt: skip
+    assert TOGETHER == 4  # so the steps with four rows and more are asked in one product
+    for number, step in enumerate(steps):
+        pieces = [text(100 * number + row, count) for row, count in step.items()]
+        wanted = [min(count, 1 + row) for row, count in step.items()]
+        logits = decoder.advance(list(step), pieces, wanted).split(wanted)
+        for row, piece, own in zip(step, pieces, logits, strict=True):
+            rows[row] += piece
+            with torch.no_grad():
+                whole = model(torch.tensor([rows[row]]))[0, -len(own) :]
+            torch.testing.assert_close(own.log_softmax(-1), whole.log_softmax(-1), atol=2e-5, rtol=1e-5)
+        if number % 3 == 1:  # as after a draft
+            row = next(iter(step))
+            del rows[row][-1]
+            decoder.rewind(row, len(rows[row]))
+    assert decoder.cache.own == [len(row) for row in rows]
+
+
+def test_nothing_is_asked_of_the_head_within_a_prompt_and_a_full_row_is_refused_whole() -> None:
+    decoder = RowDecoder(made(BASE), 2)
+    assert decoder.advance([0, 1], [text(1, 5), text(2, 3)], [0, 0]).shape == (0, 96)
+    with pytest.raises(ValueError, match="a row of 301 tokens is longer than the model's context of 300"):
+        decoder.advance([0, 1], [text(1, 1), text(2, 298)], [1, 1])
+    assert decoder.cache.own == [5, 3]
+
+
+def test_bf16_weights_stay_near_the_float32_ones() -> None:
+    model = made(BASE)
+    whole = [text(5, 40)]
+    half = Fused(made(BASE).bfloat16())
+    with torch.no_grad():
+        difference = (
+            half(torch.tensor(whole)).float().log_softmax(-1) - model(torch.tensor(whole)).log_softmax(-1)
+        ).abs()
+    assert half.head.weight.dtype == torch.bfloat16
+    assert 1e-3 < float(difference.mean()) < 0.05

@@ -1,0 +1,109 @@
+"""int8: levels and scales by hand, products against the dequantised weights in float64, and what it does to a model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.export import parity, quantize
+from pipeline.export.quantize import NARROW, Int8Linear, rounded
+from pipeline.generation.sampling import Sampling, generate
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Linear, Transformer
+from pipeline.text.tokenizer import Tokenizer
+from tests.test_fused import SHAPES, made
+
+
+def test_levels_and_scales_by_hand() -> None:
+    weight = torch.tensor([[127.0, -63.6, 0.4], [0.0, 0.0, 0.0], [-2.54, 1.27, 0.02]])
+    levels, scales = rounded(weight)
+    assert levels[0].tolist() == [127, -64, 0] and float(scales[0]) == 1.0
+    assert levels[1].tolist() == [0, 0, 0]
+    assert float(scales[2]) == 0.02001953125  # the first bf16 above 2.54 / 127 = 0.02
+    assert levels[2].tolist() == [-127, 63, 1]
+
+
+def test_no_weight_is_further_from_its_level_than_half_a_step() -> None:
+    weight = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 64)[:, None]
+    levels, scales = rounded(weight)
+    step = scales.double()[:, None]
+    assert ((levels.double() * step - weight.double()).abs() <= step * 0.5000001).all()
+    assert (levels.abs().amax(1) >= 126).all() and levels.dtype == torch.int8
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, NARROW, NARROW + 1, 200])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_that_of_the_dequantised_weights_to_bf16(rows: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    layer = Linear(96, 80, bias)
+    nn.init.normal_(layer.weight, generator=generator)
+    x = torch.randn(rows, 96, generator=generator)
+    if bias:
+        nn.init.normal_(layer.bias, generator=generator)
+    small = Int8Linear(layer)
+    found = small(x)
+    exact = x.bfloat16().double() @ (small.levels.double() * small.scales.double()[:, None]).T  # (rows, 80)
+    if bias:
+        exact += layer.bias.double()
+    assert found.dtype == torch.float32 and found.shape == exact.shape
+    torch.testing.assert_close(
+        found.double(), exact, atol=0.03, rtol=2**-8
+    )  # sums of 96 of deviation 10; bf16 has 8 bits
+    assert torch.equal(small(x[None])[0], found)
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+def test_a_quantised_model_is_the_model_with_rounded_weights(config: ModelConfig) -> None:
+    """Against a float32 model that holds the dequantised weights: what differs is bf16's rounding of activations."""
+    model = made(config)
+    small = quantize.quantize(model)
+    assert not [layer for layer in small.modules() if isinstance(layer, nn.Linear)]  # the head with them
+    assert torch.equal(small.model.embed_tokens.weight, model.model.embed_tokens.weight)  # looked up as it was
+    oracle = Transformer(replace(config, tied=False)).train(False)
+    head = model.model.embed_tokens.weight if config.tied else model.lm_head.weight
+    oracle.load_state_dict(model.state_dict() | {"lm_head.weight": head})
+    ids = torch.tensor([list(range(90))])
+    with torch.no_grad():
+        for layer in oracle.modules():
+            if isinstance(layer, nn.Linear):
+                levels, scales = rounded(layer.weight)
+                layer.weight.copy_(levels * scales.float()[:, None])
+        logprobs = [m(ids).log_softmax(-1) for m in (model, oracle, small)]
+    of_weights, of_activations = (float((logprobs[n] - logprobs[n + 1]).abs().mean()) for n in (0, 1))
+    assert 0 < of_activations < 0.02 and 0 < of_weights < 0.05
+
+
+def test_a_model_in_int8_is_within_the_bounds_on_the_probe(byte_tokenizer: Tokenizer, tiny_model: Transformer) -> None:
+    """log p within 0.15, perplexity within 0.5 %, of a model that is not sharper than a trained one."""
+    with torch.no_grad():
+        for parameter in tiny_model.parameters():
+            if parameter.ndim > 1:
+                parameter.div_(1.6)
+    ids = byte_tokenizer.encode(parity.PROBE.read_text(encoding="utf-8"))[:2000]
+    found = parity.compare(tiny_model, quantize.quantize(tiny_model), ids)
+    assert 0 < found.max_difference < 0.15
+    assert abs(found.perplexity) < 0.005
+
+
+def test_it_decodes(tiny_model: Transformer) -> None:
+    small = quantize.quantize(tiny_model)
+    ids = list(range(30, 50))
+    answers = [generate(m, [ids], Sampling(40), stop=(), seeds=[0])[0] for m in (tiny_model, small)]
+    with torch.no_grad():
+        whole = tiny_model(torch.tensor([ids + answers[1].ids]))[0].log_softmax(-1)
+    for place, token in enumerate(answers[1].ids):  # nearly the most likely one everywhere
+        assert float(whole[19 + place, token]) > float(whole[19 + place].max()) - 0.3
+
+
+def test_int8_pays_from_50_million_parameters_on_a_cpu(
+    tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert quantize.FROM_PARAMETERS == 50_000_000
+    assert not quantize.pays(tiny_model)
+    monkeypatch.setattr(quantize, "FROM_PARAMETERS", tiny_model.num_parameters())
+    assert quantize.pays(tiny_model)
+    elsewhere = tiny_model.to("meta")
+    assert not quantize.pays(elsewhere)
+    with pytest.raises(ValueError, match="int8 weights are for CPUs, and this model lies on meta"):
+        quantize.quantize(elsewhere)
