@@ -26,6 +26,7 @@ class Metrics:
         self.first = Histogram("stagecoach:time_to_first_token_seconds", "from the request to its first token", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
         self.between = Histogram("stagecoach:inter_token_latency_seconds", "mean of a request, behind its first token", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
         self.whole = Histogram("stagecoach:e2e_request_latency_seconds", "from the request to its end", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
+        self.restarts = Counter("stagecoach:engine_restarts", "engines that died and were started again", label, registry=self.registry)  # fmt: skip
         self.registry.register(_Engines(catalogue))
 
     def text(self) -> bytes:
