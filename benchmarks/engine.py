@@ -6,13 +6,12 @@ Without --model: random weights of a Qwen3 shape with 82 M parameters. Prints, w
 tokens decoded per second at each number of rows (whole answers to prompts of 16 tokens; MBU is what of the measured memory
 bandwidth reading weights, keys and values once a step takes); the ratio of each of ours to the better of transformers' two dtypes, round by
 round; tokens of a prompt of 1,024 read per second; the time to the first token when that prompt is known already, as a share of when it is not;
-drafts on and off on a text that repeats; and the peak memory of a fresh process for each side.
+drafts on and off on a text that repeats; and the resident memory of a fresh process of each side.
 
 Goals: int8 at one row at least twice transformers; a known prompt within 5 % of an unknown one.
 """
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from pipeline import checkpoint, device  # noqa: E402
@@ -207,15 +207,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", choices=[*OURS, *THEIRS], help="one answer of one side, and its peak memory in MiB")
+    parser.add_argument(
+        "--only", choices=[*OURS, *THEIRS], help="one answer of one side, and what its process holds then, MiB"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    device.keep_freed_memory()
     if arguments.only:
         side = theirs(arguments.only, arguments.model) if arguments.only in THEIRS else ours(served(arguments.only, arguments.model))  # fmt: skip
         side([[1] * SHORT], arguments.tokens)
-        sys.stdout.write(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}\n")
+        sys.stdout.write(f"{psutil.Process().memory_info().rss / 2**20:.0f}\n")
         return
+    device.keep_freed_memory()
     engines = {name: served(name, arguments.model) for name in OURS}
     sides = {name: ours(engine) for name, engine in engines.items()}
     sides |= {name: theirs(name, arguments.model) for name in THEIRS}
@@ -224,7 +226,7 @@ def main() -> None:
     decoding(sides, engines, arguments)
     reading(sides, engines, arguments)
     drafting(arguments)
-    sys.stdout.write("\npeak memory of a fresh process that answers once, MiB\n")
+    sys.stdout.write("\nresident memory of a fresh process after one answer, MiB\n")
     for name in (*OURS, *THEIRS):
         command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
         done = subprocess.run(command, check=True, text=True, capture_output=True)

@@ -101,8 +101,12 @@ def test_int8_pays_from_50_million_parameters_on_a_cpu(
 ) -> None:
     assert quantize.FROM_PARAMETERS == 50_000_000
     assert not quantize.pays(tiny_model)
+    kinds = [type(quantize.for_serving(tiny_model, weights).head) for weights in ("int8", "native", None)]
+    assert kinds == [Int8Linear, Linear, Linear]
     monkeypatch.setattr(quantize, "FROM_PARAMETERS", tiny_model.num_parameters())
     assert quantize.pays(tiny_model)
+    kinds = [type(quantize.for_serving(tiny_model, weights).head) for weights in ("int8", "native", None)]
+    assert kinds == [Int8Linear, Linear, Int8Linear]
     elsewhere = tiny_model.to("meta")
     assert not quantize.pays(elsewhere)
     with pytest.raises(ValueError, match="int8 weights are for CPUs, and this model lies on meta"):
