@@ -51,7 +51,9 @@ def test_no_generated_request_breaks_the_server(fuzzed: Running, operations: lis
         asked = CASES if operation.body or operation.path_parameters else 2
 
         @given(case=operation.as_strategy(generation_mode=mode))
-        @settings(max_examples=asked, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=asked, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+        )
         def ask(case: Any) -> None:
             began = time.monotonic()
             answer = case.call(base_url=fuzzed.url, timeout=SECONDS)
