@@ -16,6 +16,9 @@ export function parting(first, second) {
   return first.length === second.length ? -1 : most;
 }
 
+// Their text: bytes joined first, since a character may lie in several tokens.
+const joined = (tokens) => new TextDecoder().decode(Uint8Array.from(tokens.flatMap((token) => token.bytes ?? [])));
+
 class ComparePanel extends HTMLElement {
   connectedCallback() {
     this.prompt = h("textarea", { rows: 3, "aria-label": "Prompt for both", placeholder: "A prompt for both. Ctrl+Enter asks." });
@@ -99,10 +102,10 @@ class ComparePanel extends HTMLElement {
     const [first, second] = this.sides.map((side) => side.result);
     const place = first.tokens.length && second.tokens.length ? parting(first.tokens, second.tokens) : first.text === second.text ? -1 : 0;
     for (const side of this.sides) {
-      const spoken = side.result.tokens.map((token) => token.text);
+      const spoken = side.result.tokens;
       if (place >= 0 && spoken.length) {
-        side.text.replaceChildren(spoken.slice(0, place).join(""),
-          h("mark", { title: "the first token that differs" }, spoken[place] ?? "∎"), spoken.slice(place + 1).join(""));
+        const mark = h("mark", { title: "the first token that differs" }, place < spoken.length ? joined([spoken[place]]) : "∎");
+        side.text.replaceChildren(joined(spoken.slice(0, place)), mark, joined(spoken.slice(place + 1)));
       }
       side.element.querySelector(".open")?.remove();
       const { result, asked } = side;

@@ -64,7 +64,7 @@ export function answer(request, signal, onChange = () => {}) {
       held.function.arguments += piece.function?.arguments ?? "";
     }
     for (const entry of logprobs?.content ?? []) {
-      result.tokens.push({ ...told(entry), top: entry.top_logprobs.map(told) });
+      result.tokens.push({ ...told(entry), bytes: entry.bytes, top: entry.top_logprobs.map(told) });
     }
   };
   return follow("/v1/chat/completions", body, signal, result, take, onChange);
