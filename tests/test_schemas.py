@@ -169,6 +169,31 @@ def test_a_count_of_names_that_may_repeat_is_refused(byte_tokenizer: Tokenizer) 
         grammars.json_schema(integers | {"minProperties": 2})
 
 
+def test_patterns_that_meet_are_few(byte_tokenizer: Tokenizer) -> None:
+    """Nine in one text are refused, by whatever way they meet; nine in nine texts are not."""
+    grammars = Grammars(byte_tokenizer, ROWS)
+    parts = [{"type": "string", "pattern": f"^a{{{n},}}"} for n in range(9)]
+    grammars.json_schema({"allOf": parts[:8]})
+    grammars.json_schema({"anyOf": parts})
+    grammars.json_schema({"properties": {f"p{n}": part for n, part in enumerate(parts)}})
+    defs = {"$defs": {"four": {"allOf": parts[:4]}, "five": {"anyOf": [parts[0], {"allOf": parts[4:]}]}}}
+    for meeting in (
+        {"allOf": parts},
+        {"allOf": [{"properties": {"p": part}} for part in parts]},
+        {"allOf": [{"$ref": "#/$defs/four"}, {"$ref": "#/$defs/five"}]} | defs,
+    ):
+        with pytest.raises(SchemaError, match="found 9, the limit is 8") as error:
+            grammars.json_schema(meeting)
+        assert error.value.code == "schema_too_large"
+
+
+def test_references_that_lead_too_deep_are_refused(byte_tokenizer: Tokenizer) -> None:
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}", "required": []} for n in range(900)} | {"d900": A}
+    with pytest.raises(SchemaError) as error:
+        Grammars(byte_tokenizer, ROWS).json_schema({"$ref": "#/$defs/d0", "$defs": chain})
+    assert error.value.code in ("schema_too_large", "schema_refused")
+
+
 def test_branches_that_only_closing_keeps_apart_are_refused(byte_tokenizer: Tokenizer) -> None:
     """{"a": 1} is an instance of both branches as they are written; with a tag in each the branches exclude each other."""
     grammars = Grammars(byte_tokenizer, ROWS)

@@ -214,7 +214,9 @@ class Grammars:
             raise SchemaError("schema_refused", f"the schema cannot be promised: {reason(matcher.get_error())}")
         plan = self._closer.shortest(matcher)
         if plan is None:
-            raise SchemaError("schema_unclosable", "no output was found that ends; shorten what the schema demands")
+            raise SchemaError(
+                "schema_unclosable", "no output was found that ends: the schema demands too much, or is too large"
+            )
         return matcher, tuple(plan)
 
 
@@ -252,8 +254,11 @@ def _call(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    closed = strict(schema)
-    refuse(schema, closed)
+    try:
+        closed = strict(schema)
+        refuse(schema, closed)
+    except RecursionError as error:
+        raise SchemaError("schema_too_large", "the references of the schema lead too deep; simplify it") from error
     return f"%json {json.dumps({**closed, 'x-guidance': FORM})}"
 
 
