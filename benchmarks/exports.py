@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -182,6 +183,8 @@ class Row:
             return [self.program, f"not run: {self.why_not}", *[""] * 5]
         found = self.found
         greedy = f"{found.greedy_equal}/{found.greedy_tokens}" if self.tokens else ""
+        if math.isnan(found.divergence):  # a reward model gives no probabilities
+            return [self.program, "", "", f"{found.max_difference:.1e}", "", "", ""]
         return [self.program, self.tokens, self.templates, f"{found.max_difference:.1e}", f"{found.divergence:.1e}",
                 f"{found.perplexity:+.3%}", greedy]  # fmt: skip
 

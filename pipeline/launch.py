@@ -1,6 +1,7 @@
 """Starts our own processes: data workers, the training processes of a stage, parallel stages. The only place that may.
 
     pool_map(function, items, workers)          ordered results from worker processes
+    beside(module, arguments, log)              one of our modules while a block runs
     relaunch(module, argv)                      a training stage replaces itself by its workers (STAGECOACH_LAUNCH)
     python -m pipeline.launch -j 2 [target]     ready stages of the graph side by side
 
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +28,12 @@ from pipeline.errors import ConfigError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 PR_SET_PDEATHSIG = 1
+END_SECONDS = 30
+# what `beside` starts: `python -m MODULE ARGUMENTS`, bound to the process that asked
+BESIDE = (
+    "import runpy, sys; from pipeline.launch import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 def die_with_parent(parent: int) -> None:
@@ -94,10 +102,24 @@ def relaunch(module: str, argv: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", *command])
 
 
-def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start one of our modules as a process of its own, output into `log`; the caller ends it."""
+@contextmanager
+def beside(module: str, arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """One of our modules as a process of its own, output into `log`, until the block ends: SIGTERM, and SIGKILL if that does not help.
+
+    It gets SIGTERM too when this process dies, however it dies.
+    """
+    command = [sys.executable, "-c", BESIDE, str(os.getpid()), module, *arguments]
     with log.open("wb") as file:
-        return subprocess.Popen([sys.executable, *arguments], stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def ready_stages(target: str | None) -> tuple[list[str], dict[str, set[str]]]:

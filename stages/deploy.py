@@ -4,8 +4,8 @@
 
 A Hugging Face directory with card and checksums; of a causal model in it GGUF files for llama.cpp and its relatives, Ollama's
 Modelfile and, if asked for, ONNX. Each is read back and compared on a probe text; a difference beyond what its number format
-explains fails the stage, so what is published always answers as the model that was evaluated. A reward model and a bidirectional
-one are exported as directories alone.
+explains fails the stage, so what is published always answers as the model that was evaluated. At the end a real server is asked six
+times. A reward model and a bidirectional one are exported as directories alone; the latter the server does not take yet.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import checkpoint
-from pipeline.export import card, gguf, huggingface, ollama, onnx
+from pipeline.export import card, gguf, huggingface, ollama, onnx, smoke
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
 from pipeline.text.tokenizer import Tokenizer
@@ -68,7 +68,9 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     card.write(out, card.Exported(name=name, model=model, tokenizer=tokenizer, parity=proofs, lineage=lineage, made_by=made_by,
                                   data=data, gguf=shown, onnx=(out / "onnx").is_dir()))  # fmt: skip
     huggingface.seal(out)  # last: the sums are of everything
-    job.report(model=params.model, parameters=model.num_parameters(), parity=proofs)
+    served = model.config.attention == "causal"
+    calls = smoke.check(out, model, tokenizer) if served else 0
+    job.report(model=params.model, parameters=model.num_parameters(), parity=proofs, smoke_calls=calls)
 
 
 def write_others(params: Params, model: Transformer, tokenizer: Tokenizer, out: Path, name: str) -> Proofs:

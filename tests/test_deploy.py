@@ -21,8 +21,7 @@ from stages import deploy
 TOOLS = deploy.Params(model="tools")
 
 
-@pytest.fixture
-def corpora(tmp_path: Path) -> dict[str, Path]:
+def manifests(folder: Path) -> dict[str, Path]:
     """Manifests as stage_corpus writes them, with what the card reads."""
     paths = {}
     for name, licences in (("text", {"CC0-1.0": 600, "MIT": 400}), ("code", {"PSF-2.0": 1, "a|b\n": 2})):
@@ -30,10 +29,16 @@ def corpora(tmp_path: Path) -> dict[str, Path]:
             "data": "machine", "parts": {"stories": {}, "prose": {}}, "documents": {"train": 7, "val": 3},
             "bytes": {"train": 900, "val": 100}, "licences": {key: {"bytes": size, "files": 1} for key, size in licences.items()},
         }  # fmt: skip
-        paths[name] = tmp_path / name / "manifest.json"
+        paths[name] = folder / name / "manifest.json"
         paths[name].parent.mkdir()
         paths[name].write_text(json.dumps(manifest))
     return paths
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> dict[str, Path]:
+    """The manifests of both corpora."""
+    return manifests(tmp_path)
 
 
 @pytest.fixture
@@ -41,6 +46,15 @@ def base(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> 
     lineage = {"key": "base-key", "code": "c0de", "inputs": {"models/code": "88"}}
     checkpoint.save(tmp_path / "base", tiny_model, byte_tokenizer, lineage)
     return tmp_path / "base"
+
+
+@pytest.fixture(autouse=True)
+def unserved(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Path]:
+    """The folders that a server would be asked about, in all but the slow tests."""
+    asked: list[Path] = []
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(deploy.smoke, "check", lambda folder, *_: asked.append(folder) or 6)
+    return asked
 
 
 def deployed(
@@ -58,13 +72,14 @@ def files_of(folder: Path) -> set[str]:
 
 
 def test_the_export_names_its_maker_and_passes_its_proof(
-    base: Path, tiny_model: Transformer, corpora: dict[str, Path], tmp_path: Path
+    base: Path, tiny_model: Transformer, corpora: dict[str, Path], tmp_path: Path, unserved: list[Path]
 ) -> None:
     out = tmp_path / "out"
     told = deployed(TOOLS, base, out, corpora, {"key": "deploy-key", "inputs": {"models/tools": "77"}})
     lineage = checkpoint.lineage(out)
     assert (lineage["key"], lineage["made_by"], lineage["model"]) == ("deploy-key", "base-key", "tools")
-    assert (told["model"], told["parameters"]) == ("tools", tiny_model.num_parameters())
+    assert (told["model"], told["parameters"], told["smoke_calls"]) == ("tools", tiny_model.num_parameters(), 6)
+    assert unserved == [out]
     assert told["parity"].keys() == {"huggingface", "f16", "q8_0"}
     assert (told["parity"]["huggingface"]["max_difference"], told["parity"]["huggingface"]["greedy_equal"]) == (0.0, 64)
     assert 0 < told["parity"]["f16"]["max_difference"] < told["parity"]["q8_0"]["max_difference"]
@@ -81,7 +96,7 @@ def test_the_card_states_the_facts_and_leaves_no_gap(
 ) -> None:
     deployed(TOOLS, base, tmp_path / "out", corpora, {"key": "deploy-key", "inputs": {"models/tools": "77"}})
     text = (tmp_path / "out/README.md").read_text()
-    assert "@" not in text and card.NOT_RUN_BY_OTHERS not in text and "--engine onnx" not in text
+    assert "@" not in text and card.NOT_RUN_BY_OTHERS not in text and "onnxruntime" not in text
     for fact in ("# stagecoach-tools", f"{tiny_model.num_parameters():,} parameters", "context 256", "BPE of 320 tokens",
                  byte_tokenizer.hash[:16], "| stagecoach-tools: key | `deploy-key` |", "| its model: key | `base-key` |",
                  "| stagecoach-tools: from models/tools | `77` |", "| its model: from models/code | `88` |",
@@ -142,7 +157,8 @@ def test_a_bidirectional_model_has_the_honest_sentence_and_no_gguf(
 ) -> None:
     model = Transformer(replace(tiny_model.config, attention="bidirectional"), torch.Generator().manual_seed(0))
     checkpoint.save(tmp_path / "diffusion", model, byte_tokenizer, {})
-    deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
+    told = deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
+    assert told["smoke_calls"] == 0
     assert not {name for name in files_of(tmp_path / "out") if name.startswith(("gguf", "onnx", "ollama"))}
     text = (tmp_path / "out/README.md").read_text()
     assert "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`." in text
@@ -167,6 +183,11 @@ def test_onnx_without_its_extra_fails_before_anything_is_written(
     ):
         deployed(deploy.Params(model="tools", onnx="fp32"), base, tmp_path / "out", corpora)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_real_server_is_asked(base: Path, corpora: dict[str, Path], tmp_path: Path) -> None:
+    assert deployed(deploy.Params(model="tools", gguf=()), base, tmp_path / "out", corpora)["smoke_calls"] == 6
 
 
 @pytest.mark.oracle

@@ -289,6 +289,16 @@ def test_transformers_tokenizes_20_000_tokens_as_we_do(out: Path, byte_tokenizer
 
 
 @pytest.mark.oracle
+def test_the_tokenizer_gives_what_generate_takes(out: Path) -> None:
+    """transformers 4 gives token types besides, unless it is told, and then refuses its own tokenizer's words."""
+    transformers = pytest.importorskip("transformers")
+    given = transformers.AutoTokenizer.from_pretrained(out)("a word", return_tensors="pt")
+    assert set(given) == {"input_ids", "attention_mask"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.generate(**given, max_new_tokens=3).shape[1] > given["input_ids"].shape[1]
+
+
+@pytest.mark.oracle
 def test_transformers_computes_what_we_do(out: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()

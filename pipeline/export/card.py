@@ -15,7 +15,7 @@ from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 
-HERE = Path(__file__).parent  # card.md, and what it says of the programs that run a causal and a reward model
+HERE = Path(__file__).parent  # card.md, and what it says of other programs, by the kind of export
 Numbers = Mapping[str, float | int]
 
 NOT_RUN_BY_OTHERS = "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`."
@@ -24,7 +24,6 @@ GGUF = """\
 llama-cli -m models/deploy/@GGUF@ --jinja            # llama.cpp
 ollama create @NAME@ -f models/deploy/ollama/Modelfile && ollama run @NAME@
 """
-ONNX = "python -m pipeline.serve models/deploy --engine onnx      # onnxruntime-genai, models/deploy/onnx\n"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,8 @@ def _programs(exported: Exported, native: bool) -> str:
         return f"{NOT_RUN_BY_OTHERS}\n\n{SERVE}"
     gguf = "" if exported.gguf is None else GGUF.replace("@GGUF@", exported.gguf).replace("@NAME@", exported.name)
     causal = (HERE / "card_causal.md").read_text(encoding="utf-8")
-    return f"{SERVE}\n{causal}{gguf}{ONNX if exported.onnx else ''}```\n"
+    onnx = (HERE / "card_onnx.md").read_text(encoding="utf-8") if exported.onnx else ""
+    return f"{SERVE}\n{causal}{gguf}```\n{onnx}"
 
 
 def _reward(model: RewardModel) -> str:

@@ -23,6 +23,10 @@ from pipeline.text.tokenizer import Tokenizer
 from pipeline.work import sha256
 
 SUMS = "SHA256SUMS"
+INPUTS = [
+    "input_ids",
+    "attention_mask",
+]  # without this transformers 4 gives token types too, and its `generate` refuses them
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 CODE = (".py", ".pyc", ".so")
 
@@ -103,6 +107,9 @@ def export(model: Transformer | RewardModel, tokenizer: Tokenizer, lineage: dict
         checkpoint.save_reward(out, model, tokenizer, lineage)
     else:
         checkpoint.save(out, model, tokenizer, lineage)
+    path = out / "tokenizer_config.json"
+    named = json.loads(path.read_text(encoding="utf-8")) | {"model_input_names": INPUTS}
+    path.write_text(json.dumps(named, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def seal(out: Path) -> None:

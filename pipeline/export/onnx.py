@@ -100,7 +100,7 @@ class Genai:
 
     def logits(self, ids: list[int]) -> Tensor:
         """(T, V), after each of the ids."""
-        return torch.from_numpy(np.array(self._generator(ids, len(ids) + 1).get_output("logits")))[0]
+        return torch.from_numpy(np.array(self._generator(ids, len(ids)).get_output("logits")))[0]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The most likely ids behind the prompt, through its cache. Its own search would end at a stop token."""

@@ -39,6 +39,7 @@ from pipeline.serve.protocol import ChatBody, CompletionBody
 from pipeline.serve.streaming import EventStream
 
 LOG = logging.getLogger(__name__)
+WATCH_SECONDS = 0.5
 
 
 class Service:
@@ -56,7 +57,11 @@ class Service:
     def start(self) -> None:
         """Load the models and start their engines; whoever asks before that hears 503."""
         try:
-            catalogue = Catalogue(load(self.options.models, rows=self.options.rows, queue=self.options.queue))
+            catalogue = Catalogue(
+                load(
+                    self.options.models, rows=self.options.rows, queue=self.options.queue, weights=self.options.weights
+                )
+            )
         except StagecoachError as error:
             self.state = "failed"
             LOG.error("%s", error)
@@ -70,6 +75,16 @@ class Service:
         self._catalogue, self._metrics = catalogue, Metrics(catalogue)
         self.state = "ready"
         LOG.info("ready: %s", ", ".join(f"{one.id} ({one.kind}, {one.parameters:,} parameters)" for one in catalogue.served.values()))  # fmt: skip
+
+    async def watch(self) -> None:
+        """Restart an engine whose loop has died; until then /health says so, and its requests hear 503."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            for served in self._catalogue.served.values() if self._catalogue is not None else ():
+                if served.engine is not None and not served.engine.alive and self.state == "ready":
+                    await asyncio.to_thread(served.engine.restart)
+                    LOG.error("%s: its engine died and was restarted", served.id)
+                    self.metrics.restarts.labels(served.id).inc()
 
     def stop(self) -> None:
         """End the engines; what they still say ends with an error."""
@@ -124,9 +139,11 @@ def _lifespan(service: Service) -> Callable[[FastAPI], Any]:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loading = threading.Thread(target=service.start, name="loading", daemon=True)
         loading.start()
+        watching = asyncio.create_task(service.watch())
         try:
             yield
         finally:
+            watching.cancel()
             await asyncio.to_thread(service.stop)
 
     return lifespan
@@ -246,7 +263,6 @@ def _faults(app: FastAPI, service: Service) -> None:
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> Response:
         return counted(ApiFault(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None))  # fmt: skip
-
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, _: Exception) -> Response:  # raised again behind it, and logged by _Logged
