@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from pipeline import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests.browser import SETTINGS, answered, browsing, download, idle, opened, say
-from tests.server import Running, save_models, serving
+from tests.server import Running, random_model, save_models, serving
 
 pytestmark = pytest.mark.browser
 EXAMPLE = {
@@ -26,7 +27,8 @@ EXAMPLE = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("page")
-    models = save_models(folder, byte_tokenizer)
+    checkpoint.save(folder / "endless", random_model(byte_tokenizer, context=16_384, layers=4), byte_tokenizer, {})
+    models = [*save_models(folder, byte_tokenizer), folder / "endless"]
     with serving(models, "--feedback", str(folder / "feedback.jsonl"), log=folder / "log") as running:
         yield running
 
@@ -116,12 +118,13 @@ def test_a_number_out_of_its_range_is_not_taken(page: Any) -> None:
 
 
 def test_text_grows_while_it_is_said_and_stop_frees_the_row(browser: Any, server: Running) -> None:
-    with opened(browser, server.url, settings={"max_tokens": 1900}) as page:
+    with opened(browser, server.url, settings={"model": "endless", "max_tokens": 16_000}) as page:
         endless(page)
         page.get_by_label("Message", exact=True).fill("Go on")
         page.keyboard.press("Enter")
         body = page.locator("article.assistant .text")
         page.get_by_text(re.compile(r"\d+ tokens, [\d,]+ tok/s")).wait_for()
+        assert page.locator("article.assistant .actions").is_hidden()
         first = len(body.inner_text())
         assert server.running() == 1
         page.wait_for_function(
@@ -131,11 +134,11 @@ def test_text_grows_while_it_is_said_and_stop_frees_the_row(browser: Any, server
         idle(page)
         assert server.falls_idle()
         count = int(re.search(r"([\d,]+) tokens", facts(page))[1].replace(",", ""))  # type: ignore[index]
-        assert "stopped" in facts(page) and 0 < count < 1900
+        assert "stopped" in facts(page) and 0 < count < 16_000
 
 
 def test_escape_stops_too(browser: Any, server: Running) -> None:
-    with opened(browser, server.url, settings={"max_tokens": 1900}) as page:
+    with opened(browser, server.url, settings={"model": "endless", "max_tokens": 16_000}) as page:
         endless(page)
         page.get_by_label("Message", exact=True).fill("Go on")
         page.keyboard.press("Enter")

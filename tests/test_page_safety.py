@@ -22,7 +22,9 @@ TABS = ("Chat", "Compare", "Tokens", "Fill in", "Template")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("safety")
-    with serving(save_models(folder, byte_tokenizer), log=folder / "log") as running:
+    with serving(
+        save_models(folder, byte_tokenizer)[:2], log=folder / "log"
+    ) as running:  # no judge: these texts are too long for it
         yield running
 
 
@@ -43,7 +45,7 @@ def inert(page: Any, place: str) -> None:
     found = page.evaluate("""(place) => [...document.querySelectorAll(`${place}, ${place} *`)].flatMap((one) => {
         const bad = ['SCRIPT', 'IFRAME', 'OBJECT', 'EMBED', 'IMG', 'SVG', 'STYLE', 'LINK', 'META', 'BASE', 'FORM', 'VIDEO', 'AUDIO', 'INPUT'];
         const marks = [...one.attributes].filter(({ name, value }) =>
-            name.startsWith('on') || name === 'style' || name === 'srcdoc' || (name === 'href' && !/^https?:/.test(value)));
+            name.startsWith('on') || (name === 'style' && !/^--[a-z]+: [0-9.]+%;$/.test(value)) || name === 'srcdoc' || (name === 'href' && !/^https?:/.test(value)));
         return [...(bad.includes(one.tagName.toUpperCase()) ? [one.outerHTML] : []), ...marks.map(({ name }) => `${name} of ${one.outerHTML}`)];
     })""", place)  # fmt: skip
     assert found == []
@@ -91,8 +93,9 @@ def test_each_attack_alone_is_inert_while_it_streams_and_afterwards(page: Any) -
 def test_pasted_markdown_is_inert(page: Any) -> None:
     answered(page, "No.")
     for number in range(0, len(CORPUS), 25):
+        page.get_by_role("button", name="New", exact=True).click()
         say(page, "\n\n".join(CORPUS[number : number + 25]))
-    shown(page)
+        shown(page)
 
 
 def test_an_imported_file_is_inert(page: Any, tmp_path: Path) -> None:
@@ -246,7 +249,7 @@ def test_the_theme_follows_the_system_and_the_toggle_overrules_it(browser: Any, 
         ground = "getComputedStyle(document.body).backgroundColor"
         assert page.evaluate(ground) == "rgb(15, 18, 22)"
         page.emulate_media(color_scheme="light")
-        assert page.evaluate(ground) == "rgb(255, 255, 255)"
+        page.wait_for_function(f"{ground} === 'rgb(255, 255, 255)'")
         page.get_by_role("button", name="Switch between light and dark").click()
         assert page.evaluate(ground) == "rgb(15, 18, 22)"
         page.reload()

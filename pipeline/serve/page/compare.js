@@ -94,7 +94,8 @@ class ComparePanel extends HTMLElement {
     const { result } = side;
     side.message = { role: "assistant", content: result.text, ...(result.calls.length > 0 && { tool_calls: result.calls }) };
     const facts = [`${result.tokens.length} tokens`, `${speed(result).toFixed(0)} tok/s`];
-    if (judge() && result.finish !== "stopped") facts.push(rewardText(await score([...messages, side.message], tools)));
+    const reward = judge() && result.finish !== "stopped" ? await score([...messages, side.message], tools) : undefined;
+    if (reward !== undefined) facts.push(rewardText(reward));
     side.facts.textContent = facts.join(" · ");
   }
 

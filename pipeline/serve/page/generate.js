@@ -4,6 +4,7 @@ import { events } from "./api.js";
 import { named, settings } from "./state.js";
 
 export const ALTERNATIVES = 10;
+const FRAME = 33; // milliseconds between two calls of `onChange`: a thousand tokens a second are not drawn one by one
 
 function sampling(over) {
   const stop = settings.stop.split("\n").filter(Boolean);
@@ -25,6 +26,7 @@ export function speed(result) {
 }
 
 async function follow(path, body, signal, result, take, onChange) {
+  let drawn = 0;
   try {
     for await (const chunk of events(path, body, signal)) {
       result.seconds = (performance.now() - result.began) / 1000;
@@ -38,12 +40,15 @@ async function follow(path, body, signal, result, take, onChange) {
         result.finish = choice.finish_reason ?? result.finish;
         if (result.tokens.length > 0) result.first ??= result.seconds;
       }
+      if (performance.now() - drawn < FRAME) continue;
+      drawn = performance.now();
       onChange(result);
     }
   } catch (error) {
     if (error.name !== "AbortError") throw error;
     result.finish = "stopped";
   }
+  onChange(result);
   return result;
 }
 

@@ -7,10 +7,14 @@ import { named, ofKind } from "./state.js";
 export const judge = () => ofKind("reward")[0]?.id;
 export const collects = (model) => named(model)?.meta.feedback === true;
 
-// The reward of the last message. Comparable only between answers to one prompt.
+// The reward of the last message, comparable only between answers to one prompt; nothing where the judge cannot read so much.
 export async function score(messages, tools) {
-  const found = await call("/score", { model: judge(), conversations: [{ messages, tools }] });
-  return found.data[0].reward;
+  try {
+    return (await call("/score", { model: judge(), conversations: [{ messages, tools }] })).data[0].reward;
+  } catch (error) {
+    if (error.code !== "context_length_exceeded") throw error;
+    return undefined;
+  }
 }
 
 export const rewardText = (reward) => `reward ${number(reward, 2)}`;

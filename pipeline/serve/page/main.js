@@ -21,9 +21,14 @@ function open(tab, focus = false) {
     other.tabIndex = chosen ? 0 : -1;
     panelOf(other).hidden = !chosen;
   }
-  history.replaceState(null, "", `#${panelOf(tab).id}`);
   if (focus) tab.focus();
   tell("panel", panelOf(tab).id);
+}
+
+// Not at the start: an address with a fragment would move where the keyboard begins.
+function turn(tab, focus = false) {
+  open(tab, focus);
+  history.replaceState(null, "", `#${panelOf(tab).id}`);
 }
 
 function byKey(event) {
@@ -32,7 +37,7 @@ function byKey(event) {
   const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: shown.length - 1 }[event.key];
   if (to === undefined || at < 0) return;
   event.preventDefault();
-  open(shown[(to + shown.length) % shown.length], true);
+  turn(shown[(to + shown.length) % shown.length], true);
 }
 
 function setTheme(name) {
@@ -62,7 +67,7 @@ find("settings").addEventListener("keydown", (event) => {
 });
 showSettings(matchMedia("(min-width: 1200px)").matches);
 
-for (const tab of tabs) tab.addEventListener("click", () => open(tab));
+for (const tab of tabs) tab.addEventListener("click", () => turn(tab));
 find("tabs").addEventListener("keydown", byKey);
 open(tabs.find((tab) => `#${panelOf(tab).id}` === location.hash && !tab.hidden) ?? tabs[0]);
 
