@@ -1,5 +1,6 @@
 # make         set up and run the main job (dvc repro)      make test    set up and pass the tests
-# make chat    talk to the deployed model                    make report  where the report card is
+# make serve   OpenAI's API and a page for what was trained  make chat    talk to it in the terminal
+# make report  where the report card is                      make clients the clients of docs/clients.md against a server
 # make clean   remove the environment and unfinished work; models, data and the DVC cache stay
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ READY := .venv/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: run test check setup chat report clean
+.PHONY: run test check setup serve chat report clean
 
 run: setup
 	python -m pipeline.params
@@ -36,6 +37,10 @@ test: export OMP_NUM_THREADS = 1
 test: check
 	pytest -n auto --dist loadfile -m "not slow and not oracle and not gpu and not browser"
 	pytest -n auto --dist loadfile --durations=15 -m "(slow or oracle or browser) and not gpu"
+
+# Preferences that are given on the page are read by stage_tasks: the next `dvc repro` learns from them.
+serve: setup
+	python -m pipeline.serve --feedback feedback/preferences.jsonl
 
 chat: setup
 	python -m pipeline.serve.chat models/deploy

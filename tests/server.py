@@ -72,13 +72,13 @@ def save_models(folder: Path, tokenizer: Tokenizer) -> list[Path]:
 
 @contextmanager
 def serving(
-    models: list[Path], *options: str, log: Path, environment: dict[str, str] | None = None
+    models: list[Path], *options: str, log: Path, environment: dict[str, str] | None = None, folder: Path = ROOT
 ) -> Iterator[Running]:
-    """`python -m pipeline.serve` on a free port, ready when the block begins."""
+    """`python -m pipeline.serve` in a copy of the repository on a free port, ready when the block begins."""
     command = [sys.executable, "-m", "pipeline.serve", *map(str, models), "--port", "0", *options]
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True,
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
         )  # fmt: skip
     try:

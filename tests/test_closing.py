@@ -22,7 +22,7 @@ FINITE: list[dict[str, Any]] = [
     {"enum": [100, 7, "seven", True, [], {}]},
     {"type": "integer", "minimum": 95, "maximum": 105},
     {"type": "integer", "minimum": -3, "maximum": 40, "multipleOf": 13},
-    {"type": "string", "pattern": "^(a.b|c.d)$"},
+    {"type": "string", "pattern": "^(a[0-Z]b|c[0-Z]d)$"},
     {"type": "string", "pattern": "^[a-d]{1,2}$"},
     {"type": "string", "pattern": "^(pilot |rope){1,2}!$"},
     {"type": "boolean"},

@@ -358,8 +358,15 @@ def test_a_fault_of_the_loop_ends_all_and_is_told_and_a_restart_serves_again(
         in_time(ask(engine, prompt(1, 30))[0])
         with pytest.raises(RuntimeError, match="only a dead one is restarted"):
             engine.restart()
-        monkeypatch.setattr(engine.decoder, "advance", _broken)
-        heard = [ask(engine, prompt(n, 5))[0] for n in range(2)]
+        asked = threading.Event()
+
+        def broken(*_: object) -> None:
+            assert asked.wait(30)
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(engine.decoder, "advance", broken)
+        heard = [ask(engine, prompt(n, 5))[0] for n in range(2)]  # one runs, one waits
+        asked.set()
         assert [in_time(one).reason for one in heard] == ["error", "error"]
         assert not engine.alive
         with pytest.raises(EngineStopped, match="the engine has stopped"):
@@ -370,10 +377,6 @@ def test_a_fault_of_the_loop_ends_all_and_is_told_and_a_restart_serves_again(
         assert in_time(again).cached_tokens == 0  # of the rows of before nothing is trusted
         assert again.ids == alone(tiny_model, prompt(1, 30), WARM, 0) and engine.alive
         assert engine.stats().generated_tokens == before.generated_tokens + len(again.ids)
-
-
-def _broken(*_: object) -> None:
-    raise MemoryError("no room")
 
 
 def test_the_end_of_the_engine_ends_its_requests(tiny_model: Transformer) -> None:

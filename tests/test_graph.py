@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.graph import ROOT, Repository, ran
+from tests.server import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf")
@@ -201,6 +203,31 @@ def wait_for_state(work: Path, stage: str, more: int, process: "subprocess.Popen
             return
         time.sleep(0.02)
     pytest.fail("no state was saved in ten minutes")
+
+
+def test_a_preference_given_on_the_page_trains_the_models_that_learn_from_pairs(
+    repository: Repository, tmp_path: Path
+) -> None:
+    """Served from where the graph was built, as `make serve` does; the next repro of DPO has the pair, and the tools model stays."""
+    choice = {
+        "model": "tools",
+        "prompt": [{"role": "user", "content": "Which of two answers do people like?"}],
+        "chosen": [{"role": "assistant", "content": "This one."}],
+        "rejected": [{"role": "assistant", "content": "That one."}],
+    }
+    models, feedback = [repository.folder / "models/tools"], "feedback/preferences.jsonl"
+    with serving(models, "--feedback", feedback, log=tmp_path / "log", folder=repository.folder) as running:
+        assert httpx.post(f"{running.url}/preferences", json=choice).status_code == 201
+    before = repository.sha("tools"), repository.sha("dpo")
+    assert repository.repro("stage_dpo") == {"stage_tasks", "stage_dpo"}
+    pairs = [json.loads(line) for line in (repository.folder / "data/preferences/train.jsonl").read_text().splitlines()]
+    assert [(p["prompt"], p["chosen"], p["rejected"]) for p in pairs if p["source"] == "feedback"] == [
+        (choice["prompt"], choice["chosen"], choice["rejected"])
+    ]
+    assert repository.sha("tools") == before[0] and repository.sha("dpo") != before[1]
+    assert {"stage_reward"} <= repository.changed()
+    repository.git("checkout", "-q", ".")
+    repository.dvc("checkout", "-q", "--force")
 
 
 def test_killing_dvc_alone_takes_the_trainer_with_it(repository: Repository) -> None:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from llguidance import LLMatcher
 
-from pipeline.generation.constrain import Grammars
+from pipeline.generation.constrain import FORM, Grammars
 from pipeline.generation.schemas import MAX_DEPTH, SchemaError, check, mistake, strict
 from pipeline.text.tokenizer import Tokenizer
 from tests.schemas import ROWS, answer
@@ -168,6 +169,43 @@ def test_a_count_of_names_that_may_repeat_is_refused(byte_tokenizer: Tokenizer) 
         grammars.json_schema(integers | {"minProperties": 2})
 
 
+def test_patterns_that_meet_are_few(byte_tokenizer: Tokenizer) -> None:
+    """Nine in one text are refused, by whatever way they meet; nine in nine texts are not."""
+    grammars = Grammars(byte_tokenizer, ROWS)
+    parts = [{"type": "string", "pattern": f"^a{{{n},}}"} for n in range(9)]
+    grammars.json_schema({"allOf": parts[:8]})
+    grammars.json_schema({"anyOf": parts})
+    grammars.json_schema({"properties": {f"p{n}": part for n, part in enumerate(parts)}})
+    defs = {"$defs": {"four": {"allOf": parts[:4]}, "five": {"anyOf": [parts[0], {"allOf": parts[4:]}]}}}
+    for meeting in (
+        {"allOf": parts},
+        {"allOf": [{"properties": {"p": part}} for part in parts]},
+        {"allOf": [{"$ref": "#/$defs/four"}, {"$ref": "#/$defs/five"}]} | defs,
+    ):
+        with pytest.raises(SchemaError, match="found 9, the limit is 8") as error:
+            grammars.json_schema(meeting)
+        assert error.value.code == "schema_too_large"
+
+
+def test_references_that_lead_too_deep_are_refused(byte_tokenizer: Tokenizer) -> None:
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}", "required": []} for n in range(900)} | {"d900": A}
+    with pytest.raises(SchemaError) as error:
+        Grammars(byte_tokenizer, ROWS).json_schema({"$ref": "#/$defs/d0", "$defs": chain})
+    assert error.value.code in ("schema_too_large", "schema_refused")
+
+
+def test_branches_that_only_closing_keeps_apart_are_refused(byte_tokenizer: Tokenizer) -> None:
+    """{"a": 1} is an instance of both branches as they are written; with a tag in each the branches exclude each other."""
+    grammars = Grammars(byte_tokenizer, ROWS)
+    with pytest.raises(SchemaError, match="oneOf") as error:
+        grammars.json_schema({"oneOf": [A, {"type": "object", "properties": {"b": {"type": "integer"}}}]})
+    assert error.value.code == "schema_refused" and "Enable" not in str(error.value)
+    tagged = [A | {"properties": {"a": {"const": tag}, tag: {"type": "null"}}} for tag in ("x", "y")]
+    state = grammars.json_schema({"oneOf": tagged}).matcher.deep_copy()
+    ids = [byte_tokenizer.byte_ids[byte] for byte in b'{"a": "y", "y"']
+    assert state.try_consume_tokens(ids) == len(ids)
+
+
 LEAVES = st.sampled_from(
     [
         {"type": "string"}, {"type": "integer"}, {"type": "number", "minimum": 0, "maximum": 9}, {"type": "boolean"}, {"type": "null"},
@@ -205,12 +243,14 @@ SLOWLY = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 def answered_or_refused(tokenizer: Tokenizer, schema: dict[str, Any], seed: int) -> None:
-    """An answer of just the shortest length and one with room, both instances; or a refusal that says why."""
+    """An answer of just the shortest length and one with room, both instances; or a refusal of what llguidance refuses too."""
     schema = {**schema, "$defs": {"A": A}}
     try:
         grammar = Grammars(tokenizer, ROWS).json_schema(schema)
     except SchemaError as refusal:
-        assert refusal.code in ("schema_refused", "schema_unclosable")  # noqa: PT017
+        form = json.dumps({**schema, "x-guidance": FORM})
+        assert refusal.code == "schema_refused"  # noqa: PT017
+        assert LLMatcher.validate_grammar_with_warnings(f"start: %json {form}")[0]
         return
     for budget in (len(grammar.plan), len(grammar.plan) + 30):
         text = tokenizer.decode(answer(grammar, budget, seed).ids)

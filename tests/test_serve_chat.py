@@ -24,15 +24,18 @@ CALL = 'One moment.\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool
 
 
 class Script:
-    """A model of scripted answers: stands in for `generate`, and keeps the prompts it got."""
+    """A model of scripted answers: stands in for `speak`, and keeps the prompts it got."""
 
     def __init__(self, tokenizer: Tokenizer, *answers: Any) -> None:
         self.tokenizer, self.answers, self.prompts = tokenizer, list(answers), []
         self.ids: list[list[int]] = []
         self.limits: list[int] = []
+        self.drawn: list[tuple[float, int]] = []  # temperature and seed
 
-    def __call__(self, model: Any, prompts: Any, sampling: Sampling, *, stop: Any, seeds: Any, on_token: Any) -> Any:
-        (prompt,) = prompts
+    def __call__(
+        self, engine: Any, prompt: list[int], sampling: Sampling, *, seed: int, on_token: Any, **_: Any
+    ) -> Any:
+        self.drawn.append((sampling.temperature, seed))
         self.prompts.append(self.tokenizer.decode(prompt, skip_special=False))
         self.ids.append(prompt)
         self.limits.append(sampling.max_new_tokens)
@@ -41,8 +44,8 @@ class Script:
             raise answer
         ids = answer if isinstance(answer, list) else ids_of(self.tokenizer, answer)
         for token in [*ids, self.tokenizer.turn_end]:
-            on_token(0, token)
-        return [Completion(ids, [0.0] * (len(ids) + 1), "stop")]
+            on_token(token)
+        return Completion(ids, [0.0] * (len(ids) + 1), "stop")
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -58,7 +61,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 def scripted(tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Any:
     def made(*answers: Any, tools: Any = (), system: str = "") -> tuple[Conversation, Script]:
         script = Script(byte_tokenizer, *answers)
-        monkeypatch.setattr(chat, "generate", script)
+        monkeypatch.setattr(chat, "speak", script)
         return Conversation(tiny_model, byte_tokenizer, list(tools), system), script
 
     return made
@@ -89,6 +92,48 @@ def test_an_answer_that_goes_round_in_a_circle_is_stopped_and_forgotten(
     assert len(ids_of(byte_tokenizer, circle)) == chat.REPEATED
     assert f"> {circle} [stopped: it repeats itself; the question is forgotten]\n> {'a' * 47}\n" in screen
     assert [m["content"] for m in conversation.messages] == ["Ho", "a" * 47, "Hu", "Fine."]
+
+
+def test_an_answer_is_drawn_anew_and_otherwise_on_command(scripted: Any) -> None:
+    conversation, script = scripted("One.", "Two.", "Three.", system="Be brief.")
+    screen = typed(
+        conversation,
+        "/regenerate",
+        "Hi",
+        "/regenerate",
+        "/temperature 0.7",
+        "/seed 5",
+        "Ho",
+        "/seed x",
+        "/temperature -1",
+    )
+    assert screen.startswith(
+        f"\n> {chat.HELP}\n> One.\n> Two.\n> \n> \n> Three.\n> /seed: expected a whole number, found 'x'\n"
+    )
+    assert "/temperature: expected a number of at least 0, found '-1'" in screen
+    assert [m["content"] for m in conversation.messages] == ["Be brief.", "Hi", "Two.", "Ho", "Three."]
+    assert script.prompts[0] == script.prompts[1], "the question is asked again, without the answer"
+    assert [temperature for temperature, _ in script.drawn] == [0.0, 0.0, 0.7]
+    assert len({seed for _, seed in script.drawn}) == 3
+
+
+def test_clear_is_new(scripted: Any) -> None:
+    conversation, _ = scripted("One.")
+    typed(conversation, "Hi", "/clear")
+    assert conversation.messages == []
+
+
+def test_calls_of_an_untrained_model_are_whole(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> None:
+    conversation = Conversation(tiny_model, byte_tokenizer, TOOLS, "")
+    called = 0
+    for seed in range(12):
+        said = conversation.answer(
+            {"role": "user", "content": "Hi"}, Sampling(100, temperature=3.0), seed, io.StringIO()
+        )
+        called += bool(said.get("tool_calls"))
+        assert all(call["function"]["name"] == "add" for call in said.get("tool_calls", []))
+        conversation.start_over()
+    assert called
 
 
 def test_a_backslash_joins_lines(scripted: Any) -> None:
@@ -144,7 +189,7 @@ def test_a_character_is_shown_when_its_last_byte_comes_and_a_cut_one_as_a_mark(b
     stream = Stream(byte_tokenizer, screen)
     shown = []
     for byte in [*"é你".encode(), 0xFF, ord("a"), 0xE4, 0xBD]:
-        stream.token(0, byte_tokenizer.byte_ids[byte])
+        stream.token(byte_tokenizer.byte_ids[byte])
         shown.append(screen.getvalue())
     assert shown == ["", "é", "é", "é", "é你", "é你\ufffd", "é你\ufffda", "é你\ufffda", "é你\ufffda"]
     stream.close()

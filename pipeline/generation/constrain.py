@@ -27,7 +27,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
 from pipeline.generation.closing import Closer, Place, bits
-from pipeline.generation.schemas import SchemaError, check, refuse, strict
+from pipeline.generation.schemas import SchemaError, check, reason, refuse, strict
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -211,10 +211,12 @@ class Grammars:
         """A matcher at its beginning, and its shortest plan. Raises SchemaError."""
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise SchemaError("schema_refused", f"the schema cannot be promised: {_reason(matcher)}")
+            raise SchemaError("schema_refused", f"the schema cannot be promised: {reason(matcher.get_error())}")
         plan = self._closer.shortest(matcher)
         if plan is None:
-            raise SchemaError("schema_unclosable", "no output was found that ends; shorten what the schema demands")
+            raise SchemaError(
+                "schema_unclosable", "no output was found that ends: the schema demands too much, or is too large"
+            )
         return matcher, tuple(plan)
 
 
@@ -252,14 +254,12 @@ def _call(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    closed = strict(schema)
-    refuse(closed)
+    try:
+        closed = strict(schema)
+        refuse(schema, closed)
+    except RecursionError as error:
+        raise SchemaError("schema_too_large", "the references of the schema lead too deep; simplify it") from error
     return f"%json {json.dumps({**closed, 'x-guidance': FORM})}"
-
-
-def _reason(matcher: LLMatcher) -> str:
-    """The first line of what llguidance says, without the place in our own grammar."""
-    return matcher.get_error().strip().split("\n")[0][:300]
 
 
 def _weight(text: str) -> int:

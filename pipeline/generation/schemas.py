@@ -14,6 +14,7 @@ Not promised: that `strict` keeps every instance of an `anyOf` intersection apar
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import MAX_EMAX, MIN_EMIN, Context, localcontext
 from itertools import count
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator, exceptions, validators
+from llguidance import LLMatcher
 
 from pipeline.errors import InputError
 
@@ -37,7 +39,10 @@ SHAPING = {"properties", "required", "patternProperties", "additionalProperties"
 LARGEST = 2**53 - 1  # of the integers that a double holds with all before them
 EXACT = Context(prec=5000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])  # how a number is read: digits for any answer
 
+MAX_TOGETHER = 8  # patterns that one text must match: llguidance takes minutes to see whether twenty leave anything
 MAX_LOOKS = 10_000  # of `mistake`, at references and combinations
+
+PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 Schema = Any  # a dict, or true or false
 Keyword = Callable[..., Iterable[Any] | None]  # how jsonschema checks one
@@ -215,17 +220,54 @@ def _bounded(node: dict[str, Any]) -> dict[str, Any]:
     return {**node, **missing}
 
 
-def refuse(closed: dict[str, Any]) -> None:
-    """What the grammar would take and could not hold, of a schema that `strict` gave. Raises SchemaError `schema_refused`.
+def refuse(schema: dict[str, Any], closed: dict[str, Any]) -> None:
+    """What the grammar of `closed` would take and could not hold. Raises SchemaError `schema_refused`.
 
-    Names that are not listed may repeat in the grammar's objects, and a repeated name counts once.
+    Names that are not listed may repeat in the grammar's objects, and a repeated name counts once. The branches of `oneOf` must
+    exclude each other as the user wrote them: closed ones may do so where an instance of one is an instance of both.
     """
+    known: dict[str, int] = {}
     for node in subschemas(closed):
         least = node.get("minProperties", 0)
         if least > 1 + len(node.get("required", ())) and node.get("additionalProperties") is not False:
             raise SchemaError("schema_refused", f"minProperties {least} is not supported for names that are not listed")
         if "$ref" in node and not node["$ref"].startswith("#"):
             raise SchemaError("schema_refused", f"$ref {node['$ref']!r}: only a JSON pointer inside the schema, #/...")
+        _limit("the patterns that may meet in one text", _together(closed, node, known), MAX_TOGETHER)
+    if any("oneOf" in node for node in subschemas(closed)):
+        bare = {key: value for key, value in schema.items() if key != "x-guidance"}
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(bare))
+        wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar)
+        if wrong:
+            raise SchemaError("schema_refused", f"the schema cannot be promised: {reason(problems[0])}")
+
+
+def _together(root: dict[str, Any], node: Schema, known: dict[str, int]) -> int:
+    """How many patterns and formats may meet in one text, counted generously: any of one part with any of another.
+
+    `known` holds what was found behind references.
+    """
+    if not isinstance(node, dict):
+        return 0
+    values = [one for key in MAPS[:2] for one in node.get(key, {}).values()] + [node.get(key) for key in SINGLES]
+    values += node.get("prefixItems", [])
+    most = ("pattern" in node) + ("format" in node) + max((_together(root, one, known) for one in values), default=0)
+    most += sum(_together(root, part, known) for part in node.get("allOf", ()))
+    most += sum(
+        max((_together(root, part, known) for part in node.get(key, ())), default=0) for key in ("anyOf", "oneOf")
+    )
+    if (pointer := node.get("$ref")) is not None:
+        if pointer not in known:
+            known[pointer] = 0
+            known[pointer] = _together(root, _Closing(root).target(pointer), known)
+        most += known[pointer]
+    return most
+
+
+def reason(problem: str) -> str:
+    """The first line of what llguidance says, without the place in our own grammar and the switches of its own."""
+    line = problem.strip().split("\n")[0]
+    return PLACE.sub("", line).split(". Enable ")[0][:300]
 
 
 def mistake(schema: dict[str, Any], text: str) -> str | None:

@@ -39,6 +39,7 @@ from pipeline.serve.protocol import ChatBody, CompletionBody
 from pipeline.serve.streaming import EventStream
 
 LOG = logging.getLogger(__name__)
+WATCH_SECONDS = 0.5
 
 
 class Service:
@@ -56,13 +57,18 @@ class Service:
     def start(self) -> None:
         """Load the models and start their engines; whoever asks before that hears 503."""
         try:
-            catalogue = Catalogue(load(self.options.models, rows=self.options.rows, queue=self.options.queue))
+            catalogue = Catalogue(
+                load(
+                    self.options.models, rows=self.options.rows, queue=self.options.queue, weights=self.options.weights
+                )
+            )
         except StagecoachError as error:
-            self.state = "failed"
             LOG.error("%s", error)
-            if self.options.failure is not None:
-                self.options.failure.write_text(f"{error.exit_code}\n{error}\n", encoding="utf-8")
-                os.kill(os.getppid(), signal.SIGTERM)  # started again it would fail again
+            self._fail(error.exit_code, str(error))
+            return
+        except Exception as error:
+            LOG.exception("the models could not be loaded")
+            self._fail(1, f"the models could not be loaded ({type(error).__name__}: {error})")
             return
         for served in catalogue.served.values():
             if served.engine is not None:
@@ -70,6 +76,23 @@ class Service:
         self._catalogue, self._metrics = catalogue, Metrics(catalogue)
         self.state = "ready"
         LOG.info("ready: %s", ", ".join(f"{one.id} ({one.kind}, {one.parameters:,} parameters)" for one in catalogue.served.values()))  # fmt: skip
+
+    def _fail(self, code: int, message: str) -> None:
+        """Tell the parent why there is no server, and end it: started again this worker would fail again."""
+        self.state = "failed"
+        if self.options.failure is not None:
+            self.options.failure.write_text(f"{code}\n{message}\n", encoding="utf-8")
+            os.kill(os.getppid(), signal.SIGTERM)
+
+    async def watch(self) -> None:
+        """Restart an engine whose loop has died; until then /health says so, and its requests hear 503."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            for served in self._catalogue.served.values() if self._catalogue is not None else ():
+                if served.engine is not None and not served.engine.alive and self.state == "ready":
+                    await asyncio.to_thread(served.engine.restart)
+                    LOG.error("%s: its engine died and was restarted", served.id)
+                    self.metrics.restarts.labels(served.id).inc()
 
     def stop(self) -> None:
         """End the engines; what they still say ends with an error."""
@@ -124,9 +147,11 @@ def _lifespan(service: Service) -> Callable[[FastAPI], Any]:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loading = threading.Thread(target=service.start, name="loading", daemon=True)
         loading.start()
+        watching = asyncio.create_task(service.watch())
         try:
             yield
         finally:
+            watching.cancel()
             await asyncio.to_thread(service.stop)
 
     return lifespan

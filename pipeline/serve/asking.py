@@ -15,7 +15,7 @@ from types import TracebackType
 
 from pipeline.errors import InputError
 from pipeline.serve.answers import Assembler, Delta
-from pipeline.serve.engine import Ended, Engine, Event, QueueFull, Request, Said, Ticket
+from pipeline.serve.engine import Ended, Engine, EngineStopped, Event, QueueFull, Request, Said, Ticket
 from pipeline.serve.faults import ApiFault
 
 LOG = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Finished:
 
 def refuse_when_full(engine: Engine) -> None:
     """Raises ApiFault 429 before any work was done for a request that would find no place."""
-    if len(engine.waiting) >= engine.queue + len(engine.slots) - engine.busy:
+    if len(engine.waiting) >= engine.queue + engine.rows - engine.busy:
         raise ApiFault(
             429, "all rows are busy and the queue is full; try again", code="queue_full", retry=RETRY_SECONDS
         )
@@ -92,7 +92,7 @@ class Answers:
         except InputError as error:
             self._give_up()
             raise ApiFault(400, str(error)) from None
-        except RuntimeError:
+        except EngineStopped:
             self._give_up()
             raise ApiFault(503, "the model is being restarted; try again", code="model_restarting", retry=5) from None
         return self

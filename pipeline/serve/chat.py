@@ -2,10 +2,11 @@
 
     python -m pipeline.serve.chat models/deploy [--system TEXT] [--tools FILE] [--temperature 0] [--seed 0]
 
-A line is a turn, and one that ends in a backslash goes on in the next; `/quit`, an empty line or Ctrl-D ends. `/new` forgets
-the conversation, `/tool TEXT` answers the model's call with a result, `/help` lists these; another word after a slash is
-refused, not said. `--tools` names a JSON file with the tools the model may call (OpenAI form); calls are shown, not run.
-Ctrl-C stops an answer, and forgets it with its question; so does an answer that only repeats itself. Not promised: that a small model knows anything.
+A line is a turn, and one that ends in a backslash goes on in the next; `/quit`, an empty line or Ctrl-D ends; `/help` lists the
+other commands, and another word after a slash is refused, not said. `--tools` names a JSON file with the tools the model may call
+(OpenAI form); calls are whole and fit their tools (`generation/constrain.py`); they are shown, not run. Ctrl-C stops an answer, and
+forgets it with its question; so does an answer that only repeats itself. It is the server's engine that speaks: what was read of a
+conversation is not read again. Not promised: that a small model knows anything.
 """
 
 import argparse
@@ -13,20 +14,29 @@ import codecs
 import json
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from pipeline import checkpoint, device
 from pipeline.errors import InputError, StagecoachError
-from pipeline.generation.sampling import Sampling, generate
+from pipeline.export import huggingface
+from pipeline.export.fused import Fused
+from pipeline.generation.constrain import Grammars
+from pipeline.generation.sampling import Completion, Sampling
 from pipeline.model.transformer import Transformer
+from pipeline.serve.engine import Constraint, Ended, Engine, Event, Request, Said
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 COMMAND = re.compile(r"/[a-z]+(?=\s|$)")  # a path such as /etc/hosts is no command
 ENDS = ("/quit", "/exit", "/bye")
+NEW = ("/new", "/clear")
 HELP = """a line that ends in \\ goes on in the next
-/new forgets the conversation
+/new or /clear forgets the conversation
+/regenerate answers the last question anew
+/temperature X, /seed N: how the next answers are drawn; temperature 0 is greedy
 /tool TEXT answers the model's call with a result
 /quit, an empty line or Ctrl-D ends
 """
@@ -42,6 +52,8 @@ class Conversation:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, tools: list[dict[str, Any]], system: str) -> None:
         self.model, self.tokenizer, self.tools, self.system = model, tokenizer, tools, system
+        self.engine = Engine(Fused(model), rows=1, queue=0)  # stepped here, not by a thread: Ctrl-C finds it
+        self.grammar = Grammars(tokenizer, model.config.vocab_size).tool_calls(tools) if tools else None
         self.messages: list[dict[str, Any]] = []
         self.start_over()
 
@@ -61,9 +73,10 @@ class Conversation:
                 f"the conversation has {len(prompt)} tokens, the context {self.model.config.max_context}: /new"
             )
         stream = Stream(self.tokenizer, screen)
-        limit = Sampling(min(sampling.max_new_tokens, room), sampling.temperature, sampling.top_p, sampling.top_k)
+        limit = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         stop = (self.tokenizer.turn_end, self.tokenizer.end_of_text)
-        done = generate(self.model, [prompt], limit, stop=stop, seeds=[seed], on_token=stream.token)[0]
+        constraint = self.grammar.constraint(limit.max_new_tokens) if self.grammar is not None else None
+        done = speak(self.engine, prompt, limit, stop=stop, seed=seed, constraint=constraint, on_token=stream.token)
         stream.close()
         reply = chat.parse(self.tokenizer.decode(done.ids))
         said: dict[str, Any] = {"role": "assistant", "content": reply.content}
@@ -80,6 +93,47 @@ class Conversation:
         self.messages += [message, said]
         return said
 
+    def forget_last(self) -> dict[str, Any] | None:
+        """Take the last question and its answer back; the question, or None where there is none."""
+        if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
+            return None
+        question = self.messages[-2]
+        del self.messages[-2:]
+        return question
+
+
+def speak(
+    engine: Engine, prompt: list[int], sampling: Sampling, *, stop: tuple[int, ...], seed: int, constraint: Constraint | None,
+    on_token: Callable[[int], None],
+) -> Completion:  # fmt: skip
+    """One answer, each token told as it comes. Whatever is raised meanwhile gives the answer up."""
+    said: list[Said] = []
+    ends: list[Ended] = []
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Said):
+            said.append(event)
+        else:
+            ends.append(event)
+
+    ticket = engine.submit(
+        Request(ids=prompt, sampling=sampling, seed=seed, listener=hear, stop=stop, constraint=constraint)
+    )
+    told = 0
+    try:
+        while not ends:
+            engine.step()
+            for one in said[told:]:
+                told += 1
+                on_token(one.token)
+    finally:
+        ticket.cancel()
+        engine.step()
+    assert ends[0].reason in ("stop", "length"), ends[0]
+    return Completion(
+        [one.token for one in said], [one.logprob for one in said], "stop" if ends[0].reason == "stop" else "length"
+    )
+
 
 class Stream:
     """Writes tokens as they come, holding back bytes that do not yet make a character."""
@@ -89,7 +143,7 @@ class Stream:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.last: list[int] = []
 
-    def token(self, _row: int, token: int) -> None:
+    def token(self, token: int) -> None:
         """Show one more token of the answer. Raises Repeats when the last ones are one short piece over and over."""
         self.screen.write(printable(self.decoder.decode(self.tokenizer.token_bytes[token])))
         self.screen.flush()
@@ -140,18 +194,27 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
             line = ""
         found = COMMAND.match(line)
         command = found[0] if found else ""
+        rest = line[len(command) :].strip()
         if not line.strip() or command in ENDS:
             screen.write("\n")
             return
-        if command == "/new":
+        message: dict[str, Any] | None = {"role": "user", "content": line.rstrip("\n")}
+        if command in NEW:
             conversation.start_over()
             continue
-        if command and (command != "/tool" or not line[6:].strip()):
+        if command in ("/temperature", "/seed"):
+            sampling, seed, problem = _drawn_otherwise(sampling, seed, command, rest)
+            screen.write(problem)
+            continue
+        if command == "/regenerate":
+            message = conversation.forget_last()
+        elif command == "/tool" and rest:
+            message = {"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": line[6:].rstrip("\n")}
+        elif command:
+            message = None
+        if message is None:
             screen.write(HELP)
             continue
-        message: dict[str, Any] = {"role": "user", "content": line.rstrip("\n")}
-        if command == "/tool":
-            message = {"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": line[6:].rstrip("\n")}
         try:
             conversation.answer(message, sampling, device.stable_hash(seed, turn) % 2**32, screen)
         except KeyboardInterrupt:
@@ -161,6 +224,17 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
         except InputError as error:
             screen.write(f"{error}\n")
         turn += 1  # also after an answer that was stopped: asked again, it is drawn anew
+
+
+def _drawn_otherwise(sampling: Sampling, seed: int, command: str, value: str) -> tuple[Sampling, int, str]:
+    """Sampling and seed after `/temperature X` or `/seed N`, and what was wrong with it."""
+    try:
+        if command == "/seed":
+            return sampling, int(value), ""
+        return replace(sampling, temperature=float(value)), seed, ""
+    except ValueError:
+        wanted = "a whole number" if command == "/seed" else "a number of at least 0"
+        return sampling, seed, f"{command}: expected {wanted}, found {value!r}\n"
 
 
 def main() -> int:
@@ -181,6 +255,7 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     try:
+        huggingface.check(options.model)
         model, tokenizer = checkpoint.load(options.model)
         tools = load_tools(options.tools)
     except StagecoachError as error:

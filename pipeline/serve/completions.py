@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from pipeline.model.transformer import Transformer
 from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Ping, Usage, unheard
@@ -21,6 +19,7 @@ from pipeline.serve.engine import Engine, Request, Said
 from pipeline.serve.faults import ApiFault
 from pipeline.serve.models import Served
 from pipeline.serve.protocol import CompletionBody
+from pipeline.serve.rows import RowDecoder
 from pipeline.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -191,7 +190,6 @@ async def _echo(text: Text, index: int) -> tuple[Told, str]:
     return told, text.served.tokenizer.decode(ids)
 
 
-@torch.no_grad()
 def prompt_logprobs(
     model: Transformer, ids: list[int], top: int
 ) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
@@ -199,7 +197,7 @@ def prompt_logprobs(
     found: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [(None, ())]
     if len(ids) == 1:
         return found
-    logprobs = model(torch.tensor([ids]))[0].float().log_softmax(-1)  # (T, V)
+    logprobs = RowDecoder(model, 1).advance([0], [ids], [len(ids)]).float().log_softmax(-1)  # (T, V)
     for place, token in enumerate(ids[1:]):
         best = logprobs[place].topk(top)
         pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))

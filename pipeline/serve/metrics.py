@@ -26,6 +26,7 @@ class Metrics:
         self.first = Histogram("stagecoach:time_to_first_token_seconds", "from the request to its first token", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
         self.between = Histogram("stagecoach:inter_token_latency_seconds", "mean of a request, behind its first token", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
         self.whole = Histogram("stagecoach:e2e_request_latency_seconds", "from the request to its end", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
+        self.restarts = Counter("stagecoach:engine_restarts", "engines that died and were started again", label, registry=self.registry)  # fmt: skip
         self.registry.register(_Engines(catalogue))
 
     def text(self) -> bytes:
@@ -62,10 +63,10 @@ class _Engines(Collector):
                 continue
             stats = served.engine.stats()
             values = {
-                "num_requests_running": stats.running, "num_requests_waiting": stats.waiting, "kv_cache_usage_perc": stats.kv_usage,
+                "num_requests_running": stats.running, "num_requests_waiting": stats.waiting, "kv_cache_usage_perc": stats.cache_share,
                 "prompt_tokens": stats.prompt_tokens, "generation_tokens": stats.generated_tokens,
                 "prefix_cache_queries": stats.prompt_tokens, "prefix_cache_hits": stats.cached_tokens,
-                "spec_decode_num_draft_tokens": stats.drafts_proposed, "spec_decode_num_accepted_tokens": stats.drafts_accepted,
+                "spec_decode_num_draft_tokens": stats.drafted_tokens, "spec_decode_num_accepted_tokens": stats.accepted_tokens,
                 "engine_steps": stats.steps,
             }  # fmt: skip
             for name, value in values.items():

@@ -17,7 +17,8 @@ import torch
 
 from pipeline import checkpoint
 from pipeline.errors import ConfigError, ModelError
-from pipeline.export import huggingface
+from pipeline.export import huggingface, quantize
+from pipeline.export.fused import Fused
 from pipeline.generation.constrain import Grammars
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
@@ -41,6 +42,7 @@ class Served:
     context: int
     rows: int  # of the embedding: ids that the model knows
     fingerprint: str  # of the weights
+    weights: str  # native, int8
     engine: Engine | None = None  # of a causal model
     judge: RewardModel | None = None  # of a reward model
     _grammars: Grammars | None = None
@@ -57,7 +59,7 @@ class Served:
     def card(self, feedback: bool) -> dict[str, Any]:
         """The object of /v1/models."""
         meta = {
-            "kind": self.kind, "context": self.context, "parameters": self.parameters, "stage": self.stage,
+            "kind": self.kind, "context": self.context, "parameters": self.parameters, "stage": self.stage, "weights": self.weights,
             "feedback": feedback and self.kind == "causal",
         }  # fmt: skip
         return {"id": self.id, "object": "model", "created": 0, "owned_by": "stagecoach", "meta": meta}
@@ -74,15 +76,18 @@ class Served:
             return float(self.judge(torch.tensor([ids]))[0, -1])
 
 
-def load(folders: Sequence[Path], *, rows: int, queue: int) -> list[Served]:
-    """Load model directories; engines are made, not started. Raises ConfigError for two of one name, ModelError."""
+def load(folders: Sequence[Path], *, rows: int, queue: int, weights: str | None) -> list[Served]:
+    """Load model directories; engines are made, not started. `weights`: int8, native, or None for what pays.
+
+    Raises ConfigError for two of one name, ModelError, InputError for more rows than the memory holds.
+    """
     names = [folder.resolve().name for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two models are called {twice!r}; a model's name is its folder's")
-    return [_load(folder, name, rows, queue) for folder, name in zip(folders, names, strict=True)]
+    return [_load(folder, name, rows, queue, weights) for folder, name in zip(folders, names, strict=True)]
 
 
-def _load(folder: Path, name: str, rows: int, queue: int) -> Served:
+def _load(folder: Path, name: str, rows: int, queue: int, weights: str | None) -> Served:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: expected a model directory with config.json; build one with dvc repro")
     huggingface.check(folder)
@@ -92,13 +97,15 @@ def _load(folder: Path, name: str, rows: int, queue: int) -> Served:
         judge, tokenizer = checkpoint.load_reward(folder)
         judge.train(False).requires_grad_(False)
         return Served(name, "reward", stage, tokenizer, judge.num_parameters(), judge.config.max_context, judge.config.vocab_size,
-                      _fingerprint(judge), judge=judge)  # fmt: skip
+                      _fingerprint(judge), "native", judge=judge)  # fmt: skip
     model, tokenizer = checkpoint.load(folder)
     model.train(False).requires_grad_(False)
     if model.config.attention != "causal":
         raise ModelError(f"{folder}: expected a causal model or a reward model; this one reads both ways")
+    narrow = weights == "int8" or (weights is None and quantize.pays(model))
+    engine = Engine(quantize.quantize(model) if narrow else Fused(model), rows=rows, queue=queue)
     return Served(name, "causal", stage, tokenizer, model.num_parameters(), model.config.max_context, model.config.vocab_size,
-                  _fingerprint(model), engine=Engine(model, rows=rows, queue=queue))  # fmt: skip
+                  _fingerprint(model), "int8" if narrow else "native", engine=engine)  # fmt: skip
 
 
 def _fingerprint(model: Transformer | RewardModel) -> str:

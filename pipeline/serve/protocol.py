@@ -205,8 +205,8 @@ class Generation(Body):
     def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         if value is not None and len(value) > MOST_BIASES:
             raise ValueError(f"expected at most {MOST_BIASES} tokens, found {len(value)}")
-        if value is not None and (wrong := next((key for key in value if not re.fullmatch(r"[0-9]{1,9}", key)), None)):
-            raise ValueError(f"expected token ids as keys, found {wrong[:20]!r}")
+        if wrong := [key for key in value or {} if not re.fullmatch(r"[0-9]{1,9}", key)]:
+            raise ValueError(f"expected token ids as keys, found {wrong[0][:20]!r}")
         return value
 
     @field_validator("stop")

@@ -68,7 +68,9 @@ class Pieces:
             seen = torch.ones(self.span.stop - self.span.start, dtype=torch.long, device=device)
             seen[self.row_of - self.span.start] = self.positions + 1
             future = torch.arange(max(self.totals), device=device) >= seen[:, None]
-            self.future = _infinite(future)[:, None, None]  # (rows of the span, 1, 1, S)
+            self.future = _infinite(future).repeat_interleave(cache.config.kv_heads, 0)[
+                :, None
+            ]  # (rows of the span * K, 1, S)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """`q` (N, H, h), `k` and `v` (N, K, h) -> (N, H, h)."""
@@ -94,29 +96,28 @@ class Pieces:
         values[self.row_of, :, self.positions] = v.to(values.dtype)
         longest, among = max(self.totals), self.row_of - self.span.start
         grouped = q.unflatten(1, (keys.shape[1], -1))  # (N, K, G, h)
-        asked = grouped.new_zeros(len(self.future), *grouped.shape[1:]).index_copy_(0, among, grouped)
-        out = _weighed(asked, keys[self.span, ..., :longest], values[self.span, :, :longest], self.future)
-        return out[among].flatten(1, 2)
+        asked = grouped.new_zeros(self.span.stop - self.span.start, *grouped.shape[1:]).index_copy_(0, among, grouped)
+        own_k, own_v = keys[self.span, ..., :longest].flatten(0, 1), values[self.span, :, :longest].flatten(0, 1)
+        out = _weighed(asked.flatten(0, 1), own_k, own_v, self.future)
+        return out.unflatten(0, (-1, keys.shape[1]))[among].flatten(1, 2)
 
 
 def _narrow(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:
     """New queries (n, H, h) of one row against its keys (K, h, S) and values (K, S, h), causal: (n, H, h)."""
     num, kv_heads = len(q), len(keys)
+    if num == 1:
+        return _weighed(q.reshape(kv_heads, -1, q.shape[2]), keys, values, q.new_zeros(())).reshape(q.shape)
     asked = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # (K, G n, h)
-    future = None
-    if num > 1:
-        ahead = torch.arange(keys.shape[2], device=q.device) > torch.arange(past, past + num, device=q.device)[:, None]
-        future = _infinite(ahead).repeat(asked.shape[1] // num, 1)  # (G n, S)
+    ahead = torch.arange(keys.shape[2], device=q.device) > torch.arange(past, past + num, device=q.device)[:, None]
+    future = _infinite(ahead).repeat(asked.shape[1] // num, 1)  # (G n, S)
     out = _weighed(asked, keys, values, future)
     return out.unflatten(1, (-1, num)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _weighed(q: Tensor, keys: Tensor, values: Tensor, future: Tensor | None) -> Tensor:
-    """Softmax attention of queries (..., n, h) to keys (..., h, S) and values (..., S, h), weights in float32."""
-    scores = torch.matmul(q * q.shape[-1] ** -0.5, keys).float()
-    if future is not None:
-        scores += future
-    return torch.matmul(scores.softmax(-1).to(values.dtype), values)
+def _weighed(q: Tensor, keys: Tensor, values: Tensor, future: Tensor) -> Tensor:
+    """Softmax attention of queries (b, n, h) to keys (b, h, S) and values (b, S, h); `future` is added to the scores (b, n, S)."""
+    scores = torch.baddbmm(future.to(q.dtype), q, keys, alpha=q.shape[-1] ** -0.5)
+    return torch.bmm(scores.softmax(-1, torch.float32).to(values.dtype), values)
 
 
 def _infinite(where: Tensor) -> Tensor:

@@ -1,0 +1,237 @@
+"""The server's engine beside `transformers.generate`: the same weights, prompts, lengths and threads, greedy, in turns.
+
+    python benchmarks/engine.py [--model models/deploy] [--rounds 5] [--tokens 32] [--rows 1 2 4 8] [--threads 1] [--only NAME]
+
+Without --model: random weights of a Qwen3 shape with 82 M parameters. Prints, with the median and the quartiles of the rounds:
+tokens decoded per second at each number of rows (whole answers to prompts of 16 tokens; MBU is what of the measured memory
+bandwidth reading weights, keys and values once a step takes); the ratio of each of ours to the better of transformers' two dtypes, round by
+round; tokens of a prompt of 1,024 read per second; the time to the first token when that prompt is known already, as a share of when it is not;
+drafts on and off on a text that repeats; and the resident memory of a fresh process of each side.
+
+Goals: int8 at one row at least twice transformers; a known prompt within 5 % of an unknown one.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+from pipeline import checkpoint, device  # noqa: E402
+from pipeline.export.fused import Fused  # noqa: E402
+from pipeline.export.quantize import quantize  # noqa: E402
+from pipeline.generation.sampling import Sampling  # noqa: E402
+from pipeline.model.config import ModelConfig  # noqa: E402
+from pipeline.model.transformer import Transformer  # noqa: E402
+from pipeline.serve.engine import Engine, Event, Request, Said  # noqa: E402
+
+SHAPE = ModelConfig(
+    vocab_size=8192, width=768, layers=12, heads=12, kv_heads=4, head_dim=64, d_ff=2048, max_context=2048, rope_theta=1e4, tied=True
+)  # fmt: skip
+OURS, THEIRS = ("int8", "bf16", "float32"), ("hf bf16", "hf float32")
+SHORT, LONG = 16, 1024  # tokens of a prompt
+Answer = Callable[[list[list[int]], int], float]  # prompts, tokens of each answer -> seconds
+
+
+def weights(path: Path | None) -> Transformer:
+    """The model of a directory, or a random one."""
+    if path is not None:
+        return checkpoint.load_frozen(path)
+    return Transformer(SHAPE, torch.Generator().manual_seed(0)).train(False).requires_grad_(False)
+
+
+def served(name: str, path: Path | None, *, drafts: bool = False, rows: int = 8) -> Engine:
+    """An engine of ours; its thread is not needed."""
+    model = weights(path)
+    model = quantize(model) if name == "int8" else Fused(model.bfloat16() if name == "bf16" else model)
+    return Engine(model, rows=rows, drafts=drafts)
+
+
+def ours(engine: Engine) -> Answer:
+    """Seconds until all answers are there."""
+
+    def answer(prompts: list[list[int]], tokens: int) -> float:
+        said: list[Event] = []
+        begin = time.perf_counter()
+        for number, ids in enumerate(prompts):
+            engine.submit(
+                Request(ids=ids, sampling=Sampling(tokens), seed=0, listener=said.append, owner=f"{number} {len(ids)}")
+            )
+        while engine.waiting or engine.busy:
+            engine.step()
+        seconds = time.perf_counter() - begin
+        assert sum(isinstance(event, Said) for event in said) == tokens * len(prompts)
+        return seconds
+
+    return answer
+
+
+def theirs(name: str, path: Path | None) -> Answer:
+    """`transformers.generate` on all prompts at once; they are equally long, so nothing is padded."""
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    own = weights(path)
+    model = Qwen3ForCausalLM(Qwen3Config(**own.config.to_hf()))
+    model.load_state_dict(own.state_dict() | {"lm_head.weight": own.model.embed_tokens.table})
+    model = model.to(torch.bfloat16 if name == "hf bf16" else torch.float32).train(False)
+
+    @torch.no_grad()
+    def answer(prompts: list[list[int]], tokens: int) -> float:
+        ids = torch.tensor(prompts)
+        config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        begin = time.perf_counter()
+        made = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, disable_compile=True
+        )
+        seconds = time.perf_counter() - begin
+        assert made.shape[1] == ids.shape[1] + tokens
+        return seconds
+
+    return answer
+
+
+def bandwidth() -> float:
+    """Bytes per second that the threads read: the best of some sums over 256 MiB."""
+    block = torch.ones(2**26)
+    seconds = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        block.sum()
+        seconds.append(time.perf_counter() - begin)
+    return block.nbytes / min(seconds)
+
+
+def bytes_a_step(engine: Engine, rows: int, length: int) -> int:
+    """What one step reads at least: the weights of all products, and `length` keys and values a row."""
+    config, size = engine.model.config, engine.decoder.cache.keys[0].element_size()
+    held = engine.model.state_dict(keep_vars=True)
+    matrices = sum(tensor.nbytes for name, tensor in held.items() if tensor.ndim == 2 and "embed_tokens" not in name)
+    return matrices + rows * length * 2 * config.layers * config.kv_heads * config.head_dim * size
+
+
+def told(values: list[float], digits: int = 1) -> str:
+    """Median (first to third quartile)."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def random_ids(seed: int, length: int, vocabulary: int) -> list[int]:
+    """A prompt."""
+    return torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def decoding(sides: dict[str, Answer], engines: dict[str, Engine], arguments: argparse.Namespace) -> None:
+    """Tokens per second at each number of rows."""
+    speed, vocabulary = bandwidth(), engines["int8"].model.config.vocab_size
+    sys.stdout.write(f"\ndecoding, tokens/s; bandwidth {speed / 1e9:.1f} GB/s\n")
+    for rows in arguments.rows:
+        rates: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(-1, arguments.rounds):  # the first one warms up
+            prompts = [random_ids(1000 * turn + row, SHORT, vocabulary) for row in range(rows)]
+            for name, answer in sides.items():
+                rate = rows * arguments.tokens / answer(prompts, arguments.tokens)
+                if turn >= 0:
+                    rates[name].append(rate)
+        best = [max(pair) for pair in zip(*(rates[name] for name in THEIRS))]
+        for name, values in rates.items():
+            line = f"  {rows} rows  {name:11} {told(values):24}"
+            if name in OURS:
+                read = bytes_a_step(engines[name], rows, SHORT + arguments.tokens // 2)
+                ratios = [own / other for own, other in zip(values, best)]
+                line += (
+                    f"  x transformers {told(ratios, 2):20}  MBU {statistics.median(values) / rows * read / speed:.0%}"
+                )
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+
+def reading(sides: dict[str, Answer], engines: dict[str, Engine], arguments: argparse.Namespace) -> None:
+    """Tokens of a long prompt per second, and the time to the first token when it is known."""
+    vocabulary = engines["int8"].model.config.vocab_size
+    long = min(LONG, engines["int8"].context - 2)
+    sys.stdout.write(
+        f"\na prompt of {long} tokens: read, tokens/s; known, first token after / of the time when it is not\n"
+    )
+    cold: dict[str, list[float]] = {name: [] for name in sides}
+    known: dict[str, list[float]] = {name: [] for name in OURS}
+    for turn in range(-1, arguments.rounds):
+        ids = random_ids(10**6 + turn, long, vocabulary)
+        for name, answer in sides.items():
+            seconds = answer([ids], 1)
+            again = answer([ids], 1) if name in OURS else 0.0
+            if turn >= 0:
+                cold[name].append(seconds)
+                if name in OURS:
+                    known[name].append(again)
+    for name, values in cold.items():
+        line = f"  {name:11} {told([long / seconds for seconds in values], 0):24}"
+        if name in OURS:
+            share = [100 * again / seconds for again, seconds in zip(known[name], values)]
+            line += f"  {1000 * statistics.median(known[name]):.1f} ms, {told(share, 2)} %"
+        sys.stdout.write(line + "\n")
+
+
+def drafting(arguments: argparse.Namespace) -> None:
+    """A text that repeats, with drafts and without."""
+    sys.stdout.write("\ndrafts, tokens/s of one row on a text that repeats\n")
+    for name in OURS:
+        pair = [served(name, arguments.model, drafts=drafts, rows=1) for drafts in (False, True)]
+        ids = random_ids(7, 24, pair[0].model.config.vocab_size) * 4
+        rates: list[list[float]] = [[], []]
+        for turn in range(-1, arguments.rounds):
+            for engine, own in zip(pair, rates):
+                rate = 2 * arguments.tokens / ours(engine)([ids], 2 * arguments.tokens)
+                if turn >= 0:
+                    own.append(rate)
+        stats = pair[1].stats()
+        ratio = [on / off for off, on in zip(*rates)]
+        sys.stdout.write(
+            f"  {name:11} off {told(rates[0])}  on {told(rates[1])}  x {told(ratio, 2)}; of {stats.generated_tokens} tokens "
+            f"{stats.accepted_tokens} by drafts, of {stats.drafted_tokens} drafted\n"
+        )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a causal model's directory; random weights without")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--only", choices=[*OURS, *THEIRS], help="one answer of one side, and what its process holds then, MiB"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.only:
+        side = theirs(arguments.only, arguments.model) if arguments.only in THEIRS else ours(served(arguments.only, arguments.model))  # fmt: skip
+        side([[1] * SHORT], arguments.tokens)
+        sys.stdout.write(f"{psutil.Process().memory_info().rss / 2**20:.0f}\n")
+        return
+    device.keep_freed_memory()
+    engines = {name: served(name, arguments.model) for name in OURS}
+    sides = {name: ours(engine) for name, engine in engines.items()}
+    sides |= {name: theirs(name, arguments.model) for name in THEIRS}
+    parameters = next(iter(engines.values())).model.num_parameters()
+    sys.stdout.write(f"{parameters / 1e6:.1f} M parameters, {arguments.threads} threads, {device.cpu_name()}\n")
+    decoding(sides, engines, arguments)
+    reading(sides, engines, arguments)
+    drafting(arguments)
+    sys.stdout.write("\nresident memory of a fresh process after one answer, MiB\n")
+    for name in (*OURS, *THEIRS):
+        command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
+        done = subprocess.run(command, check=True, text=True, capture_output=True)
+        sys.stdout.write(f"  {name:11} {done.stdout.split()[-1]}\n")
+
+
+if __name__ == "__main__":
+    main()
