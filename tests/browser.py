@@ -6,6 +6,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,14 @@ def foreign(asked: str, own: str) -> bool:
     """Whether a request leaves for another host."""
     parts = urlsplit(asked)
     return parts.scheme not in ("data", "blob") and parts.netloc != urlsplit(own).netloc
+
+
+def until(page: Any, expression: str, given: Any = None) -> None:
+    """Wait until a JavaScript expression holds. Playwright's own wait runs `eval` in the page, which its policy forbids."""
+    deadline = time.monotonic() + 20
+    while not page.evaluate(expression, given):
+        assert time.monotonic() < deadline, f"20 seconds without {expression}"
+        page.wait_for_timeout(20)
 
 
 def say(page: Any, text: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import checkpoint
 from pipeline.text.tokenizer import Tokenizer
-from tests.browser import SETTINGS, answered, browsing, download, idle, opened, say
+from tests.browser import SETTINGS, answered, browsing, download, idle, opened, say, until
 from tests.server import Running, random_model, save_models, serving
 
 pytestmark = pytest.mark.browser
@@ -127,9 +127,7 @@ def test_text_grows_while_it_is_said_and_stop_frees_the_row(browser: Any, server
         assert page.locator("article.assistant .actions").is_hidden()
         first = len(body.inner_text())
         assert server.running() == 1
-        page.wait_for_function(
-            "size => document.querySelector('article.assistant .text').innerText.length > size", arg=first
-        )
+        until(page, "size => document.querySelector('article.assistant .text').innerText.length > size", first)
         page.get_by_role("button", name="Stop").click()
         idle(page)
         assert server.falls_idle()

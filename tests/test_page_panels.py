@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
-from tests.browser import browsing, chunk, opened, recorded, say
+from tests.browser import browsing, chunk, opened, recorded, say, until
 from tests.server import Running, save_models, serving
 
 pytestmark = pytest.mark.browser
@@ -307,9 +307,7 @@ def test_denoising_is_drawn_step_by_step_and_replayed(browser: Any, server: Runn
         cells = page.locator("#diffusion .piece")
         whole = [visible(byte_tokenizer.decode([id_])) for id_ in ids]
         page.locator("#diffusion .facts").get_by_text(f"Step 3 of 3: {len(ids)} of {len(ids)} places known").wait_for()
-        page.wait_for_function(
-            "whole => document.querySelector('#diffusion .pieces').textContent === whole", arg="".join(whole)
-        )
+        until(page, "whole => document.querySelector('#diffusion .pieces').textContent === whole", "".join(whole))
         assert sent[0]["stream_options"]["include_denoising"] is True and "logprobs" not in sent[0]
         slider = page.get_by_role("slider")
         slider.focus()

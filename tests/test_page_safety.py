@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.text.tokenizer import Tokenizer
 from tests.accessibility import FINDINGS
-from tests.browser import answered, browsing, chunk, opened, recorded, say
+from tests.browser import answered, browsing, chunk, opened, recorded, say, until
 from tests.server import Running, save_models, serving
 from tests.xss import CORPUS
 
@@ -53,7 +53,7 @@ def inert(page: Any, place: str) -> None:
 
 def shown(page: Any) -> None:
     """Wait until every text is rendered, and touch what a person would."""
-    page.wait_for_function("!document.querySelector('.log article .text.plain:not(:empty)')")
+    until(page, "!document.querySelector('.log article .text.plain:not(:empty)')")
     page.locator(".log article").last.hover()
     inert(page, ".log .text")
 
@@ -70,7 +70,7 @@ def test_the_watch_of_these_tests_sees_a_violation(browser: Any, server: Running
 def smuggle(browser: Any, server: Running, markup: str) -> None:
     with opened(browser, server.url, quiet=False) as page:
         page.evaluate("(markup) => document.body.insertAdjacentHTML('beforeend', markup)", markup)
-        page.wait_for_function("violations.length > 0")
+        until(page, "violations.length > 0")
 
 
 def test_what_a_model_says_is_inert(page: Any) -> None:
@@ -249,7 +249,7 @@ def test_the_theme_follows_the_system_and_the_toggle_overrules_it(browser: Any, 
         ground = "getComputedStyle(document.body).backgroundColor"
         assert page.evaluate(ground) == "rgb(15, 18, 22)"
         page.emulate_media(color_scheme="light")
-        page.wait_for_function(f"{ground} === 'rgb(255, 255, 255)'")
+        until(page, f"{ground} === 'rgb(255, 255, 255)'")
         page.get_by_role("button", name="Switch between light and dark").click()
         assert page.evaluate(ground) == "rgb(15, 18, 22)"
         page.reload()
