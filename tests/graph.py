@@ -50,7 +50,7 @@ class Repository:
     def run(self, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the repository, output captured together."""
         done = subprocess.run(command, cwd=self.folder, env=self.environment | environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=800)  # fmt: skip
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800)  # fmt: skip
         assert not check or done.returncode == 0, f"{command} -> {done.returncode}\n{done.stdout[-6000:]}"
         return done
 
