@@ -12,6 +12,8 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK, TIME, chat
 from tests.server import Running
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 # -- models ------------------------------------------------------------------------------------------------------------
 
 

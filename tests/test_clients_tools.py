@@ -14,6 +14,8 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK, TIME, WEATHER, chat
 from tests.server import Running, save_models, serving
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 RULES = WEATHER["function"]["parameters"]
 
 

@@ -19,6 +19,8 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK
 from tests.server import ROOT, save_models, serving
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 BODY = {"model": "nano", "messages": ASK, "seed": 1, "max_tokens": 400, "ignore_eos": True}
 
 
