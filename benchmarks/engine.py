@@ -1,6 +1,6 @@
 """The server's engine beside `transformers.generate`: the same weights, prompts, lengths and threads, greedy, in turns.
 
-    python benchmarks/engine.py [--model models/deploy] [--rounds 5] [--tokens 32] [--rows 1 2 4 8] [--threads 1] [--only NAME]
+    python benchmarks/engine.py [--model models/deploy] [--rounds 5] [--tokens 64] [--rows 1 2 4 8] [--threads 1] [--only NAME]
 
 Without --model: random weights of a Qwen3 shape with 82 M parameters. Prints, with the median and the quartiles of the rounds:
 tokens decoded per second at each number of rows (whole answers to prompts of 16 tokens; MBU is what of the measured memory
@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, help="a causal model's directory; random weights without")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(

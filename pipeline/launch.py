@@ -21,12 +21,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from pipeline.errors import ConfigError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Process: TypeAlias = "subprocess.Popen[bytes]"
 PR_SET_PDEATHSIG = 1
 END_SECONDS = 30
 # what `beside` starts: `python -m MODULE ARGUMENTS`, bound to the process that asked
@@ -103,7 +104,7 @@ def relaunch(module: str, argv: list[str]) -> None:
 
 
 @contextmanager
-def beside(module: str, arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def beside(module: str, arguments: list[str], log: Path) -> Iterator[Process]:
     """One of our modules as a process of its own, output into `log`, until the block ends: SIGTERM, and SIGKILL if that does not help.
 
     It gets SIGTERM too when this process dies, however it dies.

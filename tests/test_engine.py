@@ -383,3 +383,12 @@ def test_the_end_of_the_engine_ends_its_requests(tiny_model: Transformer) -> Non
     with Engine(tiny_model, rows=1) as engine:
         heard = [ask(engine, prompt(1, 5), Sampling(250))[0] for _ in range(3)]
     assert {in_time(one).reason for one in heard} <= {"cancelled", "length"} and in_time(heard[2]).reason == "cancelled"
+
+
+def test_one_owner_has_eight_rows_at_most_and_others_pass_by(tiny_model: Transformer) -> None:
+    engine = Engine(tiny_model, rows=10)
+    greedy = [ask(engine, prompt(n, 4), owner="a")[0] for n in range(12)]
+    other, _ = ask(engine, prompt(50, 4), owner="b")
+    engine.step()
+    assert [slot.owner for slot in engine.slots if slot.ticket].count("a") == 8 and engine.busy == 9
+    finished(engine, *greedy, other)

@@ -219,15 +219,53 @@ def test_a_permuted_weight_fails_the_proof(kind: str, byte_tokenizer: Tokenizer,
     assert export.verify(path, other, byte_tokenizer, serialized, kind=kind)["probe_tokens"] > 1000
 
 
-def test_another_merge_or_kind_of_token_fails_the_proof(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = written(byte_tokenizer, tmp_path / "a.gguf", model := fresh(), "f32")
-    state = json.loads((tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))
-    other, third = json.loads(json.dumps(state)), json.loads(json.dumps(state))
-    other["model"]["merges"].reverse()
-    third["added_tokens"][0]["special"] = not third["added_tokens"][0]["special"]
-    for changed in (other, third):
-        with pytest.raises(GateError, match="the vocabulary is not the tokenizer's"):
-            export.verify(path, model, byte_tokenizer, json.dumps(changed), kind="f32")
+@pytest.mark.parametrize("what", ["merge", "type", "token", "template"])
+def test_another_vocabulary_in_the_file_fails_the_proof(
+    what: str, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh()
+    byte_tokenizer.save(tmp_path)
+    serialized = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    right = export.vocabulary(serialized, 320)
+    first, second, *merges = right.merges
+    wrong = {
+        "merge": replace(right, merges=[second, first, *merges]),
+        "type": replace(right, types=[1 if n == byte_tokenizer.turn_end else t for n, t in enumerate(right.types)]),
+        "token": replace(right, tokens=[*right.tokens[:20], right.tokens[21], right.tokens[20], *right.tokens[22:]]),
+        "template": replace(right, template=right.template.replace("assistant", "model")),
+    }[what]
+    assert wrong != right
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "vocabulary", lambda *_: wrong)
+        export.write(tmp_path / "a.gguf", model, byte_tokenizer, serialized, kind="f32", name="a")
+    with pytest.raises(GateError, match="the vocabulary is not the tokenizer's"):
+        export.verify(tmp_path / "a.gguf", model, byte_tokenizer, serialized, kind="f32")
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("eos", 0), ("fim_mid", 2), ("padding", 3)])
+def test_another_role_of_a_token_fails_the_proof(
+    key: str, wrong: int, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, right = f"tokenizer.ggml.{key}_token_id", export.roles(byte_tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "roles", lambda _: right | {name: wrong})
+        path = written(byte_tokenizer, tmp_path / "a.gguf", model := fresh(), "f32")
+    serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
+    with pytest.raises(GateError, match=rf"{name} is {wrong}, expected {right[name]}"):
+        export.verify(path, model, byte_tokenizer, serialized, kind="f32")
+
+
+@pytest.mark.parametrize("changed", [{"rope_theta": 1e4}, {"norm_eps": 1e-5}, {"max_context": 64}])
+def test_another_shape_in_the_file_fails_the_proof(
+    changed: dict[str, Any], byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Also where the weights are equal and rounding would hide it."""
+    model = fresh()
+    other = fresh(replace(SHAPES["tied"], **changed))
+    path = written(byte_tokenizer, tmp_path / "a.gguf", other, "q8_0")
+    serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
+    with pytest.raises(GateError, match="read back, the model is ModelConfig"):
+        export.verify(path, model, byte_tokenizer, serialized, kind="q8_0")
 
 
 def test_a_model_that_rounding_changes_too_much_is_refused(

@@ -1,5 +1,6 @@
 """How a server begins and ends: what it refuses to start with, what it does when a model dies, how it goes when asked."""
 
+import json
 import os
 import signal
 import socket
@@ -66,6 +67,38 @@ def test_a_model_directory_with_code_is_refused(tmp_path: Path, byte_tokenizer: 
         (nano / trap).write_bytes(b"import os")
     found = refused(str(nano), "--port", "0")
     assert found.returncode == 2 and trap in found.stderr
+
+
+def test_a_gguf_file_is_never_read(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\xff" * 100)
+    found = refused(str(tmp_path / "model.gguf"), "--port", "0")
+    assert found.returncode == 2 and "expected a model directory" in found.stderr
+
+
+def test_the_template_of_a_model_directory_is_never_run_and_one_socket_listens(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    import psutil
+
+    nano, other, _ = save_models(tmp_path, byte_tokenizer)
+    hostile = "{{ cycler.__init__.__globals__.os.system('touch " + str(tmp_path / "owned") + "') }}"
+    (other / "chat_template.jinja").write_text(hostile)
+    config = other / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": hostile}))
+    with serving([nano, other], log=tmp_path / "log") as running:
+        prompts = [
+            httpx.post(f"{running.url}/apply-template", json={"model": name, "messages": ASK}).json()["prompt"]
+            for name in ("nano", "other")
+        ]
+        family = psutil.Process(running.process.pid)
+        ports = {
+            connection.laddr.port
+            for process in (family, *family.children(recursive=True))
+            for connection in process.net_connections()
+            if connection.status == psutil.CONN_LISTEN
+        }
+    assert prompts[0] == prompts[1] and "cycler" not in prompts[1] and not (tmp_path / "owned").exists()
+    assert ports == {int(running.url.rsplit(":", 1)[1])}
 
 
 def test_a_signal_lets_answers_end(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ Not here: what another program computes from the file (`benchmarks/exports.py`).
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +93,19 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, found: "Vocabu
     writer.add_token_list(found.tokens)
     writer.add_token_types(found.types)
     writer.add_token_merges(found.merges)
-    writer.add_eos_token_id(tokenizer.turn_end)
-    writer.add_eot_token_id(tokenizer.turn_end)
-    writer.add_pad_token_id(tokenizer.pad)
+    for key, id_ in roles(tokenizer).items():
+        writer.add_uint32(key, id_)
     writer.add_add_bos_token(False)
-    for role in ("pre", "suf", "mid", "pad"):
-        whole = {"pre": "prefix", "suf": "suffix", "mid": "middle", "pad": "pad"}[role]
-        writer.add_uint32(f"tokenizer.ggml.fim_{role}_token_id", getattr(tokenizer, f"fim_{whole}"))
     writer.add_chat_template(found.template)
+
+
+def roles(tokenizer: Tokenizer) -> dict[str, int]:
+    """The ids that llama.cpp must know by what they do: it stops at the end of a turn, and fills in code by the fim tokens."""
+    ids = {
+        "eos": tokenizer.turn_end, "eot": tokenizer.turn_end, "padding": tokenizer.pad, "fim_pre": tokenizer.fim_prefix,
+        "fim_suf": tokenizer.fim_suffix, "fim_mid": tokenizer.fim_middle, "fim_pad": tokenizer.fim_pad,
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{role}_token_id": id_ for role, id_ in ids.items()}
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,16 @@ def verify(
     found = read(path)
     if found.vocabulary != vocabulary(serialized, model.config.vocab_size):
         raise GateError(f"{path}: read back, the vocabulary is not the tokenizer's")
+    for key, value in {**roles(tokenizer), "tokenizer.ggml.add_bos_token": False}.items():
+        if found.keys.get(key) != value:
+            raise GateError(f"{path}: read back, {key} is {found.keys.get(key)!r}, expected {value!r}")
+    exact = replace(
+        model.config,
+        norm_eps=float(np.float32(model.config.norm_eps)),
+        rope_theta=float(np.float32(model.config.rope_theta)),
+    )
+    if found.model.config != exact:
+        raise GateError(f"{path}: read back, the model is {found.model.config}, expected {exact}")
     theirs = found.model.state_dict()
     for name, value in model.state_dict().items():
         if not torch.equal(theirs[name], rounded(value.detach().float().cpu(), kind)):

@@ -12,7 +12,6 @@ import json
 import math
 import re
 import secrets
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -83,7 +82,7 @@ def _serving(folder: Path, tokenizer: Tokenizer, scratch: Path, log: Path) -> It
             yield Door(client, folder.resolve().name, tokenizer)
 
 
-def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
+def _ready(process: launch.Process, log: Path) -> str:
     """The server's address, once /health says 200. Raises GateError where it ends or is not ready in time."""
     deadline = time.monotonic() + READY_SECONDS
     while process.poll() is None and time.monotonic() < deadline:

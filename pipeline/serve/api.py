@@ -63,11 +63,12 @@ class Service:
                 )
             )
         except StagecoachError as error:
-            self.state = "failed"
             LOG.error("%s", error)
-            if self.options.failure is not None:
-                self.options.failure.write_text(f"{error.exit_code}\n{error}\n", encoding="utf-8")
-                os.kill(os.getppid(), signal.SIGTERM)  # started again it would fail again
+            self._fail(error.exit_code, str(error))
+            return
+        except Exception as error:
+            LOG.exception("the models could not be loaded")
+            self._fail(1, f"the models could not be loaded ({type(error).__name__}: {error})")
             return
         for served in catalogue.served.values():
             if served.engine is not None:
@@ -75,6 +76,13 @@ class Service:
         self._catalogue, self._metrics = catalogue, Metrics(catalogue)
         self.state = "ready"
         LOG.info("ready: %s", ", ".join(f"{one.id} ({one.kind}, {one.parameters:,} parameters)" for one in catalogue.served.values()))  # fmt: skip
+
+    def _fail(self, code: int, message: str) -> None:
+        """Tell the parent why there is no server, and end it: started again this worker would fail again."""
+        self.state = "failed"
+        if self.options.failure is not None:
+            self.options.failure.write_text(f"{code}\n{message}\n", encoding="utf-8")
+            os.kill(os.getppid(), signal.SIGTERM)
 
     async def watch(self) -> None:
         """Restart an engine whose loop has died; until then /health says so, and its requests hear 503."""

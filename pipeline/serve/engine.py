@@ -10,7 +10,7 @@ What a request says depends on (model, prompt, sampling, seed) alone: a token is
 prefixes, drafts and cancelled requests change nothing but rounding (`generation/sampling.py`).
 
 A request that cannot be served fails alone; a fault of the loop fails all that are open and marks the engine dead (`alive`), until
-its owner restarts it. Not promised: fairness beyond first come, first served.
+its owner restarts it. An owner has at most MOST_OF_ONE rows; beyond that, first come, first served.
 """
 
 import logging
@@ -38,6 +38,7 @@ __all__ = ["Constraint", "Ended", "Engine", "EngineStopped", "Event", "QueueFull
 LOG = logging.getLogger(__name__)
 CHUNK = 256  # prompt tokens of a row in one step
 DRAFT_ROWS = 2  # with more busy rows a step's arithmetic counts, not its reading, and guesses are not free
+MOST_OF_ONE = 8  # rows that one owner may have at a time
 IDLE_SECONDS = 0.5  # how often an idle loop looks whether it is to end
 COUNTED = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens")
 
@@ -140,7 +141,7 @@ class Engine:
         try:
             while True:
                 with self._changed:
-                    while not (self._stopping or self.waiting or self.busy):
+                    while not (self._stopping or self._next() or self.busy):
                         self._changed.wait(IDLE_SECONDS)
                     if self._stopping:
                         break
@@ -195,14 +196,20 @@ class Engine:
     def _admit(self) -> None:
         while True:
             with self._changed:
-                if not self.waiting or self.busy == self.rows:
+                ticket = self._next() if self.busy < self.rows else None
+                if ticket is None:
                     return
-                ticket = self.waiting.popleft()
+                self.waiting.remove(ticket)
             try:
                 self._begin(ticket)
             except Exception as error:  # its own fault, whatever it is: the others go on
                 LOG.exception("a request could not begin")
                 _tell(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
+
+    def _next(self) -> Ticket | None:
+        """The first that waits and whose owner has not MOST_OF_ONE rows already: one key alone cannot hold a large server."""
+        running = Counter(slot.owner for slot in self.slots if slot.ticket is not None)
+        return next((ticket for ticket in self.waiting if running[ticket.request.owner] < MOST_OF_ONE), None)
 
     def _begin(self, ticket: Ticket) -> None:
         """Give a request a row."""

@@ -18,12 +18,12 @@ import torch
 from pipeline import checkpoint
 from pipeline.errors import ConfigError, ModelError
 from pipeline.export import huggingface, quantize
-from pipeline.export.fused import Fused
 from pipeline.generation.constrain import Grammars
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.serve.engine import Engine
 from pipeline.serve.faults import ApiFault
+from pipeline.serve.options import Weights
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ class Served:
     context: int
     rows: int  # of the embedding: ids that the model knows
     fingerprint: str  # of the weights
-    weights: str  # native, int8
+    weights: Weights
     engine: Engine | None = None  # of a causal model
     judge: RewardModel | None = None  # of a reward model
     _grammars: Grammars | None = None
@@ -76,7 +76,7 @@ class Served:
             return float(self.judge(torch.tensor([ids]))[0, -1])
 
 
-def load(folders: Sequence[Path], *, rows: int, queue: int, weights: str | None) -> list[Served]:
+def load(folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None) -> list[Served]:
     """Load model directories; engines are made, not started. `weights`: int8, native, or None for what pays.
 
     Raises ConfigError for two of one name, ModelError, InputError for more rows than the memory holds.
@@ -87,7 +87,7 @@ def load(folders: Sequence[Path], *, rows: int, queue: int, weights: str | None)
     return [_load(folder, name, rows, queue, weights) for folder, name in zip(folders, names, strict=True)]
 
 
-def _load(folder: Path, name: str, rows: int, queue: int, weights: str | None) -> Served:
+def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | None) -> Served:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: expected a model directory with config.json; build one with dvc repro")
     huggingface.check(folder)
@@ -102,10 +102,10 @@ def _load(folder: Path, name: str, rows: int, queue: int, weights: str | None) -
     model.train(False).requires_grad_(False)
     if model.config.attention != "causal":
         raise ModelError(f"{folder}: expected a causal model or a reward model; this one reads both ways")
-    narrow = weights == "int8" or (weights is None and quantize.pays(model))
-    engine = Engine(quantize.quantize(model) if narrow else Fused(model), rows=rows, queue=queue)
+    form = weights or ("int8" if quantize.pays(model) else "native")
+    fused = quantize.for_serving(model, form)
     return Served(name, "causal", stage, tokenizer, model.num_parameters(), model.config.max_context, model.config.vocab_size,
-                  _fingerprint(model), "int8" if narrow else "native", engine=engine)  # fmt: skip
+                  _fingerprint(model), form, engine=Engine(fused, rows=rows, queue=queue))  # fmt: skip
 
 
 def _fingerprint(model: Transformer | RewardModel) -> str:

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pipeline.errors import ConfigError
+
+Weights = Literal["int8", "native"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +14,7 @@ class Options:
     """What is served, and to whom."""
 
     models: tuple[Path, ...]
-    weights: str | None = None  # int8, native; None: by size
+    weights: Weights | None = None  # None: by size
     rows: int = 8
     queue: int = 32
     api_key_file: Path | None = None
