@@ -184,6 +184,16 @@ def test_tokens_and_errors_of_the_server_are_inert(browser: Any, server: Running
         inert(page, "#alert")
 
 
+def test_without_a_file_for_feedback_a_choice_is_said_not_to_be_kept(page: Any) -> None:
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if request.url.endswith("/preferences") else None)
+    page.get_by_role("tab", name="Compare").click()
+    page.get_by_label("Prompt for both").fill("Hello")
+    page.keyboard.press("Control+Enter")
+    page.get_by_role("button", name="B is better").click()
+    assert "It is not kept: start the server with --feedback" in page.locator(".outcome").inner_text() and sent == []
+
+
 # everybody
 
 

@@ -49,6 +49,7 @@ class ChatPanel extends HTMLElement {
     this.conversation = conversation;
     localStorage.setItem(CURRENT, conversation.id);
     this.draw();
+    this.log.scrollTop = this.log.scrollHeight;
     this.drawList();
   }
 

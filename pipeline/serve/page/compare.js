@@ -45,7 +45,7 @@ class ComparePanel extends HTMLElement {
     const seed = h("input", { type: "number", min: 0, step: 1, value: settings.seed, "aria-label": `Seed ${name}` });
     const text = h("div", { class: "said plain", tabindex: 0, role: "region", "aria-label": `Answer ${name}` });
     const facts = h("p", { class: "facts" });
-    const element = h("section", { class: "side card", "aria-label": `Side ${name}` },
+    const element = h("section", { class: "answer card", "aria-label": `Side ${name}` },
       h("h3", {}, name),
       h("div", { class: "row" }, h("label", { class: "inline" }, "Model ", model),
         h("label", { class: "inline" }, "Temp ", temperature), h("label", { class: "inline" }, "Seed ", seed)),

@@ -91,7 +91,7 @@ class TokensPanel extends HTMLElement {
     const bar = h("span", { class: "bar-p" });
     bar.style.setProperty("--share", `${(100 * share).toFixed(1)}%`);
     const said = other.id === undefined ? other.text === token.text : other.id === token.id;
-    return h("tr", { class: said ? "said" : "" },
+    return h("tr", { class: said ? "taken" : "" },
       h("td", {}, h("code", {}, visible(other.text))), h("td", { class: "p" }, bar, percent(share)), h("td", {}, other.id ?? ""),
       h("td", {}, button("Continue", guarded(() => this.branch(place, other)), { "aria-label": `Continue from here with ${visible(other.text)}` })));
   }
