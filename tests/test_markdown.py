@@ -153,6 +153,7 @@ NASTY = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", NASTY.values(), ids=NASTY)
 def test_nasty_markdown_ends(piece: str) -> None:
     began = time.process_time()
@@ -160,6 +161,7 @@ def test_nasty_markdown_ends(piece: str) -> None:
     assert time.process_time() - began < 15, "2 to 4 s were measured for the worst"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", sorted(set(LANGUAGES.values())))
 def test_nasty_code_ends(language: str) -> None:
     """One match of a lexer cannot be interrupted; these are what took long in lexers that were left out."""

@@ -341,7 +341,7 @@ class ScoreBody(Body):
 class RenderBody(Body):
     """POST /render."""
 
-    markdown: Annotated[str, Field(max_length=200_000)]
+    markdown: Annotated[str, Field(max_length=50_000)]
 
 
 class PreferenceBody(Body):
