@@ -3,7 +3,8 @@
     async with ask(model, wanted) as answers:  async for index, delta in answers: ...
 
 Leaving the block, for whatever reason, gives up what still runs: a client that goes away frees its rows before the next step. So
-does one that does not read: `MOST_UNREAD` events behind, its answers are cancelled.
+does one that does not read: MOST_UNREAD events and UNREAD_SECONDS behind, its answers are cancelled. Both, since a loop that was kept
+busy for a moment hears many events at once.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from pipeline.serve.engine import Ended, Engine, EngineStopped, Event, QueueFull
 from pipeline.serve.faults import ApiFault
 
 LOG = logging.getLogger(__name__)
-MOST_UNREAD = 256
+MOST_UNREAD, UNREAD_SECONDS = 256, 2.0
 RETRY_SECONDS = 1
 PING_SECONDS = 15.0
 
@@ -76,7 +77,7 @@ class Answers:
         self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
         self.ends: list[Ended | None] = [None] * len(requests)
         self.first: float | None = None  # seconds to the first token
-        self.began = time.monotonic()
+        self.began = self._read = time.monotonic()
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._loop = asyncio.get_running_loop()
@@ -111,7 +112,7 @@ class Answers:
         return hear
 
     def _put(self, index: int, event: Event) -> None:
-        if self._queue.qsize() >= MOST_UNREAD:
+        if self._queue.qsize() >= MOST_UNREAD and time.monotonic() - self._read > UNREAD_SECONDS:
             self._give_up()
         self._queue.put_nowait((index, event))
 
@@ -123,6 +124,8 @@ class Answers:
             except TimeoutError:
                 yield Ping()
                 continue
+            finally:
+                self._read = time.monotonic()
             assembler = self.assemblers[index]
             if isinstance(event, Said):
                 self.first = self.first or time.monotonic() - self.began
