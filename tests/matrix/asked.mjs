@@ -107,6 +107,19 @@ export function isScored({ text, logprobs }, prompt, top) {
   assert.deepEqual(logprobs.text_offset, offsets);
 }
 
+// A token has the same log-probability when it is said as when its text is scored, where it is read as one token again.
+export async function isScoredAsSaid(say, score) {
+  const prompt = await tokens('The pilot asked');
+  let compared = 0;
+  for (let seed = 0; seed < 8; seed++) {
+    const said = await say(seed), text = 'The pilot asked' + said.text;
+    if (JSON.stringify((await tokens(text)).slice(0, -1)) !== JSON.stringify(prompt)) continue;
+    near((await score(text)).logprobs.token_logprobs.slice(-1), said.logprobs.token_logprobs);
+    compared += 1;
+  }
+  assert.ok(compared, 'one of eight tokens is whole text');
+}
+
 // -- telling -----------------------------------------------------------------------------------------------------------
 
 const tell = (row, state, why = '') => console.log(JSON.stringify({ row: Number(row), state, why }));

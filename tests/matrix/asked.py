@@ -186,6 +186,17 @@ def is_scored(text: str, logprobs: Any, prompt: str, top: int) -> None:
     assert logprobs["text_offset"] == offsets
 
 
+def is_scored_as_said(say: Callable[[int], tuple[str, Any]], score: Callable[[str], Any]) -> None:
+    """A token has the same log-probability when it is said as when its text is scored, where it is read as one token again."""
+    compared = 0
+    for seed in range(8):
+        text, logprobs = say(seed)
+        if tokens(f"The pilot asked{text}")[:-1] == tokens("The pilot asked"):
+            near(score(f"The pilot asked{text}")["token_logprobs"][-1:], logprobs["token_logprobs"])
+            compared += 1
+    assert compared, "one of eight tokens is whole text"
+
+
 # -- telling -----------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 from asked import (
     ASK, BAD_RULES, BASE, BOOK, CALLED, CONTROL, KEY, NUMBER, PARTS, PATIENCE, TIME, UNIQUE_RULES, WEATHER, WEATHER_RULES,
-    WRONG_KEYS, Plan, falls, falls_idle, is_booking, is_call, is_scored, is_weather, middle, near, open_streams, run,
+    WRONG_KEYS, Plan, falls, falls_idle, is_booking, is_call, is_scored, is_scored_as_said, is_weather, middle, near, open_streams, run,
     shaped, soon, speak, tokens,
 )  # fmt: skip
 from langchain_core.messages import AIMessage, ToolMessage, convert_to_messages
@@ -337,8 +337,15 @@ class Rows:
         assert found.llm_output["token_usage"]["prompt_tokens"] == len(ids)
 
     def row_41(self) -> None:
-        choice = completer(max_tokens=0, logprobs=2).generate(["The pilot asked"], echo=True).generations[0][0]
-        is_scored(choice.text, choice.generation_info["logprobs"], "The pilot asked", 2)
+        def told(prompt: str = "The pilot asked", *, echo: bool = False, **asked: Any) -> tuple[str, Any]:
+            choice = completer(**asked).generate([prompt], echo=echo).generations[0][0]
+            return choice.text, choice.generation_info["logprobs"]
+
+        is_scored(*told(echo=True, logprobs=2, max_tokens=0), "The pilot asked", 2)
+        is_scored_as_said(
+            lambda seed: told(seed=seed, logprobs=0, max_tokens=1),
+            lambda prompt: told(prompt, echo=True, logprobs=0, max_tokens=0)[1],
+        )
 
     def row_42(self) -> str:
         assert "".join(completer().stream("The pilot asked", echo=True)) == "The pilot asked" + completer().invoke(

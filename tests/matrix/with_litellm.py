@@ -13,7 +13,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # prices are not asked of t
 import litellm  # noqa: I001 - one name a line would be thirty lines
 from asked import (
     ASK, BAD_RULES, BASE, BOOK, CALLED, CONTROL, KEY, NUMBER, PARTS, PATIENCE, TIME, UNIQUE_RULES, WEATHER, WEATHER_RULES,
-    WRONG_KEYS, Plan, falls, falls_idle, is_booking, is_call, is_scored, is_weather, middle, near, open_streams, run,
+    WRONG_KEYS, Plan, falls, falls_idle, is_booking, is_call, is_scored, is_scored_as_said, is_weather, middle, near, open_streams, run,
     shaped, soon, speak, tokens,
 )  # fmt: skip
 
@@ -331,8 +331,15 @@ class Rows:
         assert answer.choices[0].text == complete(prompt=ids).choices[0].text and answer.usage.prompt_tokens == len(ids)
 
     def row_41(self) -> None:
-        choice = complete(echo=True, logprobs=2, max_tokens=0).choices[0]
-        is_scored(choice.text, dict(choice.logprobs), "The pilot asked", 2)
+        def told(**asked: Any) -> tuple[str, Any]:
+            choice = complete(**asked).choices[0]
+            return choice.text, dict(choice.logprobs)
+
+        is_scored(*told(echo=True, logprobs=2, max_tokens=0), "The pilot asked", 2)
+        is_scored_as_said(
+            lambda seed: told(seed=seed, logprobs=0, max_tokens=1),
+            lambda prompt: told(prompt=prompt, echo=True, logprobs=0, max_tokens=0)[1],
+        )
 
     def row_42(self) -> None:
         chunks = list(complete(stream=True, echo=True, stream_options={"include_usage": True}))

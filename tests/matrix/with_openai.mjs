@@ -6,7 +6,7 @@ import { zodResponseFormat } from 'openai/helpers/zod';
 import { z } from 'zod';
 import {
   ASK, BAD_RULES, BASE, NESTED_RULES, PATIENCE, QUESTION, UNIQUE_RULES, WEATHER_RULES, facts, fallsIdle, isBooking, isCall, isScored,
-  isWeather, near, refused, run, speak, tokens,
+  isScoredAsSaid, isWeather, near, refused, run, speak, tokens,
 } from './asked.mjs';
 
 const client = new OpenAI({ baseURL: BASE, apiKey: facts.key, maxRetries: 0 });
@@ -302,6 +302,10 @@ const rows = {
   },
   41: async () => {
     isScored((await complete({ echo: true, logprobs: 2, max_tokens: 0 })).choices[0], 'The pilot asked', 2);
+    await isScoredAsSaid(
+      async (seed) => (await complete({ seed, logprobs: 0, max_tokens: 1 })).choices[0],
+      async (prompt) => (await complete({ prompt, echo: true, logprobs: 0, max_tokens: 0 })).choices[0],
+    );
   },
   42: async () => {
     const chunks = await Array.fromAsync(await complete({ stream: true, echo: true, stream_options: { include_usage: true } }));
