@@ -60,4 +60,4 @@ $(CLIENTS)/.ready: $(addprefix tests/matrix/,package.json node.txt langchain.txt
 	touch $@
 
 clean:
-	rm -rf .venv .work/*/*/step-* .pytest_cache .hypothesis .ruff_cache *.egg-info
+	rm -rf .venv .work/clients .work/*/*/step-* .pytest_cache .hypothesis .ruff_cache *.egg-info
