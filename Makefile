@@ -1,6 +1,6 @@
 # make         set up and run the main job (dvc repro)      make test    set up and pass the tests
 # make serve   OpenAI's API and a page for what was trained  make chat    talk to it in the terminal
-# make report  where the report card is                      make clients the clients of docs/clients.md against a server
+# make report  where the report card is                      make clients the API through five clients: docs/clients.md
 # make clean   remove the environment and unfinished work; models, data and the DVC cache stay
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ READY := .venv/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: run test check setup serve chat report clean
+.PHONY: run test check setup serve chat report clients clean
 
 run: setup
 	python -m pipeline.params
@@ -48,5 +48,20 @@ chat: setup
 report: setup
 	@echo "open reports/index.html"
 
+# An environment each: litellm pins openai below 3, and openai and ai want a newer Node than most systems have
+CLIENTS := .work/clients
+
+clients: setup $(CLIENTS)/.ready
+	python -m tests.matrix
+
+$(CLIENTS)/.ready: $(addprefix tests/matrix/,package.json node.txt langchain.txt litellm.txt)
+	for client in node langchain litellm; do \
+		$(PYTHON) -m venv $(CLIENTS)/$$client && \
+		$(CLIENTS)/$$client/bin/python -m pip install --quiet --disable-pip-version-check -r tests/matrix/$$client.txt || exit 1; \
+	done
+	cp tests/matrix/package.json $(CLIENTS)/node/
+	PATH="$(CURDIR)/$(CLIENTS)/node/bin:$$PATH" npm install --no-audit --no-fund --prefix $(CLIENTS)/node
+	touch $@
+
 clean:
-	rm -rf .venv .work/*/*/step-* .pytest_cache .hypothesis .ruff_cache *.egg-info
+	rm -rf .venv .work/clients .work/*/*/step-* .pytest_cache .hypothesis .ruff_cache *.egg-info

@@ -81,7 +81,8 @@ def room(prompt: list[int], served: Served, wanted: int | None, param: str) -> i
     """Tokens that an answer may have. Raises ApiFault for a prompt that fills the context."""
     left = served.context - len(prompt)
     if left < 1:
-        raise ApiFault(400, f"the prompt has {len(prompt)} tokens, the model's context is {served.context}; shorten it", param=param, code="context_length_exceeded")  # fmt: skip
+        # begins as OpenAI's does: litellm and others know the error by these words
+        raise ApiFault(400, f"This model's maximum context length is {served.context} tokens, the prompt has {len(prompt)}; shorten it", param=param, code="context_length_exceeded")  # fmt: skip
     return min(left, wanted) if wanted is not None else left
 
 

@@ -38,7 +38,7 @@ class Told:
         _, text = spelled(self.tokenizer, token)
         self.fields["tokens"].append(text)
         self.fields["token_logprobs"].append(None if logprob is None else max(logprob, -9999.0))
-        named = {spelled(self.tokenizer, other)[1]: max(value, -9999.0) for other, value in reversed(top)}
+        named = {label(self.tokenizer, other): max(value, -9999.0) for other, value in top}
         self.fields["top_logprobs"].append(None if logprob is None else named)
         self.fields["text_offset"].append(self.characters)
         self.characters += len(text)
@@ -47,6 +47,12 @@ class Told:
         """What was added since the last time."""
         fields, self.fields = self.fields, {name: [] for name in self.fields}
         return fields
+
+
+def label(tokenizer: Tokenizer, token: int) -> str:
+    """A token as a key of `top_logprobs`: its text, or its bytes where they are half a character, since halves look all alike as text."""
+    raw, text = spelled(tokenizer, token)
+    return text if text.encode() == raw else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""`make clients`: the 49 rows through every client against a real server of untrained models; writes docs/clients.md.
+
+Ends with 1 where a row or a block of the document fails.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from pipeline import checkpoint
+from pipeline.text.tokenizer import Tokenizer
+from tests.conftest import SENTENCES
+from tests.matrix import report, snippets
+from tests.matrix.report import Column
+from tests.matrix.snippets import DOCUMENT, NODE, PYTHONS
+from tests.server import ROOT, random_model, save_models, serving
+
+HERE = Path(__file__).parent
+KEY = "a-key-that-nobody-guesses"
+SECONDS = 600  # for a client's rows on a slow machine
+
+
+def main() -> int:
+    """Everything; 1 where something failed."""
+    rows = report.titles()
+    tokenizer = Tokenizer.train(iter(SENTENCES), 320)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        columns = [openai_for_python(list(rows), folder), *others(list(rows), tokenizer, folder)]
+        broken = documents_blocks(tokenizer, folder)
+    found = report.failures(columns) + broken
+    section = report.table(columns, rows) + f"\nThe blocks above: {'FAIL' if broken else 'each ran as it stands'}.\n"
+    DOCUMENT.write_text(report.put(DOCUMENT.read_text(encoding="utf-8"), section), encoding="utf-8")
+    print("\n".join([*found, f"{len(found)} failed; {DOCUMENT.relative_to(ROOT)} has the table"]))
+    return 1 if found else 0
+
+
+def openai_for_python(rows: list[int], folder: Path) -> Column:
+    """From pytest's own report of the tests that `make test` runs."""
+    file = folder / "junit.xml"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *map(str, report.PYTHON_TESTS), f"--junitxml={file}"],
+        cwd=ROOT,
+        timeout=SECONDS,
+    )
+    return Column(
+        "openai, Python", f"openai {version('openai')}, Python {platform.python_version()}", report.junit(file, rows)
+    )
+
+
+def others(rows: list[int], tokenizer: Tokenizer, folder: Path) -> list[Column]:
+    """The other clients, one after the other, since they count the server's rows."""
+    control = {name: getattr(tokenizer, name) for name in ("tool_call", "fim_prefix", "fim_suffix", "fim_middle")}
+    log, environment = folder / "log", {"STAGECOACH_API_KEYS": KEY}
+    with serving(save_models(folder / "models", tokenizer), log=log, environment=environment) as server:
+        facts = json.dumps({"url": server.url, "key": KEY, "control": control})
+
+        def column(client: str, versions: str, command: list[str]) -> Column:
+            ended = subprocess.run([*command, facts], stdout=subprocess.PIPE, text=True, timeout=SECONDS)
+            return Column(client, versions, report.heard(ended.stdout, rows))
+
+        columns = [
+            column("openai, JS", npm_versions("openai"), javascript("with_openai.mjs")),
+            column("ai", npm_versions("ai", "@ai-sdk/openai-compatible"), javascript("with_ai.mjs")),
+            column("langchain-openai", pip_versions("langchain", "langchain-openai", "openai"), python("langchain")),
+            column("litellm", pip_versions("litellm", "litellm", "openai"), python("litellm")),
+        ]
+    assert KEY not in log.read_text(), "the server's log holds its key"
+    return columns
+
+
+def documents_blocks(tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """The blocks of docs/clients.md that fail, a line each."""
+    checkpoint.save(folder / snippets.MODEL, random_model(tokenizer), tokenizer, {})
+    broken = []
+    with serving([folder / snippets.MODEL], log=folder / "blocks.log") as server:
+        for heading, code in snippets.blocks(DOCUMENT.read_text(encoding="utf-8")).items():
+            try:
+                snippets.run(heading, code, server.url, NODE)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                broken.append(f"block {error}")
+    return broken
+
+
+def javascript(script: str) -> list[str]:
+    """Beside the packages, where Node looks for what a script imports."""
+    for file in HERE.glob("*.mjs"):
+        shutil.copy(file, NODE)
+    return [str(NODE / "bin" / "node"), str(NODE / script)]
+
+
+def python(client: str) -> list[str]:
+    """In the client's own environment."""
+    return [str(PYTHONS[client]), str(HERE / f"with_{client}.py")]
+
+
+def npm_versions(*packages: str) -> str:
+    """Of what npm installed."""
+    found = [json.loads((NODE / "node_modules" / name / "package.json").read_text())["version"] for name in packages]
+    node = subprocess.run(
+        [str(NODE / "bin" / "node"), "--version"], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
+    return ", ".join([*(f"{name} {number}" for name, number in zip(packages, found)), f"Node {node}"])
+
+
+def pip_versions(client: str, *packages: str) -> str:
+    """Of what stands in a client's environment."""
+    code = "import importlib.metadata, sys; print(*map(importlib.metadata.version, sys.argv[1:]))"
+    told = subprocess.run(
+        [str(PYTHONS[client]), "-c", code, *packages], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
+    return ", ".join(f"{name} {number}" for name, number in zip(packages, told))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())
