@@ -103,6 +103,10 @@ class Server:
         """Resident MiB."""
         return sum(one.memory_info().rss for one in self.family()) / 2**20
 
+    def processor(self) -> float:
+        """Seconds of processors that it has used so far."""
+        return sum(sum(one.cpu_times()[:2]) for one in self.family())
+
     @contextmanager
     def awake(self) -> Iterator["Server"]:
         """It runs within the block, and is stopped behind it."""

@@ -14,9 +14,10 @@ Before the rounds each server answers 3 requests that do not count. Told with th
     tok/s   tokens of a round over its wall time, prompts read in it       TTFT  to the first text, of all requests
     TPOT    (last text - first text) / (tokens - 1) of a request           ITL   between two texts, pooled: median and 99th percentile
     MBU     steps a second (tok/s over the rows of a step) x bytes of weights, keys and values that a step reads / measured bandwidth
-    RSS     memory of the server's processes after the last round
+    CPU     seconds of processors that the server used, a token            RSS   memory of its processes after the last round
 
-A goal is met or missed by the median of the rounds' ratios; what was not measured reads "not run". `--quick` leaves the prompts of
+Other programs on the machine slow all servers, but not evenly: then the rounds differ, and CPU says more than tok/s does. A
+goal is met or missed by the median of the rounds' ratios; what was not measured reads "not run". `--quick` leaves the prompts of
 1,024 tokens out and begins nothing that it cannot end within five minutes, so a slow machine measures fewer rounds and says how many.
 """
 
@@ -78,13 +79,16 @@ class Cell:
     prompt: int
     tokens: int
     rates: list[float] = field(default_factory=list)  # tokens per second, a round each
+    costs: list[float] = field(default_factory=list)  # seconds of processors a token, a round each
     heard: list[Heard] = field(default_factory=list)  # those that fit
     failures: int = 0
 
-    def add(self, heard: Sequence[Heard], seconds: float) -> None:
-        """One round."""
+    def add(self, heard: Sequence[Heard], seconds: float, processor: float) -> None:
+        """One round: its answers, its time, and what it took of processors."""
         fit = [one for one in heard if one.fits(self.prompt, self.tokens)]
-        self.rates.append(sum(one.tokens for one in fit) / seconds)
+        said = sum(one.tokens for one in fit)
+        self.rates.append(said / seconds)
+        self.costs.append(processor / said if said else math.inf)
         self.heard += fit
         self.failures += len(heard) - len(fit)
 
@@ -95,7 +99,7 @@ class Cell:
             "server": self.server, "users": self.users, "prompt": self.prompt, "tokens": self.tokens, "rounds": len(self.rates),
             "failures": self.failures, "tokens_per_second": quartiles(self.rates),
             "ttft": quartiles([1000 * one.first for one in self.heard]), "tpot": quartiles([1000 * one.each for one in self.heard]),
-            "itl": [1000 * percentile(gaps, 50), 1000 * percentile(gaps, 99)],
+            "cpu": quartiles([1000 * cost for cost in self.costs]), "itl": [1000 * percentile(gaps, 50), 1000 * percentile(gaps, 99)],
             "mbu": mbu(statistics.median(self.rates), min(self.users, rows), step_bytes, speed), "rss": memory,
         }  # fmt: skip
 
@@ -119,9 +123,9 @@ def mbu(rate: float, rows: int, step_bytes: int, speed: float) -> float:
     return rate / rows * step_bytes / speed
 
 
-def ratios(own: Cell, other: Cell) -> list[float]:
-    """How many times faster, round by round; a round in which the other said nothing does not count."""
-    return [ours / theirs for ours, theirs in zip(own.rates, other.rates) if theirs > 0]
+def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
+    """How many times as much, round by round; a round in which the other has nothing does not count."""
+    return [mine / theirs for mine, theirs in zip(own, other, strict=True) if theirs > 0]
 
 
 def measure(
@@ -143,8 +147,11 @@ def measure(
                 prompts = [texts.take(prompt) for _ in range(users)]
                 for name, server in servers.items():
                     with server.awake():
+                        before = server.processor()
                         heard, seconds = together(server, prompts, tokens)
-                    cells.setdefault((name, prompt, users), Cell(name, users, prompt, tokens)).add(heard, seconds)
+                        used = server.processor() - before
+                    cell = cells.setdefault((name, prompt, users), Cell(name, users, prompt, tokens))
+                    cell.add(heard, seconds, used)
                 took[prompt, users] = time.monotonic() - began
     return list(cells.values())
 
@@ -180,12 +187,14 @@ class Goal:
 def against(cells: Sequence[Cell], other: str, at_least: float) -> Goal:
     """8 users with float32 weights beside the other server, by the short prompts."""
     found = {cell.server: cell for cell in cells if (cell.users, cell.prompt) == (8, SHORT[0])}
-    times = ratios(found[NATIVE], found[other]) if {NATIVE, other} <= found.keys() else []
+    own, theirs = found.get(NATIVE), found.get(other)
+    times = ratios(own.rates, theirs.rates) if own and theirs else []
     what = f"8 users, float32: tokens/s, times {PLAIN}{' with batching' if other == BATCHED else ''}"
-    if not times:
+    if not (own and theirs and times):
         return Goal(what, None, "no round was ended", at_least=at_least)
     low, middle, high = quartiles(times)
-    return Goal(what, middle, f"({low:.2f}-{high:.2f}), {len(times)} rounds", at_least=at_least)
+    cheaper = percentile(ratios(theirs.costs, own.costs), 50)
+    return Goal(what, middle, f"({low:.2f}-{high:.2f}), rounds: {len(times)}; tokens per CPU second: {cheaper:.2f} times", at_least=at_least)  # fmt: skip
 
 
 def many_requests(tiny: Server, texts: Texts) -> Goal:
@@ -295,7 +304,7 @@ HEAD = (
     "failed",
     "rounds",
 )
-WIDTHS = (6, 10, 20, 20, 22, 16, 17, 5, 8, 7, 6)
+WIDTHS = (6, 10, 20, 21, 22, 22, 20, 17, 5, 8, 7, 6)
 
 
 def line(row: dict[str, Any]) -> tuple[str, ...]:
@@ -306,7 +315,7 @@ def line(row: dict[str, Any]) -> tuple[str, ...]:
         return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
     return (
-        f"{row['users']}", f"{row['prompt']}/{row['tokens']}", row["server"], told("tokens_per_second", 1), told("ttft"), told("tpot", 1),
+        f"{row['users']}", f"{row['prompt']}/{row['tokens']}", row["server"], told("tokens_per_second", 1), told("ttft"), told("tpot", 1), told("cpu", 1),
         ", ".join(f"{value:.0f}" for value in row["itl"]), f"{row['mbu']:.0%}", f"{row['rss']:.0f}", f"{row['failures']}", f"{row['rounds']}",
     )  # fmt: skip
 
