@@ -18,7 +18,7 @@ Before the rounds each server answers 3 requests that do not count. Told with th
 
 Other programs on the machine slow all servers, but not evenly: then the rounds differ, and CPU says more than tok/s does. A
 goal is met or missed by the median of the rounds' ratios; what was not measured reads "not run". `--quick` leaves the prompts of
-1,024 tokens out and begins nothing that it cannot end within five minutes, so a slow machine measures fewer rounds and says how many.
+1,024 tokens out and begins no users' turn that by its last time would end behind five minutes; rounds are counted, turn by turn.
 """
 
 import argparse
@@ -192,8 +192,7 @@ def against(cells: Sequence[Cell], other: str, at_least: float) -> Goal:
     what = f"8 users, float32: tokens/s, times {PLAIN}{' with batching' if other == BATCHED else ''}"
     if not (own and theirs and times):
         return Goal(what, None, "no round was ended", at_least=at_least)
-    low, middle, high = quartiles(times)
-    cheaper = percentile(ratios(theirs.costs, own.costs), 50)
+    (low, middle, high), cheaper = quartiles(times), percentile(ratios(theirs.costs, own.costs), 50)
     return Goal(what, middle, f"({low:.2f}-{high:.2f}), rounds: {len(times)}; tokens per CPU second: {cheaper:.2f} times", at_least=at_least)  # fmt: skip
 
 
@@ -225,7 +224,7 @@ def full_queue(server: Server, texts: Texts) -> list[Goal]:
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-        while await asyncio.to_thread(server.gauge, "num_requests_running"):
+        while await asyncio.to_thread(server.gauge, "num_requests_(?:running|waiting)"):  # until all were given up
             pass
         return heard
 
@@ -255,19 +254,26 @@ def known_prompt(server: Server, texts: Texts, rounds: int) -> Goal:
 
 def cost_of_http(server: Server, engine: Engine, texts: Texts, rounds: int) -> Goal:
     """What one user loses of the engine's tokens per second, in percent; the engine runs here, on the same prompts."""
-    lost, told = [], []
+    lost, more, told = [], [], []
     with engine:
         for turn in range(-1, rounds):  # the first one warms up
             prompt = texts.take(SHORT[0])
             with server.awake():
+                before = server.processor()
                 (heard,), _ = together(server, [prompt], SHORT[1])
+                used = server.processor() - before
             assert heard.fits(*SHORT), heard
+            before = time.process_time()
             own = answered(engine, texts.tokenizer.encode(prompt), SHORT[1])
+            alone = time.process_time() - before
             if turn >= 0:
                 lost.append(100 * (1 - own / (heard.ended - heard.began)))
+                more.append(100 * (used / alone - 1))
                 told.append(SHORT[1] / own)
     low, middle, high = quartiles(lost)
-    note = f"({low:.1f}-{high:.1f}), {rounds} pairs, of {statistics.median(told):.1f} tokens/s"
+    note = (
+        f"({low:.1f}-{high:.1f}), {rounds} pairs, of {statistics.median(told):.1f}; CPU {percentile(more, 50):+.1f} %"
+    )
     return Goal("HTTP at 1 user, % of the engine's tokens/s", middle, note, at_most=5)
 
 
@@ -289,22 +295,8 @@ def answered(engine: Engine, ids: Sequence[int], tokens: int) -> float:
     return seconds
 
 
-# -- what is told ----------------------------------------------------------------------------------------------------------
-
-HEAD = (
-    "users",
-    "tokens",
-    "server",
-    "tokens/s",
-    "TTFT ms",
-    "TPOT ms",
-    "ITL ms 50, 99 %",
-    "MBU",
-    "RSS MiB",
-    "failed",
-    "rounds",
-)
-WIDTHS = (6, 10, 20, 21, 22, 22, 20, 17, 5, 8, 7, 6)
+HEAD = ("users", "tokens", "server", "tokens/s", "TTFT ms", "TPOT ms", "CPU ms", "ITL ms 50, 99 %", "MBU", "RSS MiB", "failed", "rounds")  # fmt: skip
+WIDTHS = (7, 10, 20, 20, 24, 22, 20, 17, 6, 9, 8, 6)
 
 
 def line(row: dict[str, Any]) -> tuple[str, ...]:
@@ -324,7 +316,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """For the screen."""
     lines = [HEAD, *map(line, rows)]
     return "".join(
-        "  " + "".join(f"{text:{width}}" for text, width in zip(one, WIDTHS)).rstrip() + "\n" for one in lines
+        "  " + "".join(f"{text:{width}}" for text, width in zip(one, WIDTHS, strict=True)).rstrip() + "\n"
+        for one in lines
     )
 
 
@@ -339,19 +332,15 @@ def numbers(cells: Sequence[Cell], servers: dict[str, Server], engines: dict[str
     return rows
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
+    """Print the table and the goals."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="within five minutes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of each server")
     parser.add_argument("--json", type=Path, help="where the numbers go too")
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Print the table and the goals."""
-    began, arguments = time.monotonic(), parse()
+    arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device.keep_freed_memory()
     lengths, until = ([SHORT], began + QUICK_SECONDS) if arguments.quick else ([SHORT, LONG], math.inf)

@@ -114,6 +114,9 @@ def test_a_cell_counts_what_fits_and_what_does_not() -> None:
         and row["ttft"] == [500, 500, 500]
         and row["tpot"] == [500, 500, 500]
     )
+    head, line = (text.split("  ") for text in serving.table([row]).splitlines())
+    assert [text.strip() for text in head if text] == list(serving.HEAD)
+    assert [text.strip() for text in line if text][-3:] == ["7", "3", "3"]
     assert row["itl"][0] == 750 and row["mbu"] == 0.05 and (row["rounds"], row["failures"]) == (3, 3)
 
 
