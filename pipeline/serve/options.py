@@ -11,7 +11,8 @@ class Options:
     """What is served, and to whom."""
 
     models: tuple[Path, ...]
-    weights: str | None = None  # int8, native; None: by size
+    engine: str = "torch"  # torch, onnx
+    weights: str | None = None  # int8, native; None: by size; of the engine torch alone
     rows: int = 8
     queue: int = 32
     api_key_file: Path | None = None
