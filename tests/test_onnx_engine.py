@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import ConfigError, InputError, ModelError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.export import huggingface, onnx
 from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
@@ -32,15 +32,8 @@ from pipeline.serve.rows import Lengths, RowDecoder
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import random_model, serving
 from tests.test_engine import WARM, Heard, Plan, alone, ask, finished, in_time, prompt
+from tests.test_onnx import extra
 from tests.test_prefixes import busy
-
-try:
-    onnx.need()
-    ABSENT = False
-except InputError:
-    ABSENT = True
-extra = pytest.mark.skipif(ABSENT, reason="needs the extra onnx")
-
 
 # everywhere
 
@@ -143,7 +136,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def told(folder: Path, change: dict[str, Any]) -> Path:
+def written(folder: Path, change: dict[str, Any]) -> Path:
     """An export with that change, `a.b: value`, of what the builder writes; its graph is empty."""
     config = json.loads(json.dumps(CONFIG))
     for path, value in change.items():
@@ -174,7 +167,7 @@ SESSION = "model.decoder.session_options"
 def test_an_export_of_another_model_or_one_that_names_code_is_refused(
     tiny_model: Transformer, tmp_path: Path, change: dict[str, Any], words: str | None
 ) -> None:
-    folder = told(tmp_path / "onnx", change)
+    folder = written(tmp_path / "onnx", change)
     with pytest.raises(ModelError, match=words) if words else nullcontext():
         onnx_engine.check(folder, tiny_model.config)
 
@@ -187,7 +180,7 @@ def test_without_the_package_or_the_export_the_way_out_is_told(
         Export(tmp_path / "onnx", tiny_model.config)
     monkeypatch.setattr(onnx_engine, "PACKAGE", "surely_not_installed")
     with pytest.raises(ConfigError, match=r"pip install 'stagecoach\[onnx\]'"):
-        Export(told(tmp_path / "onnx", {}), tiny_model.config)
+        Export(written(tmp_path / "onnx", {}), tiny_model.config)
 
 
 def test_weights_are_chosen_by_the_export(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,21 +265,24 @@ def test_logprobs_are_the_model_s_own_over_chunks_and_what_a_row_holds(
 def test_a_text_is_the_same_however_its_beginning_was_read(
     tiny_model: Transformer, exports: dict[str, Export], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cold, from its row, among neighbours, in chunks and drafts: the very same numbers in int4, in fp32 up to rounding."""
-    ids, near = prompt(4, 40) * 2, 0.0 if kind == "int4" else 1e-5
-    engine = Engine(tiny_model, rows=3, drafts=False, decoder=exports[kind].decoder)
-    finished(engine, cold := ask(engine, ids, seed=1)[0])
-    finished(engine, held := ask(engine, ids, seed=1)[0])
-    beside = [ask(engine, ids, seed=1, owner="b")[0], *(ask(engine, prompt(n, 30), seed=n)[0] for n in (1, 2))]
-    finished(engine, *beside)
+    """From an answer that its row said, beside neighbours, in chunks, with drafts: the very same in int4, in fp32 up to rounding."""
+    near = 0.0 if kind == "int4" else 1e-5
+    one, other, drafting = (
+        Engine(tiny_model, rows=rows, drafts=rows == 1, decoder=exports[kind].decoder) for rows in (2, 3, 1)
+    )
+    finished(one, before := ask(one, prompt(4, 40))[0])
+    ids = [*prompt(4, 40), *before.ids, *prompt(4, 40)]
+    heard = [ask(engine, ids, seed=1)[0] for engine in (one, other, drafting)]
+    finished(one, heard[0])
+    finished(other, heard[1], *(ask(other, prompt(n, 30), seed=n)[0] for n in (1, 2)))
     monkeypatch.setattr("pipeline.serve.engine.CHUNK", 13)
-    drafting = Engine(tiny_model, rows=1, decoder=exports[kind].decoder)
-    finished(drafting, chunked := ask(drafting, ids, seed=1)[0])
-    assert drafting.stats().drafted_tokens > 0 and held.end is not None and held.end.cached_tokens == 79
-    for one in (held, beside[0], chunked):
-        assert one.ids == cold.ids
-        expected = [said.logprob for said in cold.said]
-        assert [said.logprob for said in one.said] == pytest.approx(expected, abs=near, rel=0)
+    finished(drafting, heard[2])
+    assert [told.end.cached_tokens if told.end else None for told in heard] == [63, 0, 0]
+    assert drafting.stats().drafted_tokens > 0
+    expected = [said.logprob for said in heard[1].said]
+    for told in heard:
+        assert told.ids == heard[1].ids
+        assert [said.logprob for said in told.said] == pytest.approx(expected, abs=near, rel=0)
 
 
 @extra
@@ -362,8 +358,9 @@ def test_a_loaded_export_is_named_and_our_weights_are_let_go(
     ours = load([folders["fp32"]], rows=2, queue=4, weights=None)[0]
     assert [one.weights for one in found.values()] == ["onnx fp32", "onnx int4"]
     assert len({one.fingerprint for one in (ours, *found.values())}) == 3
+    assert found["fp32"].parameters == ours.parameters
     for one in found.values():
-        assert one.engine is not None and one.parameters == ours.parameters
+        assert one.engine is not None
         assert {parameter.device.type for parameter in one.engine.model.parameters()} == {"meta"}
 
 
@@ -380,15 +377,12 @@ def test_the_server_answers_by_it(
             "max_tokens": 12,
             "seed": 5,
             "ignore_eos": True,
-            "return_token_ids": True,
+            "echo": True,
+            "logprobs": 2,
         }
 
         def post() -> None:
-            found.append(
-                httpx.post(
-                    f"{running.url}/v1/completions", json=body | {"echo": True, "logprobs": 2}, timeout=60
-                ).json()
-            )
+            found.append(httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).json())
 
         threads = [threading.Thread(target=post) for _ in range(3)]
         for thread in threads:

@@ -7,7 +7,7 @@ row cannot be copied. Rows are fed one after another: many of them are no faster
 the runtime, so equal seeds say equal texts by equal rules, whatever engine runs.
 
 int4 rounds activations to 8 bits, and its kernel for one token alone sums in another order than that for many: a difference in the
-seventh digit then grows to some 0.05 of log-probability (docs/LOG.md). So with int4 a token is read together with the one before it,
+seventh digit then grows to some 0.05 of log-probability. So with int4 a token is read together with the one before it,
 which costs next to nothing, and a text is the same however its beginning was read, with drafts and without.
 
 Needs the package onnxruntime-genai (extra `onnx`). Telemetry is off. Not here: making the export (`export/onnx.py`).
