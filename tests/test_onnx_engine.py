@@ -31,7 +31,7 @@ from pipeline.serve.prefixes import Slot, take_row
 from pipeline.serve.rows import Lengths, RowDecoder
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import random_model, serving
-from tests.test_engine import WARM, Heard, Plan, alone, ask, finished, in_time, prompt
+from tests.test_engine import WARM, Plan, alone, ask, finished, in_time, prompt
 from tests.test_onnx import extra
 from tests.test_prefixes import busy
 
@@ -243,9 +243,8 @@ def test_logprobs_are_the_model_s_own_over_chunks_and_what_a_row_holds(
 ) -> None:
     monkeypatch.setattr("pipeline.serve.engine.CHUNK", 64)
     engine = Engine(tiny_model, rows=2, decoder=exports["fp32"].decoder)
-    first = prompt(1, 200)
+    first, texts = prompt(1, 200), []
     second = [*first[:150], *prompt(3, 20)]
-    texts = []
     for ids, cached in ((first, 0), (second, 150), (second, 169)):
         finished(engine, heard := ask(engine, ids, top=5)[0])
         assert heard.end is not None and heard.end.cached_tokens == cached
@@ -346,7 +345,7 @@ def test_a_dead_engine_serves_again_after_a_restart(
     assert in_time(ask(running, prompt(1, 30))[0]).reason == "error"
     running._thread.join()
     running.restart()
-    again: Heard = ask(running, prompt(1, 30))[0]
+    again = ask(running, prompt(1, 30))[0]
     assert in_time(again).cached_tokens == 0 and again.ids == alone(tiny_model, prompt(1, 30), WARM, 0)
 
 
