@@ -37,12 +37,16 @@ class Running:
         text = httpx.get(f"{self.url}/metrics").text
         return sum(float(n) for n in re.findall(r"^stagecoach:num_requests_running\{[^}]*\} (\S+)", text, re.MULTILINE))
 
-    def falls_idle(self) -> bool:
-        """Whether all rows are free within a second: a step takes a few milliseconds."""
-        deadline = time.monotonic() + 1
-        while self.running() and time.monotonic() < deadline:
+    def reaches(self, rows: int, seconds: float = 5) -> bool:
+        """Whether so many rows come to speak; a step takes milliseconds, and the machine may be busy."""
+        deadline = time.monotonic() + seconds
+        while self.running() != rows and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self.running() == 0
+        return self.running() == rows
+
+    def falls_idle(self) -> bool:
+        """Whether all rows are free soon."""
+        return self.reaches(0)
 
 
 def random_model(tokenizer: Tokenizer, *, context: int = 2048, seed: int = 0, layers: int = 2) -> Transformer:

@@ -102,7 +102,7 @@ def test_10_a_seeded_text_does_not_depend_on_seven_neighbours(server: Running, c
     ]
     for stream in neighbours:
         next(iter(stream))
-    assert server.running() == 7
+    assert server.reaches(7)
     assert chat(client, max_tokens=40).choices[0].message.content == alone
     for stream in neighbours:
         stream.close()
@@ -203,6 +203,6 @@ def test_21_a_prompt_that_was_read_before_is_counted_as_cached(client: openai.Op
 def test_22_closing_a_stream_frees_its_row(server: Running, client: openai.OpenAI) -> None:
     stream = chat(client, stream=True, max_tokens=1900, extra_body={"ignore_eos": True})
     next(iter(stream))
-    assert server.running() == 1
+    assert server.reaches(1)
     stream.close()
     assert server.falls_idle()

@@ -1,10 +1,11 @@
 """Serve models over HTTP: OpenAI's API, and a page to talk to them.
 
     python -m pipeline.serve models/rlhf [models/dpo models/reward ...] [--host 127.0.0.1] [--port 8000]
-        [--weights int8|native] [--rows 8] [--queue 32] [--api-key-file FILE] [--feedback FILE]
+        [--engine torch|onnx] [--weights int8|native] [--rows 8] [--queue 32] [--api-key-file FILE] [--feedback FILE]
         [--allow-host NAME ...] [--allow-origin ORIGIN ...]
 
 Without models: models/deploy, else rlhf, tools or code, and the reward model beside it. Port 0 takes a free one, which is printed.
+With --engine onnx, onnxruntime-genai runs what stage_deploy exported for it (models/deploy/onnx); a reward model beside it stays ours.
 Keys come from a file, one a line, or from STAGECOACH_API_KEYS; another address than this machine's own is refused without one.
 
 One worker process answers (granian, HTTP/1.1) and is started again when it dies. SIGTERM ends it: what is being said may end within
@@ -77,6 +78,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("models", type=Path, nargs="*", help="model directories (default: what make built)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one")
+    parser.add_argument("--engine", choices=("torch", "onnx"), default="torch", help="onnx: runs models/deploy/onnx")
     parser.add_argument("--weights", choices=("int8", "native"), help="default: int8 from 50 M parameters on a CPU")
     parser.add_argument("--rows", type=int, default=8, help="requests that are answered at a time")
     parser.add_argument("--queue", type=int, default=32, help="requests that wait; more get 429")
@@ -87,6 +89,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.rows < 1 or options.queue < 0:
         parser.error("expected --rows of at least 1 and --queue of at least 0")
+    if options.engine == "onnx" and options.weights:
+        parser.error("--weights is for --engine torch: an ONNX export has its own, set deploy.onnx to fp32 or int4")
     return options
 
 
@@ -98,8 +102,8 @@ def main() -> int:
         keys = Keys.load(arguments.api_key_file)
         check_address(arguments.host, keys)
         options = Options(
-            models=tuple(chosen(arguments.models)), weights=arguments.weights, rows=arguments.rows, queue=arguments.queue,
-            api_key_file=arguments.api_key_file, feedback=arguments.feedback,
+            models=tuple(chosen(arguments.models)), engine=arguments.engine, weights=arguments.weights,
+            rows=arguments.rows, queue=arguments.queue, api_key_file=arguments.api_key_file, feedback=arguments.feedback,
             hosts=(*arguments.allow_host, arguments.host), origins=tuple(arguments.allow_origin),
         )  # fmt: skip
         options.check()

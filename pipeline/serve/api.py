@@ -59,7 +59,11 @@ class Service:
         try:
             catalogue = Catalogue(
                 load(
-                    self.options.models, rows=self.options.rows, queue=self.options.queue, weights=self.options.weights
+                    self.options.models,
+                    rows=self.options.rows,
+                    queue=self.options.queue,
+                    weights=self.options.weights,
+                    onnx=self.options.engine == "onnx",
                 )
             )
         except StagecoachError as error:

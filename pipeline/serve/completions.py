@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.model.transformer import Transformer
 from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Ping, Usage, unheard
 from pipeline.serve.chats import event_line, known, room, sampling, seeds, spelled
@@ -19,7 +18,7 @@ from pipeline.serve.engine import Engine, Request, Said
 from pipeline.serve.faults import ApiFault
 from pipeline.serve.models import Served
 from pipeline.serve.protocol import CompletionBody
-from pipeline.serve.rows import RowDecoder
+from pipeline.serve.rows import Rows
 from pipeline.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -190,20 +189,21 @@ async def _echo(text: Text, index: int) -> tuple[Told, str]:
     ids = text.prompts[index // text.n]
     if text.body.logprobs is None:
         return told, text.served.tokenizer.decode(ids)
-    found = await asyncio.to_thread(prompt_logprobs, text.engine.model, ids, text.body.logprobs)
+    found = await asyncio.to_thread(prompt_logprobs, text.engine.decoder_of(1), ids, text.body.logprobs)
     for token, (logprob, top) in zip(ids, found, strict=True):
         told.add(token, logprob, top)
     return told, text.served.tokenizer.decode(ids)
 
 
-def prompt_logprobs(
-    model: Transformer, ids: list[int], top: int
-) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
-    """Of each token of a prompt its log-probability and the most likely ones; nothing of the first: nothing stands before it."""
+def prompt_logprobs(reader: Rows, ids: list[int], top: int) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
+    """Of each token of a prompt its log-probability and the most likely ones; nothing of the first: nothing stands before it.
+
+    `reader` is a row of its own, beside the engine's.
+    """
     found: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [(None, ())]
     if len(ids) == 1:
         return found
-    logprobs = RowDecoder(model, 1).advance([0], [ids], [len(ids)]).float().log_softmax(-1)  # (T, V)
+    logprobs = reader.advance([0], [ids], [len(ids)]).float().log_softmax(-1)  # (T, V)
     for place, token in enumerate(ids[1:]):
         best = logprobs[place].topk(top)
         pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))

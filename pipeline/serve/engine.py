@@ -17,7 +17,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -31,7 +33,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.serve.drafts import Drafter
 from pipeline.serve.prefixes import Slot, check_memory, take_row
 from pipeline.serve.request import Constraint, Ended, EngineStopped, Event, QueueFull, Request, Said, Stats, Ticket
-from pipeline.serve.rows import RowDecoder
+from pipeline.serve.rows import RowDecoder, Rows
 
 __all__ = ["Constraint", "Ended", "Engine", "EngineStopped", "Event", "QueueFull", "Request", "Said", "Stats", "Ticket"]
 
@@ -55,11 +57,17 @@ class _Speaker:
 class Engine:
     """See the module. `with` runs the thread; without it nothing happens but by `step`."""
 
-    def __init__(self, model: Transformer, *, rows: int = 8, queue: int = 32, drafts: bool = True) -> None:
-        """Raises ValueError for a bidirectional model, InputError where the rows may take too much memory."""
+    def __init__(
+        self, model: Transformer, *, rows: int = 8, queue: int = 32, drafts: bool = True, decoder: Callable[[int], Rows] | None = None
+    ) -> None:  # fmt: skip
+        """`decoder` makes a decoder of so many rows; None: our own, of `model`, whose weights no other one needs.
+
+        Raises ValueError for a bidirectional model, InputError where the rows may take too much memory.
+        """
         if rows < 1 or queue < 0:
             raise ValueError(f"expected rows >= 1 and queue >= 0, got {rows} and {queue}")
         self.model, self.rows, self.queue, self.drafts = model.train(False), rows, queue, drafts
+        self.decoder_of = decoder or partial(RowDecoder, self.model)
         table = model.model.embed_tokens.weight
         check_memory(model.config, rows, table.dtype, table.device)
         self._changed = threading.Condition()
@@ -69,7 +77,7 @@ class Engine:
 
     def _make(self) -> None:
         """Empty rows, an empty queue, a thread that has not begun."""
-        self.decoder = RowDecoder(self.model, self.rows)
+        self.decoder = self.decoder_of(self.rows)
         self.slots = [Slot() for _ in range(self.rows)]
         self.waiting: deque[Ticket] = deque()
         self.alive, self._stopping = True, False

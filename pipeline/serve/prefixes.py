@@ -1,7 +1,7 @@
 """Rows that remember: which row of the cache already holds the beginning of a prompt, and how much memory rows may take.
 
 A row that ended keeps its keys and values until another request takes it. A request takes the free row that begins as its prompt
-does; where a busy one has more of it, that beginning is copied; else it takes the row that has been idle longest. Only rows of the
+does; where a busy one has more of it, that beginning is copied, if our own cache holds it; else it takes the row that has been idle longest. Only rows of the
 same owner are looked at: how fast an answer comes must not tell one user what another asked.
 """
 
@@ -20,6 +20,7 @@ from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.serve.drafts import Drafter
 from pipeline.serve.request import Ticket
+from pipeline.serve.rows import Lengths
 
 SHARED = 16  # a common beginning shorter than this is read again: finding it costs more
 FREE_SHARE = 0.25  # of the free memory, what keys and values may take
@@ -47,7 +48,7 @@ class Slot:
         return len(self.numbers) - self.said
 
 
-def take_row(slots: Sequence[Slot], cache: KVCache, ids: list[int], owner: str) -> tuple[int, int]:
+def take_row(slots: Sequence[Slot], cache: KVCache | Lengths, ids: list[int], owner: str) -> tuple[int, int]:
     """(row, cached): the free row in which a prompt is to go on, whose first `cached` positions are those of the prompt."""
     free = [row for row, slot in enumerate(slots) if slot.ticket is None]
     common = {row: _common(slot.held, ids) for row, slot in enumerate(slots) if slot.owner == owner}
@@ -55,7 +56,7 @@ def take_row(slots: Sequence[Slot], cache: KVCache, ids: list[int], owner: str) 
     best = max(free, key=lambda row: (common.get(row, 0), -slots[row].used))
     cached = common.get(best, 0)
     donor = max(common, key=lambda row: common[row], default=best)
-    if common.get(donor, 0) > cached:  # a busy row has more
+    if isinstance(cache, KVCache) and common.get(donor, 0) > cached:  # a busy row has more
         cached, best = common[donor], min(free, key=lambda row: slots[row].used)
         for tensors, along in ((cache.keys, 2), (cache.values, 1)):
             for tensor in tensors:

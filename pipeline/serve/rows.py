@@ -1,4 +1,4 @@
-"""The server's decoder: `generation/sampling.py`'s, with an attention for few rows of a cache that holds many.
+"""What the engine decodes with: rows that hold texts. Ours is `generation/sampling.py`'s, with an attention for few rows of many.
 
     RowDecoder(model, rows).advance(rows, tokens, wanted) -> logits after the last `wanted[i]` of the tokens that row i gets
 
@@ -9,7 +9,9 @@ Shapes as in `model/cache.py`: keys (R, K, h, S), values (R, K, S, h); n new tok
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +21,30 @@ from pipeline.model.cache import KVCache, cross
 
 NARROW = 16  # new tokens of a row up to which plain products beat the fused kernel, which wants its keys copied
 TOGETHER = 4  # from so many rows of one token each on they are asked in one product
+
+
+@dataclass
+class Lengths:
+    """Rows whose keys and values another program keeps: how many positions each holds. They can be cut, not copied."""
+
+    own: list[int]
+
+
+class Rows(Protocol):
+    """What the engine asks of a decoder. Other programs' stand in files of their own (`onnx_engine.py`)."""
+
+    @property
+    def cache(self) -> KVCache | Lengths:
+        """Whose `own` says how much of each row counts; what lies behind is overwritten."""
+        ...
+
+    def advance(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tensor:
+        """As `RowDecoder.advance`."""
+        ...
+
+    def rewind(self, row: int, length: int) -> None:
+        """As `RowDecoder.rewind`."""
+        ...
 
 
 class RowDecoder(Decoder):

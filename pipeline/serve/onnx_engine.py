@@ -1,0 +1,148 @@
+"""The engine on onnxruntime-genai: its rows are generators of an ONNX export; queue, sampling, constraints and drafts stay ours.
+
+    models/deploy/onnx -> Export -> Engine(model, decoder=export.decoder)
+
+A row is a generator of its own, rewound to where the next text begins to differ, so a prompt goes on from what its row holds; a busy
+row cannot be copied. Rows are fed one after another: many of them are no faster together than in turns. Only logits are taken from
+the runtime, so equal seeds say equal texts by equal rules, whatever engine runs.
+
+int4 rounds activations to 8 bits, and its kernel for one token alone sums in another order than that for many: a difference in the
+seventh digit then grows to some 0.05 of log-probability. So with int4 a token is read together with the one before it,
+which costs next to nothing, and a text is the same however its beginning was read, with drafts and without.
+
+Needs the package onnxruntime-genai (extra `onnx`). Telemetry is off. Not here: making the export (`export/onnx.py`).
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import ConfigError, ModelError
+from pipeline.model.config import ModelConfig
+from pipeline.serve.rows import Lengths
+from pipeline.work import sha256
+
+PACKAGE = "onnxruntime_genai"
+QUANTIZED = b"MatMulNBits"  # the operator of int4 products: a graph without it is fp32
+FEWEST = {"fp32": 1, "int4": 2}  # tokens that are read together, see above
+FILES = ("genai_config.json", "model.onnx", "model.onnx.data")
+HARMLESS = {"log_id", "provider_options"}  # of the session's options; others name libraries to load, or files to write
+
+
+class Export:
+    """An export that onnxruntime-genai has loaded. `kind` is fp32 or int4, `fingerprint` a hash of its files."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        """`config` is that of the model which was exported.
+
+        Raises ConfigError without the package or the export, ModelError for one of another model, or one that would load code.
+        """
+        if importlib.util.find_spec(PACKAGE) is None:
+            raise ConfigError("--engine onnx: expected the package onnxruntime-genai; pip install 'stagecoach[onnx]'")
+        if missing := [name for name in FILES if not (folder / name).is_file()]:
+            raise ConfigError(
+                f"--engine onnx: expected an export in {folder}, {missing[0]} is missing; set deploy.onnx to fp32 or int4 and run "
+                "dvc repro stage_deploy, then serve models/deploy"
+            )
+        check(folder, config)
+        self.context, self.vocabulary = config.max_context, config.vocab_size
+        self.kind = "int4" if QUANTIZED in (folder / "model.onnx").read_bytes() else "fp32"
+        self.fingerprint = hashlib.sha256("".join(sha256(folder / name) for name in FILES).encode()).hexdigest()
+        self.library: Any = importlib.import_module(PACKAGE)
+        self.library.disable_telemetry_events()
+        loaded = self.library.Config(str(folder))
+        session = {"intra_op_num_threads": torch.get_num_threads()}
+        loaded.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
+        self.model = self.library.Model(loaded)
+
+    def decoder(self, rows: int) -> "OnnxDecoder":
+        """As many empty rows."""
+        return OnnxDecoder(self, rows)
+
+    def generator(self) -> Any:
+        """An empty row: a generator with room for the whole context. Its own search and sampling are not used."""
+        options = self.library.GeneratorParams(self.model)
+        options.set_search_options(do_sample=False, max_length=self.context)
+        return self.library.Generator(self.model, options)
+
+
+class OnnxDecoder:
+    """Rows of an export, as `rows.Rows` asks for. What a generator holds behind `cache.own` is rewound when the row is next fed."""
+
+    def __init__(self, export: Export, rows: int) -> None:
+        self.export, self.cache = export, Lengths([0] * rows)
+        self.generators: list[Any] = [None] * rows  # made when first fed: each takes the memory of a whole context
+
+    def advance(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tensor:
+        """As `RowDecoder.advance`: logits (sum of wanted, V), in float32."""
+        own = self.cache.own
+        totals = [own[row] + len(piece) for row, piece in zip(rows, tokens, strict=True)]
+        if max(totals) > self.export.context:
+            raise ValueError(
+                f"a row of {max(totals)} tokens is longer than the model's context of {self.export.context}"
+            )
+        logits = []
+        for row, piece, total, want in zip(rows, tokens, totals, wanted, strict=True):
+            logits.append(self._feed(row, list(piece), want))
+            own[row] = total
+        return torch.cat(logits)
+
+    def rewind(self, row: int, length: int) -> None:
+        """As `RowDecoder.rewind`."""
+        assert length <= self.cache.own[row], "a row cannot be rewound to what it does not hold"
+        self.cache.own[row] = length
+
+    def _feed(self, row: int, piece: list[int], want: int) -> Tensor:
+        """Append a piece to a row: logits (want, V) after its last tokens."""
+        if self.generators[row] is None:
+            self.generators[row] = self.export.generator()
+        generator, past = self.generators[row], self.cache.own[row]
+        if past and len(piece) < FEWEST[self.export.kind]:
+            past -= 1
+            piece = [int(generator.get_sequence(0)[past]), *piece]
+        if generator.token_count() != past:
+            generator.rewind_to(past)
+        generator.append_tokens(np.array(piece, dtype=np.int32))
+        if want == 0:
+            return torch.empty(0, self.export.vocabulary)
+        logits = generator.get_logits() if want == 1 else generator.get_output("logits")  # (1, 1 or len(piece), V)
+        return torch.from_numpy(logits)[0, -want:]
+
+
+def check(folder: Path, config: ModelConfig) -> None:
+    """Raise ModelError where genai_config.json is of another model, or names more than the graph beside it and the CPU."""
+    path = folder / FILES[0]
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        decoder = model["decoder"]
+        sizes = (model["vocab_size"], model["context_length"], decoder["num_hidden_layers"])
+        parts = [name for name, value in model.items() if isinstance(value, dict) and name != "decoder"]
+        options = dict(decoder["session_options"])
+        file = decoder["filename"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{path}: expected what stage_deploy writes ({error!r:.200}); export the model again"
+        ) from error
+    if sizes != (expected := (config.vocab_size, config.max_context, config.layers)):
+        raise ModelError(
+            f"{path}: expected vocabulary, context and layers {expected} as {folder.parent / 'config.json'} says, found {sizes}; "
+            "export the model again"
+        )
+    odd = [
+        *parts,
+        *sorted(options.keys() - HARMLESS),
+        *(["provider_options"] if options.get("provider_options") else []),
+    ]
+    odd += [] if file == FILES[1] else ["filename"]
+    if odd:
+        raise ModelError(
+            f"{path}: {odd[0]} may name code to load; expected what stage_deploy writes; export the model again"
+        )
