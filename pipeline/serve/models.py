@@ -23,11 +23,8 @@ from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.serve.engine import Engine
 from pipeline.serve.faults import ApiFault
-<<<<<<< HEAD
-from pipeline.serve.options import Weights
-=======
 from pipeline.serve.onnx_engine import Export
->>>>>>> w-onnx
+from pipeline.serve.options import Weights
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -46,11 +43,7 @@ class Served:
     context: int
     rows: int  # of the embedding: ids that the model knows
     fingerprint: str  # of the weights
-<<<<<<< HEAD
-    weights: Weights
-=======
     weights: str  # native, int8, onnx fp32, onnx int4
->>>>>>> w-onnx
     engine: Engine | None = None  # of a causal model
     judge: RewardModel | None = None  # of a reward model
     _grammars: Grammars | None = None
@@ -84,13 +77,10 @@ class Served:
             return float(self.judge(torch.tensor([ids]))[0, -1])
 
 
-<<<<<<< HEAD
-def load(folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None) -> list[Served]:
-    """Load model directories; engines are made, not started. `weights`: int8, native, or None for what pays.
-=======
-def load(folders: Sequence[Path], *, rows: int, queue: int, weights: str | None, onnx: bool = False) -> list[Served]:
-    """Load model directories; engines are made, not started. `weights`: int8, native, or None for what pays; `onnx`: the export is run.
->>>>>>> w-onnx
+def load(
+    folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None, onnx: bool = False
+) -> list[Served]:
+    """Load model directories; engines are made, not started. `weights`: None for what pays; `onnx`: the export is run.
 
     Raises ConfigError for two of one name or no export, ModelError, InputError for more rows than the memory holds.
     """
@@ -100,11 +90,7 @@ def load(folders: Sequence[Path], *, rows: int, queue: int, weights: str | None,
     return [_load(folder, name, rows, queue, weights, onnx) for folder, name in zip(folders, names, strict=True)]
 
 
-<<<<<<< HEAD
-def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | None) -> Served:
-=======
-def _load(folder: Path, name: str, rows: int, queue: int, weights: str | None, onnx: bool) -> Served:
->>>>>>> w-onnx
+def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | None, onnx: bool) -> Served:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: expected a model directory with config.json; build one with dvc repro")
     huggingface.check(folder)
@@ -119,24 +105,17 @@ def _load(folder: Path, name: str, rows: int, queue: int, weights: str | None, o
     model.train(False).requires_grad_(False)
     if model.config.attention != "causal":
         raise ModelError(f"{folder}: expected a causal model or a reward model; this one reads both ways")
-<<<<<<< HEAD
-    form = weights or ("int8" if quantize.pays(model) else "native")
-    fused = quantize.for_serving(model, form)
-    return Served(name, "causal", stage, tokenizer, model.num_parameters(), model.config.max_context, model.config.vocab_size,
-                  _fingerprint(model), form, engine=Engine(fused, rows=rows, queue=queue))  # fmt: skip
-=======
     if onnx:
         export = Export(folder / "onnx", model.config)
         held, fingerprint = f"onnx {export.kind}", f"fp_{export.fingerprint[:12]}"
         shape = model.to("meta", torch.float32)  # keys and values are float32 there; our own weights are let go
         engine = Engine(shape, rows=rows, queue=queue, decoder=export.decoder)
     else:
-        narrow = weights == "int8" or (weights is None and quantize.pays(model))
-        held, fingerprint = "int8" if narrow else "native", _fingerprint(model)
-        engine = Engine(quantize.quantize(model) if narrow else Fused(model), rows=rows, queue=queue)
+        form: Weights = weights or ("int8" if quantize.pays(model) else "native")
+        held, fingerprint = form, _fingerprint(model)
+        engine = Engine(quantize.for_serving(model, form), rows=rows, queue=queue)
     return Served(name, "causal", stage, tokenizer, model.num_parameters(), model.config.max_context, model.config.vocab_size,
                   fingerprint, held, engine=engine)  # fmt: skip
->>>>>>> w-onnx
 
 
 def _fingerprint(model: Transformer | RewardModel) -> str:

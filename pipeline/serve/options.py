@@ -14,12 +14,8 @@ class Options:
     """What is served, and to whom."""
 
     models: tuple[Path, ...]
-<<<<<<< HEAD
-    weights: Weights | None = None  # None: by size
-=======
-    engine: str = "torch"  # torch, onnx
-    weights: str | None = None  # int8, native; None: by size; of the engine torch alone
->>>>>>> w-onnx
+    engine: Literal["torch", "onnx"] = "torch"
+    weights: Weights | None = None  # None: by size; of the engine torch alone
     rows: int = 8
     queue: int = 32
     api_key_file: Path | None = None
