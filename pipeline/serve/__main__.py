@@ -36,6 +36,7 @@ from pipeline.serve.options import Options
 SPINE = ("deploy", "rlhf", "tools", "code")
 DRAIN_SECONDS = 20
 HEADER_BYTES, HEADER_MILLISECONDS = 16_384, 10_000
+SWITCH_SECONDS = 0.001  # how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
 
 
 def chosen(models: list[Path], root: Path = Path("models")) -> list[Path]:
@@ -140,6 +141,7 @@ def load(options: Options) -> ASGIApp:
     from pipeline.serve.api import make
 
     die_with_parent(os.getppid())
+    sys.setswitchinterval(SWITCH_SECONDS)
     return make(options)
 
 

@@ -162,7 +162,7 @@ async def stream(talk: Talk, answers: Answers) -> AsyncIterator[bytes]:
         elif isinstance(event, Finished):
             ended = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": reason(talk, answers, event)}
             yield event_line(frame | {"choices": [ended]})
-        else:
+        elif event[1].content or event[1].call or talk.body.logprobs or talk.body.return_token_ids:
             index, delta = event
             new = {"index": index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
             yield event_line(frame | {"choices": [new | extras(talk, delta.tokens)]})

@@ -253,8 +253,7 @@ class Engine:
         request, wanted = self._request(one.row), one.logits
         if request.bias:
             wanted = wanted.clone()
-            for token, change in request.bias.items():
-                wanted[:, token] += change
+            wanted[:, list(request.bias)] += wanted.new_tensor(list(request.bias.values()))
         if request.constraint is None:
             return wanted
         try:
