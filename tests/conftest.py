@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:  # torch takes seconds to import; the tests that need it import it themselves
     from collections.abc import Iterator
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # torch takes seconds to import; the tests that need it impor
     from tests.server import Running
     from tests.workspace import Workspace
 
+settings.register_profile("same", derandomize=True)  # the same cases each time: a red run is one that can be repeated
+settings.load_profile("same")
 os.environ.setdefault("STAGECOACH_MLFLOW", "off")  # tests of MLflow switch it on; the rest need not wait for it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -206,6 +206,15 @@ def test_branches_that_only_closing_keeps_apart_are_refused(byte_tokenizer: Toke
     assert state.try_consume_tokens(ids) == len(ids)
 
 
+@pytest.mark.parametrize("literal", [{"const": {"k": [1]}}, {"enum": [3, {"k": [1]}]}], ids=["const", "enum"])
+def test_names_of_a_literal_object_beside_properties_may_stand(
+    byte_tokenizer: Tokenizer, literal: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "anyOf": [literal]}
+    grammar = Grammars(byte_tokenizer, ROWS).json_schema(schema)
+    assert json.loads(byte_tokenizer.decode(answer(grammar, 40, 0).ids)) == {"k": [1]}
+
+
 LEAVES = st.sampled_from(
     [
         {"type": "string"}, {"type": "integer"}, {"type": "number", "minimum": 0, "maximum": 9}, {"type": "boolean"}, {"type": "null"},

@@ -180,6 +180,8 @@ class _Closing:
         if not isinstance(node, dict):
             return {}
         found = dict.fromkeys([*node.get("properties", {}), *node.get("required", ())])
+        for literal in (node.get("const"), *node.get("enum", ())):
+            found |= dict.fromkeys(literal if isinstance(literal, dict) else ())
         parts = [part for key in ("allOf", "anyOf", "oneOf") for part in node.get(key, ())]
         if (pointer := node.get("$ref")) is not None and pointer not in seen:
             seen.add(pointer)

@@ -36,7 +36,9 @@ from pipeline.serve.options import Options
 SPINE = ("deploy", "rlhf", "tools", "code")
 DRAIN_SECONDS = 20
 HEADER_BYTES, HEADER_MILLISECONDS = 16_384, 10_000
-SWITCH_SECONDS = 0.001  # how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
+SWITCH_SECONDS = (
+    0.001  # how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
+)
 
 
 def chosen(models: list[Path], root: Path = Path("models")) -> list[Path]:
