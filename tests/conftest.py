@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -103,3 +103,21 @@ def client(server: Running) -> openai.OpenAI:
     import openai
 
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Headless Chromium; tests are skipped where there is none."""
+    from tests.browser import browsing
+
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Any, server: Running) -> Iterator[Any]:
+    """The page of the server, also of a module's own, in a fresh profile."""
+    from tests.browser import opened
+
+    with opened(browser, server.url) as found:
+        yield found

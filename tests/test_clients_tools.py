@@ -254,10 +254,11 @@ def test_41_echo_scores_a_prompt(client: openai.OpenAI, byte_tokenizer: Tokenize
     for token in choice.logprobs.tokens[:-1]:
         offsets.append(offsets[-1] + len(token))
     assert choice.logprobs.text_offset == offsets
-    said = complete(client, temperature=0, logprobs=0, max_tokens=4).choices[0]
-    whole = complete(client, prompt="The pilot asked" + said.text, echo=True, logprobs=0, max_tokens=0).choices[0]
-    if byte_tokenizer.encode("The pilot asked" + said.text)[:-4] == byte_tokenizer.encode("The pilot asked"):
-        assert whole.logprobs.token_logprobs[-4:] == pytest.approx(said.logprobs.token_logprobs, abs=1e-4)
+    extensions = {"return_token_ids": True, "ignore_eos": True}
+    said = complete(client, temperature=0, logprobs=0, max_tokens=4, extra_body=extensions).choices[0]
+    ids = byte_tokenizer.encode("The pilot asked") + said.model_extra["token_ids"]
+    whole = complete(client, prompt=ids, echo=True, logprobs=0, max_tokens=0).choices[0]
+    assert whole.logprobs.token_logprobs[-4:] == pytest.approx(said.logprobs.token_logprobs, abs=1e-4)
 
 
 def test_42_a_completion_streams(client: openai.OpenAI) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import checkpoint
 from pipeline.text.tokenizer import Tokenizer
-from tests.browser import SETTINGS, answered, browsing, download, idle, opened, say, until
+from tests.browser import SETTINGS, answered, download, idle, opened, say, until
 from tests.server import Running, random_model, save_models, serving
 
 pytestmark = pytest.mark.browser
@@ -31,18 +31,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
     models = [*save_models(folder, byte_tokenizer), folder / "endless"]
     with serving(models, "--feedback", str(folder / "feedback.jsonl"), log=folder / "log") as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with browsing() as found:
-        yield found
-
-
-@pytest.fixture
-def page(browser: Any, server: Running) -> Iterator[Any]:
-    with opened(browser, server.url) as found:
-        yield found
 
 
 def answer_of(server: Running, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

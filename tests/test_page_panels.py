@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
-from tests.browser import browsing, chunk, opened, recorded, say, until
+from tests.browser import chunk, opened, recorded, say, until
 from tests.server import Running, save_models, serving
 
 pytestmark = pytest.mark.browser
@@ -25,18 +25,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
         save_models(folder, byte_tokenizer), "--feedback", str(folder / "feedback.jsonl"), log=folder / "log"
     ) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with browsing() as found:
-        yield found
-
-
-@pytest.fixture
-def page(browser: Any, server: Running) -> Iterator[Any]:
-    with opened(browser, server.url) as found:
-        yield found
 
 
 def asked(server: Running, route: str, **body: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.text.tokenizer import Tokenizer
 from tests.accessibility import FINDINGS
-from tests.browser import answered, browsing, chunk, opened, recorded, say, until
+from tests.browser import answered, chunk, opened, recorded, say, until
 from tests.server import Running, save_models, serving
 from tests.xss import CORPUS
 
@@ -26,18 +26,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
         save_models(folder, byte_tokenizer)[:2], log=folder / "log"
     ) as running:  # no judge: these texts are too long for it
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with browsing() as found:
-        yield found
-
-
-@pytest.fixture
-def page(browser: Any, server: Running) -> Iterator[Any]:
-    with opened(browser, server.url) as found:
-        yield found
 
 
 def inert(page: Any, place: str) -> None:

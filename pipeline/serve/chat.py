@@ -23,7 +23,7 @@ from pipeline import checkpoint, device
 from pipeline.errors import InputError, StagecoachError
 from pipeline.export import huggingface
 from pipeline.export.fused import Fused
-from pipeline.generation.constrain import Grammars
+from pipeline.generation.constrain import Grammars, reply
 from pipeline.generation.sampling import Completion, Sampling
 from pipeline.model.transformer import Transformer
 from pipeline.serve.engine import Constraint, Ended, Engine, Event, Request, Said
@@ -78,16 +78,16 @@ class Conversation:
         constraint = self.grammar.constraint(limit.max_new_tokens) if self.grammar is not None else None
         done = speak(self.engine, prompt, limit, stop=stop, seed=seed, constraint=constraint, on_token=stream.token)
         stream.close()
-        reply = chat.parse(self.tokenizer.decode(done.ids))
-        said: dict[str, Any] = {"role": "assistant", "content": reply.content}
-        if reply.tool_calls:
+        answer = reply(self.tokenizer, done.ids)
+        said: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.tool_calls:
             said["tool_calls"] = [
                 {"id": f"call_{n}", "type": "function",
                  "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}}
-                for n, call in enumerate(reply.tool_calls)
+                for n, call in enumerate(answer.tool_calls)
             ]  # fmt: skip
-        if reply.error:
-            screen.write(printable(f" [{reply.error}]"))
+        if answer.error:
+            screen.write(printable(f" [{answer.error}]"))
         if done.stop == "length":
             screen.write(" [cut: token limit]")
         self.messages += [message, said]

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -89,15 +88,3 @@ class EventStream(Response):
             )
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
         return status, code
-
-
-class Clock:
-    """Seconds since a request came in."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Until now."""
-        return time.monotonic() - self.began
