@@ -266,33 +266,6 @@ def test_a_client_that_vanishes_frees_its_row_also_without_a_stream(server: Runn
     assert server.falls_idle()
 
 
-def ended(server: Running, reason: str) -> float:
-    """Answers of `nano` that ended so."""
-    text = httpx.get(f"{server.url}/metrics").text
-    found = re.search(rf'request_success_total\{{finished_reason="{reason}",model_name="nano"\}} (\S+)', text)
-    return float(found[1]) if found else 0.0
-
-
-def test_a_client_that_does_not_read_is_dropped(server: Running) -> None:
-    before = ended(server, "cancelled")
-    body = json.dumps(LONG | {"logprobs": True, "top_logprobs": 20, "n": 8}).encode()
-    request = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % len(body)
-    )
-    with closing(socket.socket()) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(head(server.url))
-        connection.sendall(request + body)
-        deadline = time.monotonic() + 60
-        while not server.running() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        while server.running() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert server.running() == 0
-    assert ended(server, "cancelled") - before > 0, "its answers did not come to their ends"
-
-
 # -- extensions --------------------------------------------------------------------------------------------------------
 
 

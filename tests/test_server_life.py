@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,9 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from pipeline import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK
-from tests.server import ROOT, save_models, serving
+from tests.server import ROOT, random_model, save_models, serving
 
 pytestmark = pytest.mark.slow  # a server of its own
 
@@ -140,3 +142,24 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path, byte_tokenizer
             except httpx.TransportError:
                 time.sleep(0.1)
         assert again is not None and again.json()["choices"] == first
+
+
+def test_a_client_that_does_not_read_is_dropped(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    """Its answers would be 128,000 tokens and about 200 MB of events; the kernel's buffers take about three."""
+    checkpoint.save(tmp_path / "endless", random_model(byte_tokenizer, context=16_384, layers=4), byte_tokenizer, {})
+    asked = {"model": "endless", "messages": ASK, "max_tokens": 16_000, "n": 8, "stream": True, "ignore_eos": True}
+    body = json.dumps(asked | {"logprobs": True, "top_logprobs": 20}).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+    )
+    with serving([tmp_path / "endless"], log=tmp_path / "log") as server, closing(socket.socket()) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        address, port = server.url.removeprefix("http://").split(":")
+        connection.connect((address, int(port)))
+        connection.sendall(request + body)
+        assert server.reaches(8, 30)
+        assert server.reaches(0, 120)
+        text = httpx.get(f"{server.url}/metrics").text
+        said = re.search(r'generation_tokens_total\{model_name="endless"\} (\S+)', text)
+        assert said and float(said[1]) < 8 * 16_000, "it was told to the end, into a buffer without an end"

@@ -1,4 +1,7 @@
-"""How an answer leaves: whole as JSON, or as an event stream; in both cases a client that goes away ends the work at once."""
+"""How an answer leaves: whole as JSON, or as an event stream; in both cases a client that goes away ends the work at once.
+
+One that stays and reads nothing has its answers cancelled (`asking.py`) and is not waited for: its stream ends after SEND_SECONDS.
+"""
 
 import asyncio
 import logging
@@ -19,6 +22,8 @@ STREAM_HEADERS = {
     "x-accel-buffering": "no",  # a proxy must not collect the events
 }
 DONE = b"data: [DONE]\n\n"
+SEND_SECONDS = 60.0  # how long one event may wait for a connection whose buffers (about 3 MB) are full
+GONE = 499  # nginx's number for a client that has gone; it is written to the log alone
 
 
 async def whole(
@@ -57,7 +62,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         speak, gone = asyncio.ensure_future(self._speak(scope, send)), asyncio.ensure_future(_gone(receive))
-        status, code = 499, None  # nginx's number for a client that has gone; it is written to the log alone
+        status, code = GONE, None
         try:
             await asyncio.wait({speak, gone}, return_when=asyncio.FIRST_COMPLETED)
             if speak.done():
@@ -70,21 +75,39 @@ class EventStream(Response):
 
     async def _speak(self, scope: Scope, send: Send) -> tuple[int, str | None]:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            status, code = await self._tell(scope, send)
+            await _pass(send, DONE, more=False)
+            return status, code
+        except _Unread:
+            return GONE, "unread"
+
+    async def _tell(self, scope: Scope, send: Send) -> tuple[int, str | None]:
+        """All events but the last. A fault comes too late for a status and is an event."""
         status, code = 200, None
         try:
             async for piece in self.tell(self.answers):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except ApiFault as fault:  # too late for a status
-            status, code = fault.status, fault.code
-            await send(
-                {"type": "http.response.body", "body": b"data: " + dumps(fault.body) + b"\n\n", "more_body": True}
-            )
+                await _pass(send, piece)
+            return status, code
+        except ApiFault as error:
+            fault, status, code = error, error.status, error.code
+        except _Unread:
+            raise
         except Exception:
-            status = 500
             LOG.exception("%s failed in its stream", scope["identity"])
-            fault = internal(scope["identity"])
-            await send(
-                {"type": "http.response.body", "body": b"data: " + dumps(fault.body) + b"\n\n", "more_body": True}
-            )
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            fault, status = internal(scope["identity"]), 500
+        await _pass(send, b"data: " + dumps(fault.body) + b"\n\n")
         return status, code
+
+
+class _Unread(Exception):
+    """An event found no room."""
+
+
+async def _pass(send: Send, body: bytes, *, more: bool = True) -> None:
+    """Raises _Unread where the connection takes nothing for SEND_SECONDS."""
+    try:
+        async with asyncio.timeout(SEND_SECONDS):
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+    except TimeoutError:
+        raise _Unread from None
