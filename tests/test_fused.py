@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.export.fused import Fused
+from pipeline.export.fused import FEW, MANY, Fused, joined
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig, attach
-from pipeline.model.transformer import Transformer
+from pipeline.model.transformer import Linear, Transformer
 from pipeline.serve.rows import NARROW, TOGETHER, RowDecoder
 
 BASE = ModelConfig(
@@ -63,6 +63,22 @@ def test_the_model_that_is_fused_stays_as_it_is_and_shares_its_largest_weights()
     assert fused.head.weight is model.model.embed_tokens.weight
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("rows", [1, FEW - 1, FEW, 9, MANY, MANY + 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_from_the_left_is_the_linear_layer(rows: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    layer = Linear(24, 40, bias)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(generator=generator)
+    x = torch.randn(rows, 24, generator=generator)
+    with torch.no_grad():
+        found = joined(layer)(x)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(joined(layer)(x[None])[0], layer(x), atol=0, rtol=0)
 
 
 def test_adapters_are_refused() -> None:
