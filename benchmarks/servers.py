@@ -161,6 +161,24 @@ async def ask(server: Server, prompt: str, tokens: int) -> Heard:
     )
 
 
+def knock(port: int, payload: bytes, times: int) -> list[Heard]:
+    """The heads of answers to a request that is made so many times, one after another. For a process that does nothing else."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload
+    heard = []
+    for _ in range(times):
+        began, answer = time.perf_counter(), b""
+        with socket.create_connection((HOST, port)) as connection:
+            connection.sendall(request)
+            while b"\r\n\r\n" not in answer and (more := connection.recv(65536)):
+                answer += more
+        ended = time.perf_counter()
+        status, *lines = answer.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        heard.append(Heard(int(status.split()[1]), began, ended, retry_after=headers.get("retry-after")))
+    return heard
+
+
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     """Status and headers, their names in small letters."""
     status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")

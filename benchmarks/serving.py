@@ -32,7 +32,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ from benchmarks.servers import (
     Server,
     Texts,
     ask,
+    knock,
     make_models,
     started,
     together,
@@ -213,14 +216,19 @@ def many_requests(tiny: Server, texts: Texts) -> Goal:
 
 
 def full_queue(server: Server, texts: Texts) -> list[Goal]:
-    """How a request is refused while all rows speak and the queue is full; its time from connecting to the answer's head."""
-    prompts = [texts.take(16) for _ in range(ROWS + QUEUE)]
+    """How a request is refused while all rows speak and the queue is full; its time from connecting to the answer's head.
 
-    async def refused() -> list[Heard]:
+    Who is refused is a process of its own: beside the readers of the streams it would measure their turns too.
+    """
+    prompts = [texts.take(16) for _ in range(ROWS + QUEUE)]
+    payload = json.dumps(server.body(prompts[0], 1)).encode()
+
+    async def refused(apart: ProcessPoolExecutor) -> list[Heard]:
         streams = [asyncio.create_task(ask(server, prompt, 1500)) for prompt in prompts]
-        while await asyncio.to_thread(server.gauge, "num_requests_waiting") < QUEUE:
-            pass
-        heard = [await ask(server, prompts[0], 1) for _ in range(REFUSALS)]
+        for name, full in (("num_requests_running", ROWS), ("num_requests_waiting", QUEUE)):  # both: a row begins late
+            while await asyncio.to_thread(server.gauge, name) < full:
+                pass
+        heard = await asyncio.get_running_loop().run_in_executor(apart, knock, server.port, payload, REFUSALS)
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
@@ -228,8 +236,9 @@ def full_queue(server: Server, texts: Texts) -> list[Goal]:
             pass
         return heard
 
-    with server.awake():
-        heard = asyncio.run(refused())
+    with server.awake(), ProcessPoolExecutor(1, get_context("spawn")) as apart:
+        apart.submit(knock, server.port, payload, 0).result()  # it has started
+        heard = asyncio.run(refused(apart))
     times = [1000 * (one.ended - one.began) for one in heard]
     wrong = sum(one.status != 429 or one.retry_after is None for one in heard)
     return [

@@ -37,7 +37,7 @@ SPINE = ("deploy", "rlhf", "tools", "code")
 DRAIN_SECONDS = 20
 HEADER_BYTES, HEADER_MILLISECONDS = 16_384, 10_000
 SWITCH_SECONDS = (
-    0.001  # how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
+    0.0005  # how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
 )
 
 

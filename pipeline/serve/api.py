@@ -131,7 +131,7 @@ def make(options: Options) -> ASGIApp:
     service = Service(options)
     app = FastAPI(title="Stagecoach", openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan(service))
     _faults(app, service)
-    keyed = [Depends(service.keys.owner)]
+    keyed = [Depends(service.keys.asker)]
     app.include_router(_openai(service))
     app.include_router(_about(service, app), dependencies=keyed)
     app.include_router(extensions.router(lambda: service.catalogue, service.feedback), dependencies=keyed)
@@ -166,7 +166,7 @@ def _openai(service: Service) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request, owner: str = Depends(service.keys.owner)) -> Response:
+    async def chat_completions(body: ChatBody, request: Request, owner: str = Depends(service.keys.asker)) -> Response:
         """An assistant's turn."""
         served, engine = service.catalogue.engine(body.model)
         refuse_when_full(engine)
@@ -178,7 +178,7 @@ def _openai(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def text_completions(
-        body: CompletionBody, request: Request, owner: str = Depends(service.keys.owner)
+        body: CompletionBody, request: Request, owner: str = Depends(service.keys.asker)
     ) -> Response:
         """A text that goes on."""
         served, engine = service.catalogue.engine(body.model)

@@ -78,8 +78,9 @@ class Answers:
         self.ends: list[Ended | None] = [None] * len(requests)
         self.first: float | None = None  # seconds to the first token
         self.began = self._read = time.monotonic()
-        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, Event] | Ping] = asyncio.Queue()
         self._tickets: list[Ticket] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> "Answers":
@@ -96,12 +97,15 @@ class Answers:
         except EngineStopped:
             self._give_up()
             raise ApiFault(503, "the model is being restarted; try again", code="model_restarting", retry=5) from None
+        self._timer = self._loop.call_later(PING_SECONDS, self._ping)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:  # fmt: skip
         self._give_up()
 
     def _give_up(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         for ticket in self._tickets:
             ticket.cancel()
 
@@ -116,16 +120,24 @@ class Answers:
             self._give_up()
         self._queue.put_nowait((index, event))
 
+    def _ping(self) -> None:
+        """Say that nothing was said. One timer for all events: a timeout of each would cost more than telling it."""
+        silent = time.monotonic() - self._read
+        if silent >= PING_SECONDS:
+            silent = 0.0
+            if self._queue.empty():
+                self._queue.put_nowait(Ping())
+        self._timer = self._loop.call_later(PING_SECONDS - silent, self._ping)
+
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta] | Finished | Ping]:
         """What is new, until all have ended. Raises ApiFault where one of them failed."""
         while any(end is None for end in self.ends):
-            try:
-                index, event = await asyncio.wait_for(self._queue.get(), PING_SECONDS)
-            except TimeoutError:
-                yield Ping()
+            told = await self._queue.get()
+            self._read = time.monotonic()
+            if isinstance(told, Ping):
+                yield told
                 continue
-            finally:
-                self._read = time.monotonic()
+            index, event = told
             assembler = self.assemblers[index]
             if isinstance(event, Said):
                 self.first = self.first or time.monotonic() - self.began

@@ -5,6 +5,7 @@ One that stays and reads nothing has its answers cancelled (`asking.py`) and is 
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -59,12 +60,17 @@ class EventStream(Response):
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self.answers, self.tell, self.done = answers, tell, done
+        self._passing: float | None = None  # since when an event waits for room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         speak, gone = asyncio.ensure_future(self._speak(scope, send)), asyncio.ensure_future(_gone(receive))
         status, code = GONE, None
         try:
-            await asyncio.wait({speak, gone}, return_when=asyncio.FIRST_COMPLETED)
+            while not speak.done() and not gone.done():  # looked at now and then: a timeout of each event would cost more
+                await asyncio.wait({speak, gone}, timeout=SEND_SECONDS / 4, return_when=asyncio.FIRST_COMPLETED)
+                if self._passing is not None and time.monotonic() - self._passing > SEND_SECONDS:
+                    code = "unread"
+                    break
             if speak.done():
                 status, code = speak.result()
         finally:
@@ -75,39 +81,21 @@ class EventStream(Response):
 
     async def _speak(self, scope: Scope, send: Send) -> tuple[int, str | None]:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            status, code = await self._tell(scope, send)
-            await _pass(send, DONE, more=False)
-            return status, code
-        except _Unread:
-            return GONE, "unread"
-
-    async def _tell(self, scope: Scope, send: Send) -> tuple[int, str | None]:
-        """All events but the last. A fault comes too late for a status and is an event."""
         status, code = 200, None
         try:
             async for piece in self.tell(self.answers):
-                await _pass(send, piece)
-            return status, code
-        except ApiFault as error:
-            fault, status, code = error, error.status, error.code
-        except _Unread:
-            raise
+                await self._pass(send, piece)
+        except ApiFault as fault:  # too late for a status
+            status, code = fault.status, fault.code
+            await self._pass(send, b"data: " + dumps(fault.body) + b"\n\n")
         except Exception:
+            status = 500
             LOG.exception("%s failed in its stream", scope["identity"])
-            fault, status = internal(scope["identity"]), 500
-        await _pass(send, b"data: " + dumps(fault.body) + b"\n\n")
+            await self._pass(send, b"data: " + dumps(internal(scope["identity"]).body) + b"\n\n")
+        await self._pass(send, DONE, more=False)
         return status, code
 
-
-class _Unread(Exception):
-    """An event found no room."""
-
-
-async def _pass(send: Send, body: bytes, *, more: bool = True) -> None:
-    """Raises _Unread where the connection takes nothing for SEND_SECONDS."""
-    try:
-        async with asyncio.timeout(SEND_SECONDS):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-    except TimeoutError:
-        raise _Unread from None
+    async def _pass(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        self._passing = time.monotonic()
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._passing = None
