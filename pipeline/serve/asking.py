@@ -10,6 +10,8 @@ busy for a moment hears many events at once.
 import asyncio
 import logging
 import time
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -67,6 +69,37 @@ class Ping:
     """Nothing was said for a while; the connection is to be kept."""
 
 
+class Mailbox:
+    """From engines' threads to one event loop, which is woken once for all that came since it looked: a step tells all its rows."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)  # which holds its mailbox
+        self._held: deque[tuple[Callable[[int, Event], None], int, Event]] = deque()
+        self._woken = False
+
+    def post(self, to: Callable[[int, Event], None], index: int, event: Event) -> None:
+        """From any thread: call `to(index, event)` on the loop, soon, in the order of the posts."""
+        self._held.append((to, index, event))
+        loop = self._loop()
+        if not self._woken and loop is not None:  # if it is, the loop has yet to look, and will find this too
+            self._woken = True
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False
+        while self._held:
+            to, index, event = self._held.popleft()
+            to(index, event)
+
+    @staticmethod
+    def of(loop: asyncio.AbstractEventLoop) -> "Mailbox":
+        """A loop's only one."""
+        return MAILBOXES.setdefault(loop, Mailbox(loop))
+
+
+MAILBOXES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
+
+
 class Answers:
     """The answers to a request: submitted on entering, heard by iteration, given up on leaving."""
 
@@ -110,10 +143,8 @@ class Answers:
             ticket.cancel()
 
     def _listener(self, index: int) -> Callable[[Event], None]:
-        def hear(event: Event) -> None:  # on the engine's thread
-            self._loop.call_soon_threadsafe(self._put, index, event)
-
-        return hear
+        mailbox = Mailbox.of(self._loop)
+        return lambda event: mailbox.post(self._put, index, event)  # on the engine's thread
 
     def _put(self, index: int, event: Event) -> None:
         if self._queue.qsize() >= MOST_UNREAD and time.monotonic() - self._read > UNREAD_SECONDS:
