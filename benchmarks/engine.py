@@ -26,8 +26,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from pipeline import checkpoint, device  # noqa: E402
-from pipeline.export.fused import Fused  # noqa: E402
-from pipeline.export.quantize import quantize  # noqa: E402
+from pipeline.export.quantize import for_serving  # noqa: E402
 from pipeline.generation.sampling import Sampling  # noqa: E402
 from pipeline.model.config import ModelConfig  # noqa: E402
 from pipeline.model.transformer import Transformer  # noqa: E402
@@ -51,8 +50,8 @@ def weights(path: Path | None) -> Transformer:
 def served(name: str, path: Path | None, *, drafts: bool = False, rows: int = 8) -> Engine:
     """An engine of ours; its thread is not needed."""
     model = weights(path)
-    model = quantize(model) if name == "int8" else Fused(model.bfloat16() if name == "bf16" else model)
-    return Engine(model, rows=rows, drafts=drafts)
+    served = for_serving(model.bfloat16() if name == "bf16" else model, "int8" if name == "int8" else "native")
+    return Engine(served, rows=rows, drafts=drafts)
 
 
 def ours(engine: Engine) -> Answer:

@@ -1,11 +1,14 @@
 """The fused model is the model, to rounding; and what attends over few rows of the cache is attention."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from pipeline.export.fused import FEW, MANY, Fused, joined
+from pipeline.export.quantize import quantize
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig, attach
@@ -79,6 +82,24 @@ def test_a_product_from_the_left_is_the_linear_layer(rows: int, bias: bool) -> N
         assert found.is_contiguous()
         torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(joined(layer)(x[None])[0], layer(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("served", [Fused, quantize], ids=["native", "int8"])
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+def test_a_traced_model_says_the_same_to_the_bit(config: ModelConfig, served: Callable[[Transformer], Fused]) -> None:
+    """Steps of one row up to more than are traced, as they come; and it holds no weight twice."""
+    steps = [{0: 20}, {0: 1}, {0: 3, 1: 1}, {0: 1, 1: 1}, dict.fromkeys(range(FEW), 1), {0: FEW - 1}, {0: 9}, {0: 1}]
+    said = []
+    for model in (served(made(config)), served(made(config)).trace()):
+        decoder = RowDecoder(model, FEW)
+        pieces = [[text(10 * number + row, count) for row, count in step.items()] for number, step in enumerate(steps)]
+        said.append(
+            [decoder.advance(list(step), own, [1] * len(step)) for step, own in zip(steps, pieces, strict=True)]
+        )
+        assert set(model.state_dict()) == set(served(made(config)).state_dict())
+    assert all(layer.traced for layer in model.model.layers) == (sys.version_info < (3, 14))
+    for plain, traced in zip(*said, strict=True):
+        assert torch.equal(plain, traced)
 
 
 def test_adapters_are_refused() -> None:

@@ -92,7 +92,9 @@ def test_the_largest_weights_and_activations_do_not_overflow() -> None:
         layer.weight.copy_(torch.tensor([[1.0], [-1.0], [0.5]]).expand(3, 512))
     small = Int8Linear(layer)
     found = small(torch.stack((torch.full((512,), 3.0), torch.full((512,), -3.0), torch.zeros(512))))
-    torch.testing.assert_close(found, torch.tensor([[1536.0, -1536.0, 768.0], [-1536.0, 1536.0, -768.0], [0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(
+        found, torch.tensor([[1536.0, -1536.0, 768.0], [-1536.0, 1536.0, -768.0], [0.0, 0.0, 0.0]])
+    )
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)

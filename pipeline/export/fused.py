@@ -9,6 +9,10 @@ Not promised: training, adapters that are not merged, torch.compile. Fused weigh
 model to free its own. Shapes as in `model/attention.py`.
 """
 
+import sys
+import warnings
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -49,6 +53,19 @@ class Fused(Transformer):
         """(..., D) -> (..., V), in float32."""
         return self.head(hidden).float()
 
+    @torch.no_grad()
+    def trace(self) -> "Fused":
+        """Make steps of fewer than FEW rows faster, in int8 1.4 times (docs/LOG.md); the weights must not be changed from now on.
+
+        Python 3.14 cannot trace; there nothing changes.
+        """
+        if sys.version_info < (3, 14):
+            x = self.model.embed_tokens(torch.zeros(1, dtype=torch.long, device=self.cos.device))
+            for layer in self.model.layers:
+                assert isinstance(layer, FusedBlock)
+                layer.trace(x, self.cos[:1], self.sin[:1])
+        return self
+
     def num_parameters(self) -> int:
         """All weights of the model; a tied embedding counts once."""
         return self.config.num_parameters
@@ -68,6 +85,7 @@ class FusedBlock(nn.Module):
         self.down = joined(mlp.down_proj)
         self.before_attention = Norm(block.input_layernorm.weight, config.norm_eps)
         self.before_mlp = Norm(block.post_attention_layernorm.weight, config.norm_eps)
+        self.traced: tuple[Any, ...] = ()  # in a tuple it is no module of this one: its weights are these
         self.head_norms = None
         if config.head_norms:  # (H + K, h), for each head of q and of k
             norms = attention.q_norm.weight, attention.k_norm.weight
@@ -76,19 +94,36 @@ class FusedBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         """(N, D) -> (N, D)."""
-        x = x + self.out(self._attend(self.before_attention(x), cos, sin, layout, index))
-        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
-        return x + self.down(functional.silu(gate).mul_(up))
+        block: Any = self.traced[0] if self.traced and len(x) < FEW else self
+        return block.behind(x, layout.attend(*block.before(x, cos, sin), index).flatten(-2))
 
-    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.size))  # (N, H + 2K, h)
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention asks, of (N, D): q (N, H, h), k and v (N, K, h)."""
+        heads = self.qkv(self.before_attention(x)).unflatten(-1, (-1, self.size))  # (N, H + 2K, h)
         both, v = heads.split((self.heads + self.kv_heads, self.kv_heads), 1)
         both = both.float()
         if self.head_norms is not None:
             both = self.head_norms(both)
         turned = torch.addcmul(both * cos, both.roll(self.size // 2, -1), sin)
         q, k = turned.to(x.dtype).split((self.heads, self.kv_heads), 1)
-        return layout.attend(q, k, v.to(x.dtype), index).flatten(-2)
+        return q, k, v.to(x.dtype)
+
+    def behind(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What a layer makes of its input and of what attention found, both (N, D)."""
+        x = x + self.out(attended)
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
+        return x + self.down(functional.silu(gate).mul_(up))
+
+    def trace(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Run fewer than FEW rows without Python between two operations from now on; examples as of `forward`, of one row."""
+        attended = x.new_zeros(1, self.heads * self.size)
+        with warnings.catch_warnings():
+            # deprecated: but torch is pinned, and torch.compile wants a C++ compiler and half a minute
+            warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
+            # a branch by the number of rows is taken as for one, which holds up to FEW
+            warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
+            made = torch.jit.trace_module(self, {"before": (x, cos, sin), "behind": (x, attended)}, check_trace=False)
+        self.traced = (made,)
 
 
 class Norm(RMSNorm):

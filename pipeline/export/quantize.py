@@ -52,7 +52,7 @@ def has_fbgemm() -> bool:
 
 def for_serving(model: Transformer, weights: Literal["int8", "native"] | None = None) -> Fused:
     """The model as an engine runs it: in int8 or with its own weights; None: in int8 where that `pays`. Raises as `quantize`."""
-    return quantize(model) if weights == "int8" or (weights is None and pays(model)) else Fused(model)
+    return (quantize(model) if weights == "int8" or (weights is None and pays(model)) else Fused(model)).trace()
 
 
 def quantize(model: Transformer) -> Fused:
@@ -60,7 +60,9 @@ def quantize(model: Transformer) -> Fused:
     if (where := model.model.embed_tokens.weight.device.type) != "cpu":
         raise ValueError(f"int8 weights are for CPUs, and this model lies on {where}: serve its own weights")
     if not has_fbgemm():
-        raise ValueError("int8 weights want FBGEMM, which this torch has not (x86 has it): serve the model's own weights")
+        raise ValueError(
+            "int8 weights want FBGEMM, which this torch has not (x86 has it): serve the model's own weights"
+        )
     fused = Fused(model)
     for owner in list(fused.modules()):
         for name, layer in owner.named_children():
@@ -95,7 +97,8 @@ class Int8Linear(nn.Module):
         coarse = x * (self.largest / peak)
         digits = torch.cat((coarse, (coarse - coarse.round()).mul_(self.finer)))  # (2n, in); the product rounds them
         both = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(digits, 1.0, DIGITS, self.packed)
-        return torch.add(both[: len(x)], both[len(x) :], alpha=0.5 / DIGITS).mul_(peak)
+        high, low = both.chunk(2)
+        return torch.add(high, low, alpha=0.5 / DIGITS).mul_(peak)
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,8 +113,12 @@ def _packed(levels: Tensor, scales: Tensor) -> torch.ScriptObject:
     before, torch.backends.quantized.engine = torch.backends.quantized.engine, FBGEMM
     zeros = torch.zeros(len(levels), dtype=torch.long)
     try:
-        with warnings.catch_warnings():  # torch is pinned; where it drops this, onednn.qlinear_pointwise takes 1.6 times as long
+        with (
+            warnings.catch_warnings()
+        ):  # torch is pinned; where it drops this, onednn.qlinear_pointwise takes 1.6 times as long
             warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
-            return torch.ops.quantized.linear_prepack(torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0), None)
+            return torch.ops.quantized.linear_prepack(
+                torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0), None
+            )
     finally:
         torch.backends.quantized.engine = before

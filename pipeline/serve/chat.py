@@ -52,7 +52,7 @@ class Conversation:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, tools: list[dict[str, Any]], system: str) -> None:
         self.model, self.tokenizer, self.tools, self.system = model, tokenizer, tools, system
-        self.engine = Engine(Fused(model), rows=1, queue=0)  # stepped here, not by a thread: Ctrl-C finds it
+        self.engine = Engine(Fused(model).trace(), rows=1, queue=0)  # stepped here, not by a thread: Ctrl-C finds it
         self.grammar = Grammars(tokenizer, model.config.vocab_size).tool_calls(tools) if tools else None
         self.messages: list[dict[str, Any]] = []
         self.start_over()
