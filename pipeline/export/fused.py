@@ -95,7 +95,8 @@ class FusedBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         """(N, D) -> (N, D)."""
         block: Any = self.traced[0] if self.traced and len(x) < FEW else self
-        return block.behind(x, layout.attend(*block.before(x, cos, sin), index).flatten(-2))
+        q, k, v = block.before(x, cos, sin)
+        return block.behind(x, layout.attend(q, k, v, index).flatten(-2))
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What attention asks, of (N, D): q (N, H, h), k and v (N, K, h)."""

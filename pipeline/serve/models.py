@@ -7,6 +7,8 @@ A model's name is its folder's. Models of other kinds are refused with the reaso
 (`export/huggingface.py`, `check`).
 """
 
+import ctypes
+import platform
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -87,7 +89,15 @@ def load(
     names = [folder.resolve().name for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two models are called {twice!r}; a model's name is its folder's")
-    return [_load(folder, name, rows, queue, weights, onnx) for folder, name in zip(folders, names, strict=True)]
+    loaded = [_load(folder, name, rows, queue, weights, onnx) for folder, name in zip(folders, names, strict=True)]
+    _give_back()
+    return loaded
+
+
+def _give_back() -> None:
+    """What loading and fusing freed, to the system: glibc would keep it, 230 of 680 MiB for an int8 model of 82 M parameters."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | None, onnx: bool) -> Served:
