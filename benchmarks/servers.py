@@ -7,6 +7,7 @@ when each piece of text came; what it does itself costs some 0.1 ms a request.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -168,12 +169,12 @@ def knock(port: int, payload: bytes, times: int) -> list[Heard]:
     heard = []
     for _ in range(times):
         began, answer = time.perf_counter(), b""
-        with socket.create_connection((HOST, port)) as connection:
+        with contextlib.suppress(OSError), socket.create_connection((HOST, port), ANSWER_SECONDS) as connection:
             connection.sendall(request)
             while b"\r\n\r\n" not in answer and (more := connection.recv(65536)):
                 answer += more
         ended = time.perf_counter()
-        status, *lines = answer.decode("latin-1").split("\r\n")
+        status, *lines = (answer or b"none 0").decode("latin-1").split("\r\n")  # 0: as of `ask`
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         heard.append(Heard(int(status.split()[1]), began, ended, retry_after=headers.get("retry-after")))
     return heard

@@ -105,9 +105,9 @@ def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium; tests are skipped where there is none."""
+    """Headless Chromium; tests are skipped where there is none. While it is open this thread has a running event loop."""
     from tests.browser import browsing
 
     with browsing() as found:

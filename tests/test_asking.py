@@ -1,6 +1,7 @@
 """Between the event loop and the engine's thread: what is given up, and what is not."""
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -10,8 +11,8 @@ from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
 from pipeline.serve import asking
 from pipeline.serve.answers import Assembler
-from pipeline.serve.asking import Answers, Finished, Ping, unheard
-from pipeline.serve.engine import Engine, Request
+from pipeline.serve.asking import Answers, Finished, Mailbox, Ping, unheard
+from pipeline.serve.engine import Ended, Engine, Request
 from pipeline.serve.faults import ApiFault
 from pipeline.text.tokenizer import Tokenizer
 
@@ -22,6 +23,76 @@ def answers(engine: Engine, tokenizer: Tokenizer, *, count: int = 1, tokens: int
         for n in range(count)
     ]
     return Answers(engine, requests, [Assembler(tokenizer) for _ in requests], n=count)
+
+
+def test_a_loop_is_woken_once_for_all_that_came_since_it_looked() -> None:
+    woken: list[object] = []
+    heard: list[tuple[int, int]] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        mailbox = Mailbox.of(loop)
+        assert Mailbox.of(loop) is mailbox
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda call, *given, **named: (woken.append(call), wake(call, *given, **named))[1]  # type: ignore[method-assign]
+        for turn in (1, 2):
+            posting = [threading.Thread(target=post, args=(mailbox, number, turn)) for number in range(4)]
+            for thread in posting:
+                thread.start()
+            for thread in posting:
+                thread.join()  # the loop does not run meanwhile
+            assert len(woken) == turn and len(heard) == 400 * (turn - 1)
+            await until(lambda turn=turn: len(heard) == 400 * turn)
+
+    def post(mailbox: Mailbox, number: int, turn: int) -> None:
+        for place in range(100):
+            mailbox.post(lambda index, _: heard.append((number, index)), 1000 * turn + place, Ended("stop", 0, 0, 0))
+
+    asyncio.run(run())
+    for number in range(4):  # in the order of their posts
+        own = [index for who, index in heard if who == number]
+        assert own == sorted(own) and len(own) == 200
+
+
+def test_a_closed_loop_is_told_to_everyone_who_posts() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox.of(loop)
+    loop.close()
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            mailbox.post(lambda index, event: None, 0, Ended("stop", 0, 0, 0))
+
+
+def test_one_that_fails_holds_up_nobody_behind_it() -> None:
+    heard: list[int] = []
+
+    async def run() -> None:
+        mailbox = Mailbox.of(asyncio.get_running_loop())
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        for place, to in enumerate((lambda *_: 1 / 0, lambda index, _: heard.append(index))):
+            mailbox.post(to, place, Ended("stop", 0, 0, 0))
+        await until(lambda: heard)
+
+    asyncio.run(run())
+    assert heard == [1]
+
+
+def test_pings_come_again_and_again_but_not_while_something_is_said(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "PING_SECONDS", 0.2)
+
+    async def run() -> None:
+        engine = Engine(tiny_model)  # its thread is not started: it says what `step` makes it say
+        async with answers(engine, byte_tokenizer) as asked:
+            events = aiter(asked)
+            assert [type(await anext(events)) for _ in range(3)] == [Ping] * 3
+            for _ in range(12):  # 0.6 s
+                await asyncio.sleep(0.05)
+                engine.step()
+                assert not isinstance(await anext(events), Ping)
+
+    asyncio.run(run())
 
 
 async def until(condition: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.export.fused import FEW, MANY, Fused, joined
+from pipeline.export.fused import FEW, MANY, Fused, FusedBlock, joined
 from pipeline.export.quantize import quantize
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.config import ModelConfig
@@ -36,6 +36,10 @@ def made(config: ModelConfig) -> Transformer:
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(parameter * 4 if parameter.ndim > 1 else parameter + 0.3 * drawn)
     return model.train(False)
+
+
+def in_bf16(model: Transformer) -> Fused:
+    return quantize(model.bfloat16())
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -84,11 +88,20 @@ def test_a_product_from_the_left_is_the_linear_layer(rows: int, bias: bool) -> N
         torch.testing.assert_close(joined(layer)(x[None])[0], layer(x), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("served", [Fused, quantize], ids=["native", "int8"])
+@pytest.mark.parametrize("served", [Fused, quantize, in_bf16], ids=["native", "int8", "int8 of bf16"])
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_a_traced_model_says_the_same_to_the_bit(config: ModelConfig, served: Callable[[Transformer], Fused]) -> None:
     """Steps of one row up to more than are traced, as they come; and it holds no weight twice."""
-    steps = [{0: 20}, {0: 1}, {0: 3, 1: 1}, {0: 1, 1: 1}, dict.fromkeys(range(FEW), 1), {0: FEW - 1}, {0: 9}, {0: 1}]
+    steps = [
+        {0: 20},
+        {0: 1},
+        {0: 3, 1: 1},
+        {0: 1, 1: 1},
+        dict.fromkeys(range(FEW), 1),
+        {0: FEW - 1},
+        {0: 60, 1: 9},
+        {0: 1},
+    ]
     said = []
     for model in (served(made(config)), served(made(config)).trace()):
         decoder = RowDecoder(model, FEW)
@@ -97,6 +110,11 @@ def test_a_traced_model_says_the_same_to_the_bit(config: ModelConfig, served: Ca
             [decoder.advance(list(step), own, [1] * len(step)) for step, own in zip(steps, pieces, strict=True)]
         )
         assert set(model.state_dict()) == set(served(made(config)).state_dict())
+        for layer in model.model.layers:
+            assert isinstance(layer, FusedBlock)
+            own = {tensor.data_ptr() for tensor in layer.state_dict(keep_vars=True).values()}
+            for graph in layer.traced:
+                assert own <= {tensor.data_ptr() for tensor in (*graph.parameters(), *graph.buffers())}
     assert all(layer.traced for layer in model.model.layers) == (sys.version_info < (3, 14))
     for plain, traced in zip(*said, strict=True):
         assert torch.equal(plain, traced)

@@ -36,19 +36,21 @@ def test_no_weight_is_further_from_its_level_than_half_a_step() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, NARROW])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_of_few_rows_is_that_of_the_dequantised_weights_and_the_digits(rows: int, bias: bool) -> None:
-    """Exactly that of the digits, worked out in float64; and no activation is further from its digits than peak / 15,876."""
+    """Against the digits' own sum, worked out in float64; and against the activations', from which a digit is half a step away."""
     layer, x = drawn(rows, bias)
     small = Int8Linear(layer)
     peak = x.double().abs().amax(1, keepdim=True)
     scaled = x.double() * 63 / peak
     coarse = scaled.round()
     fine = ((scaled - coarse) * 126).round()
-    assert coarse.abs().max() == 63 and fine.abs().max() <= 63
     held = peak / 63 * (coarse + fine / 126)
-    assert ((held - x).abs() <= peak / 15_876 * 1.0001).all()
     exact = held @ (small.levels.double() * small.scales.double()[:, None]).T  # (rows, 80)
     exact += layer.bias.double() if bias else 0
     torch.testing.assert_close(small(x).double(), exact, atol=2e-3, rtol=1e-5)  # float32 may round a digit otherwise
+    weights = (small.levels.double() * small.scales.double()[:, None]).abs().sum(1)  # (80,)
+    whole = x.double() @ (small.levels.double() * small.scales.double()[:, None]).T
+    whole += layer.bias.double() if bias else 0
+    assert ((small(x) - whole).abs() <= peak / 15_876 * weights * 1.001).all()
 
 
 @pytest.mark.parametrize("rows", [NARROW + 1, 200])
@@ -82,6 +84,25 @@ def test_a_row_is_multiplied_alike_whoever_its_neighbours_are() -> None:
     small = Int8Linear(layer)
     alone = torch.cat([small(row[None]) for row in x])
     assert torch.equal(small(x), alone)
+
+
+@pytest.mark.parametrize("rows", [0, 1, NARROW, NARROW + 1])
+def test_a_product_has_the_dtype_of_what_it_multiplies(rows: int) -> None:
+    layer, x = drawn(max(rows, 1), bias=False)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = Int8Linear(layer)(x[:rows].to(dtype))
+        assert found.dtype == dtype and found.shape == (rows, 80) and found.isfinite().all()
+
+
+def test_what_is_no_number_stays_in_its_row_and_the_engine_of_quantised_products_as_it_was() -> None:
+    layer, x = drawn(3, bias=False)
+    before = torch.backends.quantized.engine
+    small = Int8Linear(layer)
+    assert torch.backends.quantized.engine == before
+    clean = small(x)
+    x[1, 5] = torch.nan
+    found = small(x)
+    assert torch.equal(found[0], clean[0]) and torch.equal(found[2], clean[2]) and found[1].isnan().all()
 
 
 def test_the_largest_weights_and_activations_do_not_overflow() -> None:

@@ -55,11 +55,11 @@ class Fused(Transformer):
 
     @torch.no_grad()
     def trace(self) -> "Fused":
-        """Make steps of fewer than FEW rows faster, in int8 1.4 times (docs/LOG.md); the weights must not be changed from now on.
+        """Make steps of fewer than FEW rows faster, in int8 1.4 times (docs/LOG.md). From now on the model can only be run.
 
-        Python 3.14 cannot trace; there nothing changes.
+        Not where Python is 3.14, which torch cannot trace, nor off the CPU, where what is fused is rounded otherwise.
         """
-        if sys.version_info < (3, 14):
+        if sys.version_info < (3, 14) and self.cos.device.type == "cpu":
             x = self.model.embed_tokens(torch.zeros(1, dtype=torch.long, device=self.cos.device))
             for layer in self.model.layers:
                 assert isinstance(layer, FusedBlock)
@@ -124,6 +124,9 @@ class FusedBlock(nn.Module):
             # a branch by the number of rows is taken as for one, which holds up to FEW
             warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
             made = torch.jit.trace_module(self, {"before": (x, cos, sin), "behind": (x, attended)}, check_trace=False)
+            for _ in range(2):  # a graph is made at its first run and improved at its second: not while somebody waits
+                made.before(x, cos, sin)
+                made.behind(x, attended)
         self.traced = (made,)
 
 

@@ -37,7 +37,7 @@ SPINE = ("deploy", "rlhf", "tools", "code")
 DRAIN_SECONDS = 20
 HEADER_BYTES, HEADER_MILLISECONDS = 16_384, 10_000
 SWITCH_SECONDS = (
-    0.0005  # how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
+    0.001  # how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
 )
 
 
@@ -82,7 +82,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one")
     parser.add_argument("--engine", choices=("torch", "onnx"), default="torch", help="onnx: runs models/deploy/onnx")
-    parser.add_argument("--weights", choices=("int8", "native"), help="default: int8 from 50 M parameters on a CPU")
+    parser.add_argument(
+        "--weights", choices=("int8", "native"), help="default: int8 from 50 M parameters on an x86 CPU"
+    )
     parser.add_argument("--rows", type=int, default=8, help="requests that are answered at a time")
     parser.add_argument("--queue", type=int, default=32, help="requests that wait; more get 429")
     parser.add_argument("--api-key-file", type=Path, help="keys, one a line")

@@ -78,18 +78,31 @@ class Mailbox:
         self._woken = False
 
     def post(self, to: Callable[[int, Event], None], index: int, event: Event) -> None:
-        """From any thread: call `to(index, event)` on the loop, soon, in the order of the posts."""
+        """From any thread: call `to(index, event)` on the loop, soon, in the order of the posts. RuntimeError: it is closed."""
         self._held.append((to, index, event))
+        if not self._woken:  # if it is, the loop has yet to look, and will find this too
+            self._wake()
+
+    def _wake(self) -> None:
         loop = self._loop()
-        if not self._woken and loop is not None:  # if it is, the loop has yet to look, and will find this too
-            self._woken = True
+        if loop is None:
+            raise RuntimeError("the event loop is gone")
+        self._woken = True
+        try:
             loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # it is closed: whoever posts next is to hear it too
+            self._woken = False
+            raise
 
     def _deliver(self) -> None:
         self._woken = False
-        while self._held:
-            to, index, event = self._held.popleft()
-            to(index, event)
+        try:
+            while self._held:
+                to, index, event = self._held.popleft()
+                to(index, event)
+        finally:
+            if self._held:  # one of them failed: the others are not to wait for the next post
+                self._wake()
 
     @staticmethod
     def of(loop: asyncio.AbstractEventLoop) -> "Mailbox":

@@ -39,6 +39,14 @@ def pieces(served: Served, ids: list[int]) -> list[dict[str, Any]]:
 def router(catalogue: Callable[[], Catalogue], feedback: Feedback | None) -> APIRouter:
     """The routes that need a key."""
     routes = APIRouter()
+    routes.include_router(_reading(catalogue))
+    routes.include_router(_judging(catalogue, feedback))
+    return routes
+
+
+def _reading(catalogue: Callable[[], Catalogue]) -> APIRouter:
+    """How a model reads a text and a conversation; Markdown as a person reads it."""
+    routes = APIRouter()
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
@@ -70,6 +78,21 @@ def router(catalogue: Callable[[], Catalogue], feedback: Feedback | None) -> API
         text = served.tokenizer.decode(ids, skip_special=False)
         return JsonResponse({"prompt": text, "tokens": ids, "pieces": pieces(served, ids), "count": len(ids)})
 
+    @routes.post("/render")
+    async def render(body: RenderBody) -> Response:
+        """HTML without scripts, styles and pictures."""
+        try:
+            return JsonResponse({"html": await asyncio.to_thread(markdown.render, body.markdown)})
+        except InputError as error:
+            raise ApiFault(400, str(error), param="markdown") from None
+
+    return routes
+
+
+def _judging(catalogue: Callable[[], Catalogue], feedback: Feedback | None) -> APIRouter:
+    """What a reward model and a person think of answers."""
+    routes = APIRouter()
+
     @routes.post("/score")
     async def score(body: ScoreBody) -> Response:
         """Raw rewards: comparable within a prompt only."""
@@ -94,14 +117,6 @@ def router(catalogue: Callable[[], Catalogue], feedback: Feedback | None) -> API
         catalogue().find(body.model, "causal")
         new, count = await asyncio.to_thread(feedback.add, body)
         return JsonResponse({"stored": new, "count": count}, 201 if new else 200)
-
-    @routes.post("/render")
-    async def render(body: RenderBody) -> Response:
-        """HTML without scripts, styles and pictures."""
-        try:
-            return JsonResponse({"html": await asyncio.to_thread(markdown.render, body.markdown)})
-        except InputError as error:
-            raise ApiFault(400, str(error), param="markdown") from None
 
     return routes
 

@@ -1,6 +1,7 @@
 """How an answer leaves: whole as JSON, or as an event stream; in both cases a client that goes away ends the work at once.
 
-One that stays and reads nothing has its answers cancelled (`asking.py`) and is not waited for: its stream ends after SEND_SECONDS.
+One that stays and reads nothing has its answers cancelled (`asking.py`) and is not waited for: SEND_SECONDS later, up to a quarter
+more, what tells them is ended. Its connection stays until it reads or closes it, or the server ends.
 """
 
 import asyncio
