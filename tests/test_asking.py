@@ -77,20 +77,27 @@ def test_one_that_fails_holds_up_nobody_behind_it() -> None:
     assert heard == [1]
 
 
-def test_pings_come_again_and_again_but_not_while_something_is_said(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+def test_a_ping_follows_silence_alone_and_the_next_look_is_always_set(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer
 ) -> None:
-    monkeypatch.setattr(asking, "PING_SECONDS", 0.2)
-
     async def run() -> None:
-        engine = Engine(tiny_model)  # its thread is not started: it says what `step` makes it say
-        async with answers(engine, byte_tokenizer) as asked:
-            events = aiter(asked)
-            assert [type(await anext(events)) for _ in range(3)] == [Ping] * 3
-            for _ in range(12):  # 0.6 s
-                await asyncio.sleep(0.05)
-                engine.step()
-                assert not isinstance(await anext(events), Ping)
+        loop = asyncio.get_running_loop()
+        async with answers(Engine(tiny_model), byte_tokenizer) as asked:  # its thread is not started: nothing is said
+
+            def look(silent: float) -> tuple[int, float]:
+                """Pings that wait behind a look after so many seconds of silence, and the seconds to the next look."""
+                asked._read = time.monotonic() - silent
+                asked._ping()
+                assert asked._timer is not None
+                return asked._queue.qsize(), asked._timer.when() - loop.time()
+
+            waiting, ahead = look(asking.PING_SECONDS - 5)
+            assert waiting == 0 and 0 < ahead <= 5
+            for _ in range(2):  # what was not read yet gets no company
+                waiting, ahead = look(asking.PING_SECONDS + 5)
+                assert waiting == 1 and asking.PING_SECONDS / 2 < ahead <= asking.PING_SECONDS
+            assert isinstance(await anext(aiter(asked)), Ping)
+            assert look(0)[0] == 0 and look(asking.PING_SECONDS + 5)[0] == 1
 
     asyncio.run(run())
 
