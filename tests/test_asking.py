@@ -12,7 +12,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.serve import asking
 from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Mailbox, Ping, unheard
-from pipeline.serve.engine import Ended, Engine, Request
+from pipeline.serve.engine import Ended, Engine, Event, Request
 from pipeline.serve.faults import ApiFault
 from pipeline.text.tokenizer import Tokenizer
 
@@ -66,11 +66,16 @@ def test_a_closed_loop_is_told_to_everyone_who_posts() -> None:
 def test_one_that_fails_holds_up_nobody_behind_it() -> None:
     heard: list[int] = []
 
+    def hear(index: int, _: Event) -> None:
+        if index == 0:
+            raise ZeroDivisionError
+        heard.append(index)
+
     async def run() -> None:
         mailbox = Mailbox.of(asyncio.get_running_loop())
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        for place, to in enumerate((lambda *_: 1 / 0, lambda index, _: heard.append(index))):
-            mailbox.post(to, place, Ended("stop", 0, 0, 0))
+        for place in (0, 1):
+            mailbox.post(hear, place, Ended("stop", 0, 0, 0))
         await until(lambda: heard)
 
     asyncio.run(run())
