@@ -16,7 +16,7 @@ weights and bf16 activations (docs/LOG.md). Above NARROW rows the work is bound 
 to bf16 where the CPU multiplies it. The embedding stays as it is for looking up.
 
 How far a log-probability moves depends on how sure the model is of itself. On the probe text: perplexity within 0.5 %; the demo's models,
-of 2.4 M parameters, 0.3 to 0.5 nats at the worst token and 1e-3 to 4e-3 nats of divergence in the mean (docs/LOG.md).
+of 2.4 M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of divergence in the mean (docs/LOG.md).
 
 Not promised: equal bits between few and many rows; other devices than x86 CPUs; training; quantising in two threads at a time.
 """

@@ -67,9 +67,8 @@ class EventStream(Response):
         speak, gone = asyncio.ensure_future(self._speak(scope, send)), asyncio.ensure_future(_gone(receive))
         status, code = GONE, None
         try:
-            while (
-                not speak.done() and not gone.done()
-            ):  # looked at now and then: a timeout of each event would cost more
+            while not speak.done() and not gone.done():
+                # looked at now and then: a timeout of each event would cost more
                 await asyncio.wait({speak, gone}, timeout=SEND_SECONDS / 4, return_when=asyncio.FIRST_COMPLETED)
                 if self._passing is not None and time.monotonic() - self._passing > SEND_SECONDS:
                     code = "unread"
