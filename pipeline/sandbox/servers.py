@@ -223,6 +223,7 @@ class Servers:
             except (HarnessError, NoSandboxError) as error:
                 if attempt == ATTEMPTS:
                     raise HarnessError(f"its server failed {ATTEMPTS} times: {error}") from error
+                LOG.warning("sandbox: a server is started again, its job runs anew: %s", error)
         raise AssertionError("unreachable")
 
     def stop(self) -> None:

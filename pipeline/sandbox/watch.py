@@ -26,6 +26,8 @@ SCRATCH_TICK = 0.02  # and at its directory
 class Watch:
     """One child seen from the server: its frames, its output, its clock."""
 
+    start_seconds = 20.0  # before a child is closed off nothing of the candidate has run: only a stalled machine waits
+
     def __init__(self, job: dict[str, Any], pid: int, channel: int, out: int, err: int, stdin: int) -> None:
         self.job, self.pid, self.limits = job, pid, job["limits"]
         self.channel, self.out, self.err, self.stdin = channel, out, err, stdin
@@ -39,7 +41,8 @@ class Watch:
         self.cut: str | None = None
         self.exit: tuple[int, Any] | None = None  # wait status and usage, once reaped
         self.died = False  # by itself
-        self.cpu_mark, self.started = 0.0, time.monotonic()
+        self.cpu_start = self.cpu_mark = 0.0
+        self.started = time.monotonic()
         self.wall_mark = self.stopped = self.started
         self.poller = select.poll()
         self.scratch: str | None = job.get("scratch")
@@ -92,7 +95,9 @@ class Watch:
             if scratch.exceeds(self.scratch, self.limits["scratch"], self.limits["files"]):
                 self.cut = "files"
                 return
-        if cpu - self.cpu_mark > self.limits["cpu"] or cpu > self.limits["job_cpu"]:
+        if not self.ready and now - self.started < self.start_seconds:
+            return
+        if cpu - self.cpu_mark > self.limits["cpu"] or cpu - self.cpu_start > self.limits["job_cpu"]:
             self.cut = "cpu"
         elif now - self.wall_mark > self.limits["wall"] or now - self.started > self.limits["job_wall"]:
             self.cut = "wall"
@@ -135,6 +140,8 @@ class Watch:
         if not self.ready:
             self.ready = self.buffer[:1] == b"R"
             del self.buffer[0]
+            self.cpu_start = self.cpu_mark = self._cpu()
+            self.started = self.wall_mark = time.monotonic()
         if self.received > self.limits["results"]:
             self.cut = "output"
         while not self.ended and self.cut is None and (frame := self._frame()) is not None:
@@ -167,7 +174,7 @@ class Watch:
             self.cut = None if self.ended else "forged"
             return
         cpu = self._cpu()
-        if cpu - self.cpu_mark > self.limits["cpu"] or cpu > self.limits["job_cpu"]:
+        if cpu - self.cpu_mark > self.limits["cpu"] or cpu - self.cpu_start > self.limits["job_cpu"]:
             self.cut = "cpu"
             return
         self.frames.append(frame)
