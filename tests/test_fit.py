@@ -15,7 +15,8 @@ from pipeline import device
 from pipeline.errors import ConfigError, GateError
 from pipeline.learning import fit as fit_module
 from pipeline.learning import objectives, states
-from pipeline.learning.fit import fit, weights_of
+from pipeline.learning.fit import fit
+from pipeline.learning.keeping import weights_of
 from pipeline.learning.objectives import Loss
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import FitConfig

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeline.learning import scoring_pairs
-from pipeline.learning.fit import fit, weights_of
+from pipeline.learning.fit import fit
+from pipeline.learning.keeping import weights_of
 from pipeline.learning.objectives import Loss
 from pipeline.learning.objectives_pairs import PairLoss, dpo
 from pipeline.learning.objectives_policy import METHODS

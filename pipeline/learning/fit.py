@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,9 @@ from torch import Tensor, nn
 
 from pipeline import device
 from pipeline.errors import ConfigError, GateError
-from pipeline.learning import gates, states
+from pipeline.learning import gates
+from pipeline.learning.course import Course
+from pipeline.learning.keeping import Keeper
 from pipeline.learning.optim import Optimizers
 from pipeline.learning.protocols import LossFunction, Stream, Watchers
 from pipeline.learning.ranks import Ranks
@@ -29,21 +30,6 @@ from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.window import Totals, Window
 from pipeline.tracking import progress, say
 from pipeline.work import Job
-
-
-@dataclass
-class Course:
-    """Where the run is: everything besides weights and moments that a resumed run needs."""
-
-    step: int = 0  # batches done
-    tokens: int = 0  # trained targets so far
-    skipped: int = 0
-    skipped_in_row: int = 0
-    best: float = math.inf
-    best_step: int = -1
-    anchor: float = math.inf  # early stopping: moves only on a gain above `threshold`
-    stale: int = 0  # evaluations since the anchor moved
-    done: bool = False
 
 
 def fit(
@@ -88,6 +74,10 @@ class Run:
         self.save_due = False
         self.seen = 0  # positions that this call has trained on, over all ranks
         self.micro_batch = self._micro_batch()
+        self.keeper = Keeper(job, self.ranks, self.plain, self.optimizers, stream.fingerprint,
+                             config.publish == "best", {
+            "micro_batch": self.micro_batch, "threads": torch.get_num_threads(), "world": self.ranks.world,
+            "precision": self.hardware.precision})  # fmt: skip
 
     def go(self) -> None:
         """Resume or start, train to the end, load what is published."""
@@ -241,56 +231,23 @@ class Run:
             totals.merge(part)
         if totals.terms and self.course.step:
             values = totals.values()
-            self._compare(values["loss"])
+            self.course.compare(values["loss"], threshold=self.config.threshold, patience=self.config.patience)
             self.job.tracker.log(self.course.step, {f"val/{name}": value for name, value in values.items()})
-
-    def _compare(self, value: float) -> None:
-        """Is this validation loss the best, and did it move the anchor of early stopping?"""
-        course = self.course
-        if value < course.best:
-            course.best, course.best_step = value, course.step
-        if value < course.anchor - self.config.threshold:
-            course.anchor, course.stale = value, 0
-        else:
-            course.stale += 1
-        course.done = self.config.patience > 0 and course.stale >= self.config.patience
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         self.last_save, self.save_due = time.monotonic(), False
-        if self.ranks.rank == 0:
-            meta = {**vars(self.course), "window": self.window.state(), "fingerprint": self.stream.fingerprint, "micro_batch": self.micro_batch,
-                    "threads": torch.get_num_threads(), "precision": self.hardware.precision,
-                    "world": self.ranks.world,
-                    "stream": self.rolling.state() if self.rolling else {}}  # fmt: skip
-            states.save(self.job.folder, self.course.step, weights=weights_of(self.plain),
-                        optimizer=self.optimizers.state_tensors(), meta=meta,
-                        curve=self.job.tracker.rows)  # fmt: skip
-            protect = [self.course.best_step] if self.config.publish == "best" else []
-            states.retain(self.job.folder, keep=self.job.runtime.keep, protect=protect)
-            self.job.tracker.flush()
-        self.ranks.barrier()
+        self.keeper.save(self.course, self.window, self.rolling.state() if self.rolling else {})
 
     def _resume(self) -> None:
-        state = states.newest(self.job.folder)
-        if state is None:
+        found = self.keeper.resume()
+        if found is None:
             return
-        if state.meta["fingerprint"] != self.stream.fingerprint:
-            raise ConfigError(f"{state.folder}: was trained on other data; set runtime.fresh=true to start over")
-        load_weights(self.plain, state.weights())
-        self.optimizers.load_state_tensors(state.optimizer())
-        self.course = Course(**{k: v for k, v in state.meta.items() if k in vars(self.course)})
-        self.window = Window.of(state.meta["window"])
+        self.course, self.window, stream = found
         if self.rolling:
-            self.rolling.load_state(state.meta["stream"])
-        self.job.tracker.restore(state.curve)
-        say(f"{self.job.name}: resumed at step {state.step} of {self.steps}")
-        now = {"micro_batch": self.micro_batch, "threads": torch.get_num_threads(), "world": self.ranks.world,
-               "precision": self.hardware.precision}  # fmt: skip
-        changed = {k: (state.meta[k], v) for k, v in now.items() if state.meta[k] != v}
-        if changed:
-            say(f"{self.job.name}: not bit-exact with an uninterrupted run: changed {changed}")
+            self.rolling.load_state(stream)
+        say(f"{self.job.name}: resumed at step {self.course.step} of {self.steps}")
 
     def _stop(self, number: int) -> None:
         inside = self.rolling and self.course.step % self.rolling.steps_per_rollout
@@ -303,7 +260,7 @@ class Run:
     def _publish(self) -> None:
         best = self.config.publish == "best" and self.course.best_step >= 0
         if best and self.course.best_step != self.course.step:
-            load_weights(self.plain, states.weights_at(self.job.folder, self.course.best_step))
+            self.keeper.load_best(self.course)
         rows = [row for row in self.job.tracker.rows if "loss" in row]
         published = self.course.best_step if best else self.course.step
         self.job.report(steps=self.course.step, tokens=self.course.tokens, published_step=published)
@@ -360,17 +317,3 @@ class Run:
             **device.describe(self.job.runtime.precision),
         )  # fmt: skip
         say(f"{self.job.name}: {tokens / seconds:,.0f} tokens/s, {flops / seconds / 1e9:,.0f} GFLOP/s")
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, each storage once (a tied head is the embedding)."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-@torch.no_grad()
-def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights that `weights_of` gave back into the model; every name must match."""
-    parameters = dict(model.named_parameters())
-    assert parameters.keys() == weights.keys(), sorted(parameters.keys() ^ weights.keys())
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
