@@ -13,6 +13,7 @@ import errno
 import inspect
 import io
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -260,7 +261,14 @@ def help_text(module: Any, stage: str, wiring: Wiring) -> str:
 
 
 def meanings(kind: Any) -> dict[str, str]:
-    """The comment behind each field of a dataclass, as its source gives it."""
+    """The comment behind each field of a dataclass and of those that it extends, as their source gives it."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
+        found |= {name: text for name, text in _comments(base).items() if text}
+    return found
+
+
+def _comments(kind: Any) -> dict[str, str]:
     source = textwrap.dedent(inspect.getsource(kind))
     found: dict[str, str] = {}
     name = ""
@@ -269,7 +277,8 @@ def meanings(kind: Any) -> dict[str, str]:
         if token.type == tokenize.COMMENT:
             head = line.split(":")[0].strip()
             name = head if head.isidentifier() else name
-            found[name] = f"{found.get(name, '')} {token.string.lstrip('# ')}".strip()
+            said = re.sub(r"^pyright: ignore\[\w+\]\s*#? *", "", token.string.lstrip("# "))
+            found[name] = f"{found.get(name, '')} {said}".strip()
     return found
 
 

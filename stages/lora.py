@@ -13,7 +13,7 @@ from pipeline import checkpoint, device
 from pipeline.learning import first_steps, objectives, reference, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
-from pipeline.learning.settings import TuneConfig
+from pipeline.learning.settings import AdaptConfig
 from pipeline.model import lora, lora_files
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
@@ -25,10 +25,10 @@ from pipeline.work import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `lora`; its training keys are those of TuneConfig, its adapter's those of AdapterConfig."""
+    """The block `lora`; its training keys are those of AdaptConfig, its adapter's those of AdapterConfig."""
 
     adapter: AdapterConfig
-    fit: TuneConfig
+    fit: AdaptConfig
 
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:

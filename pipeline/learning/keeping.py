@@ -9,39 +9,52 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.learning import states
+from pipeline.learning import states, verdict
+from pipeline.learning.averages import Averages
 from pipeline.learning.course import Course
 from pipeline.learning.optim import Optimizers
 from pipeline.learning.ranks import Ranks
+from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.window import Window
 from pipeline.tracking import say
 from pipeline.work import Job
+
+AVERAGE = "average"  # `<parameter>/average` among the optimiser's states
 
 
 class Keeper:
     """The states of one run. `settings` are facts of this process that a bit-exact resume needs unchanged."""
 
     def __init__(
-        self, job: Job, ranks: Ranks, model: nn.Module, optimizers: Optimizers, fingerprint: str, publishes_best: bool,
-        settings: dict[str, Any],
+        self, job: Job, ranks: Ranks, model: nn.Module, optimizers: Optimizers, averages: Averages | None,
+        fingerprint: str, settings: dict[str, Any], config: TrainingConfig,
     ) -> None:  # fmt: skip
-        self.job, self.ranks, self.model, self.optimizers = job, ranks, model, optimizers
-        self.fingerprint, self.publishes_best, self.settings = fingerprint, publishes_best, settings
+        self.job, self.ranks, self.model, self.optimizers, self.averages = job, ranks, model, optimizers, averages
+        self.fingerprint, self.settings = fingerprint, settings
+        self.publishes_best = config.publish == "best"
+        self.rolls_back = "rollback" in (config.on_nonfinite, config.on_spike)
 
-    def save(self, course: Course, window: Window, stream: dict[str, Any]) -> None:
-        """Write a state, then drop what is older than `runtime.keep` newest and not the best."""
+    def save(self, course: Course, window: Window, rest: dict[str, Any]) -> None:
+        """Write a state, then drop all but the `runtime.keep` newest, the best, and those that a rollback may load."""
         if self.ranks.rank == 0:
-            meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint,
-                    "stream": stream}  # fmt: skip
-            states.save(self.job.folder, course.step, weights=weights_of(self.model),
-                        optimizer=self.optimizers.state_tensors(), meta=meta, curve=self.job.tracker.rows)  # fmt: skip
+            meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint, **rest}
+            optimizer = self.optimizers.state_tensors()
+            if self.averages:
+                meta["averaged"] = self.averages.updates
+                optimizer |= {f"{name}/{AVERAGE}": value for name, value in self.averages.values.items()}
+            states.save(self.job.folder, course.step, weights=weights_of(self.model), optimizer=optimizer, meta=meta,
+                        curve=self.job.tracker.rows)  # fmt: skip
             protect = [course.best_step] if self.publishes_best else []
+            protect += verdict.rollback_targets(course) if self.rolls_back else []
             states.retain(self.job.folder, keep=self.job.runtime.keep, protect=protect)
             self.job.tracker.flush()
         self.ranks.barrier()
 
+    def wait(self) -> None:
+        """Until what is being written is on disk."""
+
     def resume(self) -> tuple[Course, Window, dict[str, Any]] | None:
-        """Put the newest whole state into model, optimisers and tracker; returns the rest of it, None without one.
+        """Put the newest whole state into model, optimisers, averages and tracker; returns the rest of it, None without one.
 
         Raises ConfigError for a state of other data.
         """
@@ -50,18 +63,47 @@ class Keeper:
             return None
         if state.meta["fingerprint"] != self.fingerprint:
             raise ConfigError(f"{state.folder}: was trained on other data; set runtime.fresh=true to start over")
-        load_weights(self.model, state.weights())
-        self.optimizers.load_state_tensors(state.optimizer())
-        self.job.tracker.restore(state.curve)
-        changed = {k: (state.meta[k], v) for k, v in self.settings.items() if state.meta[k] != v}
+        changed = {k: (state.meta.get(k), v) for k, v in self.settings.items() if state.meta.get(k) != v}
         if changed:
             say(f"{self.job.name}: not bit-exact with an uninterrupted run: changed {changed}")
-        known = {k: v for k, v in state.meta.items() if k in vars(Course())}
-        return Course(**known), Window.of(state.meta["window"]), state.meta["stream"]
+        return self._take(state)
 
-    def load_best(self, course: Course) -> None:
-        """Load the weights of the best step into the model."""
-        load_weights(self.model, states.weights_at(self.job.folder, course.best_step))
+    def load(self, step: int) -> tuple[Course, Window, dict[str, Any]]:
+        """As `resume`, from the state after `step` batches."""
+        return self._take(states.at(self.job.folder, step))
+
+    def _take(self, state: states.State) -> tuple[Course, Window, dict[str, Any]]:
+        load_weights(self.model, state.weights())
+        moments, averages = _split(state.optimizer())
+        self.optimizers.load_state_tensors(moments)
+        if self.averages:
+            self.averages.restore(averages, state.meta["averaged"])
+        self.job.tracker.restore(state.curve)
+        known = {k: v for k, v in state.meta.items() if k in vars(Course())}
+        return Course(**known), Window.of(state.meta["window"]), state.meta
+
+    def forget_after(self, step: int) -> None:
+        """Drop the states of later steps: a rollback has made them void."""
+        self.ranks.barrier()
+        if self.ranks.rank == 0:
+            states.drop_after(self.job.folder, step)
+        self.ranks.barrier()
+
+    def load_weights(self, step: int) -> None:
+        """Load the weights of that step's state into the model, averaged ones where there are some."""
+        if self.averages:
+            weights = _split(states.at(self.job.folder, step).optimizer())[1]
+            self.averages.restore(weights, self.averages.updates)
+            self.averages.load()
+        else:
+            load_weights(self.model, states.weights_at(self.job.folder, step))
+
+
+def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The optimiser's states, and the averaged weights by their names."""
+    end = f"/{AVERAGE}"
+    averages = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(end)}, averages
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pipeline.errors import StagecoachError
 from pipeline.tracking import say
 from pipeline.work import need_space, remove, sha256, sync_folder
 
@@ -109,10 +110,29 @@ def newest(folder: Path) -> State | None:
         if wrong:
             say(f"{path.parent.parent.name}: state {path.name} is damaged ({wrong}); trying the one before")
             continue
-        meta = json.loads((path / "state.json").read_text())
-        curve = [json.loads(line) for line in (path / "curve.jsonl").read_text().splitlines()]
-        return State(meta["step"], path, meta, curve)
+        return _read(path)
     return None
+
+
+def at(folder: Path, step: int) -> State:
+    """The state after `step` batches. Raises StagecoachError when it is damaged."""
+    path = folder / name_of(step)
+    if wrong := fault(path):
+        raise StagecoachError(f"{path}: {wrong}; run again: the newest whole state serves")
+    return _read(path)
+
+
+def _read(path: Path) -> State:
+    meta = json.loads((path / "state.json").read_text())
+    curve = [json.loads(line) for line in (path / "curve.jsonl").read_text().splitlines()]
+    return State(meta["step"], path, meta, curve)
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Remove the states of later steps."""
+    for path in sorted(folder.glob("step-????????"), reverse=True):
+        if path.name > name_of(step):
+            shutil.rmtree(path)
 
 
 def weights_at(folder: Path, step: int) -> dict[str, Tensor]:
