@@ -50,7 +50,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path) -
 
     fit(model, stream, loss, params.fit, job, from_scratch=True)
     job.report(parameters=model.num_parameters())
-    checkpoint.save(out, model, text, job.lineage)
+    checkpoint.save(out, model, text, job.lineage, precision=params.fit.save_precision)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Profile:
         self._profiler.stop()
         self._profiler = None
         if not (self.folder / f"top-rank{self.rank}.txt").is_file():
-            say(f"runtime.profile: nothing recorded: a run needs {SKIPPED + WARM_UP + RECORDED} steps at least")
+            say(f"runtime.profile: nothing recorded: a run needs more than {SKIPPED + WARM_UP} steps")
 
     def _write(self, profiler: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -50,4 +50,4 @@ class Profile:
         table = profiler.key_averages().table(sort_by=by, row_limit=20)
         (self.folder / f"top-rank{self.rank}.txt").write_text(table)
         profiler.export_chrome_trace(str(self.folder / f"trace-rank{self.rank}.json"))
-        say(f"{table}\nprofile of {RECORDED} steps: {self.folder}")
+        say(f"{table}\nprofile of at most {RECORDED} steps: {self.folder}")
