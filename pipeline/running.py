@@ -91,6 +91,8 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     resolved = dataclasses.asdict(parameters)
     lineage = _lineage(stage, item, settings.seed(), resolved, inputs)
     folder = work.root() / name / lineage["key"]
+    if runtime.find_lr:
+        folder = _finder_folder(folder, stage, wiring)
     with work.locked(folder):
         if runtime.fresh and not os.environ.get("STAGECOACH_LOCKED"):
             work.start_over(folder)
@@ -106,6 +108,18 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
             for target, source in out_paths(folder, wiring, names):
                 work.publish(source, target)
             work.prune_finished(folder.parent, lineage["key"])
+
+
+def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
+    """Where a search for a learning rate works: beside the run's own folder, which it leaves alone. Raises ConfigError."""
+    if not wiring.trains:
+        raise ConfigError(f"runtime.find_lr: stage_{stage} trains nothing; set it on the command line of one that does")
+    if os.environ.get("DVC_STAGE"):
+        raise ConfigError(
+            f"runtime.find_lr: a search makes no out for DVC; take it out of params.yaml and run "
+            f"python -m stages.{stage} runtime.find_lr=true"
+        )
+    return folder.with_name(f"{folder.name}-find-lr")
 
 
 def _compute(
@@ -213,7 +227,8 @@ def _make_job(
             "dvc.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""), "git.commit": git_commit()}  # fmt: skip
     if stage not in ("corpus", "tasks", "encode"):  # those never touch torch
         tags |= device.describe(runtime.precision)
-    tracker = tracking.Tracker(f"{stage}@{item}" if item else stage, folder, tags, resolved, quiet=False)
+    name = f"{stage}@{item}" if item else stage
+    tracker = tracking.Tracker(name, folder, tags, resolved, quiet=runtime.find_lr, others=runtime.trackers)
     return work.Job(
         stage=stage, item=item, key=lineage["key"], seed=seed, folder=folder, workers=device.workers(runtime.workers),
         runtime=runtime, tracker=tracker, lineage=lineage, stop=work.StopRequest(),

@@ -12,7 +12,7 @@ FILES = sorted(p for folder in ("pipeline", "stages") for p in (ROOT / folder).r
 
 # from the ground up; a package may import those before it and its own floor
 FLOORS = [
-    {"errors", "params", "runtime", "running", "device", "launch", "tracking", "work", "codehash"},
+    {"errors", "params", "runtime", "running", "device", "launch", "tracking", "trackers", "work", "codehash"},
     {"text"},
     {"model"},
     {"streams", "checkpoint"},
