@@ -136,7 +136,8 @@ def suggest(trials: list[Trial], *, broke: bool) -> Found:
 def turn(rates: list[float], losses: list[float], *, broke: bool) -> float | None:
     """The rate from which on the loss grew at every step, between two trials: the zero of log(next loss / loss) in log(rate).
 
-    None where the search did not break and the loss does not grow at its end.
+    With noise no last stretch grows at every step: then the rate from which on the loss stays above its first value; None where it
+    does not.
     """
 
     def growth(at: int) -> float:
@@ -144,8 +145,9 @@ def turn(rates: list[float], losses: list[float], *, broke: bool) -> float | Non
         return math.log(after / before) if min(before, after) > 0 else math.copysign(1.0, after - before)
 
     at = len(losses) - 2
-    if not broke and any(growth(at - back) <= 0 for back in range(3)):
-        return None
+    if any(growth(at - back) <= 0 for back in range(3)):
+        below = [number for number, loss in enumerate(losses) if loss <= losses[0]][-1]
+        return rates[min(below + 1, len(rates) - 1)] if broke or below < len(losses) - 1 else None
     while at > 0 and growth(at) > 0:
         at -= 1
     low, high = growth(at), growth(min(at + 1, len(losses) - 2))
@@ -190,7 +192,7 @@ def write(found: Found, folder: Path, stage: str) -> None:
     say(
         f"learning rates from {found.trials[0].rate:.2g}: steepest fall at {found.steepest:.2g}, valley {found.valley:.2g}, a tenth "
         f"of the least {found.tenth_of_least:.2g}, broken at {ends}\n  curve and plot: {folder}\n"
-        f"  params.yaml:\n    {stage}:\n      learning_rate: {found.valley:.1e}"
+        f"  params.yaml:\n    {stage}:\n      learning_rate: {found.tenth_of_least:.1e}"
     )
 
 
@@ -208,7 +210,9 @@ def plot(found: Found, path: Path) -> None:
     marks = (("steepest", found.steepest), ("valley", found.valley), ("least / 10", found.tenth_of_least))
     for (label, rate), style in zip(marks, ("--", "-", ":"), strict=True):
         axes.axvline(rate, color="#b3541e", linestyle=style, label=f"{label}: {rate:.1e}")
+    least, first = min(t.raw for t in found.trials), found.trials[0].raw
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", title="Learning-rate finder")
+    axes.set_ylim(least - 0.1 * abs(first - least), first + 0.6 * abs(first - least))  # what breaks goes out at the top
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)
