@@ -14,6 +14,7 @@ from pipeline.learning import lr_finder
 from pipeline.learning.fit import fit
 from pipeline.learning.keeping import weights_of
 from tests.test_fit import Dropping, Net, Rows, config, job, loss
+from tests.workspace import Workspace
 
 
 @pytest.mark.parametrize("curvature", [0.3, 1.0, 40.0])
@@ -87,3 +88,19 @@ def test_ratios_between_groups_are_kept(tmp_path: Path) -> None:
         with pytest.raises(SystemExit):
             fit(Net(), Rows(), loss, config(learning_rates={"embedding": 0.08}), job(tmp_path, find_lr=True))
     assert all(high / low == pytest.approx(4.0) for low, high in rates) and len(rates) > 20
+
+
+@pytest.mark.slow
+def test_a_stage_that_looks_for_its_rate_leaves_its_results_and_its_unfinished_run_alone(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert workspace.command("lora").code == 0
+    published = workspace.published()
+    ended = workspace.command("lora", **{"runtime.find_lr": True})
+    assert ended.code == 0 and "lora:\n      learning_rate: " in ended.said
+    assert workspace.published() == published
+    assert len(list(workspace.folder.glob(".work/lora/*-find-lr/find_lr/curve.svg"))) == 1
+    monkeypatch.setenv("DVC_STAGE", "stage_lora")
+    monkeypatch.setattr("pipeline.launch.die_with_parent", lambda parent: None)
+    ended = workspace.command("lora", **{"runtime.find_lr": True})
+    assert ended.code == 2 and "python -m stages.lora runtime.find_lr=true" in ended.said

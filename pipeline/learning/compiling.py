@@ -47,7 +47,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def compile_blocks(model: nn.Module, name: str) -> None:
     """Compile each layer in place; the first step takes the time."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work.root() / "compile"))
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # here: the import takes seconds
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its own where none is set
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work.root() / "compile")
     torch._dynamo.config.recompile_limit = SHAPES
     say(f"{name}: compiling the layers (torch.compile, kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
     for block in blocks(model):
