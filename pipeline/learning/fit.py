@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeline import device
 from pipeline.errors import ConfigError, GateError
-from pipeline.learning import gates, states
+from pipeline.learning import gates, micro_batch, states
 from pipeline.learning.optim import Optimizers
 from pipeline.learning.protocols import LossFunction, Stream, Watchers
 from pipeline.learning.ranks import Ranks
@@ -100,7 +100,8 @@ class Run:
             if self.course.step == 0 and self.watchers.evaluate:
                 self._evaluate()
             while self.course.step < self.steps and not self.course.done:
-                self._one_step()
+                with micro_batch.explained(self.job, self.config, self.course.step, self.tried):
+                    self._one_step()
                 bar.update()
                 if self.job.tracker.rows:
                     last = self.job.tracker.rows[-1]
@@ -317,18 +318,26 @@ class Run:
     # -- before and around ---------------------------------------------------------------------------------------------
 
     def _micro_batch(self) -> int:
-        """Rows of one forward pass: as asked, else the largest power of two that a quarter of the memory holds."""
+        """Rows of one forward pass: as asked, else as the run began, else by plan and dry step (micro_batch.py)."""
         rows = -(-self.config.rows // self.ranks.world)
         if self.config.rows < self.ranks.world:
             raise ConfigError(
                 f"{self.job.stage}: {self.config.rows} rows a step for {self.ranks.world} processes; make the batch larger"
             )
-        asked = self.job.runtime.micro_batch
-        if asked != "auto":
-            return min(int(asked), rows)
-        bytes_per_row = self.config.row_length * gates.activation_bytes_per_token(self.plain)
-        fitting = max(1, int(device.total_memory(self.hardware.device) / 4 / bytes_per_row))
-        return min(rows, 2 ** int(math.log2(fitting)))
+        provable = self.hardware.device.type == "cuda" and not self.rolling
+        self.tried = micro_batch.chosen(
+            self.plain, self.config, self.job, self.hardware, self.ranks, rows, self._dry_step if provable else None
+        )
+        return self.tried[-1]
+
+    def _dry_step(self, micro: int) -> None:
+        """Forward and backward of the first two micro-batches of this size; all that is left of it are gradients."""
+        length = self.config.row_length
+        mine = self.stream.rows(0, length)[self.ranks.rank :: self.ranks.world]
+        batches = [self.stream.batch(0, length, part) for part in (mine[:micro], mine[micro : 2 * micro]) if len(part)]
+        counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
+        with self.ranks.no_sync(self.model, skip=True):
+            self._backward(batches, counts)
 
     def _check_before(self) -> None:
         if not self.rolling:  # what the policy fills is checked when it is full
