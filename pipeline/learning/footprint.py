@@ -11,9 +11,10 @@ The parts are those of this code, checked against the measured peak (tests/test_
 - logits: four float32 arrays of V at each position that the head computes: logits, their log-softmax, both gradients
 - update: what Muon stacks and multiplies besides its momentum; AdamW needs nothing
 
-A CUDA allocator gives what one phase freed to the next, so there the total has the greater of a pass (copies, activations,
-logits) and the update. glibc, told to keep what is freed (device.keep_freed_memory), finds aligned blocks of the same size
-again only when their neighbours are free too: on a CPU the parts add up, with the margin that the heap grows by.
+An update begins when a pass is over, so the total has the greater of a pass (copies, activations, logits) and the update. Gradients
+are counted beside the activations even where one pass makes them: glibc, told to keep what is freed (device.keep_freed_memory),
+finds an aligned block again only when its neighbours are free too, so on a CPU hardly anything of another size is used again.
+The heap grows by a margin there, and Muon's stacks of different shapes add up.
 
 Not counted: the interpreter and its libraries (0.3 to 0.5 GB), CUDA's context, the caches of sampling. Not measured: CUDA.
 """
@@ -77,16 +78,13 @@ class Footprint:
     activations: float
     logits: float
     update: float
-    adds_up: bool  # whether what one phase freed is lost to the next
+    margin: float = 0.0  # of the heap
 
     @property
     def total(self) -> float:
         """The most that is held at once."""
         states = self.weights + self.gradients + self.optimizer
-        passing = self.copies + self.activations + self.logits
-        if self.adds_up:
-            return states + passing + self.update + device.TOP_PAD
-        return states + max(passing, self.update)
+        return states + max(self.copies + self.activations + self.logits, self.update) + self.margin
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -193,8 +191,9 @@ def update_bytes(hidden: Counter[Shape], work: Work) -> float:
     """What Muon's update holds besides its states: the directions of all matrices of a shape, stacked, and their products."""
     if work.optimizer != "muon":
         return 0.0
-    # fp32: updates, stack, x and the next x, 4 bytes each, and two Gram matrices. bf16: updates 4, stack, x, next x 2 each
-    fixed, gram = (16, 8) if work.precision == "fp32" else (10, 4)
+    # bf16: the updates and their stack 4 bytes each, then x and the next x 2 each; two Gram matrices. fp32 (on CPUs): all 4,
+    # of which a part comes out of what was freed: between 14 and 24 bytes were measured where 16 + 8 are held at once
+    fixed, gram = (14, 6) if work.precision == "fp32" else (12, 4)
     stacks = [r * c * n * (fixed + gram * min(r, c) / max(r, c)) for (r, c), n in hidden.items()]
     return sum(stacks) if work.kind == "cpu" else max(stacks, default=0.0)
 
@@ -212,7 +211,7 @@ def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micr
         activations=activations + 4.0 * weights.twice * (2 if work.accumulates else 1),
         logits=logits,
         update=update_bytes(weights.hidden, work),
-        adds_up=work.kind == "cpu",
+        margin=device.TOP_PAD if work.kind == "cpu" else 0.0,
     )  # fmt: skip
 
 
