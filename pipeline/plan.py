@@ -106,7 +106,7 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
     model, narrow = config.model, frozen.narrows(work.kind, work.precision)
     whole = footprint.full(model)
     if strategy == "lora":
-        weights = footprint.adapted(model, rank=config.rank, targets=config.adapter.modules, narrow=narrow)
+        weights = footprint.adapted(model, rank=config.rank, targets=config.adapter.modules)
         return footprint.footprint(weights, [model], work, micro_batch)
     if strategy == "dpo":
         return footprint.footprint(whole + footprint.frozen(model, narrow=narrow), [model], work, micro_batch)

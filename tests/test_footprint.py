@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from pipeline import device
-from pipeline.learning import footprint
+from pipeline.learning import footprint, frozen
 from pipeline.learning.footprint import Footprint, Work
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
@@ -118,14 +118,18 @@ def test_sharded_states_are_divided_and_one_block_is_whole() -> None:
     )
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_an_adapter_trains_little_on_frozen_weights(narrow: bool) -> None:
-    weights = footprint.adapted(HAND, rank=2, targets=("q_proj", "down_proj"), narrow=narrow)
+def test_an_adapter_trains_little_on_frozen_weights() -> None:
+    weights = footprint.adapted(HAND, rank=2, targets=("q_proj", "down_proj"))
     trained = (2 * 8 + 8 * 2) + (2 * 16 + 8 * 2)
-    assert weights.trained == trained
-    assert weights.frozen == 4 * ALL - (2 * HIDDEN if narrow else 0)  # the tied embedding stays float32
-    assert weights.cast == trained + TABLE + (0 if narrow else HIDDEN)
+    assert (weights.trained, weights.frozen) == (trained, 4 * ALL)
+    assert weights.cast == trained + TABLE + HIDDEN
     assert weights.hidden == Counter({(2, 8): 1, (8, 2): 2, (2, 16): 1})
+
+
+def test_a_frozen_model_of_half_precision_keeps_its_embedding_in_float32() -> None:
+    tied, untied = (footprint.frozen(replace(HAND, tied=tied), narrow=True) for tied in (True, False))
+    assert (tied.frozen, tied.cast) == (4 * ALL - 2 * HIDDEN, TABLE)
+    assert (untied.frozen, untied.cast) == (4 * (ALL + TABLE) - 2 * (HIDDEN + TABLE), 0)
 
 
 def test_four_models_of_ppo_by_hand() -> None:
@@ -144,11 +148,16 @@ def test_an_existing_model_counts_as_its_configuration_does() -> None:
     assert footprint.weights_of(Transformer(untied)) == footprint.full(untied)
     adapted = Transformer(HAND, torch.Generator().manual_seed(0))
     lora.attach(adapted, AdapterConfig(rank=2, alpha=4, targets=("q_proj", "down_proj")), torch.Generator())
-    assert footprint.weights_of(adapted) == footprint.adapted(
-        HAND, rank=2, targets=("q_proj", "down_proj"), narrow=False
-    )
+    assert footprint.weights_of(adapted) == footprint.adapted(HAND, rank=2, targets=("q_proj", "down_proj"))
     pair = footprint.weights_of(ActorCritic(Transformer(HAND), RewardModel(Transformer(HAND))))
     assert pair.trained == 2 * ALL + 8
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrowed_model_holds_what_the_plan_says(tied: bool) -> None:
+    config = replace(HAND, tied=tied)
+    model = frozen.narrow(Transformer(config)).requires_grad_(False)
+    assert footprint.weights_of(model) == replace(footprint.frozen(config, narrow=True), hidden=Counter())
 
 
 def test_the_largest_micro_batch_is_a_power_of_two_or_all_rows() -> None:

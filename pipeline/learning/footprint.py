@@ -5,7 +5,7 @@
 The parts are those of this code, checked against the measured peak (tests/test_footprint.py), not a textbook's:
 
 - trained weights, gradients and moments are float32: 4 + 4 + 8 bytes a parameter with AdamW, 4 + 4 + 4 with Muon; EMA 4;
-  frozen weights as they are stored; `copies`: what autocast casts, 2 a parameter of a matrix product, until the backward pass
+  frozen weights as they are stored (frozen.py); `copies`: what autocast casts, 2 a parameter of a matrix product, until the backward pass
 - activations a token and layer: what `Block` saves for the backward pass (`layer_bytes`), and one layer more that is being
   worked on. Checkpointed layers keep their input alone, 4d bytes: the residual stream is float32 also under autocast
 - logits: four float32 arrays of V at each position that the head computes: logits, their log-softmax, both gradients
@@ -108,8 +108,8 @@ def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
     return Weights(trained=0, frozen=size, cast=whole.cast - (matmul if narrow else 0))
 
 
-def adapted(config: ModelConfig, *, rank: int, targets: Sequence[str], narrow: bool) -> Weights:
-    """A frozen model with a low-rank adapter."""
+def adapted(config: ModelConfig, *, rank: int, targets: Sequence[str]) -> Weights:
+    """A frozen model, stored in float32, with a low-rank adapter."""
     width, ff = config.width, config.d_ff
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes = {"q_proj": (q, width), "k_proj": (kv, width), "v_proj": (kv, width), "o_proj": (width, q),
@@ -119,7 +119,7 @@ def adapted(config: ModelConfig, *, rank: int, targets: Sequence[str], narrow: b
         out, into = shapes[name]
         pairs += Counter({(rank, into): config.layers}) + Counter({(out, rank): config.layers})
     trained = sum(rows * columns * count for (rows, columns), count in pairs.items())
-    return frozen(config, narrow=narrow) + Weights(trained=trained, cast=trained, hidden=pairs)
+    return frozen(config, narrow=False) + Weights(trained=trained, cast=trained, hidden=pairs)
 
 
 def matrices(config: ModelConfig) -> Counter[Shape]:
