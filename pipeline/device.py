@@ -83,13 +83,16 @@ class Hardware:
         return torch.autocast(self.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision])
 
 
+TOP_PAD = 64 << 20  # bytes by which the heap grows beyond what is asked
+
+
 @functools.cache
 def keep_freed_memory() -> None:
     """Tell glibc not to give large blocks back to the system: the 33 MB of logits would be mapped afresh every step."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    for option, value in ((-3, 1 << 30), (-1, 2**31 - 1), (-2, 64 << 20)):  # M_MMAP_THRESHOLD, M_TRIM_..., M_TOP_PAD
+    for option, value in ((-3, 1 << 30), (-1, 2**31 - 1), (-2, TOP_PAD)):  # M_MMAP_THRESHOLD, M_TRIM_..., M_TOP_PAD
         libc.mallopt(option, value)
 
 
@@ -242,3 +245,21 @@ def peak_memory(where: torch.device) -> int:
     if where.type == "cuda":
         return torch.cuda.max_memory_allocated(where)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def held_memory(where: torch.device) -> int:
+    """Bytes of tensors that this process has on a GPU now; 0 on a CPU, where nobody counts them."""
+    import torch
+
+    return torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
+
+
+def give_back(where: torch.device) -> None:
+    """Give what the allocator keeps of a GPU's memory back, after a try that needed too much of it in other pieces."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if where.type == "cuda":
+        torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ FLOORS = [
     {"model"},
     {"streams", "checkpoint"},
     {"synthesis"},
-    {"generation", "learning", "sandbox"},
+    {"generation", "learning", "sandbox", "plan"},
     {"reinforcement", "export"},
     {"evaluation", "report"},
     {"serve", "stages"},

@@ -21,6 +21,14 @@ PAYS = {"cpu": 1e14, "cuda": 5e16}  # training FLOPs of the whole run
 SHAPES = 64  # compilations of a block: forward and backward, training and evaluation, contexts of a curriculum
 
 
+def compiled(model: nn.Module, asked: bool | str, *, flops: float, device: torch.device, name: str) -> bool:
+    """Compile the layers if `wanted`; returns whether it was. Raises ConfigError as `wanted`."""
+    if not wanted(asked, flops=flops, device=device):
+        return False
+    compile_blocks(model, name)
+    return True
+
+
 def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
     """Whether to compile: as asked, or by the rule. Raises ConfigError where it is asked for and cannot be."""
     if asked is False:

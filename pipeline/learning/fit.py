@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeline import device
 from pipeline.errors import ConfigError, GateError
-from pipeline.learning import compiling, gates, lr_finder, speed, verdict
+from pipeline.learning import compiling, gates, lr_finder, micro_batch, speed, verdict
 from pipeline.learning.averages import Averages
 from pipeline.learning.course import Course
 from pipeline.learning.keeping import Keeper
@@ -100,10 +100,7 @@ class Run:
             model.dropout = config.dropout  # type: ignore[assignment]
         per_token: Any = getattr(model, "flops_per_token", None)
         flops = self.steps * config.rows * config.row_length * per_token(config.row_length) if per_token else 0
-        if not compiling.wanted(runtime.compile, flops=flops, device=self.hardware.device):
-            return False
-        compiling.compile_blocks(model, self.job.name)
-        return True
+        return compiling.compiled(model, runtime.compile, flops=flops, device=self.hardware.device, name=self.job.name)
 
     def go(self) -> None:
         """Resume or start, train to the end, load what is published."""
@@ -118,7 +115,8 @@ class Run:
             elif self.course.step == 0 and self.watchers.evaluate:
                 self._evaluate()
             while self.course.step < self.steps and not self.course.done:
-                self._one_step()
+                with micro_batch.explained(self.job, self.config, self.course.step, self.tried):
+                    self._one_step()
                 self.profile.step()
                 bar.update()
                 if self.job.tracker.rows:
@@ -366,25 +364,32 @@ class Run:
             self.keeper.load_weights(self.course.best_step)
         elif self.averages:
             self.averages.load()
-        self.job.report(
-            **self.course.results(self.job.tracker.rows, self.course.best_step if best else self.course.step)
-        )
+        published = self.course.best_step if best else self.course.step
+        self.job.report(**self.course.results(self.job.tracker.rows, published))
 
     # -- before and around ---------------------------------------------------------------------------------------------
 
     def _micro_batch(self) -> int:
-        """Rows of one forward pass: as asked, else the largest power of two that a quarter of the memory holds."""
+        """Rows of one forward pass: as asked, else as the run began, else by plan and dry step (micro_batch.py)."""
         rows = -(-self.config.rows // self.ranks.world)
         if self.config.rows < self.ranks.world:
             raise ConfigError(
                 f"{self.job.stage}: {self.config.rows} rows a step for {self.ranks.world} processes; make the batch larger"
             )
-        asked = self.job.runtime.micro_batch
-        if asked != "auto":
-            return min(int(asked), rows)
-        bytes_per_row = self.config.row_length * gates.activation_bytes_per_token(self.plain)
-        fitting = max(1, int(device.total_memory(self.hardware.device) / 4 / bytes_per_row))
-        return min(rows, 2 ** int(math.log2(fitting)))
+        provable = self.hardware.device.type == "cuda" and not self.rolling
+        self.tried = micro_batch.chosen(
+            self.plain, self.config, self.job, self.hardware, self.ranks, rows, self._dry_step if provable else None
+        )
+        return self.tried[-1]
+
+    def _dry_step(self, micro: int) -> None:
+        """Forward and backward of the first two micro-batches of this size; all that is left of it are gradients."""
+        length = self.config.row_length
+        mine = self.stream.rows(0, length)[self.ranks.rank :: self.ranks.world]
+        batches = [self.stream.batch(0, length, part) for part in (mine[:micro], mine[micro : 2 * micro]) if len(part)]
+        counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
+        with self.ranks.no_sync(self.model, skip=True):
+            self.backward(batches, counts)
 
     def _check_before(self) -> None:
         if not self.rolling:  # what the policy fills is checked when it is full

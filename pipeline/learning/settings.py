@@ -75,6 +75,11 @@ class TrainingConfig(OptimizerConfig):
         return self.row_length
 
     @property
+    def trained_length(self) -> int:
+        """Tokens of a row that are trained on at most: the head computes their logits alone."""
+        return self.row_length
+
+    @property
     def rows(self) -> int:
         """Rows of the global batch."""
         raise NotImplementedError

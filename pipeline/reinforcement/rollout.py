@@ -78,6 +78,10 @@ class RolloutConfig(TrainingConfig):
         return self.max_prompt + self.max_new_tokens
 
     @property
+    def trained_length(self) -> int:
+        return self.max_new_tokens
+
+    @property
     def rows(self) -> int:
         """Answers of an update; the last one of an epoch may have fewer."""
         return math.ceil(self.prompts * self.samples / self.minibatches)
