@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.errors import StagecoachError
-from pipeline.learning import states
+from pipeline.learning import slices, states
 
 
 def save(folder: Path, step: int) -> None:
@@ -22,8 +22,8 @@ def test_a_saved_state_comes_back(tmp_path: Path) -> None:
     state = states.newest(tmp_path)
     assert state is not None
     assert (state.step, state.meta["tokens"], len(state.curve)) == (3, 3, 3)
-    assert torch.equal(state.weights()["w"], torch.full((50, 3), 3.0))
-    assert torch.equal(state.optimizer()["w/exp_avg"], torch.full((50, 3), 1.5))
+    assert torch.equal(state.weights().read("w"), torch.full((50, 3), 3.0))
+    assert torch.equal(state.optimizer().read("w/exp_avg"), torch.full((50, 3), 1.5))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_kill_at_any_write_leaves_the_old_or_the_new_state(tmp_path: Path, mon
                 (os, "fsync"),
                 (Path, "rename"),
                 (Path, "write_text"),
-                (states, "save_file"),
+                (slices, "save_file"),
                 (states, "remove"),
             ):
                 patch.setattr(owner, name, hook(getattr(owner, name)))
@@ -104,7 +104,7 @@ def test_a_kill_at_any_write_leaves_the_old_or_the_new_state(tmp_path: Path, mon
                 pass
         state = states.newest(work)
         assert state is not None
-        assert torch.equal(state.weights()["w"], torch.full((50, 3), float(state.step)))
+        assert torch.equal(state.weights().read("w"), torch.full((50, 3), float(state.step)))
         seen.add(state.step)
         save(work, 2)  # and a second try always works
         assert states.newest(work).step == 2  # type: ignore[union-attr]

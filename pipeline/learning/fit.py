@@ -63,7 +63,7 @@ class Run:
         self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         config.check_context(model)
-        self.plain = model.to(self.hardware.device)
+        self.plain = self.ranks.place(model, self.hardware.device)
         self.model = self.ranks.wrap(self.plain)
         if hasattr(self.plain, "checkpointing"):
             self.plain.checkpointing = job.runtime.gradient_checkpointing  # type: ignore[assignment]
@@ -97,6 +97,7 @@ class Run:
                     bar.note(" ".join(f"{k} {last[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in last))
         self._speed(time.monotonic() - start, self.course.step - first_step, self.course.tokens - tokens)
         self._publish()
+        self.ranks.finish(self.plain, self.hardware.device)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -137,9 +138,10 @@ class Run:
     def _backward(self, batches: list[Any], counts: dict[str, int]) -> Totals:
         """Gradients of sum_k c_k S_k / G_k over all ranks; returns this rank's sums."""
         totals = Totals(counts)
-        for micro, batch in enumerate(batches):
+        evened = self.ranks.evened(batches)
+        for micro, (batch, mine) in enumerate(evened):
             device.seed_step(self.job.seed, self.course.step, micro, self.ranks.rank)
-            with self.ranks.no_sync(self.model, skip=micro < len(batches) - 1):
+            with self.ranks.no_sync(self.model, skip=micro < len(evened) - 1):
                 with self.hardware.autocast():
                     loss = self.loss(self.model, batch.to(self.hardware.device))
                 parts = [
@@ -147,8 +149,9 @@ class Run:
                 ]
                 objective = sum(parts, start=loss.terms[0].sum * 0)  # a rank without targets still runs backward
                 assert isinstance(objective, Tensor)
-                objective.backward()
-            totals.add(loss)
+                (objective if mine else objective * 0).backward()
+            if mine:
+                totals.add(loss)
         return totals
 
     def _check_step(self, totals: Totals, filled: dict[str, float]) -> None:
@@ -216,13 +219,12 @@ class Run:
         """Loss over the fixed slice of the validation split, which moves `best` and the anchor; the stage's own numbers."""
         self.model.train(False)
         totals = Totals({})
-        for number, batch in enumerate(self.stream.evaluation(self.config.eval_tokens)):
-            if number % self.ranks.world != self.ranks.rank:
-                continue
+        for batch, mine in self.ranks.dealt(self.stream.evaluation(self.config.eval_tokens)):
             with self.hardware.autocast():
                 part = Totals(batch.counts)
                 part.add(self.loss(self.plain, batch.to(self.hardware.device)))
-            totals.merge(part)
+            if mine:
+                totals.merge(part)
         if self.watchers.evaluate:
             self.job.tracker.log(self.course.step, self.watchers.evaluate(self.course.step))
         self.model.train(True)

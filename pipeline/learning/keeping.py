@@ -1,6 +1,7 @@
 """What a run keeps on disk: its states, how many of them, which one it resumes from, and which weights it publishes.
 
-`states.py` is the format on disk; here is what goes into it. All ranks call these methods together; rank 0 writes.
+`states.py` is the format on disk; here is what goes into it. All ranks call these methods together. Rank 0 writes, or each
+rank its share of a model that is cut (FSDP2); rank 0 alone decides which state is the newest good one.
 """
 
 from typing import Any
@@ -13,6 +14,8 @@ from pipeline.learning import states
 from pipeline.learning.course import Course
 from pipeline.learning.optim import Optimizers
 from pipeline.learning.ranks import Ranks
+from pipeline.learning.slices import Stored
+from pipeline.learning.states import State
 from pipeline.learning.window import Window
 from pipeline.tracking import say
 from pipeline.work import Job
@@ -30,28 +33,38 @@ class Keeper:
 
     def save(self, course: Course, window: Window, stream: dict[str, Any]) -> None:
         """Write a state, then drop what is older than `runtime.keep` newest and not the best."""
-        if self.ranks.rank == 0:
+        ranks, job = self.ranks, self.job
+        first = ranks.rank == 0
+        tensors = {"weights": weights_of(self.model), "optimizer": self.optimizers.state_tensors()}
+        part = states.begin(job.folder, course.step, tensors) if first else states.part_of(job.folder, course.step)
+        ranks.barrier()
+        files = states.write(part, tensors, ranks.rank, ranks.world) if first or ranks.sharding else {}
+        written = ranks.gather(files)
+        if first:
             meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint,
                     "stream": stream}  # fmt: skip
-            states.save(self.job.folder, course.step, weights=weights_of(self.model),
-                        optimizer=self.optimizers.state_tensors(), meta=meta, curve=self.job.tracker.rows)  # fmt: skip
+            files = {name: facts for share in written for name, facts in share.items()}
+            states.complete(part, course.step, files, meta=meta, curve=job.tracker.rows)
             protect = [course.best_step] if self.publishes_best else []
-            states.retain(self.job.folder, keep=self.job.runtime.keep, protect=protect)
-            self.job.tracker.flush()
-        self.ranks.barrier()
+            states.retain(job.folder, keep=job.runtime.keep, protect=protect)
+            job.tracker.flush()
+        ranks.barrier()
 
     def resume(self) -> tuple[Course, Window, dict[str, Any]] | None:
         """Put the newest whole state into model, optimisers and tracker; returns the rest of it, None without one.
 
-        Raises ConfigError for a state of other data.
+        Raises ConfigError for a state of other data, or one that not all ranks see.
         """
-        state = states.newest(self.job.folder)
+        state = self._newest()
         if state is None:
             return None
         if state.meta["fingerprint"] != self.fingerprint:
             raise ConfigError(f"{state.folder}: was trained on other data; set runtime.fresh=true to start over")
         load_weights(self.model, state.weights())
-        self.optimizers.load_state_tensors(state.optimizer())
+        stored, parameters = state.optimizer(), dict(self.model.named_parameters())
+        self.optimizers.load_state_tensors(
+            {name: stored.like(name, parameters[name.rpartition("/")[0]]) for name in stored.names()}
+        )
         self.job.tracker.restore(state.curve)
         changed = {k: (state.meta[k], v) for k, v in self.settings.items() if state.meta[k] != v}
         if changed:
@@ -61,7 +74,21 @@ class Keeper:
 
     def load_best(self, course: Course) -> None:
         """Load the weights of the best step into the model."""
-        load_weights(self.model, states.weights_at(self.job.folder, course.best_step))
+        load_weights(self.model, states.at(self.job.folder, course.best_step).weights())
+
+    def _newest(self) -> State | None:
+        """The newest good state, the same one on all ranks: hashes are read once."""
+        found = states.newest(self.job.folder) if self.ranks.rank == 0 else None
+        step = self.ranks.gather(found and found.step)[0]
+        if step is None or found is not None:
+            return found
+        try:
+            return states.at(self.job.folder, step)
+        except OSError as error:
+            raise ConfigError(
+                f"rank {self.ranks.rank} does not see {self.job.folder / states.name_of(step)}, which rank 0 goes on from: "
+                "expected the work directory (STAGECOACH_WORK) on a file system that all machines share"
+            ) from error
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -70,9 +97,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights that `weights_of` gave back into the model; every name must match."""
+def load_weights(model: nn.Module, weights: Stored) -> None:
+    """Copy the weights of a state back into the model, each rank the rows that it holds; every name must match."""
     parameters = dict(model.named_parameters())
-    assert parameters.keys() == weights.keys(), sorted(parameters.keys() ^ weights.keys())
+    assert parameters.keys() == weights.names(), sorted(parameters.keys() ^ weights.names())
     for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+        parameter.copy_(weights.like(name, parameter))
