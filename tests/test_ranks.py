@@ -50,7 +50,7 @@ import sys
 from pathlib import Path
 import torch
 from torch import nn
-from pipeline.errors import GateError
+from pipeline.errors import ConfigError, GateError
 from pipeline.learning.ranks import Ranks
 
 ranks = Ranks("fp32", sys.argv[1])
@@ -78,7 +78,11 @@ try:
     assert mine == 0
 except GateError as error:
     assert mine == 1 and "rank 1 starts from other weights than rank 0" in str(error)
-(Path(sys.argv[1]) / f"{mine}.ok").touch()
+try:
+    Ranks("fp32", f"somewhere/key{mine}")
+except ConfigError as error:
+    assert f"rank {mine} computes the key key{mine}, rank {1 - mine} key{1 - mine}" in str(error)
+    (Path(sys.argv[1]) / f"{mine}.ok").touch()
 """
 
 

@@ -41,7 +41,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cases += [case(folder, f"{kind} whole", **LONG, sharding=sharding),
                   case(folder, f"{kind} again", **LONG, sharding=sharding, stop=(5, 1)),
                   case(folder, f"{kind} narrowed", **LONG, sharding=sharding, stop=(2, 1)),
-                  case(folder, f"{kind} poisoned", sharding=sharding, steps=3, poison=(1, 1))]  # fmt: skip
+                  case(folder, f"{kind} poisoned", sharding=sharding, steps=3, poison=(1, 1), save_steps=1)]  # fmt: skip
     training.together(cases, folder)
     return folder
 

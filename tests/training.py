@@ -51,8 +51,8 @@ class Case:
     adapter: str = ""  # "", lora, dora
     tied: bool = True
     publish: str = "last"
+    save_steps: int = 100
     stop: tuple[int, int] = (-1, -1)  # (step, rank): a signal arrives there
-    kill: tuple[int, int] = (-1, -1)
     poison: tuple[int, int] = (-1, -1)  # the loss is not a number there
 
 
@@ -78,8 +78,6 @@ class Rows:
         self.step = step
         if (step, device.rank()) == tuple(self.case.stop):
             self.job.stop.signal = signal.SIGTERM
-        if (step, device.rank()) == tuple(self.case.kill):
-            os.kill(os.getpid(), signal.SIGKILL)
         return np.arange(self.case.rows) + self.case.rows * step
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> Batch:
@@ -110,9 +108,10 @@ def model_of(case: Case) -> Transformer:
     return model
 
 
-def job_of(folder: Path) -> Job:
+def job_of(folder: Path, case: Case) -> Job:
+    """As running.py makes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    runtime = Runtime(logging_steps=1, precision="fp32", save_steps=1, keep=20)
+    runtime = Runtime(logging_steps=1, precision="fp32", save_steps=case.save_steps, micro_batch=case.micro_batch)
     return Job(stage="toy", item=None, key="k", seed=1, folder=folder, workers=1, runtime=runtime,
                tracker=Tracker("toy", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
 
@@ -120,8 +119,7 @@ def job_of(folder: Path) -> Job:
 def run(case: Case) -> None:
     """Train as the case says."""
     folder = Path(case.folder)
-    job, model = job_of(folder), model_of(case)
-    job.runtime.__dict__["micro_batch"] = case.micro_batch
+    job, model = job_of(folder, case), model_of(case)
     stream = Rows(case, job)
     config = FitConfig(steps=case.steps, tokens_per_step=case.rows * CONTEXT, context=CONTEXT, learning_rate=0.005,
                        eval_steps=3, warmup_steps=2, optimizer=case.optimizer, publish=case.publish,
