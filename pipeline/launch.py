@@ -203,10 +203,13 @@ def run_workers(asked: Plan, module: str, argv: list[str]) -> int:
     """
     import logging
 
+    from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what went wrong is said once, by who knows it
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(launcher.__name__.rpartition(".")[0]):  # what went wrong is said once, by who knows it
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.update(asked.environment())
     sys.stdout.flush()
     try:
