@@ -59,6 +59,21 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def num_gpus() -> int:
+    """CUDA devices of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process of this run is gone."""
+    import torch.distributed as dist
+
+    told = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
+    return world_size() > 1 and (isinstance(error, dist.DistError) or any(text in str(error) for text in told))
+
+
 def workers(asked: int | str) -> int:
     """Worker processes for data preparation: what the runtime block asks, else one per usable core."""
     if asked == "auto":

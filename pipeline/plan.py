@@ -22,6 +22,7 @@ from pipeline.learning.micro_batch import SHARE
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.params import Settings, Value, build, group, listing, parse_override, suggest
+from pipeline.runtime import CHECKPOINTING
 
 STRATEGIES = {
     "one": "one device", "ddp": "DDP", "fsdp2": "FSDP2", "lora": "LoRA", "dpo": "DPO, with its reference",
@@ -44,7 +45,7 @@ class PlanConfig:
     device: str = "auto"  # whose parts are shown: cpu, cuda; auto: this machine's
     precision: str = "auto"  # fp32, bf16, fp16; auto: this machine's, and bf16 on cards
     optimizer: str = "adamw"  # adamw, muon
-    gradient_checkpointing: str = "none"  # none, full, every_2
+    gradient_checkpointing: str = "none"  # none, full, every_2, selective
     ema: bool = False  # keep an average of the weights
     rank: int = 16  # of LoRA
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # of LoRA, or all-linear
@@ -53,7 +54,7 @@ class PlanConfig:
         choices = {
             "strategy": (None, *STRATEGIES), "device": ("auto", "cpu", "cuda"),
             "precision": ("auto", "fp32", "bf16", "fp16"), "optimizer": ("adamw", "muon"),
-            "gradient_checkpointing": ("none", "full", "every_2"),
+            "gradient_checkpointing": CHECKPOINTING,
         }  # fmt: skip
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:

@@ -43,6 +43,7 @@ class Wiring:
     chosen: Callable[[Any], dict[str, str]] | None = None  # further inputs that only some parameters ask for
     metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
     trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
+    cuttable: bool = True  # its model may lie cut over the processes (FSDP2)
 
 
 def main(run: Callable[..., None], **wiring: Any) -> None:
@@ -53,9 +54,17 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
     try:
         _run(run, module, stage, Wiring(**wiring), sys.argv[1:], start)
     except StagecoachError as error:
-        sys.stderr.write(f"stage_{stage}: {error}\n")
+        sys.stderr.write(f"stage_{stage}{_who()}: {error}\n")
         sys.stderr.flush()
         _leave(error.exit_code)
+    except RuntimeError as error:
+        if not device.lost_peer(error):
+            raise
+        first = str(error).splitlines()[0][:200]
+        sys.stderr.write(
+            f"stage_{stage}{_who()}: another process of this run is gone: {first}. The same command resumes\n"
+        )
+        _leave(1)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -70,6 +79,10 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
     _leave(0)
 
 
+def _who() -> str:
+    return f" (rank {device.rank()})" if device.rank() else ""
+
+
 def _leave(code: int) -> typing.NoReturn:
     sys.stdout.flush()
     sys.exit(code)
@@ -79,7 +92,7 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(help_text(module, stage, wiring))
         return
-    if os.environ.get("DVC_STAGE") and not os.environ.get("LOCAL_RANK"):
+    if "DVC_STAGE" in os.environ or "LOCAL_RANK" in os.environ:  # dvc, or the launcher of this worker
         launch.die_with_parent(os.getppid())
     item, overrides = split_arguments(argv, stage, wiring)
     settings = Settings(Path(), overrides)
@@ -96,18 +109,22 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     folder = work.root() / name / lineage["key"]
     if runtime.find_lr:
         folder = _finder_folder(folder, stage, wiring)
+    plan = _plan(wiring, stage)
+    follows = plan is not None and plan.machine > 0  # the lock, a fresh start and the outs are machine 0's
+    if follows:
+        os.environ["STAGECOACH_LOCKED"] = str(folder)
     with work.locked(folder):
-        if runtime.fresh and not os.environ.get("STAGECOACH_LOCKED"):
+        if runtime.fresh and device.rank() == 0 and "STAGECOACH_LOCKED" not in os.environ:
             work.start_over(folder)
         if work.is_finished(folder):
             tracking.say(f"{name}: already computed (key {lineage['key']}); exported")
         else:
-            if wiring.trains and launch.wanted():
+            if plan is not None:
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
-                launch.relaunch(f"stages.{stage}", argv)
+                _leave(launch.run_workers(plan, f"stages.{stage}", argv))
             job = _make_job(stage, item, settings.seed(), resolved, runtime, folder, lineage)
             _compute(run, job, parameters, inputs, wiring, names, start)
-        if device.rank() == 0:
+        if device.rank() == 0 and not follows:
             for target, source in out_paths(folder, wiring, names):
                 work.publish(source, target)
             work.prune_finished(folder.parent, lineage["key"])
@@ -123,6 +140,18 @@ def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
             f"python -m stages.{stage} runtime.find_lr=true"
         )
     return folder.with_name(f"{folder.name}-find-lr")
+
+
+def _plan(wiring: Wiring, stage: str) -> launch.Plan | None:
+    """The processes that the stage is to train in; None for this one. Raises ConfigError for those it cannot have."""
+    plan = launch.plan() if wiring.trains else None
+    cut = plan.sharded if plan else os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if cut and not wiring.cuttable:
+        raise ConfigError(
+            f"stage_{stage} samples from the model that it trains, which FSDP2 has cut: expected DDP; use "
+            "STAGECOACH_LAUNCH=conf/launch/ddp.yaml, or a number of processes, for this stage"
+        )
+    return plan
 
 
 def _compute(

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline import device
 from pipeline.errors import StagecoachError
 from pipeline.tracking import Tracker, say
 
@@ -182,7 +183,13 @@ def need_space(folder: Path, num_bytes: int) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the key's flock; wait for another holder, naming it each minute. The descriptor survives `execv`."""
     folder.mkdir(parents=True, exist_ok=True)
-    if os.environ.get("STAGECOACH_LOCKED") == str(folder):  # a launched worker: its launcher holds the lock
+    held = os.environ.get("STAGECOACH_LOCKED", str(folder))
+    if held != str(folder):
+        raise StagecoachError(
+            f"the stage was started for the key {Path(held).name} and finds {folder.name} now: an input, a parameter or the "
+            "code changed in this moment; run it again"
+        )
+    if "STAGECOACH_LOCKED" in os.environ or device.rank() > 0:  # the launcher holds the lock, or rank 0 does
         yield
         return
     with (folder / "lock").open("a+") as file:

@@ -107,4 +107,4 @@ def loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, config
 
 if __name__ == "__main__":
     main(run, inputs={"base": "models/tools", "problems": "data/problems"},
-         outs={"out": "models/grpo", "samples": "metrics/samples/grpo.jsonl"}, trains=True)  # fmt: skip
+         outs={"out": "models/grpo", "samples": "metrics/samples/grpo.jsonl"}, trains=True, cuttable=False)  # fmt: skip

@@ -117,4 +117,4 @@ def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PP
 
 if __name__ == "__main__":
     main(run, inputs={"base": "models/tools", "reward": "models/reward", "pairs": "data/preferences"},
-         outs={"out": "models/rlhf", "samples": "metrics/samples/rlhf.jsonl"}, trains=True)  # fmt: skip
+         outs={"out": "models/rlhf", "samples": "metrics/samples/rlhf.jsonl"}, trains=True, cuttable=False)  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.learning import micro_batch
 from pipeline.learning.fit import Run, fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.protocols import Watchers
+from pipeline.learning.ranks import Ranks
 from pipeline.learning.settings import FitConfig, PairConfig
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
@@ -34,7 +36,9 @@ def nano() -> ModelConfig:
 def planned(model: nn.Module, fitting: Any, memory: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> int:
     monkeypatch.setattr(device, "total_memory", lambda where: memory)
     hardware = device.Hardware(device=CPU, precision=changes.pop("precision", "fp32"), threads=1)
-    plan = micro_batch.plan_of(model, fitting, hardware, Runtime(**changes), rows=fitting.rows, world=1)
+    plan = micro_batch.plan_of(
+        model, fitting, hardware, Runtime(**changes), rows=fitting.rows, ranks=Ranks("fp32", "k")
+    )
     assert plan is not None
     return micro_batch.planned(plan, hardware, fitting.rows)
 
@@ -96,7 +100,7 @@ def test_a_dry_step_that_finds_no_room_is_halved_until_it_does(
     tmp_path: Path, most: int, tried: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(tmp_path, narrow(most))
-    assert micro_batch.proved(run.plain, CPU, 6, run._dry_step, 1000.0) == tried
+    assert micro_batch.proved(run.plain, CPU, 6, partial(micro_batch.dry_step, run), 1000.0) == tried
     said = capsys.readouterr().err
     assert said.count("out of memory in a dry step") == len(tried) - 1
     assert len(tried) == 1 or "out of memory in a dry step of 6 rows; trying 4" in said
@@ -108,7 +112,7 @@ def test_a_dry_step_leaves_weights_moments_gradients_and_generators_as_they_were
     before, moments = checkpoint.weights_digest(run.plain), run.optimizers.state_tensors()
     generator, course = torch.get_rng_state(), vars(run.course).copy()
     rows_before = len(run.stream.rows_seen)  # type: ignore[attr-defined]
-    micro_batch.proved(run.plain, CPU, 2, run._dry_step, 0.0)
+    micro_batch.proved(run.plain, CPU, 2, partial(micro_batch.dry_step, run), 0.0)
     assert run.stream.rows_seen[rows_before:] == [[0, 1], [2, 3]]  # type: ignore[attr-defined]  # a real pass, and a second
     assert checkpoint.weights_digest(run.plain) == before
     assert run.optimizers.state_tensors().keys() == moments.keys()
@@ -122,7 +126,7 @@ def test_a_run_after_a_dry_step_ends_with_the_bits_of_one_without(tmp_path: Path
     for name in ("without", "with"):
         run = run_of(tmp_path / name, micro_batch=2)
         if name == "with":
-            micro_batch.proved(run.plain, CPU, 2, run._dry_step, 0.0)
+            micro_batch.proved(run.plain, CPU, 2, partial(micro_batch.dry_step, run), 0.0)
         run.go()
         finals.append(checkpoint.weights_digest(run.plain))
     assert finals[0] == finals[1]
@@ -131,12 +135,12 @@ def test_a_run_after_a_dry_step_ends_with_the_bits_of_one_without(tmp_path: Path
 def test_no_room_for_one_row_says_what_to_do(tmp_path: Path) -> None:
     run = run_of(tmp_path, narrow(0))
     with pytest.raises(torch.OutOfMemoryError):
-        micro_batch.proved(run.plain, CPU, 2, run._dry_step, 0.0)
+        micro_batch.proved(run.plain, CPU, 2, partial(micro_batch.dry_step, run), 0.0)
     with (
         pytest.raises(InputError, match=r"micro-batches tried: 2 "),
         micro_batch.explained(run.job, run.config, 0, [2]),
     ):
-        micro_batch.proved(run.plain, CPU, 2, run._dry_step, 0.0)
+        micro_batch.proved(run.plain, CPU, 2, partial(micro_batch.dry_step, run), 0.0)
 
 
 def test_running_out_in_the_loop_names_the_step_and_every_way_out(tmp_path: Path) -> None:

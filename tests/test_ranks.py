@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipeline.learning.ranks import Ranks
+from pipeline.learning.sharding import Sharding
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,11 +47,12 @@ def test_the_gradient_norm_is_over_all_weights_and_clips_only_above_a_limit(alon
 
 
 SCRIPT = """
+import os
 import sys
 from pathlib import Path
 import torch
 from torch import nn
-from pipeline.errors import GateError
+from pipeline.errors import ConfigError, GateError
 from pipeline.learning.ranks import Ranks
 
 ranks = Ranks("fp32", sys.argv[1])
@@ -78,8 +80,32 @@ try:
     assert mine == 0
 except GateError as error:
     assert mine == 1 and "rank 1 starts from other weights than rank 0" in str(error)
-(Path(sys.argv[1]) / f"{mine}.ok").touch()
+try:
+    Ranks("fp32", f"somewhere/key{mine}")
+except ConfigError as error:
+    assert f"rank {mine} computes the key key{mine}, rank {1 - mine} key{1 - mine}" in str(error)
+    cut = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+os.environ.update(cut)
+try:
+    Ranks("fp16", sys.argv[1])
+except ConfigError as error:
+    assert "FSDP2 cannot train in fp16" in str(error)
+    (Path(sys.argv[1]) / f"{mine}.ok").touch()
 """
+
+
+def test_passes_are_dealt_so_that_a_model_that_is_cut_never_waits(alone: Ranks) -> None:
+    """Five batches for three ranks: the last round has two; the third rank makes a pass that does not count, if it must."""
+    alone.world = 3
+    shares = []
+    for alone.rank in range(3):
+        shares.append(list(alone.dealt(range(5))))
+    assert shares == [[(0, True), (3, True)], [(1, True), (4, True)], [(2, True)]]
+    alone.sharding = Sharding(reshard=True, offload=False)
+    assert list(alone.dealt(range(5))) == [(2, True), (3, False)]
+    assert list(alone.dealt(range(0))) == []
+    alone.greatest = lambda value: 3.0  # type: ignore[method-assign]
+    assert alone.evened(["a", "b"]) == [("a", True), ("b", True), ("b", False)]
 
 
 @pytest.mark.slow

@@ -2,13 +2,14 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.errors import StagecoachError
-from pipeline.learning import states
+from pipeline.learning import sharding, slices, states
 
 
 def save(folder: Path, step: int) -> None:
@@ -22,8 +23,8 @@ def test_a_saved_state_comes_back(tmp_path: Path) -> None:
     state = states.newest(tmp_path)
     assert state is not None
     assert (state.step, state.meta["tokens"], len(state.curve)) == (3, 3, 3)
-    assert torch.equal(state.weights()["w"], torch.full((50, 3), 3.0))
-    assert torch.equal(state.optimizer()["w/exp_avg"], torch.full((50, 3), 1.5))
+    assert torch.equal(state.weights().read("w"), torch.full((50, 3), 3.0))
+    assert torch.equal(state.optimizer().read("w/exp_avg"), torch.full((50, 3), 1.5))
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,29 @@ class Killed(BaseException):
     pass
 
 
-def test_a_kill_at_any_write_leaves_the_old_or_the_new_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def save_in_shares(folder: Path, step: int) -> None:
+    """As two ranks do: 50 rows, 25 each."""
+    whole = {"w": torch.full((50, 3), float(step)), "count": torch.tensor(float(step))}
+    tensors = {"weights": whole, "optimizer": whole}
+    part = states.begin(folder, step, tensors)
+    files: states.Files = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "is_sharded", lambda tensor: tensor.ndim > 0)
+        for rank in (0, 1):
+            begin = 25 * rank
+            patch.setattr(sharding, "rows", lambda _, begin=begin: (begin, begin + 25))
+            patch.setattr(sharding, "local", lambda t, begin=begin: t[begin : begin + 25] if t.ndim else t)
+            files |= states.write(part, tensors, rank, 2)
+    states.complete(part, step, files, meta={"tokens": step}, curve=[])
+
+
+@pytest.mark.parametrize("write", [save, save_in_shares])
+def test_a_kill_at_any_write_leaves_the_old_or_the_new_state(
+    write: Callable[[Path, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every fsync, rename and removal of a save is a place where the process may die."""
     (tmp_path / "model").mkdir()
-    save(tmp_path / "model", 1)
+    write(tmp_path / "model", 1)
     at, died = 0, True
     seen = set()
     while died:
@@ -93,24 +113,46 @@ def test_a_kill_at_any_write_leaves_the_old_or_the_new_state(tmp_path: Path, mon
                 (os, "fsync"),
                 (Path, "rename"),
                 (Path, "write_text"),
-                (states, "save_file"),
+                (slices, "save_file"),
                 (states, "remove"),
             ):
                 patch.setattr(owner, name, hook(getattr(owner, name)))
             try:
-                save(work, 2)
+                write(work, 2)
                 died = False
             except Killed:
                 pass
         state = states.newest(work)
         assert state is not None
-        assert torch.equal(state.weights()["w"], torch.full((50, 3), float(state.step)))
+        assert torch.equal(state.weights().read("w"), torch.full((50, 3), float(state.step)))
         seen.add(state.step)
-        save(work, 2)  # and a second try always works
+        write(work, 2)  # and a second try always works
         assert states.newest(work).step == 2  # type: ignore[union-attr]
         at += 1
     assert at > 10
     assert seen == {1, 2}
+
+
+def test_a_damaged_or_missing_share_gives_the_state_before(tmp_path: Path) -> None:
+    save_in_shares(tmp_path, 3)
+    for step, damage in ((5, b"x"), (7, None)):
+        save_in_shares(tmp_path, step)
+        path = tmp_path / states.name_of(step) / "optimizer-00001-of-00002.safetensors"
+        path.unlink() if damage is None else path.write_bytes(path.read_bytes()[:-1] + damage)
+    state = states.newest(tmp_path)
+    assert state is not None and state.step == 3
+    assert float(state.optimizer().read("count")) == 3.0
+
+
+def test_rows_are_read_across_the_borders_of_files_and_none_is_none(tmp_path: Path) -> None:
+    save_in_shares(tmp_path, 3)
+    stored = states.at(tmp_path, 3).weights()
+    shapes = {
+        cut: tuple(stored.read("w", *cut).shape) for cut in ((20, 30), (24, 26), (0, 25), (25, 50), (50, 50), (7, 7))
+    }
+    assert {cut: rows for cut, (rows, _) in shapes.items()} == {cut: cut[1] - cut[0] for cut in shapes}
+    assert {width for _, width in shapes.values()} == {3}
+    assert stored.names() == {"w", "count"} and len(stored.whole()["w"]) == 50
 
 
 def test_no_space_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

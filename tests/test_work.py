@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import work
+from pipeline.errors import StagecoachError
 
 ROOT = Path(__file__).parents[1]
 
@@ -144,3 +145,24 @@ def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypat
     first = work.digest(path)
     monkeypatch.setattr(work, "sha256", lambda _: pytest.fail("read again"))
     assert work.digest(path) == first
+
+
+def test_a_worker_leaves_the_lock_to_its_launcher_or_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = work.root() / "code/shared"
+    with work.locked(folder):
+        with monkeypatch.context() as patch:
+            patch.setenv("RANK", "1")
+            with work.locked(folder):
+                pass
+        monkeypatch.setenv("STAGECOACH_LOCKED", str(folder))
+        with work.locked(folder):
+            pass
+
+
+def test_a_worker_that_finds_another_key_than_its_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGECOACH_LOCKED", str(work.root() / "code/before"))
+    with (
+        pytest.raises(StagecoachError, match="started for the key before and finds now now"),
+        work.locked(work.root() / "code/now"),
+    ):
+        pass

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import device
-from pipeline.errors import ConfigError, GateError
+from pipeline.errors import GateError
 from pipeline.learning import compiling, gates, lr_finder, micro_batch, speed, verdict
 from pipeline.learning.averages import Averages
 from pipeline.learning.course import Course
@@ -74,8 +74,8 @@ class Run:
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         config.check_context(model)
         self.steps = config.resolve_steps(stream.tokens_per_epoch)
-        self.plain = model.to(self.hardware.device)
-        compiled = self._settle(self.plain)
+        compiled = self._settle(model)
+        self.plain = self.ranks.place(model, self.hardware.device)
         self.model = self.ranks.wrap(self.plain)
         self.optimizers = Optimizers(self.plain, config, fast_bf16=self.hardware.precision == "bf16")
         self.scaler = Scaler(self.hardware.precision, self.hardware.device)
@@ -84,7 +84,8 @@ class Run:
         self.last_save = time.monotonic()
         self.save_due = False
         self.seen = 0  # positions that this call has trained on, over all ranks
-        self.micro_batch = self._micro_batch()
+        self.tried = micro_batch.of(self)  # sizes of micro-batches, of which the last one serves
+        self.micro_batch = self.tried[-1]
         self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
         self.profile = Profile(job.runtime.profile, job.folder, self.ranks.rank, self.hardware.device)
         self.keeper = Keeper(job, self.ranks, self.plain, self.optimizers, self.averages, stream.fingerprint, {
@@ -126,6 +127,7 @@ class Run:
         self.keeper.wait()
         speed.report(self, time.monotonic() - start, self.course.step - first_step, self.course.tokens - tokens)
         self._publish()
+        self.ranks.finish(self.plain, self.hardware.device)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -170,9 +172,10 @@ class Run:
     def backward(self, batches: list[Any], counts: dict[str, int]) -> Totals:
         """Gradients of sum_k c_k S_k / G_k over all ranks; returns this rank's sums."""
         totals = Totals(counts)
-        for micro, batch in enumerate(batches):
+        evened = self.ranks.evened(batches)
+        for micro, (batch, mine) in enumerate(evened):
             device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
-            with self.ranks.no_sync(self.model, skip=micro < len(batches) - 1):
+            with self.ranks.no_sync(self.model, skip=micro < len(evened) - 1):
                 with self.hardware.autocast():
                     loss = self.loss(self.model, device.move(batch, self.hardware.device, pin=self.pin))
                 parts = [
@@ -180,8 +183,9 @@ class Run:
                 ]
                 objective = sum(parts, start=loss.terms[0].sum * 0)  # a rank without targets still runs backward
                 assert isinstance(objective, Tensor)
-                self.scaler.scale(objective).backward()
-            totals.add(loss)
+                self.scaler.scale(objective if mine else objective * 0).backward()
+            if mine:
+                totals.add(loss)
         totals.settle()
         return totals
 
@@ -225,7 +229,7 @@ class Run:
         """What is not finite first, on the rank that has it."""
 
         def again() -> None:
-            for micro, batch in enumerate(batches):
+            for micro, (batch, _) in enumerate(self.ranks.evened(batches)):
                 device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
                 with torch.no_grad(), self.hardware.autocast():
                     self.loss(self.plain, batch.to(self.hardware.device))
@@ -319,15 +323,16 @@ class Run:
     def _held_out(self) -> tuple[Totals, int]:
         """The sums over the validation slice and all ranks, and the signal that cut it (0: none)."""
         totals = Totals({})
-        for number, batch in enumerate(self.stream.evaluation(self.config.eval_tokens)):
-            if number % self.ranks.world == 0 and (stop := self.ranks.control(self.job.stop.signal, False, {})[0]):
+        for batch, mine in self.ranks.dealt(self.stream.evaluation(self.config.eval_tokens)):
+            if stop := self.ranks.control(self.job.stop.signal, False, {})[0]:
                 return totals, stop
-            if number % self.ranks.world != self.ranks.rank:
+            if batch is None:
                 continue
             with self.hardware.autocast():
                 part = Totals(batch.counts)
                 part.add(self.loss(self.plain, batch.to(self.hardware.device)))
-            totals.merge(part.settle())
+            if mine:
+                totals.merge(part.settle())
         parts, totals = self.ranks.gather(totals), Totals({})  # a rank that had no batch knows no names
         for part in parts:
             totals.merge(part)
@@ -368,28 +373,6 @@ class Run:
         self.job.report(**self.course.results(self.job.tracker.rows, published))
 
     # -- before and around ---------------------------------------------------------------------------------------------
-
-    def _micro_batch(self) -> int:
-        """Rows of one forward pass: as asked, else as the run began, else by plan and dry step (micro_batch.py)."""
-        rows = -(-self.config.rows // self.ranks.world)
-        if self.config.rows < self.ranks.world:
-            raise ConfigError(
-                f"{self.job.stage}: {self.config.rows} rows a step for {self.ranks.world} processes; make the batch larger"
-            )
-        provable = self.hardware.device.type == "cuda" and not self.rolling
-        self.tried = micro_batch.chosen(
-            self.plain, self.config, self.job, self.hardware, self.ranks, rows, self._dry_step if provable else None
-        )
-        return self.tried[-1]
-
-    def _dry_step(self, micro: int) -> None:
-        """Forward and backward of the first two micro-batches of this size; all that is left of it are gradients."""
-        length = self.config.row_length
-        mine = self.stream.rows(0, length)[self.ranks.rank :: self.ranks.world]
-        batches = [self.stream.batch(0, length, part) for part in (mine[:micro], mine[micro : 2 * micro]) if len(part)]
-        counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
-        with self.ranks.no_sync(self.model, skip=True):
-            self.backward(batches, counts)
 
     def _check_before(self) -> None:
         if not self.rolling:  # what the policy fills is checked when it is full

@@ -44,7 +44,7 @@ class Work:
     kind: str = "cuda"  # of device: cuda, cpu, mps
     precision: str = "bf16"  # fp32, bf16, fp16
     optimizer: str = "adamw"  # or muon
-    checkpointing: str = "none"  # none, full, every_2
+    checkpointing: str = "none"  # none, full, every_2, selective
     accumulates: bool = True  # an update takes more than one micro-batch, so gradients stand while another pass runs
     packed: bool = True  # a row holds several documents: on a GPU each layer keeps a mask
     ema: bool = False  # a float32 average of the weights is kept
@@ -172,9 +172,20 @@ def layer_bytes(config: ModelConfig, work: Work) -> float:
 def token_bytes(config: ModelConfig, work: Work) -> float:
     """What all layers keep of one token, the embedding and the last norm with them, and the layer that is worked on."""
     kept, entry = layer_bytes(config, work), 4 * config.width
-    again = {"none": 0, "full": config.layers, "every_2": -(-config.layers // 2)}[work.checkpointing]
+    again = {"none": 0, "full": config.layers, "every_2": -(-config.layers // 2), "selective": config.layers}[
+        work.checkpointing
+    ]
+    if work.checkpointing == "selective":
+        entry += product_bytes(config, work)
     within = kept * (config.layers - again) + entry * again
     return within + kept + 8 * config.width + 4 * config.head_dim
+
+
+def product_bytes(config: ModelConfig, work: Work) -> float:
+    """What selective checkpointing keeps of one token in one layer: its matrix products and, on a GPU, what attention gives."""
+    q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    numbers = q + 2 * k + 2 * config.width + 2 * config.d_ff + (0 if work.kind == "cpu" else q)
+    return (4 if work.precision == "fp32" else 2) * numbers
 
 
 def one_pass(configs: Sequence[ModelConfig], work: Work, micro_batch: int) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import GateError
+from pipeline.learning import sharding
 from pipeline.tracking import say
 
 
@@ -63,7 +64,7 @@ def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> 
     """Each group has a finite, non-zero gradient after the first backward; frozen weights have none."""
     totals = {}
     for group, parameters in members.items():
-        norms = [p.grad.norm() for p in parameters.values() if p.grad is not None]
+        norms = [sharding.full(p.grad.norm()) for p in parameters.values() if p.grad is not None]
         totals[group] = float(torch.stack(norms).norm()) if norms else 0.0
     for group, total in totals.items():  # before the zeros: clipping by an infinite norm makes zeros of the others
         if not math.isfinite(total):

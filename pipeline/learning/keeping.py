@@ -1,6 +1,7 @@
 """What a run keeps on disk: its states, how many of them, which one it resumes from, and which weights it publishes.
 
-`states.py` is the format on disk; here is what goes into it. All ranks call these methods together; rank 0 writes.
+`states.py` is the format on disk; here is what goes into it. All ranks call these methods together. Rank 0 writes, or each
+rank its share of a model that is cut (FSDP2); rank 0 alone decides which state is the newest good one.
 """
 
 from typing import Any
@@ -8,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, StagecoachError
 from pipeline.learning import states, verdict
 from pipeline.learning.averages import Averages
 from pipeline.learning.course import Course
 from pipeline.learning.optim import Optimizers
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.settings import TrainingConfig
+from pipeline.learning.slices import Stored
+from pipeline.learning.states import State
 from pipeline.learning.window import Window
 from pipeline.tracking import say
 from pipeline.work import Job
@@ -36,19 +39,28 @@ class Keeper:
 
     def save(self, course: Course, window: Window, rest: dict[str, Any]) -> None:
         """Write a state, then drop all but the `runtime.keep` newest, the best, and those that a rollback may load."""
-        if self.ranks.rank == 0:
-            meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint, **rest}
-            optimizer = self.optimizers.state_tensors()
-            if self.averages:
-                meta["averaged"] = self.averages.updates
-                optimizer |= {f"{name}/{AVERAGE}": value for name, value in self.averages.values.items()}
-            states.save(self.job.folder, course.step, weights=weights_of(self.model), optimizer=optimizer, meta=meta,
-                        curve=self.job.tracker.rows)  # fmt: skip
-            protect = [course.best_step] if self.publishes_best else []
-            protect += verdict.rollback_targets(course) if self.rolls_back else []
-            states.retain(self.job.folder, keep=self.job.runtime.keep, protect=protect)
-            self.job.tracker.flush()
-        self.ranks.barrier()
+        ranks, job = self.ranks, self.job
+        first = ranks.rank == 0
+        tensors = {"weights": weights_of(self.model), "optimizer": self.optimizers.state_tensors()}
+        meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint, **rest}
+        if self.averages:
+            meta["averaged"] = self.averages.updates
+            tensors["optimizer"] |= {f"{name}/{AVERAGE}": value for name, value in self.averages.values.items()}
+        part = states.begin(job.folder, course.step, tensors) if first else states.part_of(job.folder, course.step)
+        ranks.barrier()
+        files = states.write(part, tensors, ranks.rank, ranks.world) if first or ranks.sharding else {}
+        written = ranks.gather(files)
+        if first:
+            files = {name: facts for share in written for name, facts in share.items()}
+            states.complete(part, course.step, files, meta=meta, curve=job.tracker.rows)
+            states.retain(job.folder, keep=job.runtime.keep, protect=self._protected(course))
+            job.tracker.flush()
+        ranks.barrier()
+
+    def _protected(self, course: Course) -> list[int]:
+        """Steps whose states outlive retention."""
+        best = [course.best_step] if self.publishes_best else []
+        return best + (verdict.rollback_targets(course) if self.rolls_back else [])
 
     def wait(self) -> None:
         """Until what is being written is on disk."""
@@ -56,9 +68,9 @@ class Keeper:
     def resume(self) -> tuple[Course, Window, dict[str, Any]] | None:
         """Put the newest whole state into model, optimisers, averages and tracker; returns the rest of it, None without one.
 
-        Raises ConfigError for a state of other data.
+        Raises ConfigError for a state of other data, or one that not all ranks see.
         """
-        state = states.newest(self.job.folder)
+        state = self._newest()
         if state is None:
             return None
         if state.meta["fingerprint"] != self.fingerprint:
@@ -69,12 +81,17 @@ class Keeper:
         return self._take(state)
 
     def load(self, step: int) -> tuple[Course, Window, dict[str, Any]]:
-        """As `resume`, from the state after `step` batches."""
+        """As `resume`, from the state after `step` batches. Raises StagecoachError when it is damaged."""
+        folder = self.job.folder / states.name_of(step)
+        if wrong := self.ranks.gather(states.fault(folder) if self.ranks.rank == 0 else "")[0]:
+            raise StagecoachError(f"{folder}: {wrong}; run again: the newest whole state serves")
         return self._take(states.at(self.job.folder, step))
 
-    def _take(self, state: states.State) -> tuple[Course, Window, dict[str, Any]]:
+    def _take(self, state: State) -> tuple[Course, Window, dict[str, Any]]:
         load_weights(self.model, state.weights())
-        moments, averages = _split(state.optimizer())
+        stored, parameters = state.optimizer(), dict(self.model.named_parameters())
+        tensors = {name: stored.like(name, parameters[name.rpartition("/")[0]]) for name in stored.names()}
+        moments, averages = _split(tensors)
         self.optimizers.load_state_tensors(moments)
         if self.averages:
             self.averages.restore(averages, state.meta["averaged"])
@@ -91,12 +108,29 @@ class Keeper:
 
     def load_weights(self, step: int) -> None:
         """Load the weights of that step's state into the model, averaged ones where there are some."""
+        state = states.at(self.job.folder, step)
         if self.averages:
-            weights = _split(states.at(self.job.folder, step).optimizer())[1]
-            self.averages.restore(weights, self.averages.updates)
+            stored, end = state.optimizer(), f"/{AVERAGE}"
+            named = {name.removesuffix(end): name for name in stored.names() if name.endswith(end)}
+            values = {name: stored.like(full, self.averages.parameters[name]) for name, full in named.items()}
+            self.averages.restore(values, self.averages.updates)
             self.averages.load()
         else:
-            load_weights(self.model, states.weights_at(self.job.folder, step))
+            load_weights(self.model, state.weights())
+
+    def _newest(self) -> State | None:
+        """The newest good state, the same one on all ranks: hashes are read once."""
+        found = states.newest(self.job.folder) if self.ranks.rank == 0 else None
+        step = self.ranks.gather(found and found.step)[0]
+        if step is None or found is not None:
+            return found
+        try:
+            return states.at(self.job.folder, step)
+        except OSError as error:
+            raise ConfigError(
+                f"rank {self.ranks.rank} does not see {self.job.folder / states.name_of(step)}, which rank 0 goes on from: "
+                "expected the work directory (STAGECOACH_WORK) on a file system that all machines share"
+            ) from error
 
 
 def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -112,9 +146,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights that `weights_of` gave back into the model; every name must match."""
+def load_weights(model: nn.Module, weights: Stored) -> None:
+    """Copy the weights of a state back into the model, each rank the rows that it holds; every name must match."""
     parameters = dict(model.named_parameters())
-    assert parameters.keys() == weights.keys(), sorted(parameters.keys() ^ weights.keys())
+    assert parameters.keys() == weights.names(), sorted(parameters.keys() ^ weights.names())
     for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+        parameter.copy_(weights.like(name, parameter))

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from pipeline.errors import GateError
+from pipeline.learning.sharding import local
 from pipeline.tracking import progress, say
 
 STEPS, LEAST, MOST = 100, 1e-4, 1e3
@@ -71,6 +72,8 @@ def look(run: Any) -> NoReturn:
     if run.ranks.rank == 0:
         write(found, run.job.folder / "find_lr", run.job.stage)
     run.ranks.barrier()
+    if run.ranks.world > 1:
+        run.ranks.leave()
     raise SystemExit(0)
 
 
@@ -176,7 +179,7 @@ def fingerprint(run: Any) -> str:
     tensors = {**dict(run.plain.named_parameters()), **run.optimizers.state_tensors()}
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(local(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

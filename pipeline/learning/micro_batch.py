@@ -14,13 +14,15 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline import device
-from pipeline.errors import InputError
+from pipeline.errors import ConfigError, InputError
 from pipeline.learning import footprint
 from pipeline.learning.footprint import Footprint, Work
 from pipeline.learning.ranks import Ranks
@@ -30,6 +32,30 @@ from pipeline.tracking import say
 from pipeline.work import Job
 
 SHARE = 0.8  # of the total memory that a plan may fill
+
+
+def of(run: Any) -> list[int]:
+    """The micro-batches tried for a fit.Run, the last of which serves. Raises ConfigError for fewer rows than processes."""
+    config, ranks = run.config, run.ranks
+    if config.rows < ranks.world:
+        raise ConfigError(
+            f"{run.job.stage}: {config.rows} rows a step for {ranks.world} processes; make the batch larger"
+        )
+    # One rank that runs out inside of a collective would leave the others waiting: a model that is cut is planned alone.
+    provable = run.hardware.device.type == "cuda" and not run.rolling and not ranks.sharding
+    rows = -(-config.rows // ranks.world)
+    return chosen(run.plain, config, run.job, run.hardware, ranks, rows, partial(dry_step, run) if provable else None)
+
+
+def dry_step(run: Any, micro: int) -> None:
+    """Forward and backward of the first two micro-batches of this size; all that is left of it are gradients."""
+    length = run.config.row_length
+    mine = run.stream.rows(0, length)[run.ranks.rank :: run.ranks.world]
+    parts = [part for part in (mine[:micro], mine[micro : 2 * micro]) if len(part)]
+    batches = [run.stream.batch(0, length, part) for part in parts]
+    counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
+    with run.ranks.no_sync(run.model, skip=True):
+        run.backward(batches, counts)
 
 
 def chosen(
@@ -43,7 +69,7 @@ def chosen(
     asked, before = job.runtime.micro_batch, kept(job.folder, ranks.world)
     if asked != "auto" or before is not None:
         return [min(rows, int(before or 1) if asked == "auto" else int(asked))]
-    plan = plan_of(model, config, hardware, job.runtime, rows=rows, world=ranks.world)
+    plan = plan_of(model, config, hardware, job.runtime, rows=rows, ranks=ranks)
     if plan is None:
         return [rows]
     tried = [-int(ranks.greatest(-planned(plan, hardware, rows)))]
@@ -76,7 +102,7 @@ def planned(plan: Callable[[int], Footprint], hardware: device.Hardware, rows: i
 
 
 def plan_of(
-    model: nn.Module, config: TrainingConfig, hardware: device.Hardware, runtime: Runtime, *, rows: int, world: int
+    model: nn.Module, config: TrainingConfig, hardware: device.Hardware, runtime: Runtime, *, rows: int, ranks: Ranks
 ) -> Callable[[int], Footprint] | None:
     """micro-batch -> the plan of a step of `rows`; None for a model without a shape that the plan knows."""
     configs = [shape for shape in (getattr(part, "config", None) for part in parts(model)) if shape is not None]
@@ -90,7 +116,9 @@ def plan_of(
 
     def plan(micro_batch: int) -> Footprint:
         one = footprint.footprint(weights, configs, replace(work, accumulates=micro_batch < rows), micro_batch)
-        return footprint.data_parallel(one, weights) if world > 1 else one
+        if ranks.sharding:
+            return footprint.sharded(one, configs[0], work, ranks.world)
+        return footprint.data_parallel(one, weights) if ranks.world > 1 else one
 
     return plan
 

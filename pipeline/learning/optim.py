@@ -13,7 +13,8 @@ takes the matrices of `hidden` and, where adapters are trained, theirs. Ours dif
 in two ways that leave the rule alone: matrices of one shape are orthogonalised together, and the iteration runs in fp32
 where bf16 is emulated (50 times slower there).
 
-Not promised: DTensor parameters (FSDP2), which need a gather before the iteration.
+Under FSDP2 each matrix is gathered once per step, in the dtype of the iteration, which then runs on every rank as it would
+alone; torch's own Muon on DTensors talks at every product. AdamW works on the rows that lie here.
 """
 
 import re
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.learning import sharding
 
+MOST_GATHERED = 2**28  # numbers of matrices that Muon orthogonalises together: a gibibyte in float32
 GROUPS = ("critic", "bank", "router", "memory", "lora", "embedding", "head", "norm_bias", "hidden", "base")
 ADDED = ("bank", "router", "memory", "lora")  # to a base model
 BY_MUON = ("hidden", "lora")
@@ -123,7 +126,9 @@ class Muon(torch.optim.Muon):
                 if parameter.grad is not None:
                     by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                self._update(group, shape, parameters)
+                most = max(1, MOST_GATHERED // shape.numel())
+                for first in range(0, len(parameters), most):
+                    self._update(group, shape, parameters[first : first + most])
 
     def _update(self, group: dict[str, Any], shape: torch.Size, parameters: list[nn.Parameter]) -> None:
         momentum = group["momentum"]
@@ -133,16 +138,18 @@ class Muon(torch.optim.Muon):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             assert parameter.grad is not None
-            state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-            updates.append(parameter.grad.lerp(state["momentum_buffer"], momentum) if group["nesterov"] else
-                           state["momentum_buffer"])  # fmt: skip
-        stack = torch.stack(updates).to(self.dtype)
+            gradient, average = sharding.local(parameter.grad), sharding.local(state["momentum_buffer"])
+            average.lerp_(gradient, 1 - momentum)
+            update = gradient.lerp(average, momentum) if group["nesterov"] else average
+            updates.append(sharding.full(sharding.like(update.to(self.dtype), parameter)))
+        stack = torch.stack(updates)
         directions = orthogonalise(
             stack, steps=group["ns_steps"], coefficients=group["ns_coefficients"], eps=group["eps"]
         )
         rate = group["lr"] * 0.2 * max(shape) ** 0.5  # Liu et al. 2025, eq. 4: the update's RMS is AdamW's
         for parameter, direction in zip(parameters, directions, strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction.to(parameter.dtype), alpha=-rate)
+            mine = direction[slice(*sharding.rows(parameter))].to(parameter.dtype)
+            sharding.local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(mine, alpha=-rate)
 
 
 def rate_of(group: str, config: OptimizerConfig) -> float:
@@ -228,5 +235,4 @@ class Optimizers:
             if name not in by_name:
                 raise ValueError(f"the optimiser state holds {name!r}, which is not trained here")
             parameter = by_name[name]
-            where = "cpu" if key == "step" else parameter.device
-            owner[id(parameter)].state[parameter][key] = value.to(where).clone()
+            owner[id(parameter)].state[parameter][key] = value.to(parameter.device).clone()

@@ -1,40 +1,101 @@
 """The processes of one training run: who works on what, and what they tell each other. One process needs none of it.
 
-Accelerate forms the process group and wraps the model; control values travel on a gloo side group, so that they never
-wait behind a GPU queue. Not promised: FSDP2 and several nodes.
+Accelerate forms the process group; it wraps the model for averaged gradients (DDP), or `sharding.py` cuts it (FSDP2). Control
+values travel on a gloo side group, so that they never wait behind a GPU queue. What else differs between the two is here: a
+forward pass of a model that is cut is a conversation of all ranks, so all make as many passes (`evened`, `dealt`), and nobody
+but rank 0 has a whole model in the end (`finish`).
+
+Not promised: that a rank which dies alone on its machine is noticed by the others before gloo or NCCL does.
 """
 
 import contextlib
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import device
-from pipeline.errors import GateError
+from pipeline.errors import ConfigError, GateError
+from pipeline.learning import sharding
+from pipeline.learning.sharding import Plain
+
+Batch = TypeVar("Batch")
+ON_DEVICE = 0.5  # of a device's memory: a smaller whole model goes back there after training
 
 
 class Ranks:
     """This process among `world`."""
 
     def __init__(self, precision: str, folder: str) -> None:
+        """`folder` is the keyed work folder. Raises ConfigError where the ranks do not agree on the key."""
         self.rank, self.world = device.rank(), device.world_size()
         self.accelerator: Any = None
         self.side: Any = None
+        self.sharding = sharding.asked() if self.world > 1 else None
+        self._before: list[Plain] = []
         if self.world > 1:
             self.accelerator = device.accelerator(precision, folder)
             self.side = dist.new_group(backend="gloo")
+            self._check_key(Path(folder).name)
+            if self.sharding and device.hardware(precision).precision == "fp16":
+                raise ConfigError(
+                    "runtime.precision: FSDP2 cannot train in fp16 (its scaler is lost); use bf16 or fp32"
+                )
+
+    def _check_key(self, key: str) -> None:
+        keys = self.gather(key)
+        if set(keys) != {key}:
+            other = next(rank for rank, theirs in enumerate(keys) if theirs != key)
+            raise ConfigError(
+                f"rank {self.rank} computes the key {key}, rank {other} {keys[other]}: expected the same parameters, code and "
+                "input files for all processes. On several machines use one checkout on a shared file system, and start "
+                "the others when the inputs of the stage are there"
+            )
+
+    def place(self, model: nn.Module, where: torch.device) -> nn.Module:
+        """The model on its device, all of it or this rank's share. Raises GateError as `check_equal_weights`."""
+        if self.sharding is None:
+            return model.to(where)
+        self.check_equal_weights(model)  # afterwards each rank's rows would make one wrong model
+        self._before = sharding.shard(model, self.sharding, where)
+        return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model whose backward averages gradients over the ranks."""
-        return model if self.accelerator is None else self.accelerator.prepare(model)
+        return model if self.accelerator is None or self.sharding else self.accelerator.prepare(model)
 
     def no_sync(self, model: nn.Module, *, skip: bool) -> contextlib.AbstractContextManager[Any]:
         """Keep gradients local for this micro-batch when `skip`."""
+        if self.sharding:
+            sharding.synchronise(model, self.sharding.reduces_each_pass or not skip)
+            return contextlib.nullcontext()
         if self.accelerator is None or not skip:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(model)
+
+    def evened(self, batches: list[Batch]) -> list[tuple[Batch, bool]]:
+        """The micro-batches of a step, and whether each counts: a model that is cut wants as many passes of every rank."""
+        counted = [(batch, True) for batch in batches]
+        if self.sharding is None:
+            return counted
+        missing = int(self.greatest(len(batches))) - len(batches)
+        return counted + [(batches[-1], False)] * missing
+
+    def dealt(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch | None, bool]]:
+        """This rank's share of an evaluation, every `world`-th batch, and whether it counts.
+
+        Where others have one more: a pass of it that does not count, if the model is cut, else None; so all ranks get as many.
+        """
+        remaining = iter(batches)
+        while hand := list(itertools.islice(remaining, self.world)):
+            if self.rank < len(hand):
+                yield hand[self.rank], True
+            else:
+                yield hand[0] if self.sharding else None, False
 
     def control(self, stop: int, save: bool, counts: dict[str, int]) -> tuple[int, bool, dict[str, int]]:
         """Agree on (signal to stop for, save now, summed counts) before a step; every rank names the same counts."""
@@ -75,7 +136,8 @@ class Ranks:
     def gradient_norm(self, model: nn.Module, limit: float) -> float:
         """The global gradient norm; gradients are clipped to `limit` when it is above 0."""
         parameters = [p for p in model.parameters() if p.grad is not None]
-        return float(nn.utils.clip_grad_norm_(parameters, limit if limit > 0 else float("inf"), foreach=True))
+        norm = nn.utils.clip_grad_norm_(parameters, limit if limit > 0 else float("inf"), foreach=True)
+        return float(sharding.full(norm))
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -83,8 +145,8 @@ class Ranks:
             dist.barrier(group=self.side)
 
     def check_equal_weights(self, model: nn.Module) -> None:
-        """Raise GateError when the ranks do not start from the same weights."""
-        if self.world == 1:
+        """Raise GateError when the ranks do not start from the same weights. One that is cut was looked at before (`place`)."""
+        if self.world == 1 or any(sharding.is_sharded(p) for p in model.parameters()):
             return
         mine = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()])
         first = mine.clone()
@@ -93,3 +155,23 @@ class Ranks:
             raise GateError(
                 f"rank {self.rank} starts from other weights than rank 0; check the model files of each node"
             )
+
+    def finish(self, model: nn.Module, where: torch.device) -> None:
+        """After training only rank 0 goes on, with a whole model: it alone measures and writes outs. The others end here.
+
+        A model that was cut comes to rank 0's machine memory, and where it takes less than half of the device to the device.
+        """
+        if self.sharding:
+            sharding.whole_again(model, self._before, keep=self.rank == 0)
+            num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+            if self.rank == 0 and num_bytes < ON_DEVICE * device.total_memory(where):
+                model.to(where)
+        if self.world > 1:
+            self.barrier()
+            self.leave()
+
+    def leave(self) -> None:
+        """Dissolve the process group. Raises SystemExit(0) on all ranks but the first."""
+        dist.destroy_process_group()
+        if self.rank:
+            raise SystemExit(0)

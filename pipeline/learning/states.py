@@ -4,6 +4,8 @@
         weights.safetensors  optimizer.safetensors  state.json  curve.jsonl
         manifest.json        sizes and sha256 of the others, written last
 
+Under FSDP2 each process writes a file of each kind, and the manifest says which rows it holds (slices.py).
+
 Files go into `step-N.part`, each fsynced, the manifest last; then fsync of the folder, rename, fsync of the parent, and
 only then are older states dropped. `newest` gives the newest state whose every hash holds, so a damaged one costs the steps
 since the one before it. Not promised: survival of a disk that lies about fsync.
@@ -12,15 +14,15 @@ since the one before it. Not promised: survival of a disk that lies about fsync.
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline.errors import StagecoachError
+from pipeline.learning import sharding, slices
+from pipeline.learning.slices import Stored
 from pipeline.tracking import say
 from pipeline.work import need_space, remove, sha256, sync_folder
 
@@ -34,18 +36,21 @@ class State:
     meta: dict[str, Any]
     curve: list[dict[str, Any]]
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Stored:
         """Model parameters by name."""
-        return load_file(self.folder / "weights.safetensors")
+        return Stored(self.folder, "weights")
 
-    def optimizer(self) -> dict[str, Tensor]:
+    def optimizer(self) -> Stored:
         """`<parameter>/<state>` -> tensor."""
-        return load_file(self.folder / "optimizer.safetensors")
+        return Stored(self.folder, "optimizer")
 
 
 def name_of(step: int) -> str:
     """The folder of the state after `step` batches."""
     return f"step-{step:08d}"
+
+
+Files = dict[str, list[Any]]  # name -> [size, sha256], and for a share {tensor: its first row}
 
 
 def save(
@@ -57,27 +62,54 @@ def save(
     meta: dict[str, Any],
     curve: list[dict[str, Any]],
 ) -> Path:
-    """Write a state. Raises StagecoachError before writing when the disk has not 1.2 times its size left."""
-    need = sum(t.numel() * t.element_size() for t in (*weights.values(), *optimizer.values()))
+    """Write a state that lies here whole. Raises StagecoachError before writing when the disk has not 1.2 times its size left."""
+    tensors = {"weights": weights, "optimizer": optimizer}
+    part = begin(folder, step, tensors)
+    return complete(part, step, write(part, tensors), meta=meta, curve=curve)
+
+
+def begin(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> Path:
+    """An empty folder for a state of these tensors, of which shares may lie elsewhere. Raises StagecoachError as `save`."""
+    need = sum(t.numel() * t.element_size() for kind in tensors.values() for t in kind.values())
     need_space(folder, int(1.2 * need) + 1_000_000)
-    part = folder / f"{name_of(step)}.part"
+    part = part_of(folder, step)
     remove(part)
     part.mkdir(parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, part / "weights.safetensors")
-    save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, part / "optimizer.safetensors")
+    return part
+
+
+def part_of(folder: Path, step: int) -> Path:
+    """Where a state is written before it is whole."""
+    return folder / f"{name_of(step)}.part"
+
+
+def write(part: Path, tensors: Mapping[str, Mapping[str, Tensor]], rank: int = 0, world: int = 1) -> Files:
+    """Write what lies here of the tensors of each kind, and say what was written."""
+    cut = any(sharding.is_sharded(t) for kind in tensors.values() for t in kind.values())
+    files: Files = {}
+    for kind, named in tensors.items():
+        path = part / slices.file_name(kind, rank, world, cut=cut)
+        offsets = slices.write(path, named, first=rank == 0)
+        _sync_file(path)
+        files[path.name] = [path.stat().st_size, sha256(path), *([offsets] if cut else [])]
+    return files
+
+
+def complete(part: Path, step: int, files: Files, *, meta: dict[str, Any], curve: list[dict[str, Any]]) -> Path:
+    """Add the numbers and the manifest to a folder whose tensors are `files`, and put it in its place."""
     (part / "state.json").write_text(json.dumps({"step": step, **meta}, sort_keys=True))
     (part / "curve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve))
-    files = sorted(part.iterdir())
-    for path in files:
+    for path in (part / "state.json", part / "curve.jsonl"):
         _sync_file(path)
+        files = files | {path.name: [path.stat().st_size, sha256(path)]}
     manifest = part / "manifest.json"
-    manifest.write_text(json.dumps({p.name: [p.stat().st_size, sha256(p)] for p in files}))
+    manifest.write_text(json.dumps(files, sort_keys=True))
     _sync_file(manifest)
     sync_folder(part)
-    target = folder / name_of(step)
+    target = part.with_name(name_of(step))
     remove(target)  # a state of the same step that was found damaged
     part.rename(target)
-    sync_folder(folder)
+    sync_folder(part.parent)
     return target
 
 
@@ -92,7 +124,7 @@ def fault(folder: Path) -> str:
         manifest = json.loads((folder / "manifest.json").read_text())
     except (OSError, ValueError):
         return "no readable manifest"
-    for name, (size, hash_) in manifest.items():
+    for name, (size, hash_, *_) in manifest.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -110,19 +142,13 @@ def newest(folder: Path) -> State | None:
         if wrong:
             say(f"{path.parent.parent.name}: state {path.name} is damaged ({wrong}); trying the one before")
             continue
-        return _read(path)
+        return at(folder, int(path.name.removeprefix("step-")))
     return None
 
 
 def at(folder: Path, step: int) -> State:
-    """The state after `step` batches. Raises StagecoachError when it is damaged."""
+    """The state after `step` batches, whose files are known to be good."""
     path = folder / name_of(step)
-    if wrong := fault(path):
-        raise StagecoachError(f"{path}: {wrong}; run again: the newest whole state serves")
-    return _read(path)
-
-
-def _read(path: Path) -> State:
     meta = json.loads((path / "state.json").read_text())
     curve = [json.loads(line) for line in (path / "curve.jsonl").read_text().splitlines()]
     return State(meta["step"], path, meta, curve)
@@ -137,7 +163,7 @@ def drop_after(folder: Path, step: int) -> None:
 
 def weights_at(folder: Path, step: int) -> dict[str, Tensor]:
     """The weights of the state after `step` batches."""
-    return load_file(folder / name_of(step) / "weights.safetensors")
+    return at(folder, step).weights().whole()
 
 
 def retain(folder: Path, *, keep: int, protect: Collection[int]) -> None:
