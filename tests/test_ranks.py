@@ -84,8 +84,9 @@ try:
     Ranks("fp32", f"somewhere/key{mine}")
 except ConfigError as error:
     assert f"rank {mine} computes the key key{mine}, rank {1 - mine} key{1 - mine}" in str(error)
-    cut = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-os.environ.update(cut)
+else:
+    raise AssertionError("two keys are one too many")
+os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 try:
     Ranks("fp16", sys.argv[1])
 except ConfigError as error:

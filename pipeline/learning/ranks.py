@@ -37,14 +37,12 @@ class Ranks:
         self.side: Any = None
         self.sharding = sharding.asked() if self.world > 1 else None
         self._before: list[Plain] = []
+        if self.sharding and device.hardware(precision).precision == "fp16":
+            raise ConfigError("runtime.precision: FSDP2 cannot train in fp16 (its scaler is lost); use bf16 or fp32")
         if self.world > 1:
             self.accelerator = device.accelerator(precision, folder)
             self.side = dist.new_group(backend="gloo")
             self._check_key(Path(folder).name)
-            if self.sharding and device.hardware(precision).precision == "fp16":
-                raise ConfigError(
-                    "runtime.precision: FSDP2 cannot train in fp16 (its scaler is lost); use bf16 or fp32"
-                )
 
     def _check_key(self, key: str) -> None:
         keys = self.gather(key)
