@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.errors import ModelError
 from pipeline.model import convert
-from pipeline.model.config import FAMILIES, ModelConfig
+from pipeline.model.config import FAMILIES, ModelConfig, read_config
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ def load(folder: Path) -> tuple[Transformer, Tokenizer]:
     Raises ModelError for a directory that is not whole: a missing file, a tensor too many, too few or of another shape,
     a tokenizer with more ids than the embedding has rows.
     """
-    config = convert.read_config(folder)
+    config = read_config(folder)
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(config, tokenizer, folder)
     model = Transformer(config)
@@ -112,7 +112,7 @@ def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
 
     Raises ModelError for another kind of model, one without its mean and deviation, and as `load`.
     """
-    config = convert.read_config(folder)
+    config = read_config(folder)
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found = (values.get("architectures") or ["no architecture"])[0]
     if found != _classifier(config):

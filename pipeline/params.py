@@ -83,7 +83,10 @@ def group(name: str) -> Any:
 
 
 def block(name: str) -> Any:
-    """A field filled from another block of params.yaml: `sandbox: SandboxConfig = block("sandbox")`."""
+    """A field filled from another block of params.yaml: `sandbox: SandboxConfig = block("sandbox")`.
+
+    Of another stage's block it takes the keys of the field's dataclass alone, so that only these are tracked.
+    """
     return dataclasses.field(metadata={"from": name})
 
 
@@ -287,6 +290,8 @@ def _from_elsewhere(kind: Any, source: str, settings: Settings) -> Any:
     name, _, key = source.partition(".")
     values = settings.group_values(name) if name in GROUPS else settings.layers(name)
     if not key:
+        if name in stage_names(settings.root):
+            values = {inner: value for inner, value in values.items() if inner in _valid_keys(kind)}
         return build(kind, values, name)
     if key not in values:
         raise ConfigError(f"conf/{name}/{settings.name(name)}.yaml: {key}: missing: expected {type_name(kind)}")

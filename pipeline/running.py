@@ -39,6 +39,7 @@ class Wiring:
     outs: dict[str, str]
     items: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()  # inputs that may be absent
+    chosen: Callable[[Any], dict[str, str]] | None = None  # further inputs that only some parameters ask for
     metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
     trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
 
@@ -84,7 +85,9 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     parameters, runtime = resolve(module.Params, settings, stage)
     names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of stage_deploy
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
+    chosen = wiring.chosen(parameters) if wiring.chosen else {}
     inputs = {key: Path(path.format(**names)) for key, path in wiring.inputs.items()}
+    inputs |= {key: Path(path) for key, path in chosen.items()}
     _check_inputs(inputs, wiring.optional)
     name = f"{stage}@{item}" if item else stage
     resolved = dataclasses.asdict(parameters)
@@ -200,7 +203,12 @@ def _lineage(
     code = codehash.closure(Path(), stage)
     digests = {name: work.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
     key = work.make_key(stage=stage, item=item, seed=seed, parameters=resolved, inputs=digests, code=code)
-    return {"key": key, "code": work.canonical_hash(code), "inputs": {str(inputs[k]): v for k, v in digests.items()}}
+    return {"key": key, "code": work.canonical_hash(code), "inputs": {_place(inputs[k]): v for k, v in digests.items()}}
+
+
+def _place(path: Path) -> str:
+    """An input's path in the lineage; of one outside the repository the name alone, for where it lies changes no result."""
+    return path.name if path.is_absolute() else str(path)
 
 
 def _make_job(

@@ -11,7 +11,9 @@ transformers 5's keys alone, transformers 4 and mlx-lm silently take a RoPE base
 Not promised: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` refuses them by name.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError
@@ -151,6 +153,18 @@ class ModelConfig:
             ) from error
         except ValueError as error:
             raise ModelError(f"config.json: {error}") from error
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """`config.json` of a directory. Raises ModelError."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is missing: {folder} is not a model directory") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not JSON ({error})") from error
+    return ModelConfig.from_hf(values)
 
 
 def _rope_theta(config: dict[str, Any]) -> float:
