@@ -175,8 +175,8 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, httpx.HTTPError) as error:
         offline = isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled)
-        if offline and optional:
-            return None  # of two names one is cached
+        if offline and file == WEIGHTS:
+            return None  # the checkpoint may be in shards; if their index is not here either, that is said
         why = "HF_HUB_OFFLINE is set" if offline else f"the hub could not be reached ({_cause(error)})"
         raise ModelError(
             f"{name}@{revision}: {why}, and {file} is not in the cache of huggingface_hub. Run again with a network (what was "
