@@ -9,7 +9,7 @@ import torch
 
 from pipeline import checkpoint
 from pipeline.errors import ModelError
-from pipeline.export import gguf
+from pipeline.export import gguf, huggingface
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model import pretrained
 from pipeline.model.transformer import Transformer
@@ -162,7 +162,6 @@ def test_gguf_names_the_split_of_the_checkpoints_tokenizer_or_says_that_it_canno
     model, tokenizer = taken_in(tmp_path)
     gguf.write(tmp_path / "a.gguf", model, tokenizer, tokenizer.serialized, kind="f32", name="a")
     assert gguf.read(tmp_path / "a.gguf").keys["tokenizer.ggml.pre"] == "qwen2"
-    gguf.verify(tmp_path / "a.gguf", model, tokenizer, tokenizer.serialized, kind="f32")
     (tmp_path / "tokenizer.json").write_text(checkpoints.bpe("llama", 500).to_str())
     threes = adopt(tmp_path, 512).tokenizer
     assert gguf.vocabulary(threes.serialized, 576).split == "llama-bpe"
@@ -172,3 +171,17 @@ def test_gguf_names_the_split_of_the_checkpoints_tokenizer_or_says_that_it_canno
     )
     with pytest.raises(ModelError, match=r"split pattern that llama\.cpp has a name for.*ignore_merges False"):
         gguf.vocabulary(json.dumps(state), 576)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_the_export_is_proved_and_llama_has_no_gguf_and_says_so(family: str, tmp_path: Path) -> None:
+    checkpoints.write(tmp_path / "base", family)
+    model, tokenizer = taken_in(tmp_path / "base")
+    huggingface.export(model, tokenizer, {}, tmp_path / "out")
+    assert huggingface.verify(model, tokenizer, tmp_path / "out")["max_difference"] == 0.0  # the probe is not in NFC
+    if family == "llama":
+        with pytest.raises(ModelError, match=r"family qwen3 or qwen2, found llama; set deploy\.gguf to \[\]"):
+            gguf.write(tmp_path / "a.gguf", model, tokenizer, tokenizer.serialized, kind="f32", name="a")
+    else:
+        gguf.write(tmp_path / "a.gguf", model, tokenizer, tokenizer.serialized, kind="q8_0", name="a")
+        gguf.verify(tmp_path / "a.gguf", model, tokenizer, tokenizer.serialized, kind="q8_0")
