@@ -18,6 +18,7 @@ from pipeline import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests import checkpoints
 from tests.conftest import ROOT
+from tests.hubserver import REVISION, HubServer
 from tests.workspace import Ended, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.oracle]
@@ -65,13 +66,8 @@ def key(stage: str) -> str:
 
 
 def through(*base: str) -> None:
-    for stage, argv in (
-        ("tokenizer", base),
-        ("encode", ("text",)),
-        ("encode", ("code",)),
-        ("language", base),
-        ("code", ()),
-    ):
+    """To the language model."""
+    for stage, argv in (("tokenizer", base), ("encode", ("text",)), ("language", base)):
         ended = run(stage, *argv)
         assert ended.code == 0, f"{stage}: {ended.said}"
 
@@ -82,6 +78,7 @@ def test_a_checkpoint_goes_through_the_stages_and_comes_out_in_transformers(shap
 
     checkpoints.write(folder, shape)
     through(*start(folder))
+    assert run("encode", "code").code == 0 and run("code").code == 0
     model, tokenizer = checkpoint.load(Path("models/code"))
     assert model.config.family == shape and model.config.layers == 2  # nano has four
     assert tokenizer.hash == Tokenizer.load(Path("data/tokenizer")).hash
@@ -111,7 +108,7 @@ def test_other_weights_train_anew_and_from_scratch_the_checkpoint_concerns_nobod
     checkpoints.write(folder, "qwen3")
     pretrained = start(folder)
     through("language.start=scratch", pretrained[1])
-    scratch = {stage: key(stage) for stage in ("tokenizer", "language", "code")}
+    scratch = {stage: key(stage) for stage in ("tokenizer", "language")}
     assert run("language", "language.start=scratch", pretrained[1]).said.count("already computed") == 1
     assert checkpoint.load(Path("models/language"))[0].config.layers == 4
     through(*pretrained)
@@ -143,3 +140,33 @@ def test_a_tokenizer_that_was_not_taken_from_the_checkpoint_stops_the_stage(fold
     ended = run("language", *start(folder))
     assert ended.code == 2 and "Run dvc repro stage_tokenizer stage_encode" in ended.said
     assert not Path("models/language").exists()
+
+
+def test_a_model_of_the_hub_stays_at_its_commit_and_the_lineage_names_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    checkpoints.write(folder, "qwen3-untied")
+    server = HubServer()
+    server.files["me/base"] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder.parent / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    base = ("language.start=hub", "language.hub=me/base")
+    try:
+        assert run("tokenizer", *base).code == 0 and run("encode", "text").code == 0
+        assert not [name for name in server.gets if name.endswith(".safetensors")]  # a tokenizer needs no weights
+        server.commits.append("f" * 40)  # main moves on
+        ended = run("language", *base)
+        assert ended.code == 0, ended.said
+    finally:
+        server.shutdown()
+        server.server_close()
+    lineage = json.loads(Path("models/language/lineage.json").read_text())
+    assert lineage["pretrained"] == f"me/base@{REVISION}"
+    assert not checkpoint.load(Path("models/language"))[0].config.tied
+    assert set(server.gets) == {"config.json", "tokenizer.json", "model.safetensors"}
