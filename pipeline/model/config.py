@@ -195,4 +195,6 @@ def _refuse_strangers(config: dict[str, Any], family: str) -> None:
     }
     for key, value in wrong.items():
         if value is not None:
-            raise ModelError(f"config.json: {key} = {value!r} is not supported for {family}; convert the model first")
+            raise ModelError(
+                f"config.json: {key} = {value!r} is not supported for {family}; use a checkpoint without it"
+            )
