@@ -55,12 +55,8 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
 
     fit(model, stream, loss, params.fit, job, from_scratch=params.base.scratch)
     job.report(parameters=model.num_parameters())
-<<<<<<< HEAD
     lineage = job.lineage | source.lineage(params.base, commit)
     save(out, model, text, lineage, precision=params.fit.save_precision)
-=======
-    save(out, model, text, job.lineage | source.lineage(params.base, commit))
->>>>>>> w-pre
 
 
 def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:

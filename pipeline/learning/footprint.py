@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from pipeline import device
-from pipeline.learning.optim import groups
+from pipeline.learning.optim import BY_MUON, groups
 from pipeline.model.attention import KEPT_PROBABILITIES
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import QUERY_BLOCK
@@ -134,7 +134,9 @@ def matrices(config: ModelConfig) -> Counter[Shape]:
 
 def weights_of(model: nn.Module) -> Weights:
     """Those of a model that exists; what `full`, `frozen` and `adapted` tell from a configuration."""
-    hidden = Counter((p.shape[0], p.shape[1]) for p in groups(model).get("hidden", {}).values() if p.ndim == 2)
+    found = groups(model)
+    matrices = (p for group in BY_MUON for p in found.get(group, {}).values() if p.ndim == 2)
+    hidden = Counter((p.shape[0], p.shape[1]) for p in matrices)
     trained = stored = cast = twice = 0
     for name, parameter in model.named_parameters():
         size, lookup = parameter.numel(), "embed_tokens" in name
