@@ -38,10 +38,6 @@ class Params:
         if unknown := [role for role in self.trained_roles if role not in SPECIAL | ADDED]:
             raise ValueError(f"trained_roles: expected some of {', '.join(SPECIAL | ADDED)}; got {unknown[0]!r}")
 
-    def __post_init__(self) -> None:
-        if unknown := [role for role in self.trained_roles if role not in SPECIAL | ADDED]:
-            raise ValueError(f"trained_roles: expected some of {', '.join(SPECIAL | ADDED)}; got {unknown[0]!r}")
-
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
     """Fine-tune an adapter of `base` on the assistant's turns; save it, and the merged model, under `out`."""
