@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError, StagecoachError
+from pipeline.errors import ConfigError
 from pipeline.learning import states, verdict
 from pipeline.learning.averages import Averages
 from pipeline.learning.course import Course
@@ -41,26 +41,25 @@ class Keeper:
         """Write a state, then drop all but the `runtime.keep` newest, the best, and those that a rollback may load."""
         ranks, job = self.ranks, self.job
         first = ranks.rank == 0
-        tensors = {"weights": weights_of(self.model), "optimizer": self.optimizers.state_tensors()}
-        meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint, **rest}
+        optimizer = self.optimizers.state_tensors()
         if self.averages:
-            meta["averaged"] = self.averages.updates
-            tensors["optimizer"] |= {f"{name}/{AVERAGE}": value for name, value in self.averages.values.items()}
+            optimizer |= {f"{name}/{AVERAGE}": value for name, value in self.averages.values.items()}
+        tensors = {"weights": weights_of(self.model), "optimizer": optimizer}
         part = states.begin(job.folder, course.step, tensors) if first else states.part_of(job.folder, course.step)
         ranks.barrier()
         files = states.write(part, tensors, ranks.rank, ranks.world) if first or ranks.sharding else {}
         written = ranks.gather(files)
         if first:
+            meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint, **rest}
+            if self.averages:
+                meta["averaged"] = self.averages.updates
             files = {name: facts for share in written for name, facts in share.items()}
             states.complete(part, course.step, files, meta=meta, curve=job.tracker.rows)
-            states.retain(job.folder, keep=job.runtime.keep, protect=self._protected(course))
+            protect = [course.best_step] if self.publishes_best else []
+            protect += verdict.rollback_targets(course) if self.rolls_back else []
+            states.retain(job.folder, keep=job.runtime.keep, protect=protect)
             job.tracker.flush()
         ranks.barrier()
-
-    def _protected(self, course: Course) -> list[int]:
-        """Steps whose states outlive retention."""
-        best = [course.best_step] if self.publishes_best else []
-        return best + (verdict.rollback_targets(course) if self.rolls_back else [])
 
     def wait(self) -> None:
         """Until what is being written is on disk."""
@@ -80,24 +79,41 @@ class Keeper:
             say(f"{self.job.name}: not bit-exact with an uninterrupted run: changed {changed}")
         return self._take(state)
 
+    def _newest(self) -> State | None:
+        """The newest good state, the same one on all ranks: hashes are read once."""
+        found = states.newest(self.job.folder) if self.ranks.rank == 0 else None
+        step = self.ranks.gather(found and found.step)[0]
+        if step is None or found is not None:
+            return found
+        try:
+            return states.opened(self.job.folder / states.name_of(step))
+        except OSError as error:
+            raise ConfigError(
+                f"rank {self.ranks.rank} does not see {self.job.folder / states.name_of(step)}, which rank 0 goes on from: "
+                "expected the work directory (STAGECOACH_WORK) on a file system that all machines share"
+            ) from error
+
     def load(self, step: int) -> tuple[Course, Window, dict[str, Any]]:
-        """As `resume`, from the state after `step` batches. Raises StagecoachError when it is damaged."""
-        folder = self.job.folder / states.name_of(step)
-        if wrong := self.ranks.gather(states.fault(folder) if self.ranks.rank == 0 else "")[0]:
-            raise StagecoachError(f"{folder}: {wrong}; run again: the newest whole state serves")
+        """As `resume`, from the state after `step` batches."""
         return self._take(states.at(self.job.folder, step))
 
     def _take(self, state: State) -> tuple[Course, Window, dict[str, Any]]:
         load_weights(self.model, state.weights())
-        stored, parameters = state.optimizer(), dict(self.model.named_parameters())
-        tensors = {name: stored.like(name, parameters[name.rpartition("/")[0]]) for name in stored.names()}
-        moments, averages = _split(tensors)
+        moments, averages = self._moments(state)
         self.optimizers.load_state_tensors(moments)
         if self.averages:
             self.averages.restore(averages, state.meta["averaged"])
         self.job.tracker.restore(state.curve)
         known = {k: v for k, v in state.meta.items() if k in vars(Course())}
         return Course(**known), Window.of(state.meta["window"]), state.meta
+
+    def _moments(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The optimiser's states, and the averaged weights by their names: of each what this rank holds of the parameter."""
+        stored, parameters = state.optimizer(), dict(self.model.named_parameters())
+        tensors = {name: stored.like(name, parameters[name.rpartition("/")[0]]) for name in sorted(stored.names())}
+        end = f"/{AVERAGE}"
+        averages = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
+        return {name: tensor for name, tensor in tensors.items() if not name.endswith(end)}, averages
 
     def forget_after(self, step: int) -> None:
         """Drop the states of later steps: a rollback has made them void."""
@@ -110,34 +126,10 @@ class Keeper:
         """Load the weights of that step's state into the model, averaged ones where there are some."""
         state = states.at(self.job.folder, step)
         if self.averages:
-            stored, end = state.optimizer(), f"/{AVERAGE}"
-            named = {name.removesuffix(end): name for name in stored.names() if name.endswith(end)}
-            values = {name: stored.like(full, self.averages.parameters[name]) for name, full in named.items()}
-            self.averages.restore(values, self.averages.updates)
+            self.averages.restore(self._moments(state)[1], self.averages.updates)
             self.averages.load()
         else:
             load_weights(self.model, state.weights())
-
-    def _newest(self) -> State | None:
-        """The newest good state, the same one on all ranks: hashes are read once."""
-        found = states.newest(self.job.folder) if self.ranks.rank == 0 else None
-        step = self.ranks.gather(found and found.step)[0]
-        if step is None or found is not None:
-            return found
-        try:
-            return states.at(self.job.folder, step)
-        except OSError as error:
-            raise ConfigError(
-                f"rank {self.ranks.rank} does not see {self.job.folder / states.name_of(step)}, which rank 0 goes on from: "
-                "expected the work directory (STAGECOACH_WORK) on a file system that all machines share"
-            ) from error
-
-
-def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The optimiser's states, and the averaged weights by their names."""
-    end = f"/{AVERAGE}"
-    averages = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(end)}, averages
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

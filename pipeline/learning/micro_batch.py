@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from pipeline import device
-from pipeline.errors import ConfigError, InputError
+from pipeline.errors import InputError
 from pipeline.learning import footprint
 from pipeline.learning.footprint import Footprint, Work
 from pipeline.learning.ranks import Ranks
@@ -37,13 +37,9 @@ SHARE = 0.8  # of the total memory that a plan may fill
 def of(run: Any) -> list[int]:
     """The micro-batches tried for a fit.Run, the last of which serves. Raises ConfigError for fewer rows than processes."""
     config, ranks = run.config, run.ranks
-    if config.rows < ranks.world:
-        raise ConfigError(
-            f"{run.job.stage}: {config.rows} rows a step for {ranks.world} processes; make the batch larger"
-        )
     # One rank that runs out inside of a collective would leave the others waiting: a model that is cut is planned alone.
     provable = run.hardware.device.type == "cuda" and not run.rolling and not ranks.sharding
-    rows = -(-config.rows // ranks.world)
+    rows = ranks.share_of(config.rows, run.job.stage)
     return chosen(run.plain, config, run.job, run.hardware, ranks, rows, partial(dry_step, run) if provable else None)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.learning import sharding
 from pipeline.learning.course import Course
-from pipeline.learning.sharding import local
 
 HISTORY = 128  # applied steps that a spike is measured against
 DEVIATIONS = 6.0
@@ -101,6 +101,6 @@ def culprit(model: nn.Module, forward: Callable[[], None]) -> str:
     if found:
         return f"the output of {found[0]}"
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all()):
+        if parameter.grad is not None and not bool(torch.isfinite(sharding.local(parameter.grad)).all()):
             return f"the gradient of {name}"
     return NOTHING
