@@ -6,7 +6,7 @@
 It is a Hugging Face directory: transformers 4 and 5 load it (`Qwen3ForCausalLM`; a reward model as
 `Qwen3ForSequenceClassification`, without generation_config.json). No pickle, no code, no clock, id or host name in it,
 so equal runs give equal bytes. `lineage.json` says which inputs and code made it.
-Not promised: weights in another dtype than they were trained in; export/ does that.
+Weights are float32, or what `save_precision` of their stage says; `load` gives float32 in any case.
 """
 
 import json
@@ -20,20 +20,26 @@ from torch import Tensor
 
 from pipeline.errors import ModelError
 from pipeline.model import convert
-from pipeline.model.config import FAMILIES, ModelConfig
+from pipeline.model.config import FAMILIES, ModelConfig, read_config
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.work import need_space
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-def save(folder: Path, model: Transformer, tokenizer: Tokenizer, lineage: dict[str, Any]) -> None:
-    """Write a model directory. Weights over 5 GB are sharded.
+
+def save(
+    folder: Path, model: Transformer, tokenizer: Tokenizer, lineage: dict[str, Any], *, precision: str = "fp32"
+) -> None:
+    """Write a model directory, its weights rounded to `precision` (fp32, bf16, fp16). Weights over 5 GB are sharded.
 
     Raises ModelError when the tokenizer has more ids, StagecoachError before writing when the disk is too full.
     """
     ids = {"pad_token_id": tokenizer.pad, "bos_token_id": None, "eos_token_id": tokenizer.turn_end}
-    _save(folder, model.state_dict(), model.config, tokenizer, lineage, model.config.to_hf() | ids)
+    state = {name: tensor.to(DTYPES[precision]) for name, tensor in model.state_dict().items()}
+    values = model.config.to_hf(str(DTYPES[precision]).removeprefix("torch.")) | ids
+    _save(folder, state, model.config, tokenizer, lineage, values)
     stops = {"eos_token_id": [tokenizer.turn_end, tokenizer.end_of_text], "pad_token_id": tokenizer.pad}
     _write(folder / "generation_config.json", {"do_sample": False} | stops)
 
@@ -93,7 +99,7 @@ def load(folder: Path) -> tuple[Transformer, Tokenizer]:
     Raises ModelError for a directory that is not whole: a missing file, a tensor too many, too few or of another shape,
     a tokenizer with more ids than the embedding has rows.
     """
-    config = convert.read_config(folder)
+    config = read_config(folder)
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(config, tokenizer, folder)
     model = Transformer(config)
@@ -112,7 +118,7 @@ def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
 
     Raises ModelError for another kind of model, one without its mean and deviation, and as `load`.
     """
-    config = convert.read_config(folder)
+    config = read_config(folder)
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found = (values.get("architectures") or ["no architecture"])[0]
     if found != _classifier(config):

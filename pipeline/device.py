@@ -16,9 +16,11 @@ import functools
 import hashlib
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -96,13 +98,16 @@ class Hardware:
         return torch.autocast(self.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision])
 
 
+TOP_PAD = 64 << 20  # bytes by which the heap grows beyond what is asked
+
+
 @functools.cache
 def keep_freed_memory() -> None:
     """Tell glibc not to give large blocks back to the system: the 33 MB of logits would be mapped afresh every step."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    for option, value in ((-3, 1 << 30), (-1, 2**31 - 1), (-2, 64 << 20)):  # M_MMAP_THRESHOLD, M_TRIM_..., M_TOP_PAD
+    for option, value in ((-3, 1 << 30), (-1, 2**31 - 1), (-2, TOP_PAD)):  # M_MMAP_THRESHOLD, M_TRIM_..., M_TOP_PAD
         libc.mallopt(option, value)
 
 
@@ -168,6 +173,51 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+# Dense bf16 FLOP/s of tensor cores, from NVIDIA's data sheets (SXM modules; without sparsity).
+DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+
+
+def data_sheet_flops(where: torch.device) -> float | None:
+    """What the maker says the device computes in bf16, FLOP/s; None where it is not in DATA_SHEET."""
+    import torch
+
+    if where.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(where)
+    return next((flops for part, flops in DATA_SHEET.items() if part in name and "PCIe" not in name), None)
+
+
+def gpu_utilisation(where: torch.device) -> float | None:
+    """The share of the last second in which a GPU worked, by its driver; None on a CPU or without nvidia-ml-py."""
+    import torch
+
+    if where.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(where) / 100
+    except (ModuleNotFoundError, RuntimeError):  # the extra `gpu` is not installed, or the driver does not tell
+        return None
+
+
+def pins(asked: bool | str, where: torch.device) -> bool:
+    """Whether batches go through page-locked memory. Raises ConfigError where it is asked for without a GPU."""
+    if asked is True and where.type != "cuda":
+        raise ConfigError(f"runtime.pin_memory: true needs a CUDA device, this run is on {where.type}; set it to auto")
+    return where.type == "cuda" and asked is not False
+
+
+def move(batch: Any, where: torch.device, *, pin: bool) -> Any:
+    """A batch (a dataclass of tensors with `to`) on the device; through page-locked memory the copy does not wait."""
+    import torch
+
+    if pin:
+        locked = {
+            f.name: v.pin_memory() for f in fields(batch) if isinstance(v := getattr(batch, f.name), torch.Tensor)
+        }
+        batch = replace(batch, **locked)
+    return batch.to(where)
+
+
 def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -> float:
     """Measured speed of a square matrix product in GFLOP/s: the yardstick beside every reported time."""
     import time
@@ -175,7 +225,8 @@ def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -
     import torch
 
     device = hardware().device
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    size = size if device.type == "cpu" else 8 * size
     a = torch.randn(size, size, device=device).to(dtype)
     best = float("inf")
     for _ in range(repeats):
@@ -209,3 +260,21 @@ def peak_memory(where: torch.device) -> int:
     if where.type == "cuda":
         return torch.cuda.max_memory_allocated(where)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def held_memory(where: torch.device) -> int:
+    """Bytes of tensors that this process has on a GPU now; 0 on a CPU, where nobody counts them."""
+    import torch
+
+    return torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
+
+
+def give_back(where: torch.device) -> None:
+    """Give what the allocator keeps of a GPU's memory back, after a try that needed too much of it in other pieces."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if where.type == "cuda":
+        torch.cuda.empty_cache()

@@ -30,48 +30,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import ConfigError
+from pipeline.runtime import Runtime
 
 GROUPS = ("model", "scale", "data")
 TOP_KEYS = ("seed", *GROUPS, "runtime")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SandboxAddress:
-    """`runtime.sandbox`: where generated code runs."""
-
-    url: str | None = None  # of a sandbox service (python -m pipeline.sandbox.service); none: this machine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Runtime:
-    """The `runtime` block: read by all stages, tracked by none, because none of it may change a result."""
-
-    precision: str = "auto"  # auto, fp32, bf16, fp16
-    micro_batch: int | str = "auto"  # rows in one forward pass; auto: what fits the memory
-    workers: int | str = "auto"  # processes of the data stages; auto: one per core
-    gradient_checkpointing: str = "none"  # none, full, every_2: recompute activations to save memory
-    logging_steps: int = 10  # a row of the curve every so many steps
-    save_steps: int = 500  # a resumable state every so many steps,
-    save_minutes: float = 2.0  # and every so many minutes
-    keep: int = 3  # how many states are kept besides the best
-    fresh: bool = False  # throw away the state and the finished result of this key first
-    sandbox: SandboxAddress | None = None  # {url: http://machine:8801}: judge generated code on another machine
-
-    @property
-    def sandbox_url(self) -> str | None:
-        """`runtime.sandbox.url`; None: generated code runs on this machine."""
-        return None if self.sandbox is None else self.sandbox.url
-
-    def __post_init__(self) -> None:
-        if self.precision not in ("auto", "fp32", "bf16", "fp16"):
-            raise ValueError(f"precision: expected auto, fp32, bf16 or fp16, got {self.precision!r}")
-        if self.gradient_checkpointing not in ("none", "full", "every_2"):
-            raise ValueError(
-                f"gradient_checkpointing: expected none, full or every_2, got {self.gradient_checkpointing!r}"
-            )
-        if self.keep < 1 or self.logging_steps < 1 or self.save_steps < 1:
-            raise ValueError("keep, logging_steps and save_steps: expected at least 1")
 
 
 def group(name: str) -> Any:
@@ -83,7 +46,10 @@ def group(name: str) -> Any:
 
 
 def block(name: str) -> Any:
-    """A field filled from another block of params.yaml: `sandbox: SandboxConfig = block("sandbox")`."""
+    """A field filled from another block of params.yaml: `sandbox: SandboxConfig = block("sandbox")`.
+
+    Of another stage's block it takes the keys of the field's dataclass alone, so that only these are tracked.
+    """
     return dataclasses.field(metadata={"from": name})
 
 
@@ -287,6 +253,8 @@ def _from_elsewhere(kind: Any, source: str, settings: Settings) -> Any:
     name, _, key = source.partition(".")
     values = settings.group_values(name) if name in GROUPS else settings.layers(name)
     if not key:
+        if name in stage_names(settings.root):
+            values = {inner: value for inner, value in values.items() if inner in _valid_keys(kind)}
         return build(kind, values, name)
     if key not in values:
         raise ConfigError(f"conf/{name}/{settings.name(name)}.yaml: {key}: missing: expected {type_name(kind)}")

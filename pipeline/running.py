@@ -13,6 +13,7 @@ import errno
 import inspect
 import io
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -39,6 +40,7 @@ class Wiring:
     outs: dict[str, str]
     items: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()  # inputs that may be absent
+    chosen: Callable[[Any], dict[str, str]] | None = None  # further inputs that only some parameters ask for
     metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
     trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
     cuttable: bool = True  # its model may lie cut over the processes (FSDP2)
@@ -97,12 +99,16 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     parameters, runtime = resolve(module.Params, settings, stage)
     names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of stage_deploy
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
+    chosen = wiring.chosen(parameters) if wiring.chosen else {}
     inputs = {key: Path(path.format(**names)) for key, path in wiring.inputs.items()}
+    inputs |= {key: Path(path) for key, path in chosen.items()}
     _check_inputs(inputs, wiring.optional)
     name = f"{stage}@{item}" if item else stage
     resolved = dataclasses.asdict(parameters)
     lineage = _lineage(stage, item, settings.seed(), resolved, inputs)
     folder = work.root() / name / lineage["key"]
+    if runtime.find_lr:
+        folder = _finder_folder(folder, stage, wiring)
     plan = _plan(wiring, stage)
     follows = plan is not None and plan.machine > 0  # the lock, a fresh start and the outs are machine 0's
     if follows:
@@ -134,6 +140,18 @@ def _plan(wiring: Wiring, stage: str) -> launch.Plan | None:
             "STAGECOACH_LAUNCH=conf/launch/ddp.yaml, or a number of processes, for this stage"
         )
     return plan
+
+
+def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
+    """Where a search for a learning rate works: beside the run's own folder, which it leaves alone. Raises ConfigError."""
+    if not wiring.trains:
+        raise ConfigError(f"runtime.find_lr: stage_{stage} trains nothing; set it on the command line of one that does")
+    if os.environ.get("DVC_STAGE"):
+        raise ConfigError(
+            f"runtime.find_lr: a search makes no out for DVC; take it out of params.yaml and run "
+            f"python -m stages.{stage} runtime.find_lr=true"
+        )
+    return folder.with_name(f"{folder.name}-find-lr")
 
 
 def _compute(
@@ -229,7 +247,12 @@ def _lineage(
     code = codehash.closure(Path(), stage)
     digests = {name: work.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
     key = work.make_key(stage=stage, item=item, seed=seed, parameters=resolved, inputs=digests, code=code)
-    return {"key": key, "code": work.canonical_hash(code), "inputs": {str(inputs[k]): v for k, v in digests.items()}}
+    return {"key": key, "code": work.canonical_hash(code), "inputs": {_place(inputs[k]): v for k, v in digests.items()}}
+
+
+def _place(path: Path) -> str:
+    """An input's path in the lineage; of one outside the repository the name alone, for where it lies changes no result."""
+    return path.name if path.is_absolute() else str(path)
 
 
 def _make_job(
@@ -241,7 +264,8 @@ def _make_job(
             "dvc.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""), "git.commit": git_commit()}  # fmt: skip
     if stage not in ("corpus", "tasks", "encode"):  # those never touch torch
         tags |= device.describe(runtime.precision)
-    tracker = tracking.Tracker(f"{stage}@{item}" if item else stage, folder, tags, resolved, quiet=False)
+    name = f"{stage}@{item}" if item else stage
+    tracker = tracking.Tracker(name, folder, tags, resolved, quiet=runtime.find_lr, others=runtime.trackers)
     return work.Job(
         stage=stage, item=item, key=lineage["key"], seed=seed, folder=folder, workers=device.workers(runtime.workers),
         runtime=runtime, tracker=tracker, lineage=lineage, stop=work.StopRequest(),
@@ -289,7 +313,14 @@ def help_text(module: Any, stage: str, wiring: Wiring) -> str:
 
 
 def meanings(kind: Any) -> dict[str, str]:
-    """The comment behind each field of a dataclass, as its source gives it."""
+    """The comment behind each field of a dataclass and of those that it extends, as their source gives it."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
+        found |= {name: text for name, text in _comments(base).items() if text}
+    return found
+
+
+def _comments(kind: Any) -> dict[str, str]:
     source = textwrap.dedent(inspect.getsource(kind))
     found: dict[str, str] = {}
     name = ""
@@ -298,7 +329,8 @@ def meanings(kind: Any) -> dict[str, str]:
         if token.type == tokenize.COMMENT:
             head = line.split(":")[0].strip()
             name = head if head.isidentifier() else name
-            found[name] = f"{found.get(name, '')} {token.string.lstrip('# ')}".strip()
+            said = re.sub(r"^pyright: ignore\[\w+\]\s*#? *", "", token.string.lstrip("# "))
+            found[name] = f"{found.get(name, '')} {said}".strip()
     return found
 
 

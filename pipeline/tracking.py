@@ -22,12 +22,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from pipeline.trackers import Others
 
 Number = float | int | str
 
@@ -114,11 +116,12 @@ def say(text: str) -> None:
 
 
 class Tracker:
-    """The numbers of one stage run. `quiet` (a finished key, ranks other than 0): no MLflow run."""
+    """The numbers of one stage run. `quiet` (a finished key, ranks other than 0): no MLflow run; `others` are named in `trackers.py`."""
 
     def __init__(
-        self, name: str, folder: Path, tags: dict[str, str], parameters: dict[str, Any], *, quiet: bool
-    ) -> None:
+        self, name: str, folder: Path, tags: dict[str, str], parameters: dict[str, Any], *, quiet: bool,
+        others: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.name, self.folder = name, folder
         self.rows: list[dict[str, Number]] = []
         self.final: dict[str, Any] = {}
@@ -126,6 +129,7 @@ class Tracker:
         self._logged = 0  # rows already in MLflow
         quiet = quiet or int(os.environ.get("RANK", "0")) != 0
         self._mlflow = None if quiet else MlflowRun(name, folder, tags, parameters)
+        self._others = None if quiet or not others else Others(others, name, folder, parameters)
 
     def log(self, step: int, values: Mapping[str, Number]) -> None:
         """Add values to the curve at `step`; a second call with the same step adds to the same row."""
@@ -137,7 +141,7 @@ class Tracker:
     def restore(self, rows: list[dict[str, Number]]) -> None:
         """Continue the curve of a resumed state."""
         self.rows = list(rows)
-        self._logged = 0  # MlflowRun.log skips the steps that it holds
+        self._logged = 0  # MlflowRun.log and Others.log skip the steps that they hold
 
     def report(self, **numbers: Any) -> None:
         """Final numbers for metrics/<stage>.json."""
@@ -151,9 +155,10 @@ class Tracker:
 
     def flush(self) -> None:
         """Bring the curve into MLflow: called after each saved state."""
-        if self._mlflow is not None:
-            self._mlflow.log(self.rows[self._logged :])
-            self._logged = len(self.rows)
+        for tracker in (self._mlflow, self._others):
+            if tracker is not None:
+                tracker.log(self.rows[self._logged :])
+        self._logged = len(self.rows)
 
     def abandon(self, status: str) -> None:
         """Say in MLflow that the run ended early: "KILLED" (it resumes) or "FAILED"."""
@@ -166,6 +171,8 @@ class Tracker:
         if self._mlflow is not None:
             write_json(self.folder / "speed.json", self.speed)  # its device and clock belong to no out
             self._mlflow.finish(flatten(self.final) | {f"speed/{k}": v for k, v in flatten(self.speed).items()})
+        if self._others is not None:
+            self._others.finish()
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

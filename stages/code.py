@@ -53,7 +53,7 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
         return objectives.next_token(*scoring.trained_logits(model, batch))
 
     fit(model, stream, loss, params.fit, job)
-    checkpoint.save(out, model, tokenizer, job.lineage)
+    checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ class Params:
 
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
     """Align `base` with the pairs and save the model directory `out`."""
-    start = reference.begin(base, params.adapter, job.seed)
+    hardware = device.hardware(job.runtime.precision)
+    start = reference.begin(base, params.adapter, job.seed, hardware)
     config, losses = params.fit, params.loss
     config.check_context(start.policy)  # before the reference reads the pairs
     stream = PairStream(pairs, start.tokenizer, max_prompt=config.max_prompt, max_length=config.max_length,
                         pairs=config.pairs, seed=job.seed)  # fmt: skip
-    hardware = device.hardware(job.runtime.precision)
     where = hardware.device
     if losses.uses_reference and params.precompute_reference:
         with start.reference.model(where) as frozen, hardware.autocast():  # as the policy computes

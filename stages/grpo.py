@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from pipeline import checkpoint
+from pipeline import checkpoint, device
 from pipeline.evaluation import solving
 from pipeline.learning import first_steps, objectives_policy, reference, scoring
 from pipeline.learning.fit import fit
@@ -67,7 +67,7 @@ class Params:
 def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path) -> None:
     """Train the policy on what its code does, save the model directory `out`."""
     config, method = params.fit, params.resolved
-    start = reference.begin(base, params.adapter, job.seed)
+    start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
     start.reference.parked = not method.beta  # then only evaluations read it
     setting = Setting(start, config, job)
     asked, kept = (list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val"))

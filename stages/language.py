@@ -1,22 +1,26 @@
-"""Stage language: pre-train a transformer from scratch on running text.
+"""Stage language: pre-train a transformer from scratch on running text, or continue a pretrained checkpoint.
 
-    data/tokenizer + data/tokens/text -> models/language
+    data/tokenizer + data/tokens/text (+ a checkpoint) -> models/language
 
-Next-token cross-entropy over documents packed into rows; nothing is predicted across a document border. The model's size
-is a file of conf/model/ (`model: nano` in params.yaml).
+Next-token cross-entropy over documents packed into rows; nothing is predicted across a document border. From scratch the
+model's size is a file of conf/model/ (`model: nano` in params.yaml). `start: pretrained` (a folder) or `hub` takes architecture and
+weights from a Qwen3, Qwen2 or LLaMA checkpoint, whose tokenizer stage tokenizer has taken in; rates for such a model are
+those of scale `full`.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import checkpoint
+from pipeline.checkpoint import save
 from pipeline.device import generator
 from pipeline.learning import objectives, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.settings import FitConfig
+from pipeline.model import pretrained, source
 from pipeline.model.config import ModelConfig
 from pipeline.model.induction import induction_heads, relate_variants
+from pipeline.model.source import Start
 from pipeline.model.transformer import Transformer
 from pipeline.params import group, main
 from pipeline.streams.batch import TokenBatch
@@ -29,30 +33,42 @@ from pipeline.work import Job
 class Params:
     """The block `language`; its training keys are those of FitConfig."""
 
+    base: Start
     induction_heads: bool  # fresh weights that can copy from the context (pipeline/model/induction.py); false: GPT-2's
     model: ModelConfig = group("model")
     fit: FitConfig
 
 
-def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path) -> None:
-    """Train from random weights and save the model directory `out`."""
-    text = Tokenizer.load(tokenizer)
-    weights = generator("language", "weights", job.seed)
-    model = Transformer(params.model, weights)
-    if params.induction_heads:
-        relate_variants(model, text.token_bytes, weights)
-        induction_heads(model, weights)
+def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, checkpoint: Path | None = None) -> None:
+    """Train from random weights, those of `checkpoint` or of the hub, and save the model directory `out`."""
+    text, commit = Tokenizer.load(tokenizer), None
+    if params.base.scratch:
+        model = fresh(params, text, job.seed)
+    else:
+        found = source.located(params.base, checkpoint, weights=True, tokenizer=tokenizer)
+        model, commit = pretrained.load(found.folder, text), found.commit
     stream = CorpusStream(tokens, text, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                           seed=job.seed, cache=job.folder.parent)  # fmt: skip
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
         return objectives.next_token(*scoring.trained_logits(model, batch))
 
-    fit(model, stream, loss, params.fit, job, from_scratch=True)
+    fit(model, stream, loss, params.fit, job, from_scratch=params.base.scratch)
     job.report(parameters=model.num_parameters())
-    checkpoint.save(out, model, text, job.lineage)
+    lineage = job.lineage | source.lineage(params.base, commit)
+    save(out, model, text, lineage, precision=params.fit.save_precision)
+
+
+def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:
+    """Random weights of the selected size."""
+    weights = generator("language", "weights", seed)
+    model = Transformer(params.model, weights)
+    if params.induction_heads:
+        relate_variants(model, text.token_bytes, weights)
+        induction_heads(model, weights)
+    return model
 
 
 if __name__ == "__main__":
     main(run, inputs={"tokenizer": "data/tokenizer", "tokens": "data/tokens/text"}, outs={"out": "models/language"},
-         trains=True)  # fmt: skip
+         chosen=lambda params: params.base.inputs(), trains=True)  # fmt: skip

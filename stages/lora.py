@@ -6,36 +6,46 @@ The adapter is published as peft reads it (`models/lora/adapter/`) and merged in
 model's logits equal those of the model with its adapter.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline import checkpoint, device
 from pipeline.learning import first_steps, objectives, reference, scoring
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
-from pipeline.learning.settings import TuneConfig
+from pipeline.learning.settings import AdaptConfig
 from pipeline.model import lora, lora_files
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
 from pipeline.streams.batch import TokenBatch
 from pipeline.streams.dialogues import DialogueStream
+from pipeline.text.tokenizer import ADDED, SPECIAL
 from pipeline.work import Job
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `lora`; its training keys are those of TuneConfig, its adapter's those of AdapterConfig."""
+    """The block `lora`; its training keys are those of AdaptConfig, its adapter's those of AdapterConfig."""
 
+    trained_roles: tuple[
+        str, ...
+    ] = ()  # control tokens whose embeddings train too, whatever their ids: turn_start, tool_call
     adapter: AdapterConfig
-    fit: TuneConfig
+    fit: AdaptConfig
+
+    def __post_init__(self) -> None:
+        if unknown := [role for role in self.trained_roles if role not in SPECIAL | ADDED]:
+            raise ValueError(f"trained_roles: expected some of {', '.join(SPECIAL | ADDED)}; got {unknown[0]!r}")
 
 
 def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> None:
     """Fine-tune an adapter of `base` on the assistant's turns; save it, and the merged model, under `out`."""
     model, tokenizer = checkpoint.load(base)
     model.neftune_alpha = params.fit.neftune_alpha
-    lora.attach(model, params.adapter, device.generator("adapter", job.seed))
+    roles = (getattr(tokenizer, role) for role in params.trained_roles)
+    adapter = replace(params.adapter, trained_tokens=(*params.adapter.trained_tokens, *roles))
+    lora.attach(model, adapter, device.generator("adapter", job.seed))
     stream = DialogueStream(dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                             seed=job.seed)  # fmt: skip
     first_steps.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
@@ -45,7 +55,7 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     fit(model, stream, loss, params.fit, job)
-    lora_files.export_peft(out / "adapter", model, params.adapter, base_name=str(base))
+    lora_files.export_peft(out / "adapter", model, adapter, base_name=str(base))
     difference = lora.merged_with_gate(model, reference.gate_rows(model))
     job.report(trained_parameters=trained, parameters=model.num_parameters(), merge_difference=difference)
     checkpoint.save(out, model, tokenizer, job.lineage)

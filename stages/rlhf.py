@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from pipeline import checkpoint
+from pipeline import checkpoint, device
 from pipeline.evaluation import overoptimisation
 from pipeline.evaluation.tools import call_reward
 from pipeline.learning import first_steps, objectives_policy, reference, scoring
@@ -58,7 +58,7 @@ class Params:
 def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out: Path, samples: Path) -> None:
     """Train the actor, measure gold against proxy on the way, save the model directory `out`."""
     config = params.fit
-    start = reference.begin(base, params.adapter, job.seed)
+    start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
     judge_model, theirs = checkpoint.load_reward(reward)
     checkpoint.same_tokenizer(start.tokenizer, theirs, str(base), str(reward))
     critic, _ = checkpoint.load_reward(reward)

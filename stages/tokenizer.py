@@ -1,6 +1,9 @@
-"""Stage tokenizer: learn a byte-level BPE from the code and text that the models will read.
+"""Stage tokenizer: learn a byte-level BPE from the code and text that the models will read, or take one in.
 
     data/raw/{text,code} -> data/tokenizer        (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
+
+A model that is continued from a pretrained checkpoint (`language.start`) keeps the checkpoint's tokenizer, with the control
+tokens that it lacks (`pipeline/text/adoption.py`); then nothing is learnt here and `vocab_size` is the checkpoint's.
 
 Reports bytes per token on held-out documents of each corpus: more bytes, fewer tokens to read and to write. Of the
 model file only `vocab_size` is tracked, so another width or depth trains no new tokenizer.
@@ -10,9 +13,14 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.params import main
+from pipeline.model import source
+from pipeline.model.config import read_config
+from pipeline.model.source import Start
+from pipeline.params import block, main
 from pipeline.streams import shards
+from pipeline.text.adoption import adopt
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.tracking import say
 from pipeline.work import Job
 
 CHARACTERS = 10_000  # of a document: a few giant files must not choose the vocabulary
@@ -26,6 +34,7 @@ class Params:
     vocab_size: int = field(metadata={"from": "model.vocab_size"})  # ids, a multiple of 64; a key of the model file
     sample_mb: float  # text that the merges are counted on, in 10^6 bytes
     text_share: float  # of the sample from the text corpus; the rest is code
+    base: Start = block("language")
 
     def __post_init__(self) -> None:
         """Refuse an empty sample."""
@@ -35,20 +44,34 @@ class Params:
             raise ValueError(f"text_share: expected a share in [0, 1], found {self.text_share}")
 
 
-def run(params: Params, job: Job, *, text: Path, code: Path, out: Path) -> None:
-    """Train on a sample of both corpora and write the tokenizer's folder."""
-    size = params.sample_mb * 1e6
-    sample = itertools.chain(
-        shards.texts(text, "train", int(size * params.text_share), CHARACTERS),
-        shards.texts(code, "train", int(size * (1 - params.text_share)), CHARACTERS),
-    )
-    tokenizer = Tokenizer.train(sample, params.vocab_size)
+def run(params: Params, job: Job, *, text: Path, code: Path, out: Path, checkpoint: Path | None = None) -> None:
+    """Train on a sample of both corpora, or take in the `checkpoint`'s or the hub's; write the tokenizer's folder."""
+    tokenizer = learnt(params, text, code) if params.base.scratch else taken_in(params.base, checkpoint, out)
     tokenizer.save(out)
     job.report(
         vocab_size=tokenizer.vocab_size,
         spare_tokens=sum(not literal for literal in tokenizer.token_bytes),
         bytes_per_token={name: bytes_per_token(tokenizer, folder) for name, folder in (("text", text), ("code", code))},
     )
+
+
+def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
+    """A tokenizer of our own, from a sample of both corpora."""
+    size = params.sample_mb * 1e6
+    sample = itertools.chain(
+        shards.texts(text, "train", int(size * params.text_share), CHARACTERS),
+        shards.texts(code, "train", int(size * (1 - params.text_share)), CHARACTERS),
+    )
+    return Tokenizer.train(sample, params.vocab_size)
+
+
+def taken_in(base: Start, checkpoint: Path | None, out: Path) -> Tokenizer:
+    """The tokenizer of a pretrained checkpoint; the commit of one from the hub is written down beside it."""
+    found = source.located(base, checkpoint, weights=False)
+    adopted = adopt(found.folder, read_config(found.folder).vocab_size)
+    say(f"tokenizer: taken from {found.folder}; {len(adopted.fresh)} control tokens added")
+    source.record(out, base, found.commit)
+    return adopted.tokenizer
 
 
 def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float:
@@ -61,4 +84,9 @@ def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float:
 
 
 if __name__ == "__main__":
-    main(run, inputs={"text": "data/raw/text", "code": "data/raw/code"}, outs={"out": "data/tokenizer"})
+    main(
+        run,
+        inputs={"text": "data/raw/text", "code": "data/raw/code"},
+        outs={"out": "data/tokenizer"},
+        chosen=lambda params: params.base.inputs(),
+    )

@@ -39,7 +39,7 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
         return objectives.next_token(*scoring.trained_logits(model, batch))
 
     fit(model, stream, loss, params.fit, job)
-    checkpoint.save(out, model, tokenizer, job.lineage)
+    checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A Hugging Face hub in sixty lines, for tests: three routes, one revision, files from a dict, faults on demand.
+"""A small Hugging Face hub, for tests: three routes, commits on demand, files from a dict, faults on demand.
 
     /api/datasets/ID/revision/REV         what the data set is
     /api/datasets/ID/tree/REV[/folder]    one level of its files
-    /datasets/ID/resolve/REV/path         a file; HEAD, GET, Range
+    /datasets/ID/resolve/REV/path         a file; HEAD, GET, Range; of a model without /datasets
 
 `faults` is a list taken from the front, one entry for each GET of a file: None serves it, a number answers with that status,
 "break" closes the connection in the middle, "hold" as well, but waits for `released` first.
@@ -26,6 +26,7 @@ class HubServer(ThreadingHTTPServer):
         self.files: dict[str, dict[str, bytes]] = {}
         self.faults: list[int | str | None] = []
         self.gets: list[str] = []
+        self.commits = [REVISION]  # the last one is main
         self.holding, self.released = threading.Event(), threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -46,13 +47,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         match = re.fullmatch(
-            r"/(?:api/)?datasets/([^/]+/[^/]+)/(revision|tree|resolve)/([^/]+)/?(.*)", urlsplit(self.path).path
+            r"/(?:api/)?(?:datasets/|models/)?([^/]+/[^/]+)/(revision|tree|resolve)/([^/]+)/?(.*)",
+            urlsplit(self.path).path,
         )
         files = self.server.files.get(match[1]) if match else None
-        if match is None or files is None or match[3] not in (REVISION, "main"):
+        if match is None or files is None:
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if match[3] not in (*self.server.commits, "main"):
+            return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        self.commit = self.server.commits[-1] if match[3] == "main" else match[3]
         if match[2] == "revision":
-            info = {"id": match[1], "sha": REVISION, "siblings": [{"rfilename": path} for path in files]}
+            info = {"id": match[1], "sha": self.commit, "siblings": [{"rfilename": path} for path in files]}
             return self.answer(200, json.dumps(info).encode())
         if match[2] == "tree":
             return self.answer(200, json.dumps(tree(files, match[4])).encode())
@@ -63,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
     def file(self, path: str, content: bytes) -> None:
         headers = {
             "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
-            "X-Repo-Commit": REVISION,
+            "X-Repo-Commit": self.commit,
             "Accept-Ranges": "bytes",
         }
         status, total = 200, len(content)

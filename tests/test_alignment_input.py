@@ -221,6 +221,7 @@ FIVE = "code_format, code, tool_call, length, learned"
         ("rlhf", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),
         ("rlhf", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
         ("lora", {"rank": 0}, "adapter.rank: expected at least 1, found 0"),
+        ("lora", {"trained_roles": ["turn"]}, "trained_roles: expected some of end_of_text, .*; got 'turn'"),
     ],
 )  # fmt: skip
 def test_a_parameter_that_cannot_be_is_refused_with_what_can(

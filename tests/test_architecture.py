@@ -12,12 +12,12 @@ FILES = sorted(p for folder in ("pipeline", "stages") for p in (ROOT / folder).r
 
 # from the ground up; a package may import those before it and its own floor
 FLOORS = [
-    {"errors", "params", "running", "device", "launch", "tracking", "work", "codehash"},
+    {"errors", "params", "runtime", "running", "device", "launch", "tracking", "trackers", "work", "codehash"},
     {"text"},
     {"model"},
     {"streams", "checkpoint"},
     {"synthesis"},
-    {"generation", "learning", "sandbox"},
+    {"generation", "learning", "sandbox", "plan"},
     {"reinforcement", "export"},
     {"evaluation", "report"},
     {"serve", "stages"},
@@ -29,7 +29,7 @@ ONE_PLACE = {
     "losses": (r"\bcross_entropy\b|\blogsigmoid\b", ("pipeline/learning/objectives",)),
     "the one-token shift": (r"\[[^\]]*:, ?:-1\]|\[[^\]]*:, ?1:\]", ("pipeline/streams/batch.py",)),
     "special tokens": (r"<\|[a-z_]+\|>", ("pipeline/text/",)),
-    "the optimiser step": (r"\.backward\(\)|optimi[sz]ers?\.step\(", ("pipeline/learning/fit.py", "pipeline/learning/optim.py")),
+    "the optimiser step": (r"\.backward\(\)|optimi[sz]ers?\.step\(", ("pipeline/learning/fit.py", "pipeline/learning/lr_finder.py", "pipeline/learning/optim.py")),
     "weights on disk": (r"torch\.save\(|torch\.load\(|import pickle|\bpickle\.", ()),
     "reported numbers": (r"\bmlflow\.|^\s*print\(", ("pipeline/tracking.py",)),
     "untrusted code": (r"(?<![\w.])(exec|eval)\(", ("pipeline/sandbox/",)),

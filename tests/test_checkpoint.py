@@ -162,3 +162,19 @@ def test_a_broken_index_of_shards_is_refused_by_name(folder: Path, text: str) ->
     (folder / convert.INDEX).write_text(text)
     with pytest.raises(ModelError, match=r"index\.json: expected a JSON object with weight_map"):
         checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_weights_may_be_saved_in_half_precision_and_load_in_float32(
+    tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer, precision: str, dtype: torch.dtype
+) -> None:
+    checkpoint.save(tmp_path / "half", tiny_model, byte_tokenizer, {}, precision=precision)
+    saved, written = (
+        load_file(tmp_path / "half/model.safetensors"),
+        json.loads((tmp_path / "half/config.json").read_text()),
+    )
+    assert {tensor.dtype for tensor in saved.values()} == {dtype}
+    assert written["dtype"] == written["torch_dtype"] == str(dtype).removeprefix("torch.")
+    loaded = checkpoint.load(tmp_path / "half")[0].state_dict()
+    for name, tensor in tiny_model.state_dict().items():
+        assert torch.equal(loaded[name], tensor.to(dtype).float()), name

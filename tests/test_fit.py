@@ -163,7 +163,7 @@ def test_the_gradient_is_that_of_the_mean_over_trained_tokens(tmp_path: Path) ->
     value.backward()
     run = fit_module.Run(Net(), Rows(), loss, config(), job(tmp_path, micro_batch=2), False, Watchers())
     parts = [stream.batch(0, 8, stream.rows(0, 8)[i : i + 2]) for i in (0, 2, 4)]
-    totals = run._backward(parts, batch.counts)
+    totals = run.backward(parts, batch.counts)
     assert totals.value == pytest.approx(value.item(), rel=1e-6)
     for x, y in zip(model.parameters(), run.plain.parameters(), strict=True):
         torch.testing.assert_close(x.grad, y.grad, atol=1e-7, rtol=1e-5)

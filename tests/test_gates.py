@@ -138,7 +138,3 @@ def test_a_loss_that_does_not_fall_is_said_once(
 ) -> None:
     gates.falling(losses, 1000, "language")
     assert ("warning: language: the loss fell by under 2 %" in capsys.readouterr().err) == warned
-
-
-def test_activation_memory_follows_the_formula(tiny_model: Transformer) -> None:
-    assert gates.activation_bytes_per_token(tiny_model) == 4 * 2 * (14 * 32 + 4 * 48) + 12 * 320

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import checkpoints
 from tests.graph import ROOT, Repository, ran
 from tests.server import serving
 
@@ -94,6 +95,20 @@ def test_the_selected_model_file_concerns_language_and_another_one_nobody(reposi
     assert repository.changed() == set()
     repository.edit("conf/model/nano.yaml", "layers: 4", "layers: 3")
     assert repository.changed() == {"stage_language"}
+
+
+def test_a_checkpoint_to_start_from_is_followed_by_its_contents(repository: Repository, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    checkpoints.write(tmp_path / "base", "qwen3")
+    repository.edit("params.yaml", "start: scratch", "start: pretrained")
+    repository.edit("params.yaml", "pretrained: data/pretrained", f"pretrained: {tmp_path / 'base'}")
+    before = repository.sha("language")
+    assert repository.repro("stage_language") == {"stage_tokenizer", "stage_encode@text", "stage_language"}
+    assert repository.sha("language") != before
+    assert not {"stage_tokenizer", "stage_language"} & repository.changed()
+    checkpoints.write(tmp_path / "base", "qwen3", initializer_range=0.05)
+    assert {"stage_tokenizer", "stage_language"} <= repository.changed()
+    assert repository.repro("stage_language") == {"stage_tokenizer", "stage_language"}
 
 
 def test_a_block_of_the_scale_file_concerns_its_stage_alone(repository: Repository) -> None:

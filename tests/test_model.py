@@ -192,7 +192,7 @@ def test_the_cache_refuses_more_than_the_context() -> None:
         cache.reserve(1281)
 
 
-@pytest.mark.parametrize("policy", ["full", "every_2"])
+@pytest.mark.parametrize("policy", ["full", "every_2", "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_checkpointing_changes_no_gradient_bit(policy: str, dropout: float) -> None:
     grads = []

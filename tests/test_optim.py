@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import ConfigError
-from pipeline.learning.optim import Muon, OptimizerConfig, Optimizers, groups, orthogonalise
+from pipeline.learning.optim import Muon, OptimizerConfig, Optimizers, group_of, groups, layer_factor, orthogonalise
 
 
 class Net(nn.Module):
@@ -124,3 +124,94 @@ def test_a_rate_of_a_group_that_the_model_does_not_train_is_an_error() -> None:
                             learning_rates={"head": 0.1})  # fmt: skip
     with pytest.raises(ConfigError, match=r"that the model trains \(norm_bias, hidden\), got head: .* \(tied\)"):
         Optimizers(torch.nn.Linear(2, 2), rates, fast_bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "ndim", "group"),
+    [
+        ("critic.model.norm.weight", 1, "critic"),
+        ("model.layers.0.memory.bank.weight", 2, "bank"),
+        ("model.layers.0.memory.router.weight", 2, "router"),
+        ("model.layers.0.memory.gate.bias", 1, "memory"),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", 2, "lora"),
+        ("model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight", 1, "lora"),
+        ("model.embed_tokens.lora_rows", 2, "embedding"),
+        ("model.embed_tokens.weight", 2, "embedding"),
+        ("lm_head.weight", 2, "head"),
+        ("score.weight", 2, "head"),
+        ("model.layers.1.input_layernorm.weight", 1, "norm_bias"),
+        ("model.layers.1.mlp.up_proj.weight", 2, "hidden"),
+    ],
+)
+def test_the_first_rule_that_fits_gives_the_group(name: str, ndim: int, group: str) -> None:
+    assert group_of(name, nn.Parameter(torch.zeros([2] * ndim))) == group
+
+
+class Remembering(nn.Module):
+    """A base model with adapters and a memory, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(5, 4)
+        self.mlp = nn.Linear(4, 4)
+        self.q_proj = nn.ModuleDict({"lora_A": nn.Linear(4, 2, bias=False), "lora_B": nn.Linear(2, 4, bias=False)})
+        self.memory = nn.ModuleDict({"bank": nn.Embedding(6, 4), "router": nn.Linear(4, 6, bias=False)})
+
+
+def test_beside_adapters_and_memory_the_base_is_one_group_and_bank_and_router_follow_memory() -> None:
+    model = Remembering()
+    rates = {"memory": 2e-4, "lora": 1e-4, "base": 1e-5}
+    settings = OptimizerConfig(optimizer="adamw", learning_rate=1.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8,
+                               learning_rates=rates)  # fmt: skip
+    optimizers = Optimizers(model, settings, fast_bf16=False)
+    assert set(optimizers.members) == {"bank", "router", "lora", "base"}
+    assert optimizers.rates == {"bank": 2e-4, "router": 2e-4, "lora": 1e-4, "base": 1e-5}
+    decays = {g["name"]: g["weight_decay"] for g in optimizers.optimizers[0].param_groups if g["params"][0].ndim > 1}
+    assert decays == {"bank": 0.0, "router": 0.0, "lora": 0.1, "base": 0.1}
+    for name in ("bank", "router", "lora", "base"):
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = None
+        for parameter in optimizers.members[name].values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizers.step(1.0)
+        moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        assert moved == set(optimizers.members[name]), name
+
+
+def test_layer_decay_is_gamma_to_the_distance_from_the_top() -> None:
+    def factor(name: str, tied: bool = False) -> float:
+        return layer_factor(name, layers=3, tied=tied, gamma=0.5)
+
+    assert [factor(f"model.layers.{n}.mlp.up_proj.weight") for n in range(3)] == [0.25, 0.5, 1.0]
+    assert (factor("model.embed_tokens.weight"), factor("model.embed_tokens.weight", tied=True)) == (0.125, 1.0)
+    assert factor("lm_head.weight") == factor("model.norm.weight") == 1.0
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_decayed_layer_moves_less_by_its_factor(optimizer: str) -> None:
+    model = Stack()
+    settings = OptimizerConfig(optimizer=optimizer, learning_rate=0.01, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
+                               layer_decay=0.5)  # fmt: skip
+    optimizers = Optimizers(model, settings, fast_bf16=False)
+    gradient = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    before = [layer.weight.detach().clone() for layer in model.layers]
+    for layer in model.layers:
+        layer.weight.grad = gradient.clone()
+    optimizers.step(1.0)
+    moved = [layer.weight.detach() - old for layer, old in zip(model.layers, before, strict=True)]
+    torch.testing.assert_close(4 * moved[0], moved[2], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(2 * moved[1], moved[2], rtol=1e-3, atol=1e-6)
+
+
+def test_a_layer_decay_outside_its_range_is_an_error() -> None:
+    for gamma in (0.0, 1.1):
+        with pytest.raises(ValueError, match="layer_decay: expected more than 0 and at most 1"):
+            OptimizerConfig(optimizer="adamw", learning_rate=1.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
+                            layer_decay=gamma).check_groups()  # fmt: skip

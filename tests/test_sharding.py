@@ -31,7 +31,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp2 lora": {"sharding": "true", "adapter": "lora", "micro_batch": 3},
     "fsdp2 dora": {"sharding": "true", "adapter": "dora", "micro_batch": 3},
 }
-KINDS = {"ddp": "", "fsdp2": "true"}
+KINDS: dict[str, dict[str, Any]] = {
+    "ddp": {}, "fsdp2": {"sharding": "true"}, "zero2 averaged": {"sharding": "false", "ema_decay": 0.9}
+}  # fmt: skip
 LONG: dict[str, Any] = {"optimizer": "muon", "micro_batch": 1, "steps": 9}
 
 
@@ -145,10 +147,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pairs")
     cases = [case(folder, name) for name in RUNS]
     for kind, cut in KINDS.items():
-        cases += [case(folder, f"{kind} whole", **LONG, sharding=cut),
-                  case(folder, f"{kind} again", **LONG, sharding=cut, stop=(5, 1)),
-                  case(folder, f"{kind} narrowed", **LONG, sharding=cut, stop=(2, 1)),
-                  case(folder, f"{kind} poisoned", sharding=cut, steps=3, poison=(1, 1), save_steps=1)]  # fmt: skip
+        cases += [case(folder, f"{kind} whole", **LONG, **cut),
+                  case(folder, f"{kind} again", **LONG, **cut, stop=(5, 1)),
+                  case(folder, f"{kind} narrowed", **LONG, **cut, stop=(2, 1)),
+                  case(folder, f"{kind} poisoned", **cut, steps=3, poison=(1, 1), save_steps=1)]  # fmt: skip
     training.together(cases, folder)
     return folder
 
@@ -187,9 +189,11 @@ def resumed(pairs: Path) -> Path:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_FSDP"):
             patch.delenv(name, raising=False)
         for kind in KINDS:
-            training.run(case(pairs, f"{kind} narrowed", **LONG | {"micro_batch": 6}, stop=(6, 0)))
+            training.run(
+                case(pairs, f"{kind} narrowed", **LONG | KINDS[kind] | {"micro_batch": 6, "sharding": ""}, stop=(6, 0))
+            )
             (pairs / f"{kind} narrowed/rank0.json").rename(pairs / f"{kind} narrowed/alone.json")
-    cases = [case(pairs, f"{kind} {name}", **LONG, sharding=cut)
+    cases = [case(pairs, f"{kind} {name}", **LONG, **cut)
              for kind, cut in KINDS.items() for name in ("again", "narrowed")]  # fmt: skip
     training.together(cases, pairs)
     return pairs

@@ -23,7 +23,7 @@ def totals(counts: dict[str, int], *losses: Loss) -> Totals:
     found = Totals(dict(counts))
     for one in losses:
         found.add(one)
-    return found
+    return found.settle()
 
 
 COUNTS = {"tokens": 8, "rows": 4}

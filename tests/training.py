@@ -51,6 +51,7 @@ class Case:
     adapter: str = ""  # "", lora, dora
     tied: bool = True
     publish: str = "last"
+    ema_decay: float = 0.0
     save_steps: int = 100
     stop: tuple[int, int] = (-1, -1)  # (step, rank): a signal arrives there
     poison: tuple[int, int] = (-1, -1)  # the loss is not a number there
@@ -122,7 +123,7 @@ def run(case: Case) -> None:
     job, model = job_of(folder, case), model_of(case)
     stream = Rows(case, job)
     config = FitConfig(steps=case.steps, tokens_per_step=case.rows * CONTEXT, context=CONTEXT, learning_rate=0.005,
-                       eval_steps=3, warmup_steps=2, optimizer=case.optimizer, publish=case.publish,
+                       eval_steps=3, warmup_steps=2, optimizer=case.optimizer, publish=case.publish, ema_decay=case.ema_decay,
                        eps=1e-6)  # fmt: skip  # AdamW makes steps of the rounding of gradients that are near eps
 
     def loss(model: Transformer, batch: Batch) -> Loss:

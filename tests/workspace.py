@@ -2,7 +2,8 @@
 
     models/{code,tools,reward}   data/{preferences,dialogues,problems}   params.yaml   conf -> ours
 
-`command` is `python -m stages.<stage> key=value ...` in this process: the same parsing, keys, gates, exit codes and files.
+`Workspace.command` is `python -m stages.<stage> key=value ...` in this process: the same parsing, keys, gates, exit codes and
+files.
 """
 
 import csv
@@ -69,24 +70,7 @@ class Workspace:
 
     def command(self, stage: str, **changes: Any) -> Ended:
         """Run a stage with SETTINGS and `changes`; a key of another block is written `runtime.save_steps`."""
-        argv, stderr, handlers = sys.argv, sys.stderr, {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-        with (self.folder / "stderr").open("w+", encoding="utf-8") as said:
-            sys.argv, sys.stderr = [stage, *arguments(stage, changes)], said
-            loaded = sys.modules.pop(
-                f"stages.{stage}", None
-            )  # another test imported it; runpy warns of what it finds loaded
-            try:
-                runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)
-                raise AssertionError("a command ends in SystemExit")
-            except SystemExit as done:
-                said.seek(0)
-                return Ended(int(done.code or 0), said.read())
-            finally:
-                sys.argv, sys.stderr = argv, stderr
-                if loaded is not None:
-                    sys.modules[f"stages.{stage}"] = loaded
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
+        return command(stage, arguments(stage, changes))
 
     def weights(self, name: str) -> dict[str, Tensor]:
         """The parameters of a published model directory."""
@@ -114,6 +98,28 @@ class Workspace:
         """Every file under models/ and metrics/, with its hash."""
         files = (path for top in ("models", "metrics") for path in (self.folder / top).rglob("*") if path.is_file())
         return {str(path.relative_to(self.folder)): work.sha256(path) for path in files}
+
+
+def command(stage: str, argv: list[str]) -> Ended:
+    """`python -m stages.<stage> <argv>` in this process and in the working directory."""
+    before, stderr, handlers = sys.argv, sys.stderr, {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    with Path("stderr").open("w+", encoding="utf-8") as said:
+        sys.argv, sys.stderr = [stage, *argv], said
+        loaded = sys.modules.pop(
+            f"stages.{stage}", None
+        )  # another test imported it; runpy warns of what it finds loaded
+        try:
+            runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)
+            raise AssertionError("a command ends in SystemExit")
+        except SystemExit as done:
+            said.seek(0)
+            return Ended(int(done.code or 0), said.read())
+        finally:
+            sys.argv, sys.stderr = before, stderr
+            if loaded is not None:
+                sys.modules[f"stages.{stage}"] = loaded
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def arguments(stage: str, changes: dict[str, Any]) -> list[str]:

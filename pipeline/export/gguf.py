@@ -35,8 +35,9 @@ FILE_TYPES = {
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
 }  # fmt: skip
 ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2}
-# llama.cpp's name of a split pattern (src/llama-vocab.cpp), by the pattern itself: a near miss would split some text otherwise
-SPLITS = {PATTERN: "qwen2"}
+# llama.cpp's name of a split pattern (src/llama-vocab.cpp), by the pattern itself, for a near miss would split some text
+# otherwise, and by `ignore_merges`, which the name decides there too
+SPLITS = {(PATTERN, False): "qwen2", (PATTERN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"), True): "llama-bpe"}
 FILLER = "<|unused_"
 BLOCK = 32  # numbers that share a scale in q8_0
 
@@ -127,10 +128,12 @@ def vocabulary(serialized: str, rows: int) -> Vocabulary:
     state = json.loads(serialized)
     parts = state["pre_tokenizer"].get("pretokenizers", [])
     splits = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
-    if len(splits) != 1 or splits[0] not in SPLITS or state["normalizer"] is not None:
+    whole = bool(state["model"].get("ignore_merges"))
+    split = SPLITS.get((splits[0], whole)) if len(splits) == 1 else None
+    if split is None or state["normalizer"] is not None:
         raise ModelError(
-            f"gguf: expected a split pattern that llama.cpp has a name for and no normaliser, found "
-            f"{splits} and {state['normalizer']}; add its name to SPLITS in pipeline/export/gguf.py, or set deploy.gguf to []"
+            f"gguf: expected a split pattern that llama.cpp has a name for and no normaliser, found {splits}, ignore_merges "
+            f"{whole} and {state['normalizer']}; add its name to SPLITS in pipeline/export/gguf.py, or set deploy.gguf to []"
         )
     tokens = [f"{FILLER}{id_}|>" for id_ in range(rows)]
     types = [int(TokenType.UNUSED)] * rows
@@ -141,7 +144,7 @@ def vocabulary(serialized: str, rows: int) -> Vocabulary:
         kind = TokenType.UNUSED if spare else TokenType.CONTROL if entry["special"] else TokenType.USER_DEFINED
         tokens[entry["id"]], types[entry["id"]] = entry["content"], int(kind)
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in state["model"]["merges"]]
-    return Vocabulary(tokens, types, merges, SPLITS[splits[0]], TEMPLATE)
+    return Vocabulary(tokens, types, merges, split, TEMPLATE)
 
 
 def tensors(model: Transformer) -> list[tuple[str, Tensor]]:

@@ -1,7 +1,8 @@
 """Where a training run is: everything besides weights and moments that a resumed run needs. Plain numbers, saved as JSON."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -10,13 +11,25 @@ class Course:
 
     step: int = 0  # batches done
     tokens: int = 0  # trained targets so far
-    skipped: int = 0
+    skipped: int = 0  # updates that were not made
     skipped_in_row: int = 0
+    skipped_at: list[int] = field(default_factory=list)  # the steps of the last thousand whose update was not made
+    applied: list[list[float]] = field(default_factory=list)  # [loss, gradient norm] of the last applied steps
+    windows: list[list[int]] = field(
+        default_factory=list
+    )  # [step, count]: from this step on so many data indices are skipped
     best: float = math.inf
     best_step: int = -1
     anchor: float = math.inf  # early stopping: moves only on a gain above `threshold`
     stale: int = 0  # evaluations since the anchor moved
+    evaluated: list[int] = field(default_factory=list)  # steps of the evaluations, oldest first
+    owes_evaluation: bool = False  # a signal cut the evaluation after this step
     done: bool = False
+
+    @property
+    def index(self) -> int:
+        """The number of the batch that this step reads: the step, moved behind windows that a rollback gave up."""
+        return self.step + sum(count for first, count in self.windows if self.step >= first)
 
     def compare(self, value: float, *, threshold: float, patience: int) -> None:
         """Take in a validation loss: is it the best, did it move the anchor of early stopping, is the run over?"""
@@ -27,3 +40,15 @@ class Course:
         else:
             self.stale += 1
         self.done = patience > 0 and self.stale >= patience
+
+    def results(self, rows: list[dict[str, Any]], published: int) -> dict[str, Any]:
+        """The final numbers of a run, from its curve and the step whose weights are published."""
+        found: dict[str, Any] = {"steps": self.step, "tokens": self.tokens, "published_step": published}
+        trained = [row for row in rows if "loss" in row]
+        if trained:
+            found["final"] = {name: trained[-1][name] for name in ("loss", "bpb") if name in trained[-1]}
+        if math.isfinite(self.best):
+            chosen = [row for row in rows if row["step"] == self.best_step and "val/bpb" in row]
+            found["best"] = {"val_loss": self.best, "step": self.best_step}
+            found["best"] |= {"val_bpb": chosen[-1]["val/bpb"]} if chosen else {}
+        return found

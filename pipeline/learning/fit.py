@@ -6,10 +6,14 @@ One step (specs: training, 1): a control reduce of stop request, save request an
 forward, backward; global gradient norm; a verdict; clip; update. What a batch holds is a pure function of (seed, step), so
 the state is weights, moments, one integer and the curve, and a killed run ends with the bits of an uninterrupted one (CPU,
 same threads and world size). Not promised: equal bits across world sizes or devices (same data order, loss within 1e-6).
+
+Beside it: `course.py` what is saved of a run, `keeping.py` when and where, `verdict.py` steps that go wrong, `averages.py`, `scaling.py`,
+`compiling.py`, `profiling.py`, `lr_finder.py`, `speed.py` each what its name says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import Any
@@ -19,13 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import device
-from pipeline.errors import ConfigError, GateError
-from pipeline.learning import gates
+from pipeline.errors import GateError
+from pipeline.learning import compiling, gates, lr_finder, micro_batch, speed, verdict
+from pipeline.learning.averages import Averages
 from pipeline.learning.course import Course
 from pipeline.learning.keeping import Keeper
 from pipeline.learning.optim import Optimizers
+from pipeline.learning.profiling import Profile
 from pipeline.learning.protocols import LossFunction, Stream, Watchers
 from pipeline.learning.ranks import Ranks
+from pipeline.learning.scaling import Scaler
 from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.window import Totals, Window
 from pipeline.tracking import progress, say
@@ -45,9 +52,12 @@ def fit(
     """Train `model` in place and leave it with the best (or last) weights.
 
     Raises ConfigError for a batch that cannot be formed or read, GateError when a health gate fails, SystemExit(128 + signal) when
-    asked to stop (a state is saved first).
+    asked to stop (a state is saved first), SystemExit(0) after looking for a learning rate (`runtime.find_lr`).
     """
-    Run(model, stream, loss, config, job, from_scratch, watchers or Watchers()).go()
+    run = Run(model, stream, loss, config, job, from_scratch, watchers or Watchers())
+    if job.runtime.find_lr:
+        lr_finder.look(run)
+    run.go()
 
 
 class Run:
@@ -63,57 +73,79 @@ class Run:
         self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         config.check_context(model)
-        self.plain = self.ranks.place(model, self.hardware.device)
-        self.model = self.ranks.wrap(self.plain)
-        if hasattr(self.plain, "checkpointing"):
-            self.plain.checkpointing = job.runtime.gradient_checkpointing  # type: ignore[assignment]
-        self.optimizers = Optimizers(self.plain, config, fast_bf16=self.hardware.precision == "bf16")
         self.steps = config.resolve_steps(stream.tokens_per_epoch)
+        self.plain = self.ranks.place(model, self.hardware.device)
+        compiled = self._settle(self.plain)
+        self.model = self.ranks.wrap(self.plain)
+        self.optimizers = Optimizers(self.plain, config, fast_bf16=self.hardware.precision == "bf16")
+        self.scaler = Scaler(self.hardware.precision, self.hardware.device)
+        self.averages = Averages(self.plain, config.ema_decay) if config.ema_decay else None
         self.course, self.window = Course(), Window()
         self.last_save = time.monotonic()
         self.save_due = False
         self.seen = 0  # positions that this call has trained on, over all ranks
         self.micro_batch = self._micro_batch()
-        self.keeper = Keeper(job, self.ranks, self.plain, self.optimizers, stream.fingerprint,
-                             config.publish == "best", {
+        self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
+        self.profile = Profile(job.runtime.profile, job.folder, self.ranks.rank, self.hardware.device)
+        self.keeper = Keeper(job, self.ranks, self.plain, self.optimizers, self.averages, stream.fingerprint, {
             "micro_batch": self.micro_batch, "threads": torch.get_num_threads(), "world": self.ranks.world,
-            "precision": self.hardware.precision})  # fmt: skip
+            "precision": self.hardware.precision, "compile": compiled}, config)  # fmt: skip
+
+    def _settle(self, model: nn.Module) -> bool:
+        """Tell the model the settings of this run; returns whether its layers are compiled."""
+        runtime, config = self.job.runtime, self.config
+        if hasattr(model, "checkpointing"):
+            model.checkpointing = runtime.gradient_checkpointing  # type: ignore[assignment]
+        if config.dropout:
+            model.dropout = config.dropout  # type: ignore[assignment]
+        per_token: Any = getattr(model, "flops_per_token", None)
+        flops = self.steps * config.rows * config.row_length * per_token(config.row_length) if per_token else 0
+        return compiling.compiled(model, runtime.compile, flops=flops, device=self.hardware.device, name=self.job.name)
 
     def go(self) -> None:
         """Resume or start, train to the end, load what is published."""
         self._resume()
         if self.course.step == 0 and not self.course.done:
             self._check_before()
-        say(self._headline())
+        say(speed.headline(self))
         start, first_step, tokens = time.monotonic(), self.course.step, self.course.tokens
         with progress(total=self.steps, desc=self.job.name, unit="step", initial=self.course.step) as bar:
-            if self.course.step == 0 and self.watchers.evaluate:
+            if self.course.owes_evaluation:
+                self._finish_step(evaluate=True)
+            elif self.course.step == 0 and self.watchers.evaluate:
                 self._evaluate()
             while self.course.step < self.steps and not self.course.done:
-                self._one_step()
+                with micro_batch.explained(self.job, self.config, self.course.step, self.tried):
+                    self._one_step()
+                self.profile.step()
                 bar.update()
                 if self.job.tracker.rows:
                     last = self.job.tracker.rows[-1]
                     bar.note(" ".join(f"{k} {last[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in last))
-        self._speed(time.monotonic() - start, self.course.step - first_step, self.course.tokens - tokens)
+        self.profile.stop()
+        self.keeper.wait()
+        speed.report(self, time.monotonic() - start, self.course.step - first_step, self.course.tokens - tokens)
         self._publish()
         self.ranks.finish(self.plain, self.hardware.device)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
+    def batches(self, step: int, index: int) -> tuple[np.ndarray, list[Any]]:
+        """The rows of the global batch number `index`, and this rank's micro-batches of them at `step`'s context."""
+        length = self.config.context_at(step)
+        rows = self.stream.rows(index, length)
+        mine = rows[self.ranks.rank :: self.ranks.world]
+        size = self.micro_batch * (self.config.row_length // length)
+        return rows, [self.stream.batch(index, length, mine[at : at + size]) for at in range(0, len(mine), size)]
+
     def _one_step(self) -> None:
-        course, length = self.course, self.config.row_length
+        course = self.course
         # 1. what this rank works on, and what all ranks know before the forward pass
         filled: dict[str, float] = {}
         if self.rolling and course.step % self.rolling.steps_per_rollout == 0:
             filled = self.rolling.fill(course.step)
             self.job.tracker.log(course.step, filled)
-        rows = self.stream.rows(course.step, length)
-        mine = rows[self.ranks.rank :: self.ranks.world]
-        batches = [
-            self.stream.batch(course.step, length, mine[first : first + self.micro_batch])
-            for first in range(0, len(mine), self.micro_batch)
-        ]
+        rows, batches = self.batches(course.step, course.index)
         names = batches[0].counts if batches else {"tokens": 0}
         counts = {name: sum(b.counts[name] for b in batches) for name in names}
         elapsed = time.monotonic() - self.last_save > 60 * self.job.runtime.save_minutes and self.ranks.rank == 0
@@ -121,13 +153,14 @@ class Run:
         if stop:
             self._stop(stop)
         # 2. forward and backward per micro-batch
-        totals = self._backward(batches, counts)
+        totals = self.backward(batches, counts)
         # 3. norm, verdict, update
+        self.scaler.unscale(self.optimizers.optimizers)
         norm = self.ranks.gradient_norm(self.plain, self.config.max_grad_norm)
         totals.reduce(self.ranks)
-        self._check_step(totals, filled)
-        if batches:
-            self._update(totals, norm, rows)
+        self._check_step(totals, norm, filled)
+        if batches and not self._update(totals, norm, rows, batches):
+            return  # rolled back: this step will be another one
         course.step += 1
         course.tokens += counts["tokens"]
         self.seen += counts.get("positions", counts["tokens"])
@@ -135,62 +168,111 @@ class Run:
         # 4. log, evaluate, save
         self._after_step(save)
 
-    def _backward(self, batches: list[Any], counts: dict[str, int]) -> Totals:
+    def backward(self, batches: list[Any], counts: dict[str, int]) -> Totals:
         """Gradients of sum_k c_k S_k / G_k over all ranks; returns this rank's sums."""
         totals = Totals(counts)
         evened = self.ranks.evened(batches)
         for micro, (batch, mine) in enumerate(evened):
-            device.seed_step(self.job.seed, self.course.step, micro, self.ranks.rank)
+            device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
             with self.ranks.no_sync(self.model, skip=micro < len(evened) - 1):
                 with self.hardware.autocast():
-                    loss = self.loss(self.model, batch.to(self.hardware.device))
+                    loss = self.loss(self.model, device.move(batch, self.hardware.device, pin=self.pin))
                 parts = [
                     t.coefficient * t.sum * (self.ranks.world / counts[t.per]) for t in loss.terms if counts[t.per]
                 ]
                 objective = sum(parts, start=loss.terms[0].sum * 0)  # a rank without targets still runs backward
                 assert isinstance(objective, Tensor)
-                (objective if mine else objective * 0).backward()
+                self.scaler.scale(objective if mine else objective * 0).backward()
             if mine:
                 totals.add(loss)
+        totals.settle()
         return totals
 
-    def _check_step(self, totals: Totals, filled: dict[str, float]) -> None:
+    def _check_step(self, totals: Totals, norm: float, filled: dict[str, float]) -> None:
         """The gates of the first steps, before their update. A policy's first iterations may give nothing to learn from."""
-        if self.course.step == self.watchers.gradients_at:
+        overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the scale is still being found
+        if self.course.step == self.watchers.gradients_at and not overflow:
             gates.gradients(self.optimizers.members, self.plain)
         if self.course.tokens == 0 and self.watchers.first and totals.terms:
             self.watchers.first(filled | totals.values())
 
-    def _update(self, totals: Totals, norm: float, rows: np.ndarray) -> None:
+    def _update(self, totals: Totals, norm: float, rows: np.ndarray, batches: list[Any]) -> bool:
+        """Apply the step's gradients, or do what the settings say about a step that went wrong; False after a rollback."""
         course, value = self.course, totals.value
-        if math.isfinite(value) and math.isfinite(norm) and not totals.veto:
+        why = totals.veto or verdict.fault(course, value, norm, self.config.on_spike)
+        if not why:
             self.optimizers.step(self.config.factor(course.step, self.steps))
-            course.skipped_in_row = 0
-            return
+            self.scaler.update()
+            verdict.applied(course, value, norm)
+            if self.averages:
+                self.averages.update()
+            return True
+        if self.scaler.update() and not math.isfinite(norm):  # fp16 overflowed: the next scale is smaller
+            self.optimizers.zero_grad()
+            return True
+        bad = f" Not finite first: {self._culprit(batches)}." if why == "not finite" else ""
         self.optimizers.zero_grad()
-        course.skipped += 1
-        course.skipped_in_row += 1
-        if self.config.on_nonfinite == "stop" or course.skipped_in_row >= 3 or course.skipped >= 10:
-            why = totals.veto or "not finite"
+        policy = self.config.on_nonfinite if why == "not finite" or totals.veto else self.config.on_spike
+        if policy == "rollback" and (target := verdict.rollback_target(course)) is not None:
+            self._roll_back(target, why)
+            return False
+        if verdict.skipped(course) or policy == "stop":
             raise GateError(
                 f"step {course.step}: loss {value}, gradient norm {norm}: {why} ({course.skipped_in_row} in a row, "
-                f"rows {rows[:8].tolist()}). Lower {self.job.stage}.learning_rate or lengthen the warm-up; "
+                f"rows {rows[:8].tolist()}).{bad} Lower {self.job.stage}.learning_rate or lengthen the warm-up; "
                 f"the newest state is in {self.job.folder}"
             )
+        return True
+
+    def _culprit(self, batches: list[Any]) -> str:
+        """What is not finite first, on the rank that has it."""
+
+        def again() -> None:
+            for micro, (batch, _) in enumerate(self.ranks.evened(batches)):
+                device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
+                with torch.no_grad(), self.hardware.autocast():
+                    self.loss(self.plain, batch.to(self.hardware.device))
+
+        found = self.ranks.gather(verdict.culprit(self.plain, again))
+        return next((name for name in found if name != verdict.NOTHING), found[0])
+
+    def _roll_back(self, target: int, why: str) -> None:
+        """Go on from the state after `target` steps, with other batches than those from there to here."""
+        step, index, name = self.course.step, self.course.index, self.job.name
+        if len(self.course.windows) >= verdict.ROLLBACKS:
+            raise GateError(
+                f"step {step}: {why}, after {verdict.ROLLBACKS} rollbacks. Lower {self.job.stage}.learning_rate or lengthen the "
+                f"warm-up; the newest state is in {self.job.folder}"
+            )
+        say(f"{name}: step {step}: {why}; back to step {target}, without the batches from there to here")
+        self.course, self.window, _ = self.keeper.load(target)
+        verdict.give_up(self.course, step, index)
+        self.keeper.forget_after(target)
+        self._save()
 
     def _after_step(self, save: bool) -> None:
-        course, config, runtime = self.course, self.config, self.job.runtime
+        course, runtime = self.course, self.job.runtime
         last = course.step == self.steps
-        between = not self.rolling or course.step % self.rolling.steps_per_rollout == 0
         every = self.rolling.steps_per_rollout if self.rolling else runtime.logging_steps
         if course.step % every == 0 or last or course.step == 1:
             self._log()
-        evaluate = course.step % config.eval_steps == 0 or last
+        self.save_due |= save or course.step % runtime.save_steps == 0
+        self._finish_step(evaluate=course.step % self.config.eval_steps == 0 or last)
+
+    def _finish_step(self, *, evaluate: bool) -> None:
+        """Evaluate and save. A signal during the evaluation leaves it to the resumed run."""
+        course = self.course
         if evaluate:
+            course.owes_evaluation = True
             self._evaluate()
-        self.save_due |= evaluate or save or course.step % runtime.save_steps == 0 or course.done
-        if self.save_due and between:
+            course.owes_evaluation = False
+            course.evaluated = [*course.evaluated, course.step]
+        self.save_due |= evaluate or course.done
+        if self.save_due and not self._inside_rollout():
             self._save()
+
+    def _inside_rollout(self) -> bool:
+        return bool(self.rolling and self.course.step % self.rolling.steps_per_rollout)
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
@@ -198,14 +280,19 @@ class Run:
         course, window = self.course, self.window
         if not window.steps:
             return
-        values = window.totals.values()
+        values, factor = window.totals.values(), self.config.factor(course.step - 1, self.steps)
         run: dict[str, float | int] = {
             "grad_norm": window.norm / window.steps,
-            "lr": self.config.learning_rate * self.config.factor(course.step - 1, self.steps),
+            "lr": self.config.learning_rate * factor,
             "tokens": course.tokens,
             "skipped": course.skipped,
         }
-        self.job.tracker.log(course.step, values | run)
+        own = {
+            f"lr/{group}": rate * factor for group, rate in self.optimizers.rates.items() if self.config.learning_rates
+        }
+        scale = {"loss_scale": self.scaler.scale_now} if self.hardware.precision == "fp16" else {}
+        context = {"context": self.config.context_at(course.step - 1)} if self.config.curriculum else {}
+        self.job.tracker.log(course.step, values | run | own | scale | context)
         if course.step == 1:
             gates.first_loss(values["loss"], self.plain, from_scratch=self.from_scratch)
         if course.step >= self.steps // 10 > 20 and not self.rolling:
@@ -214,80 +301,95 @@ class Run:
         if self.watchers.logged:
             self.watchers.logged(self.job.tracker.rows)
 
-    @torch.no_grad()
     def _evaluate(self) -> None:
-        """Loss over the fixed slice of the validation split, which moves `best` and the anchor; the stage's own numbers."""
+        """Loss over the fixed slice of the validation split, which moves `best` and the anchor; the stage's own numbers.
+
+        Of the averaged weights where there are some. Exits when all ranks agree on a signal between two batches.
+        """
         self.model.train(False)
-        totals = Totals({})
-        for batch, mine in self.ranks.dealt(self.stream.evaluation(self.config.eval_tokens)):
-            with self.hardware.autocast():
-                part = Totals(batch.counts)
-                part.add(self.loss(self.plain, batch.to(self.hardware.device)))
-            if mine:
-                totals.merge(part)
-        if self.watchers.evaluate:
-            self.job.tracker.log(self.course.step, self.watchers.evaluate(self.course.step))
+        with torch.no_grad(), self.averages.in_place() if self.averages else contextlib.nullcontext():
+            totals, stop = self._held_out()
+            if not stop and self.watchers.evaluate:
+                self.job.tracker.log(self.course.step, self.watchers.evaluate(self.course.step))
         self.model.train(True)
-        parts, totals = self.ranks.gather(totals), Totals({})  # a rank that had no batch knows no names
-        for part in parts:
-            totals.merge(part)
+        if stop:
+            self._stop(stop)
         if totals.terms and self.course.step:
             values = totals.values()
             self.course.compare(values["loss"], threshold=self.config.threshold, patience=self.config.patience)
             self.job.tracker.log(self.course.step, {f"val/{name}": value for name, value in values.items()})
 
+    def _held_out(self) -> tuple[Totals, int]:
+        """The sums over the validation slice and all ranks, and the signal that cut it (0: none)."""
+        totals = Totals({})
+        for batch, mine in self.ranks.dealt(self.stream.evaluation(self.config.eval_tokens)):
+            if stop := self.ranks.control(self.job.stop.signal, False, {})[0]:
+                return totals, stop
+            if batch is None:
+                continue
+            with self.hardware.autocast():
+                part = Totals(batch.counts)
+                part.add(self.loss(self.plain, batch.to(self.hardware.device)))
+            if mine:
+                totals.merge(part.settle())
+        parts, totals = self.ranks.gather(totals), Totals({})  # a rank that had no batch knows no names
+        for part in parts:
+            totals.merge(part)
+        return totals, 0
+
     # -- states --------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         self.last_save, self.save_due = time.monotonic(), False
-        self.keeper.save(self.course, self.window, self.rolling.state() if self.rolling else {})
+        stream = self.rolling.state() if self.rolling else {}
+        self.keeper.save(self.course, self.window, {"stream": stream, "scaler": self.scaler.state()})
 
     def _resume(self) -> None:
         found = self.keeper.resume()
         if found is None:
             return
-        self.course, self.window, stream = found
+        self.course, self.window, rest = found
+        self.scaler.load_state(rest["scaler"])
         if self.rolling:
-            self.rolling.load_state(stream)
+            self.rolling.load_state(rest["stream"])
         say(f"{self.job.name}: resumed at step {self.course.step} of {self.steps}")
 
     def _stop(self, number: int) -> None:
-        inside = self.rolling and self.course.step % self.rolling.steps_per_rollout
-        if not inside:
+        if not self._inside_rollout():
             self._save()
-        where = "at the rollout before it" if inside else "here"
+        self.keeper.wait()
+        where = "at the rollout before it" if self._inside_rollout() else "here"
         say(f"{self.job.name}: stopped by signal {number} at step {self.course.step}; the same command resumes {where}")
         raise SystemExit(128 + number)
 
     def _publish(self) -> None:
         best = self.config.publish == "best" and self.course.best_step >= 0
         if best and self.course.best_step != self.course.step:
-            self.keeper.load_best(self.course)
-        rows = [row for row in self.job.tracker.rows if "loss" in row]
+            self.keeper.load_weights(self.course.best_step)
+        elif self.averages:
+            self.averages.load()
         published = self.course.best_step if best else self.course.step
-        self.job.report(steps=self.course.step, tokens=self.course.tokens, published_step=published)
-        if rows:
-            self.job.report(final={name: rows[-1][name] for name in ("loss", "bpb") if name in rows[-1]})
-        if math.isfinite(self.course.best):
-            chosen = [r for r in self.job.tracker.rows if r["step"] == self.course.best_step and "val/bpb" in r]
-            best = {"val_loss": self.course.best, "step": self.course.best_step}
-            self.job.report(best=best | ({"val_bpb": chosen[-1]["val/bpb"]} if chosen else {}))
+        self.job.report(**self.course.results(self.job.tracker.rows, published))
 
     # -- before and around ---------------------------------------------------------------------------------------------
 
     def _micro_batch(self) -> int:
-        """Rows of one forward pass: as asked, else the largest power of two that a quarter of the memory holds."""
-        rows = -(-self.config.rows // self.ranks.world)
-        if self.config.rows < self.ranks.world:
-            raise ConfigError(
-                f"{self.job.stage}: {self.config.rows} rows a step for {self.ranks.world} processes; make the batch larger"
-            )
-        asked = self.job.runtime.micro_batch
-        if asked != "auto":
-            return min(int(asked), rows)
-        bytes_per_row = self.config.row_length * gates.activation_bytes_per_token(self.plain)
-        fitting = max(1, int(device.total_memory(self.hardware.device) / 4 / bytes_per_row))
-        return min(rows, 2 ** int(math.log2(fitting)))
+        """Rows of one forward pass: as asked, else as the run began, else by plan and dry step (micro_batch.py)."""
+        rows = self.ranks.share_of(self.config.rows, self.job.stage)
+        provable = self.hardware.device.type == "cuda" and not self.rolling
+        self.tried = micro_batch.chosen(
+            self.plain, self.config, self.job, self.hardware, self.ranks, rows, self._dry_step if provable else None
+        )
+        return self.tried[-1]
+
+    def _dry_step(self, micro: int) -> None:
+        """Forward and backward of the first two micro-batches of this size; all that is left of it are gradients."""
+        length = self.config.row_length
+        mine = self.stream.rows(0, length)[self.ranks.rank :: self.ranks.world]
+        batches = [self.stream.batch(0, length, part) for part in (mine[:micro], mine[micro : 2 * micro]) if len(part)]
+        counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
+        with self.ranks.no_sync(self.model, skip=True):
+            self.backward(batches, counts)
 
     def _check_before(self) -> None:
         if not self.rolling:  # what the policy fills is checked when it is full
@@ -296,26 +398,3 @@ class Run:
             gates.trainable_tokens(batch.counts["tokens"], self.job.name)
         gates.causal(self.plain)
         self.ranks.check_equal_weights(self.plain)
-
-    def _headline(self) -> str:
-        size = sum(p.numel() for p in self.plain.parameters())
-        precision = f"{self.hardware.device.type} {self.hardware.precision}"
-        return (
-            f"{self.job.name}: {size / 1e6:.2f} M parameters, {self.steps} steps of {self.config.rows} rows of at most "
-            f"{self.config.row_length} tokens (micro-batch {self.micro_batch}), {precision}, "
-            f"{self.ranks.world} process{'es' if self.ranks.world > 1 else ''}"
-        )
-
-    def _speed(self, seconds: float, steps: int, targets: int) -> None:
-        if not steps:
-            return
-        tokens = self.seen
-        per_token: Any = getattr(self.plain, "flops_per_token", None)
-        flops = tokens * per_token(self.config.row_length) if per_token else 0
-        self.job.tracker.speed.update(
-            tokens_per_second=tokens / seconds, targets_per_second=targets / seconds,
-            samples_per_second=steps * self.config.rows / seconds, step_seconds=seconds / steps,
-            gflops=flops / seconds / 1e9, memory_gb=device.peak_memory(self.hardware.device) / 1e9,
-            **device.describe(self.job.runtime.precision),
-        )  # fmt: skip
-        say(f"{self.job.name}: {tokens / seconds:,.0f} tokens/s, {flops / seconds / 1e9:,.0f} GFLOP/s")

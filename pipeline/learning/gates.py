@@ -14,17 +14,6 @@ from pipeline.learning import sharding
 from pipeline.tracking import say
 
 
-def activation_bytes_per_token(model: nn.Module) -> int:
-    """Memory of one token's activations in float32, with its share of the logits (specs: training, 11)."""
-    pair = getattr(model, "actor", None)  # an actor and its critic: the work of two models
-    config: Any = getattr(model if pair is None else pair, "config", None)
-    if config is None:
-        return 4 * 64
-    return (1 if pair is None else 2) * 4 * config.layers * (
-        14 * config.width + 4 * config.d_ff
-    ) + 12 * config.vocab_size
-
-
 def trainable_tokens(num_targets: int, name: str) -> None:
     """The first batch trains at least one token."""
     if num_targets == 0:

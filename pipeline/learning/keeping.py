@@ -10,48 +10,62 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.learning import states
+from pipeline.learning import states, verdict
+from pipeline.learning.averages import Averages
 from pipeline.learning.course import Course
 from pipeline.learning.optim import Optimizers
 from pipeline.learning.ranks import Ranks
+from pipeline.learning.settings import TrainingConfig
 from pipeline.learning.slices import Stored
 from pipeline.learning.states import State
 from pipeline.learning.window import Window
 from pipeline.tracking import say
 from pipeline.work import Job
 
+AVERAGE = "average"  # `<parameter>/average` among the optimiser's states
+
 
 class Keeper:
     """The states of one run. `settings` are facts of this process that a bit-exact resume needs unchanged."""
 
     def __init__(
-        self, job: Job, ranks: Ranks, model: nn.Module, optimizers: Optimizers, fingerprint: str, publishes_best: bool,
-        settings: dict[str, Any],
+        self, job: Job, ranks: Ranks, model: nn.Module, optimizers: Optimizers, averages: Averages | None,
+        fingerprint: str, settings: dict[str, Any], config: TrainingConfig,
     ) -> None:  # fmt: skip
-        self.job, self.ranks, self.model, self.optimizers = job, ranks, model, optimizers
-        self.fingerprint, self.publishes_best, self.settings = fingerprint, publishes_best, settings
+        self.job, self.ranks, self.model, self.optimizers, self.averages = job, ranks, model, optimizers, averages
+        self.fingerprint, self.settings = fingerprint, settings
+        self.publishes_best = config.publish == "best"
+        self.rolls_back = "rollback" in (config.on_nonfinite, config.on_spike)
 
-    def save(self, course: Course, window: Window, stream: dict[str, Any]) -> None:
-        """Write a state, then drop what is older than `runtime.keep` newest and not the best."""
+    def save(self, course: Course, window: Window, rest: dict[str, Any]) -> None:
+        """Write a state, then drop all but the `runtime.keep` newest, the best, and those that a rollback may load."""
         ranks, job = self.ranks, self.job
         first = ranks.rank == 0
-        tensors = {"weights": weights_of(self.model), "optimizer": self.optimizers.state_tensors()}
+        optimizer = self.optimizers.state_tensors()
+        if self.averages:
+            optimizer |= {f"{name}/{AVERAGE}": value for name, value in self.averages.values.items()}
+        tensors = {"weights": weights_of(self.model), "optimizer": optimizer}
         part = states.begin(job.folder, course.step, tensors) if first else states.part_of(job.folder, course.step)
         ranks.barrier()
         files = states.write(part, tensors, ranks.rank, ranks.world) if first or ranks.sharding else {}
         written = ranks.gather(files)
         if first:
-            meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint,
-                    "stream": stream}  # fmt: skip
+            meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint, **rest}
+            if self.averages:
+                meta["averaged"] = self.averages.updates
             files = {name: facts for share in written for name, facts in share.items()}
             states.complete(part, course.step, files, meta=meta, curve=job.tracker.rows)
             protect = [course.best_step] if self.publishes_best else []
+            protect += verdict.rollback_targets(course) if self.rolls_back else []
             states.retain(job.folder, keep=job.runtime.keep, protect=protect)
             job.tracker.flush()
         ranks.barrier()
 
+    def wait(self) -> None:
+        """Until what is being written is on disk."""
+
     def resume(self) -> tuple[Course, Window, dict[str, Any]] | None:
-        """Put the newest whole state into model, optimisers and tracker; returns the rest of it, None without one.
+        """Put the newest whole state into model, optimisers, averages and tracker; returns the rest of it, None without one.
 
         Raises ConfigError for a state of other data, or one that not all ranks see.
         """
@@ -60,21 +74,10 @@ class Keeper:
             return None
         if state.meta["fingerprint"] != self.fingerprint:
             raise ConfigError(f"{state.folder}: was trained on other data; set runtime.fresh=true to start over")
-        load_weights(self.model, state.weights())
-        stored, parameters = state.optimizer(), dict(self.model.named_parameters())
-        self.optimizers.load_state_tensors(
-            {name: stored.like(name, parameters[name.rpartition("/")[0]]) for name in stored.names()}
-        )
-        self.job.tracker.restore(state.curve)
-        changed = {k: (state.meta[k], v) for k, v in self.settings.items() if state.meta[k] != v}
+        changed = {k: (state.meta.get(k), v) for k, v in self.settings.items() if state.meta.get(k) != v}
         if changed:
             say(f"{self.job.name}: not bit-exact with an uninterrupted run: changed {changed}")
-        known = {k: v for k, v in state.meta.items() if k in vars(Course())}
-        return Course(**known), Window.of(state.meta["window"]), state.meta["stream"]
-
-    def load_best(self, course: Course) -> None:
-        """Load the weights of the best step into the model."""
-        load_weights(self.model, states.at(self.job.folder, course.best_step).weights())
+        return self._take(state)
 
     def _newest(self) -> State | None:
         """The newest good state, the same one on all ranks: hashes are read once."""
@@ -83,12 +86,50 @@ class Keeper:
         if step is None or found is not None:
             return found
         try:
-            return states.at(self.job.folder, step)
+            return states.opened(self.job.folder / states.name_of(step))
         except OSError as error:
             raise ConfigError(
                 f"rank {self.ranks.rank} does not see {self.job.folder / states.name_of(step)}, which rank 0 goes on from: "
                 "expected the work directory (STAGECOACH_WORK) on a file system that all machines share"
             ) from error
+
+    def load(self, step: int) -> tuple[Course, Window, dict[str, Any]]:
+        """As `resume`, from the state after `step` batches."""
+        return self._take(states.at(self.job.folder, step))
+
+    def _take(self, state: State) -> tuple[Course, Window, dict[str, Any]]:
+        load_weights(self.model, state.weights())
+        moments, averages = self._moments(state)
+        self.optimizers.load_state_tensors(moments)
+        if self.averages:
+            self.averages.restore(averages, state.meta["averaged"])
+        self.job.tracker.restore(state.curve)
+        known = {k: v for k, v in state.meta.items() if k in vars(Course())}
+        return Course(**known), Window.of(state.meta["window"]), state.meta
+
+    def _moments(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The optimiser's states, and the averaged weights by their names: of each what this rank holds of the parameter."""
+        stored, parameters = state.optimizer(), dict(self.model.named_parameters())
+        tensors = {name: stored.like(name, parameters[name.rpartition("/")[0]]) for name in sorted(stored.names())}
+        end = f"/{AVERAGE}"
+        averages = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
+        return {name: tensor for name, tensor in tensors.items() if not name.endswith(end)}, averages
+
+    def forget_after(self, step: int) -> None:
+        """Drop the states of later steps: a rollback has made them void."""
+        self.ranks.barrier()
+        if self.ranks.rank == 0:
+            states.drop_after(self.job.folder, step)
+        self.ranks.barrier()
+
+    def load_weights(self, step: int) -> None:
+        """Load the weights of that step's state into the model, averaged ones where there are some."""
+        state = states.at(self.job.folder, step)
+        if self.averages:
+            self.averages.restore(self._moments(state)[1], self.averages.updates)
+            self.averages.load()
+        else:
+            load_weights(self.model, state.weights())
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -1,8 +1,15 @@
 """Parameter groups by rule, and the optimisers: AdamW for all, or Muon for the hidden matrices and AdamW for the rest.
 
-First match wins: `critic` (all of PPO's value model), `embedding` (tied too), `head`, `norm_bias` (ndim < 2, no weight
-decay), `hidden`. Muon (Jordan 2024;
-Liu et al. 2025, arXiv:2502.16982) is torch.optim.Muon's rule with `match_rms_adamw`, so AdamW's rates hold. Ours differs
+First match wins (`group_of`): `critic` (all of PPO's value model), `bank`, `router`, `memory` (of a memory-augmented model), `lora`,
+`embedding` (tied too; rows of it that an adapter trains), `head`, `norm_bias` (fewer than two dimensions), `hidden`. Beside adapters or
+memory, what is trained of the base model is one group, `base`. No weight decay on `norm_bias`, `bank`, `router`, and on
+nothing else of fewer than two dimensions.
+
+Layer l of L (from 1) has its rate times gamma^(L-l) (`layer_decay`), an untied embedding gamma^L, head and tied embedding 1
+(ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146, 3.2, with a geometric rule).
+
+Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) is torch.optim.Muon's rule with `match_rms_adamw`, so AdamW's rates hold. It
+takes the matrices of `hidden` and, where adapters are trained, theirs. Ours differs
 in two ways that leave the rule alone: matrices of one shape are orthogonalised together, and the iteration runs in fp32
 where bf16 is emulated (50 times slower there).
 
@@ -10,6 +17,7 @@ Under FSDP2 each matrix is gathered once per step, in the dtype of the iteration
 alone; torch's own Muon on DTensors talks at every product. AdamW works on the rows that lie here.
 """
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +29,11 @@ from pipeline.errors import ConfigError
 from pipeline.learning import sharding
 
 MOST_GATHERED = 2**28  # numbers of matrices that Muon orthogonalises together: a gibibyte in float32
-GROUPS = ("embedding", "head", "norm_bias", "hidden", "critic")
+GROUPS = ("critic", "bank", "router", "memory", "lora", "embedding", "head", "norm_bias", "hidden", "base")
+ADDED = ("bank", "router", "memory", "lora")  # to a base model
+BY_MUON = ("hidden", "lora")
+NO_DECAY = ("norm_bias", "bank", "router")
+LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +45,29 @@ class OptimizerConfig:
     weight_decay: float
     betas: tuple[float, ...]
     eps: float
-    # Of embedding, head, norm_bias, hidden, critic; a group that is not named has learning_rate.
+    # Of GROUPS; one that is not named has learning_rate, but bank and router have memory's.
     learning_rates: dict[str, float] = field(default_factory=dict)
+    layer_decay: float = 1.0  # layer l of L has its rate times this to the power L - l
 
     def check_groups(self) -> None:
-        """Raise ValueError for a rate of a group that does not exist, or below 0."""
+        """Raise ValueError for a rate of a group that does not exist or below 0, or a layer decay outside (0, 1]."""
+        if not 0 < self.layer_decay <= 1:
+            raise ValueError(f"layer_decay: expected more than 0 and at most 1, got {self.layer_decay}")
         for name, rate in self.learning_rates.items():
             if name not in GROUPS or rate < 0:
                 raise ValueError(f"learning_rates: expected rates >= 0 of {', '.join(GROUPS)}, got {name}: {rate}")
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
-    """The group of a trainable parameter, by its name in the state dict."""
-    if name.startswith("critic."):
+    """The group of a trainable parameter, by its name in the state dict; `groups` knows about `base`."""
+    parts = name.split(".")
+    if parts[0] == "critic":
         return "critic"
+    for group in ("bank", "router", "memory"):
+        if group in parts:
+            return group
+    if any(part in ("lora_A", "lora_B", "lora_magnitude_vector") for part in parts):
+        return "lora"
     if "embed_tokens" in name:
         return "embedding"
     if "lm_head" in name or "score" in name:
@@ -60,7 +81,20 @@ def groups(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             found[group_of(name, parameter)][name] = parameter
+    if any(found[name] for name in ADDED):
+        for group in ("embedding", "head", "norm_bias", "hidden"):
+            own = {name: p for name, p in found[group].items() if "lora_" not in name}
+            found["base"] |= own
+            found[group] = {name: p for name, p in found[group].items() if name not in own}
     return {name: members for name, members in found.items() if members}
+
+
+def layer_factor(name: str, *, layers: int, tied: bool, gamma: float) -> float:
+    """What layer decay makes of the rate of a parameter, by its name, in a model of `layers` layers."""
+    found = LAYER.search(name)
+    if found is not None:
+        return gamma ** (layers - 1 - int(found[1]))
+    return gamma**layers if "embed_tokens" in name and not tied else 1.0
 
 
 def orthogonalise(matrices: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
@@ -118,6 +152,14 @@ class Muon(torch.optim.Muon):
             sharding.local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(mine, alpha=-rate)
 
 
+def rate_of(group: str, config: OptimizerConfig) -> float:
+    """The configured rate of a group, before layer decay and schedule."""
+    rates = config.learning_rates
+    if group in ("bank", "router") and group not in rates:
+        group = "memory"
+    return rates.get(group, config.learning_rate)
+
+
 class Optimizers:
     """One or two torch optimisers that step together, with states that save by parameter name."""
 
@@ -127,34 +169,45 @@ class Optimizers:
         self.members = groups(model)
         self._names = {id(p): name for members in self.members.values() for name, p in members.items()}
         config.check_groups()
-        if unused := sorted(set(config.learning_rates) - set(self.members)):
+        served = {*self.members} | ({"memory"} if {"bank", "router"} & {*self.members} else set())
+        if unused := sorted(set(config.learning_rates) - served):
             raise ConfigError(
                 f"learning_rates: expected groups that the model trains ({', '.join(self.members)}), got {unused[0]}"
                 + (": its head is the embedding (tied)" if unused == ["head"] else "")
             )
-        self._rates = {name: config.learning_rates.get(name, config.learning_rate) for name in self.members}
-        decay = config.weight_decay
+        self.rates = {name: rate_of(name, config) for name in self.members}
+        muon, adamw = self._grouped(model, config)
         self.optimizers: list[torch.optim.Optimizer] = []
-        adamw = []
-        for name, members in self.members.items():
-            if config.optimizer == "muon" and name == "hidden":
-                dtype = torch.bfloat16 if fast_bf16 else torch.float32
-                rate = self._rates[name]
-                self.optimizers.append(Muon(list(members.values()), lr=rate, weight_decay=decay, dtype=dtype))
-            else:
-                own = 0.0 if name == "norm_bias" else decay
-                rate = self._rates[name]
-                adamw.append({"params": list(members.values()), "lr": rate, "weight_decay": own, "name": name})
+        if muon:
+            dtype = torch.bfloat16 if fast_bf16 else torch.float32
+            decay = config.weight_decay
+            self.optimizers.append(Muon(muon, lr=config.learning_rate, weight_decay=decay, dtype=dtype))
         if adamw:
             betas = (config.betas[0], config.betas[1])
             adam = torch.optim.AdamW(adamw, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
             self.optimizers.append(adam)
 
+    def _grouped(self, model: nn.Module, config: OptimizerConfig) -> tuple[list[Any], list[Any]]:
+        """torch's parameter groups for Muon and for AdamW: equal rate, equal decay."""
+        names = [name for name, _ in model.named_parameters()]
+        layers = 1 + max((int(found[1]) for name in names if (found := LAYER.search(name))), default=-1)
+        tied = not any("lm_head" in name for name in names)
+        made: dict[tuple[bool, str, float, bool], dict[str, Any]] = {}
+        for group, members in self.members.items():
+            for name, parameter in members.items():
+                by_muon = config.optimizer == "muon" and group in BY_MUON and parameter.ndim == 2
+                decays = group not in NO_DECAY and parameter.ndim >= 2
+                factor = layer_factor(name, layers=layers, tied=tied, gamma=config.layer_decay)
+                fresh: dict[str, Any] = {"params": [], "lr": self.rates[group], "rate": self.rates[group] * factor,
+                                         "weight_decay": config.weight_decay if decays else 0.0, "name": group}  # fmt: skip
+                made.setdefault((by_muon, group, factor, decays), fresh)["params"].append(parameter)
+        return [made[key] for key in made if key[0]], [made[key] for key in made if not key[0]]
+
     def step(self, factor: float) -> None:
         """One update at `factor` times the configured rates; gradients are dropped after it."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self._rates[group.get("name", "hidden")] * factor
+                group["lr"] = group["rate"] * factor
             optimizer.step()
         self.zero_grad()
 

@@ -54,6 +54,12 @@ class Ranks:
                 "the others when the inputs of the stage are there"
             )
 
+    def share_of(self, rows: int, stage: str) -> int:
+        """Rows of a step that this rank works on at most. Raises ConfigError where some rank would have none."""
+        if rows < self.world:
+            raise ConfigError(f"{stage}: {rows} rows a step for {self.world} processes; make the batch larger")
+        return -(-rows // self.world)
+
     def place(self, model: nn.Module, where: torch.device) -> nn.Module:
         """The model on its device, all of it or this rank's share. Raises GateError as `check_equal_weights`."""
         if self.sharding is None:
@@ -83,14 +89,15 @@ class Ranks:
         missing = int(self.greatest(len(batches))) - len(batches)
         return counted + [(batches[-1], False)] * missing
 
-    def dealt(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-        """This rank's share of an evaluation, every `world`-th batch, with passes that do not count where others have one more."""
+    def dealt(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch | None, bool]]:
+        """An evaluation in rounds of `world` batches: this rank's batch of each, and whether it counts.
+
+        Where the last round has none for this rank it is None, or one of another rank's, for a pass that does not count.
+        """
         remaining = iter(batches)
         while hand := list(itertools.islice(remaining, self.world)):
-            if self.rank < len(hand):
-                yield hand[self.rank], True
-            elif self.sharding:
-                yield hand[0], False
+            mine = self.rank < len(hand)
+            yield hand[self.rank] if mine else hand[0] if self.sharding else None, mine
 
     def control(self, stop: int, save: bool, counts: dict[str, int]) -> tuple[int, bool, dict[str, int]]:
         """Agree on (signal to stop for, save now, summed counts) before a step; every rank names the same counts."""

@@ -3,8 +3,8 @@
     start = begin(base, adapter, seed)      start.policy trains, start.reference never moves
     finish(start)                           the reference is as it was; an adapter is merged under its gate
 
-The copy is made in memory from the weights that were loaded, never read again by name, in the same dtype. Not promised: that
-a copy fits beside the policy; with an adapter there is none.
+The copy is made in memory from the weights that were loaded, never read again by name, and stored as `frozen.py` says. Not
+promised: that a copy fits beside the policy; with an adapter there is none.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import nn
 
 from pipeline import checkpoint, device
 from pipeline.errors import ConfigError
-from pipeline.learning import first_steps
+from pipeline.learning import first_steps, frozen
 from pipeline.model import lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
@@ -33,10 +33,14 @@ class Reference:
     `parked`: between uses they lie in the machine's memory, not on the device (where training itself reads no reference).
     """
 
-    def __init__(self, policy: Transformer, *, adapted: bool) -> None:
+    def __init__(self, policy: Transformer, *, adapted: bool, hardware: device.Hardware | None = None) -> None:
+        """`hardware`: what runs it, always in its autocast; None: the copy has the policy's dtype whatever runs it."""
         self.adapted, self.parked = adapted, False
         self._held: Transformer | None = policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
-        self.digest = self._now()
+        self.digest = self._stored = self._now()  # of the weights that were loaded, on any hardware
+        if hardware is not None and not adapted:
+            frozen.narrowed(self._model, hardware)
+            self._stored = self._now()
 
     @property
     def _model(self) -> Transformer:
@@ -65,7 +69,7 @@ class Reference:
         """Raise GateError when its weights are not those of the start."""
         if self._held is None:
             return
-        first_steps.unmoved(self.digest, self._now(), "the reference")
+        first_steps.unmoved(self._stored, self._now(), "the reference")
 
     def _now(self) -> str:
         if not self.adapted:
@@ -83,8 +87,11 @@ class Start:
     adapter: AdapterConfig | None
 
 
-def begin(base: Path, adapter: AdapterConfig | None, seed: int) -> Start:
-    """Load a policy, attach its adapter if there is to be one, and freeze the reference. Raises ModelError, ConfigError."""
+def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device.Hardware | None = None) -> Start:
+    """Load a policy, attach its adapter if there is to be one, and freeze the reference, as `hardware` runs it.
+
+    Raises ModelError, ConfigError.
+    """
     if adapter is not None and adapter.dropout:
         raise ConfigError(
             f"adapter.dropout: expected 0 where the policy is compared with its reference, got {adapter.dropout}; only "
@@ -93,7 +100,7 @@ def begin(base: Path, adapter: AdapterConfig | None, seed: int) -> Start:
     policy, tokenizer = checkpoint.load(base)
     if adapter is not None:
         lora.attach(policy, adapter, device.generator("adapter", seed))
-    return Start(policy, tokenizer, Reference(policy, adapted=adapter is not None), adapter)
+    return Start(policy, tokenizer, Reference(policy, adapted=adapter is not None, hardware=hardware), adapter)
 
 
 def finish(start: Start) -> dict[str, float | str]:

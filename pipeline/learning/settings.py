@@ -1,8 +1,10 @@
 """What a person may say about a training run. The keys stand flat in each stage's block of params.yaml.
 
 TrainingConfig              optimiser, schedule, when to evaluate
-├── ValidatedConfig         validation loss, early stopping, what is published
-│   ├── FitConfig           rows of packed tokens: language, code, tools, lora
+├── ValidatedConfig         validation loss, early stopping, averaged weights, what is published
+│   ├── FitConfig           rows of packed tokens: language, code
+│   │   └── TuneConfig      of dialogues: tools
+│   │       └── AdaptConfig with an adapter: lora
 │   └── PairConfig          pairs of answers: reward, dpo
 └── rollout.RolloutConfig   answers that the policy gives itself: rlhf, grpo
 """
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pipeline.errors import ConfigError
-from pipeline.learning import schedule
+from pipeline.learning import schedule, verdict
 from pipeline.learning.optim import OptimizerConfig
 
 
@@ -32,13 +34,19 @@ class TrainingConfig(OptimizerConfig):
     warmup_steps: int = 0  # at most one of these two
     warmup_ratio: float = 0.0
     eval_steps: int = 500  # evaluate every so many steps, and at the end
-    on_nonfinite: str = "skip"  # skip the update (3 in a row stop), or stop at once
+    on_nonfinite: str = (
+        "skip"  # a loss or norm that is no number: skip the update, stop, or rollback (learning/verdict.py)
+    )
+    on_spike: str = "skip"  # one far above the last 128 steps: skip, stop, rollback, or ignore
 
     # Of runs that have a validation loss (ValidatedConfig makes them keys); the others publish their last weights.
     eval_tokens: ClassVar[int] = 0
     patience: ClassVar[int] = 0
     threshold: ClassVar[float] = 0.0
     publish: ClassVar[str] = "last"
+    ema_decay: ClassVar[float] = 0.0
+    dropout: ClassVar[float] = 0.0
+    curriculum: ClassVar["Curriculum | None"] = None
     length_key: ClassVar[str] = "context"  # what a person says the longest row by
 
     def check(self) -> None:
@@ -50,7 +58,7 @@ class TrainingConfig(OptimizerConfig):
             raise ValueError("at most one of warmup_steps and warmup_ratio may be set")
         choices = {
             "optimizer": ("adamw", "muon"), "schedule": schedule.SCHEDULES, "publish": ("best", "last"),
-            "on_nonfinite": ("skip", "stop"),
+            "on_nonfinite": verdict.ON_NONFINITE, "on_spike": verdict.ON_SPIKE,
         }  # fmt: skip
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
@@ -67,9 +75,18 @@ class TrainingConfig(OptimizerConfig):
         return self.row_length
 
     @property
+    def trained_length(self) -> int:
+        """Tokens of a row that are trained on at most: the head computes their logits alone."""
+        return self.row_length
+
+    @property
     def rows(self) -> int:
         """Rows of the global batch."""
         raise NotImplementedError
+
+    def context_at(self, step: int) -> int:
+        """Tokens of a row of the batch at `step`."""
+        return self.row_length
 
     def check_context(self, model: Any) -> None:
         """Raise ConfigError when a row may be longer than the model (or an actor and its critic) reads."""
@@ -103,6 +120,35 @@ class ValidatedConfig(TrainingConfig):
     patience: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]  # stop after so many evaluations without a gain
     threshold: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]  # a gain, in nats per token
     publish: str = "best"  # pyright: ignore[reportIncompatibleVariableOverride]  # best (lowest validation loss), or last
+    ema_decay: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]  # averaged weights are evaluated and published; 0: none
+
+    def check(self) -> None:
+        """Raise ValueError for values that cannot be."""
+        super().check()
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay: expected 0 (none) to below 1, got {self.ema_decay}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curriculum:
+    """Rows grow with the run (by length; Li et al. 2022, arXiv:2108.06084), at a constant number of tokens a step."""
+
+    start: int = 128  # tokens of a row at first; each further length is twice the one before
+    end: int = 2048  # and in the end
+    steps: int = 1000  # in which they grow
+
+    def __post_init__(self) -> None:
+        ratio = self.end // max(1, self.start)
+        if self.start < 2 or self.steps < 1 or self.start * ratio != self.end or ratio & (ratio - 1):
+            raise ValueError(
+                "curriculum: expected steps >= 1, start >= 2 and end = start * 2^k, "
+                f"got {self.start} to {self.end} in {self.steps} steps"
+            )
+
+    def context_at(self, step: int) -> int:
+        """The largest start * 2^k that is at most start + (end - start) * min(1, step / steps)."""
+        most = self.start + (self.end - self.start) * min(self.steps, step) // self.steps
+        return self.start * 2 ** ((most // self.start).bit_length() - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +160,21 @@ class FitConfig(ValidatedConfig):
     epochs: float | None = None  # or: so often over the data
     tokens_per_step: int = 16384  # of the global batch, whatever the number of processes
     context: int = 2048  # tokens in a row
+    curriculum: Curriculum | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  # {start, end, steps}: rows grow
+    dropout: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]  # share of each layer's outputs dropped in training
+    save_precision: str = "fp32"  # of the published weights: fp32, bf16, fp16
 
     def __post_init__(self) -> None:
         _exactly_one(steps=self.steps, tokens=self.tokens, epochs=self.epochs)
         self.check()
         if self.context < 2:
             raise ValueError("expected context >= 2")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected 0 to below 1, got {self.dropout}")
+        if self.save_precision not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"save_precision: expected fp32, bf16 or fp16, got {self.save_precision!r}")
+        if self.curriculum is not None and self.context % self.curriculum.end:
+            raise ValueError(f"curriculum.end: expected a divisor of context {self.context}, got {self.curriculum.end}")
         if self.tokens_per_step % self.context or self.tokens_per_step < self.context:
             low = self.tokens_per_step // self.context * self.context or self.context
             raise ValueError(
@@ -129,6 +184,10 @@ class FitConfig(ValidatedConfig):
     @property
     def row_length(self) -> int:
         return self.context
+
+    def context_at(self, step: int) -> int:
+        """Tokens of a row at `step`; windows of the packed rows while a curriculum runs."""
+        return self.context if self.curriculum is None else self.curriculum.context_at(step)
 
     @property
     def rows(self) -> int:
@@ -152,6 +211,14 @@ class TuneConfig(FitConfig):
         super().__post_init__()
         if self.neftune_alpha < 0:
             raise ValueError(f"neftune_alpha: expected at least 0, got {self.neftune_alpha}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptConfig(TuneConfig):
+    """A run over dialogues that trains an adapter; `dropout` in its block is the adapter's (model/lora.py)."""
+
+    dropout: ClassVar[float] = 0.0
+    save_precision: ClassVar[str] = "fp32"  # the merged weights are compared with the adapter's
 
 
 @dataclass(frozen=True, kw_only=True)

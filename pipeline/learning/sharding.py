@@ -86,7 +86,17 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Pl
     policy = CPUOffloadPolicy() if settings.offload and device.type != "cpu" else OffloadPolicy()
     for module in [*(m for m in model.modules() if isinstance(m, Block)), model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard, offload_policy=policy)
+    if not settings.reshard:
+        model.register_forward_hook(_put_back)
     return before
+
+
+def _put_back(model: nn.Module, _inputs: Any, _output: Any) -> None:
+    """No backward pass frees what a pass without gradients has gathered, and the next one would compute with old weights."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def synchronise(model: nn.Module, reduce: bool) -> None:
@@ -95,20 +105,12 @@ def synchronise(model: nn.Module, reduce: bool) -> None:
     model.set_requires_gradient_sync(reduce)
 
 
-def put_back(model: nn.Module) -> None:
-    """Free gathered weights that a pass without gradients has left (reshard: false)."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 @torch.no_grad()
 def whole_again(model: nn.Module, before: list[Plain], *, keep: bool) -> None:
     """Plain modules with whole weights in the machine's memory where `keep`; elsewhere empty ones. All ranks call it.
 
     One tensor is gathered at a time: no device ever holds all. Modules stay the objects they were.
     """
-    put_back(model)
     for plain in before:
         module = plain.module
         whole: dict[str, nn.Parameter] = {}

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.errors import StagecoachError
 from pipeline.learning import sharding, slices
 from pipeline.learning.slices import Stored
 from pipeline.tracking import say
@@ -142,16 +143,30 @@ def newest(folder: Path) -> State | None:
         if wrong:
             say(f"{path.parent.parent.name}: state {path.name} is damaged ({wrong}); trying the one before")
             continue
-        return at(folder, int(path.name.removeprefix("step-")))
+        return opened(path)
     return None
 
 
 def at(folder: Path, step: int) -> State:
-    """The state after `step` batches, whose files are known to be good."""
+    """The state after `step` batches. Raises StagecoachError when it is damaged."""
     path = folder / name_of(step)
+    if wrong := fault(path):
+        raise StagecoachError(f"{path}: {wrong}; run again: the newest whole state serves")
+    return opened(path)
+
+
+def opened(path: Path) -> State:
+    """The state in a folder, whose files are known to be good."""
     meta = json.loads((path / "state.json").read_text())
     curve = [json.loads(line) for line in (path / "curve.jsonl").read_text().splitlines()]
     return State(meta["step"], path, meta, curve)
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Remove the states of later steps."""
+    for path in sorted(folder.glob("step-????????"), reverse=True):
+        if path.name > name_of(step):
+            shutil.rmtree(path)
 
 
 def weights_at(folder: Path, step: int) -> dict[str, Tensor]:

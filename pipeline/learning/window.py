@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.ranks import Ranks
 
 
@@ -23,22 +23,37 @@ class Totals:
     metrics: dict[str, list[float]] = field(default_factory=dict)  # name -> [sum, count]
     extremes: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)  # metric -> the most its mean may be
+    pending: list[Loss] = field(default_factory=list)  # added, not yet read
 
     def add(self, loss: Loss) -> None:
-        """Count a micro-batch in."""
-        for term in loss.terms:
-            entry = self.terms.setdefault(term.name, [0.0, term.per, term.coefficient])
-            entry[0] += float(term.sum.detach().double())
-        for name, (total, count) in loss.metrics.items():
-            entry = self.metrics.setdefault(name, [0.0, 0])
-            entry[0] += float(total)
-            entry[1] += count
-        for name, value in loss.extremes.items():
-            self.extremes[name] = _extreme(name, self.extremes.get(name), float(value))
-        self.limits |= loss.limits
+        """Take in a micro-batch. Its numbers stay on their device until `settle`."""
+        terms = [Term(t.name, t.sum.detach(), t.per, t.coefficient) for t in loss.terms]
+        self.pending.append(Loss(terms, loss.metrics, loss.extremes, loss.limits))
+
+    def settle(self) -> "Totals":
+        """Read everything that was added, in one copy from the device, and count it in."""
+        losses, self.pending = self.pending, []
+        tensors = [t.sum for loss in losses for t in loss.terms]
+        tensors += [total for loss in losses for total, _ in loss.metrics.values()]
+        tensors += [value for loss in losses for value in loss.extremes.values()]
+        numbers = iter(_read(tensors))
+        for loss in losses:
+            for term in loss.terms:
+                self.terms.setdefault(term.name, [0.0, term.per, term.coefficient])[0] += next(numbers)
+        for loss in losses:
+            for name, (_, count) in loss.metrics.items():
+                entry = self.metrics.setdefault(name, [0.0, 0])
+                entry[0] += next(numbers)
+                entry[1] += count
+        for loss in losses:
+            for name in loss.extremes:
+                self.extremes[name] = _extreme(name, self.extremes.get(name), next(numbers))
+            self.limits |= loss.limits
+        return self
 
     def reduce(self, ranks: Ranks) -> None:
         """Sum over all ranks; every rank must have seen the same names."""
+        self.settle()
         if ranks.world == 1:
             return
         places = [(entry, 0) for entry in self.terms.values()]
@@ -53,6 +68,7 @@ class Totals:
     @property
     def veto(self) -> str:
         """Why no update may be made from this step; empty where it may. Read it after `reduce`: a limit binds the whole step."""
+        self.settle()
         for name, limit in self.limits.items():
             total, count = self.metrics[name]
             if count and not total / count <= limit:  # also where it is not a number
@@ -62,6 +78,7 @@ class Totals:
     @property
     def value(self) -> float:
         """The loss: sum of coefficient * sum / count over the terms."""
+        self.settle()
         return sum(c * s / self.counts[per] for s, per, c in self.terms.values() if self.counts[per])
 
     def values(self) -> dict[str, float]:
@@ -78,6 +95,7 @@ class Totals:
 
     def merge(self, other: "Totals") -> None:
         """Add another step's totals."""
+        other.settle()
         for name, count in other.counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
         for name, (total, per, coefficient) in other.terms.items():
@@ -90,6 +108,15 @@ class Totals:
             entry[1] += count
         for name, value in other.extremes.items():
             self.extremes[name] = _extreme(name, self.extremes.get(name), value)
+
+
+def _read(tensors: list[Any]) -> list[float]:
+    """Scalars, tensors or numbers, as floats: one wait for the device, whatever their number."""
+    if not any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in tensors):
+        return [float(t) for t in tensors]
+    where = next(t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type != "cpu")
+    wide = torch.float64 if where.type == "cuda" else torch.float32
+    return torch.stack([torch.as_tensor(t, device=where).detach().to(wide) for t in tensors]).tolist()
 
 
 def _extreme(name: str, known: float | None, new: float) -> float:
@@ -115,7 +142,8 @@ class Window:
 
     def state(self) -> dict[str, Any]:
         """As JSON."""
-        return {"totals": vars(self.totals), "norm": self.norm, "steps": self.steps}
+        totals = {name: value for name, value in vars(self.totals).items() if name != "pending"}
+        return {"totals": totals, "norm": self.norm, "steps": self.steps}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Window":

@@ -11,7 +11,9 @@ transformers 5's keys alone, transformers 4 and mlx-lm silently take a RoPE base
 Not promised: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` refuses them by name.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError
@@ -153,6 +155,18 @@ class ModelConfig:
             raise ModelError(f"config.json: {error}") from error
 
 
+def read_config(folder: Path) -> ModelConfig:
+    """`config.json` of a directory. Raises ModelError."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is missing: {folder} is not a model directory") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not JSON ({error})") from error
+    return ModelConfig.from_hf(values)
+
+
 def _rope_theta(config: dict[str, Any]) -> float:
     """The RoPE base from either generation of keys. Raises ModelError where the two disagree or none is there."""
     old, new = config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta")
@@ -181,4 +195,6 @@ def _refuse_strangers(config: dict[str, Any], family: str) -> None:
     }
     for key, value in wrong.items():
         if value is not None:
-            raise ModelError(f"config.json: {key} = {value!r} is not supported for {family}; convert the model first")
+            raise ModelError(
+                f"config.json: {key} = {value!r} is not supported for {family}; use a checkpoint without it"
+            )

@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import ModelError
-from pipeline.model.config import ModelConfig
+from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.transformer import Transformer
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -37,29 +37,17 @@ def load_weights(model: Transformer, folder: Path) -> None:
     load_state(model, read_weights(folder), source=str(folder))
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """`config.json` of a directory. Raises ModelError."""
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing: {folder} is not a model directory") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: not JSON ({error})") from error
-    return ModelConfig.from_hf(values)
-
-
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of `model.safetensors`, or of the shards that its index names. Raises ModelError."""
+    """All tensors of `model.safetensors`, where it is not there of the shards that its index names. Raises ModelError."""
     index = folder / INDEX
-    if index.exists():
+    if index.exists() and not (folder / WHOLE).exists():  # of both, transformers takes the whole file too
         try:
             places: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{index}: expected a JSON object with weight_map ({error!r}); fetch it again") from error
         names = sorted(set(places.values()))
     else:
-        places, names = {}, ["model.safetensors"]
+        places, names = {}, [WHOLE]
     tensors: dict[str, Tensor] = {}
     for name in names:
         path = folder / name

@@ -9,12 +9,19 @@ Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (
 `model.dropout` is set.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from pipeline.model.attention import Layout, Line, Masked, Padded, Rows, positions_in
 from pipeline.model.cache import Cached, KVCache
@@ -22,13 +29,20 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import rms_norm, rotate
 
 EVEN_ROWS = 128  # so many different shapes at most below it, and multiples above
-Checkpointing = Literal["none", "full", "every_2"]
+Checkpointing = Literal["none", "full", "every_2", "selective"]
+KEPT = {  # by "selective": dear to compute and small to keep. A CPU's own attention (kernels.py) is computed again: its scores are not.
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.topk.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}  # fmt: skip
 
 
 class Transformer(nn.Module):
     """Decoder-only transformer. Without a `generator` its weights are zero, to be loaded.
 
-    `checkpointing` recomputes layers in the backward pass: "full" all, "every_2" each second one. `dropout` is the
+    `checkpointing` recomputes layers in the backward pass: "full" all, "every_2" each second one, "selective" all but their matrix
+    products, attention and top-k. `dropout` is the
     share of each layer's two outputs that is dropped in training, `neftune_alpha` scales noise on the embeddings in training
     (see `_noise`). All three are settings of a run, not of the model.
     """
@@ -124,13 +138,18 @@ class Transformer(nn.Module):
             x = x + self._noise(x, positions)
         cos, sin = rope_tables(positions, self.config)
         for index, layer in enumerate(self.model.layers):
-            again = self.checkpointing == "full" or (self.checkpointing == "every_2" and index % 2 == 0)
-            if again and self.training and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, layout, index, self._rate, use_reentrant=False)
-                assert isinstance(x, Tensor)
-            else:
-                x = layer(x, cos, sin, layout, index, self._rate)
+            x = self._layer(layer, x, cos, sin, layout, index)
         return self.model.norm(x[:tokens] if missing else x)
+
+    def _layer(self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
+        """One layer, (N, D) -> (N, D); in training as `checkpointing` says."""
+        again = self.checkpointing in ("full", "selective") or (self.checkpointing == "every_2" and index % 2 == 0)
+        if not (again and self.training and torch.is_grad_enabled()):
+            return layer(x, cos, sin, layout, index, self._rate)
+        contexts = _keeping if self.checkpointing == "selective" else noop_context_fn
+        x = checkpoint(layer, x, cos, sin, layout, index, self._rate, use_reentrant=False, context_fn=contexts)  # pyright: ignore[reportAssignmentType]
+        assert isinstance(x, Tensor)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
@@ -187,6 +206,15 @@ class Transformer(nn.Module):
             std = self.config.initializer_range / ((2 * self.config.layers) ** 0.5 if into_stream else 1.0)
             drawn = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
             parameter.copy_(drawn)
+
+
+def _keeping() -> Any:
+    """For "selective": the two contexts, of a layer's forward pass and of its recomputation."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_context: SelectiveCheckpointContext, operation: OpOverload, *_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def cpu_autocast(x: Tensor) -> bool:

@@ -50,6 +50,9 @@ class RolloutConfig(TrainingConfig):
     max_prompt: int  # tokens; longer prompts are left out and counted
     max_new_tokens: int  # of an answer
     temperature: float = 1.0  # of sampling, and of every log-probability
+    on_spike: str = (
+        "ignore"  # skip, stop, or ignore: norms of policies are heavy-tailed, six deviations are nothing rare
+    )
 
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
 
@@ -63,6 +66,8 @@ class RolloutConfig(TrainingConfig):
                 "prompts, samples, iterations, passes, epochs, minibatches, max_prompt, max_new_tokens, temperature: "
                 "expected > 0"
             )
+        if "rollback" in (self.on_spike, self.on_nonfinite):
+            raise ValueError("on_spike, on_nonfinite: expected skip or stop; a policy cannot go back to other data")
         if self.prompts * self.samples < self.minibatches:
             raise ValueError(f"minibatches: expected at most prompts * samples, got {self.minibatches}")
         self.check()
@@ -71,6 +76,10 @@ class RolloutConfig(TrainingConfig):
     def row_length(self) -> int:
         """Prompt and answer."""
         return self.max_prompt + self.max_new_tokens
+
+    @property
+    def trained_length(self) -> int:
+        return self.max_new_tokens
 
     @property
     def rows(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from pipeline import device
 from pipeline.errors import ConfigError
 from pipeline.generation.sampling import Sampling, sampler
+from pipeline.learning import frozen
 from pipeline.learning.objectives_policy import kl_k3
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.reference import Start
@@ -38,7 +39,9 @@ class Setting:
         self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         self.policy = start.policy.to(self.hardware.device)
-        self.reward_model = reward_model.to(self.hardware.device) if reward_model else None
+        self.reward_model = None
+        if reward_model is not None:
+            self.reward_model = frozen.narrowed(reward_model, self.hardware).to(self.hardware.device)
         self.pad = start.tokenizer.pad
 
     @property

@@ -13,8 +13,9 @@ mark that joins a word's first piece. So a word falls into the same pieces where
 none; `chat.render` puts them where they belong. A tokenizer is its `tokenizer.json`: `hash` is the sha256 of those
 bytes, kept byte for byte from stage to stage. Code asks for roles, never for numbers.
 
-Not promised: that lone surrogates survive (they become U+FFFD); an exact round trip for an adopted tokenizer that
-normalises (Qwen's own does NFC).
+A pretrained checkpoint's tokenizer is taken in by `adoption.py`.
+
+Not promised: that lone surrogates survive (they become U+FFFD).
 """
 
 import hashlib
@@ -64,7 +65,8 @@ class Tokenizer:
     """Text to ids and back; `vocab_size` ids, of which the spares at the end never occur in text."""
 
     vocab_size: int
-    hash: str  # sha256 of tokenizer.json
+    serialized: str  # the text of tokenizer.json
+    hash: str  # its sha256
     source: str  # where it was loaded from, for messages
     token_bytes: list[bytes]  # exact bytes of each id; b"" for specials and spares
     end_of_text: int
@@ -88,7 +90,7 @@ class Tokenizer:
 
         Raises ModelError when it is not byte-level BPE, lacks a role, or gives two control tokens one id.
         """
-        self._serialized = serialized
+        self.serialized = serialized
         self.source = source
         self.hash = hashlib.sha256(serialized.encode()).hexdigest()
         try:
@@ -105,7 +107,7 @@ class Tokenizer:
         self.control_ids = {content: entry["id"] for content, entry in added.items()}  # every added token by its text
         for role, content in (SPECIAL | ADDED).items():
             if content not in self.control_ids:
-                raise ModelError(f"{source}: has no {content} ({role}); take it in with Tokenizer.adopt")
+                raise ModelError(f"{source}: has no {content} ({role}); take it in with language.start=pretrained")
             setattr(self, role, self.control_ids[content])
         self._check_distinct()
         self.vocab_size = 1 + max(*vocab.values(), *self.control_ids.values())
@@ -121,7 +123,7 @@ class Tokenizer:
                 )
 
     def _fill_bytes(self, vocab: dict[str, int], added: dict[str, dict[str, Any]]) -> None:
-        byte_of = _byte_of_character()
+        byte_of = byte_of_character()
         self._literal = [b""] * self.vocab_size  # of specials too
         for content, id_ in vocab.items():
             if content not in added:
@@ -175,7 +177,7 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write tokenizer.json (the same bytes), tokenizer_config.json and chat_template.jinja for transformers."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_bytes(self._serialized.encode())
+        (folder / "tokenizer.json").write_bytes(self.serialized.encode())
         (folder / "chat_template.jinja").write_bytes(TEMPLATE.encode())
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' Qwen2Tokenizer would put NFC back
@@ -227,26 +229,8 @@ class Tokenizer:
         for pair in _joins(learner, words, joined):
             state["model"]["vocab"]["".join(pair)] = len(state["model"]["vocab"])
             state["model"]["merges"].append(list(pair))
-        _add(state, [], vocab_size)
+        fill(state, [], vocab_size)
         return cls(json.dumps(state, ensure_ascii=False, indent=1))
-
-    @classmethod
-    def adopt(cls, path: Path, vocab_size: int) -> "Tokenizer":
-        """Take in a pretrained byte-level tokenizer.json: it stays, missing roles take spare rows of the model.
-
-        `vocab_size` is the rows of the model's embedding. Raises ModelError when they do not suffice.
-        """
-        state = json.loads(path.read_text(encoding="utf-8"))
-        have = {entry["content"] for entry in state["added_tokens"]}
-        missing = [content for content in (SPECIAL | ADDED).values() if content not in have]
-        used = 1 + max(*state["model"]["vocab"].values(), *(entry["id"] for entry in state["added_tokens"]))
-        if used + len(missing) > vocab_size:
-            raise ModelError(
-                f"{path}: {used} ids and {len(missing)} missing control tokens ({' '.join(missing)}) need "
-                f"{used + len(missing)} embedding rows, the model has {vocab_size}; use a model with spare rows"
-            )
-        _add(state, missing, vocab_size)
-        return cls(json.dumps(state, ensure_ascii=False, indent=1), source=str(path))
 
 
 def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[tuple[str, str]]:
@@ -259,8 +243,8 @@ def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[
     return sorted(pairs, key=lambda pair: (-pairs[pair], pair))[:count]
 
 
-def _add(state: dict[str, Any], contents: list[str], vocab_size: int) -> None:
-    """Append added tokens, then spares until `vocab_size` ids exist."""
+def fill(state: dict[str, Any], contents: list[str], vocab_size: int) -> None:
+    """Append added tokens to a tokenizer.json's content, then spares until `vocab_size` ids exist."""
     entries = state["added_tokens"]
     used = 1 + max(*state["model"]["vocab"].values(), *(entry["id"] for entry in entries))
     spare = sum(bool(SPARE.fullmatch(entry["content"])) for entry in entries)
@@ -273,7 +257,7 @@ def _add(state: dict[str, Any], contents: list[str], vocab_size: int) -> None:
         used += 1
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """GPT-2's character for each byte, inverted: printable Latin-1 stands for itself, the rest from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]

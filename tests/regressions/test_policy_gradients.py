@@ -101,7 +101,7 @@ def test_a_gradient_is_over_the_step_s_tokens_however_they_are_cut(name: str, tm
         stream.rollouts = given
         run = Run(bandit.actor(), stream, loss, settings, job(tmp_path), False, Watchers())
         counts = stream.batch(0, 0, np.arange(4)).counts
-        totals = run._backward([stream.batch(0, 0, np.array(rows)) for rows in cut], counts)
+        totals = run.backward([stream.batch(0, 0, np.array(rows)) for rows in cut], counts)
         gradients.append([parameter.grad for parameter in run.plain.parameters()])
         values.append(totals.value)
     assert values[1] == pytest.approx(values[0], rel=1e-5, abs=1e-7)

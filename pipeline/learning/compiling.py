@@ -1,0 +1,65 @@
+"""torch.compile for the blocks of a model, where it pays.
+
+Each block is compiled in place (`layer.compile()`), so all layers share one compilation and no name in the state dict changes. What was
+compiled is kept in `.work/compile` between runs. `auto` is a rule without a clock, so that equal runs choose alike: a run of more
+than 1e14 training FLOPs on a CPU, 5e16 on a GPU. A compiled step rounds otherwise than an eager one, and a state says which it was.
+
+Not promised: that it is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
+"""
+
+import os
+import shutil
+
+import torch
+from torch import nn
+
+from pipeline import work
+from pipeline.errors import ConfigError
+from pipeline.tracking import say
+
+PAYS = {"cpu": 1e14, "cuda": 5e16}  # training FLOPs of the whole run
+SHAPES = 64  # compilations of a block: forward and backward, training and evaluation, contexts of a curriculum
+
+
+def compiled(model: nn.Module, asked: bool | str, *, flops: float, device: torch.device, name: str) -> bool:
+    """Compile the layers if `wanted`; returns whether it was. Raises ConfigError as `wanted`."""
+    if not wanted(asked, flops=flops, device=device):
+        return False
+    compile_blocks(model, name)
+    return True
+
+
+def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
+    """Whether to compile: as asked, or by the rule. Raises ConfigError where it is asked for and cannot be."""
+    if asked is False:
+        return False
+    missing = lacking(device)
+    if asked is True and missing:
+        raise ConfigError(f"runtime.compile: true needs {missing}; install it, or set runtime.compile=false")
+    return asked is True or (not missing and flops > PAYS.get(device.type, float("inf")))
+
+
+def lacking(device: torch.device) -> str:
+    """What torch.compile would need here and does not find; empty when it can work."""
+    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+        return "a C++ compiler (g++ or clang++)"
+    return "" if device.type in PAYS else f"a CPU or a CUDA device, not {device.type}"
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, or of both models of an actor and its critic."""
+    return [
+        layer for name, found in model.named_modules() if name.split(".")[-1] == "layers" for layer in found.children()
+    ]
+
+
+def compile_blocks(model: nn.Module, name: str) -> None:
+    """Compile each layer in place; the first step takes the time."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # here: the import takes seconds
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its own where none is set
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work.root() / "compile")
+    torch._dynamo.config.recompile_limit = SHAPES
+    say(f"{name}: compiling the layers (torch.compile, kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
+    for block in blocks(model):
+        block.compile()

@@ -1,0 +1,103 @@
+"""A training run in a process of its own, and the most memory it held: `python -m tests.peak '{"optimizer": "adamw", ...}'`.
+
+Prints what the plan says and what Linux measured, in bytes: VmHWM less what it was before the model was made.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline import device
+from pipeline.learning import footprint, objectives, scoring
+from pipeline.learning.fit import Run
+from pipeline.learning.footprint import Work
+from pipeline.learning.objectives import Loss
+from pipeline.learning.protocols import Watchers
+from pipeline.learning.settings import FitConfig
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Transformer
+from pipeline.params import Runtime
+from pipeline.streams.batch import TokenBatch
+from pipeline.tracking import Tracker
+from pipeline.work import Job, StopRequest
+
+
+class Random:
+    """Rows of random tokens, one document each, every position trained."""
+
+    fingerprint, tokens_per_epoch = "random", 10**6
+
+    def __init__(self, vocabulary: int, rows: int) -> None:
+        self.vocabulary, self.per_step = vocabulary, rows
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        return np.arange(self.per_step) + self.per_step * step
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
+        ids = torch.randint(0, self.vocabulary, (len(rows), context + 1), generator=device.generator(int(rows[0])))
+        positions = torch.arange(context).expand(len(rows), context)
+        return TokenBatch(ids[:, :context], ids[:, -context:], torch.zeros_like(positions), positions, ids.numel())
+
+    def evaluation(self, tokens: int) -> Iterator[Any]:
+        return iter(())
+
+
+def status(key: str) -> int:
+    """Bytes that /proc/self/status gives under a key."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def shape(*, width: int, layers: int, d_ff: int, vocab_size: int) -> ModelConfig:
+    """A model of heads of 64."""
+    return ModelConfig(vocab_size=vocab_size, width=width, layers=layers, heads=width // 64, kv_heads=width // 64,
+                       head_dim=64, d_ff=d_ff, max_context=2048, rope_theta=1e4, tied=True)  # fmt: skip
+
+
+def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
+    """Some steps, states and all."""
+    folder.mkdir()
+    rows, context = asked["rows"], asked["context"]
+    runtime = Runtime(precision=asked["precision"], micro_batch=asked["micro_batch"], save_steps=10**6,
+                      gradient_checkpointing=asked["checkpointing"])  # fmt: skip
+    job = Job(stage="peak", item=None, key="k", seed=1, folder=folder, workers=1, runtime=runtime,
+              tracker=Tracker("peak", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+    fitting = FitConfig(steps=3, tokens_per_step=rows * context, context=context, learning_rate=1e-4, eval_steps=100,
+                        optimizer=asked["optimizer"], publish="last")  # fmt: skip
+
+    def loss(model: Transformer, batch: TokenBatch) -> Loss:
+        return objectives.next_token(*scoring.trained_logits(model, batch))
+
+    model = Transformer(config, torch.Generator().manual_seed(0))
+    Run(model, Random(config.vocab_size, rows), loss, fitting, job, True, Watchers()).go()
+
+
+def main(asked: dict[str, Any]) -> None:
+    """Measure, and print JSON."""
+    device.hardware(asked["precision"])
+    small = {"rows": 2, "micro_batch": 1, "context": 8}
+    config = shape(**asked["shape"])
+    with tempfile.TemporaryDirectory() as folder:
+        train(
+            shape(width=64, layers=1, d_ff=64, vocab_size=64), asked | small, Path(folder, "small")
+        )  # loads libraries
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        before = status("VmHWM")
+        train(config, asked, Path(folder, "large"))
+    work = Work(
+        row=asked["context"], context=asked["context"], selected=asked["context"], kind="cpu", precision=asked["precision"],
+        optimizer=asked["optimizer"], checkpointing=asked["checkpointing"],
+        accumulates=asked["micro_batch"] < asked["rows"],
+    )  # fmt: skip
+    plan = footprint.footprint(footprint.full(config), [config], work, asked["micro_batch"])
+    sys.stdout.write(json.dumps({"plan": plan.total, "measured": status("VmHWM") - before}) + "\n")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""Compiled layers: the numbers of eager ones but for rounding, exact resumes, the same names on disk."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.learning import compiling, objectives, scoring, states
+from pipeline.learning import fit as fit_module
+from pipeline.learning.fit import fit
+from pipeline.learning.keeping import weights_of
+from pipeline.learning.objectives import Loss
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Transformer
+from pipeline.streams.batch import TokenBatch
+from tests.test_fit import Stopped, config, job
+from tests.test_fit_options import Windows
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # dynamo looks at what warns, and a warning is an error here
+    pytest.mark.skipif(bool(compiling.lacking(torch.device("cpu"))), reason="no C++ compiler"),
+]
+SHAPE = ModelConfig(vocab_size=64, width=32, layers=3, heads=2, kv_heads=1, head_dim=16, d_ff=48, max_context=32,
+                    rope_theta=1e4, tied=True)  # fmt: skip
+
+
+class Packed(Windows):
+    """Rows of two documents each; a curriculum cuts them."""
+
+    def batch(self, step: int, context: int, rows: Any) -> Any:
+        made = super().batch(step, context, rows)
+        places = torch.arange(made.ids.shape[1]).expand_as(made.ids)
+        documents = (places >= 3).to(torch.int32)
+        return TokenBatch(made.ids, made.targets, documents, torch.where(places >= 3, places - 3, places), 0)
+
+    def evaluation(self, tokens: int) -> Any:
+        for index in (7, 8):
+            yield self.batch(index, 8, self.rows(index, 8)[:4])
+
+
+def train(folder: Path, *, compiled: bool, save_steps: int = 500) -> tuple[Transformer, Any]:
+    def loss(model: Transformer, batch: TokenBatch) -> Loss:
+        return objectives.next_token(*scoring.trained_logits(model, batch))
+
+    model, at_work = (
+        Transformer(SHAPE, torch.Generator().manual_seed(0)),
+        job(folder, compile=compiled, save_steps=save_steps),
+    )
+    fit(model, Packed(), loss, config(steps=6, optimizer="adamw", eps=1e-2, eval_steps=3), at_work, from_scratch=True)
+    return model, at_work
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("work")
+        patch.setenv("STAGECOACH_WORK", str(place))
+        patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        yield place / "compile"
+        torch._dynamo.reset()
+
+
+def test_compiled_layers_train_as_eager_ones_and_resume_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    eager, _ = train(tmp_path / "eager", compiled=False)
+    whole, first = train(tmp_path / "whole", compiled=True)
+    assert whole.compiled and not eager.compiled
+    assert weights_of(whole).keys() == weights_of(eager).keys()
+    for name, weight in weights_of(eager).items():
+        torch.testing.assert_close(weights_of(whole)[name], weight, atol=1e-5, rtol=0, msg=name)
+    original = fit_module.Run._one_step
+
+    def cut(self: Any) -> None:
+        if self.course.step == 4:
+            raise Stopped
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module.Run, "_one_step", cut)
+        with pytest.raises(Stopped):
+            train(tmp_path / "cut", compiled=True, save_steps=1)
+    state = states.newest(tmp_path / "cut")
+    assert state is not None and state.step == 4 and state.meta["compile"] is True
+    assert state.weights().keys() == dict(eager.named_parameters()).keys()  # they load in a plain model
+    again, second = train(tmp_path / "cut", compiled=True)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(whole).values(), weights_of(again).values(), strict=True))
+    assert second.tracker.rows == first.tracker.rows
+    assert list(cache.iterdir())  # what was compiled is kept between runs
+
+
+def test_a_resume_without_the_compiler_says_that_it_is_not_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, compiled=True)
+    train(tmp_path, compiled=False)
+    assert "not bit-exact with an uninterrupted run: changed {'compile': (True, False)}" in capsys.readouterr().err

@@ -1,0 +1,362 @@
+"""Every option of the loop changes what it should, and a killed run with it ends with the bits of an uninterrupted one."""
+
+import json
+import math
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipeline.errors import ConfigError, GateError
+from pipeline.learning import compiling, states, verdict
+from pipeline.learning import fit as fit_module
+from pipeline.learning.fit import fit
+from pipeline.learning.keeping import weights_of
+from pipeline.learning.objectives import Loss
+from pipeline.learning.settings import Curriculum
+from pipeline.work import Job
+from tests.test_fit import Batch, Net, Rows, Stopped, config, equal, job, loss
+
+SPIKE = 1e4  # what a spiking batch multiplies its loss with
+
+
+class Spiking(Rows):
+    """Rows of which the batches of some indices have a loss that spikes."""
+
+    tokens_per_epoch = 48 * 1000
+
+    def __init__(self, at: tuple[int, ...], factor: float = SPIKE) -> None:
+        super().__init__()
+        self.at, self.factor = at, factor
+        self.indices: list[int] = []
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> Batch:
+        made = super().batch(step, context, rows)
+        if step not in self.indices[-1:]:
+            self.indices.append(step)
+        made.factor = self.factor if step in self.at else 1.0  # type: ignore[attr-defined]
+        return made
+
+
+def spiking_loss(model: nn.Module, batch: Batch) -> Loss:
+    found = loss(model, batch)
+    factor = getattr(batch, "factor", 1.0)
+    return Loss([replace(term, sum=term.sum * factor) for term in found.terms])
+
+
+@pytest.fixture
+def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "HISTORY", 8)
+
+
+def killed_and_resumed(
+    folder: Path, kill_at: tuple[int, ...], run: Callable[[Job], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run` whole, and cut before each of some steps: equal weights, curves and final numbers."""
+    first = job(folder / "whole")
+    whole = run(first)
+    original = fit_module.Run._one_step
+    for step in kill_at:
+
+        def cut(self: Any, step: int = step) -> None:
+            if self.course.step == step:
+                raise Stopped
+            original(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fit_module.Run, "_one_step", cut)
+            with pytest.raises(Stopped):
+                run(job(folder / str(step), save_steps=1))
+        second = job(folder / str(step))
+        again = run(second)
+        assert equal(whole, again), step
+        assert second.tracker.rows == first.tracker.rows and second.tracker.final == first.tracker.final
+
+
+# -- averaged weights --------------------------------------------------------------------------------------------------
+
+
+def test_averaged_weights_are_evaluated_and_published_and_survive_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(at_work: Job) -> nn.Module:
+        model = Net()
+        fit(model, Rows(), loss, config(ema_decay=0.8, publish="best"), at_work)
+        return model
+
+    killed_and_resumed(tmp_path, (1, 5, 9), run, monkeypatch)
+    plain, averaged, last = Net(), Net(), Net()
+    without = job(tmp_path / "without")
+    fit(plain, Rows(), loss, config(), without)
+    with_them = job(tmp_path / "with")
+    fit(averaged, Rows(), loss, config(ema_decay=0.8), with_them)
+    assert not equal(plain, averaged)
+    losses = [[row["loss"] for row in at_work.tracker.rows if "loss" in row] for at_work in (without, with_them)]
+    held_out = [
+        [row["val/loss"] for row in at_work.tracker.rows if "val/loss" in row] for at_work in (without, with_them)
+    ]
+    assert losses[0] == losses[1] and held_out[0] != held_out[1]  # training is the same, what is looked at is not
+    fit(last, Rows(), loss, config(ema_decay=0.8, publish="last"), job(tmp_path / "last"))
+    assert not equal(last, plain)
+
+
+# -- curriculum --------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_of_a_curriculum_double_on_their_line() -> None:
+    lengths = [Curriculum(start=128, end=2048, steps=1000).context_at(step) for step in range(1100)]
+    expected = [128 * 2 ** int(math.log2((128 + 1920 * min(1.0, step / 1000)) / 128)) for step in range(1100)]
+    assert lengths == expected
+    assert sorted(set(lengths)) == [128, 256, 512, 1024, 2048] and lengths[999] == 1024 and lengths[1000] == 2048
+
+
+@pytest.mark.parametrize(
+    "curriculum",
+    [
+        {"start": 3, "end": 8},
+        {"start": 1, "end": 8},
+        {"start": 8, "end": 4},
+        {"start": 2, "end": 8, "steps": 0},
+        {"start": 2, "end": 16},
+    ],
+)
+def test_a_curriculum_that_cannot_be_is_refused(curriculum: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="curriculum"):
+        config(curriculum=Curriculum(**curriculum))
+
+
+class Windows(Rows):
+    """Rows of eight tokens, split into windows of a shorter context; a token's target is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.tokens: list[int] = []
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        return np.arange(6 * 8 // context) + step * 6 * 8 // context
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> Batch:
+        whole = torch.stack([self.row(int(row) * context // 8, 8)[0] for row in rows])
+        parts = torch.stack([row[int(r) * context % 8 :][:context] for row, r in zip(whole, rows, strict=True)])
+        self.shapes.append(tuple(parts.shape))
+        self.tokens += parts.flatten().tolist()
+        return Batch(parts, (parts * 3 + 1) % 13)
+
+
+def test_a_curriculum_changes_the_windows_and_neither_the_tokens_of_a_step_nor_their_order(tmp_path: Path) -> None:
+    seen = []
+    for curriculum in (None, Curriculum(start=2, end=8, steps=6)):
+        stream = Windows()
+        at_work = job(tmp_path / str(curriculum), micro_batch=3, logging_steps=1)
+        fit(Net(), stream, loss, config(curriculum=curriculum, eval_tokens=1), at_work)
+        seen.append((stream.shapes[1:], stream.tokens[3 * 8 :], [row.get("context") for row in at_work.tracker.rows]))
+    assert set(seen[0][0]) == {(3, 8)} and seen[1][0][::2] == [(12, 2)] * 2 + [(6, 4)] * 4 + [(3, 8)] * 6
+    assert seen[0][1] == seen[1][1]
+    assert seen[1][2] == [2, 2, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8] and seen[0][2] == [None] * 12
+
+
+# -- spikes and numbers that are none ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("short_history")
+def test_a_spike_changes_no_weight_and_no_moment(tmp_path: Path) -> None:
+    results = []
+    for name, at, policy in (("spike", (10,), "skip"), ("ignored", (10,), "ignore"), ("none", (), "skip")):
+        model, at_work = Net(), job(tmp_path / name, save_steps=1, keep=20, logging_steps=1)
+        fit(model, Spiking(at), spiking_loss, config(steps=12, on_spike=policy, eval_steps=12), at_work)
+        results.append((at_work, states.at(at_work.folder, 10), states.at(at_work.folder, 11)))
+    at_work, before, after = results[0]
+    assert all(
+        torch.equal(a.nan_to_num(9), b.nan_to_num(9))
+        for a, b in zip(before.weights().values(), after.weights().values(), strict=True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before.optimizer().values(), after.optimizer().values(), strict=True))
+    assert [row["skipped"] for row in at_work.tracker.rows][-3:] == [0, 1, 1]
+    assert results[1][0].tracker.rows[-1]["skipped"] == results[2][0].tracker.rows[-1]["skipped"] == 0
+
+
+@pytest.mark.usefixtures("short_history")
+def test_a_spike_may_stop_the_run(tmp_path: Path) -> None:
+    with pytest.raises(GateError, match=r"step 10: loss .* a spike: loss above"):
+        fit(Net(), Spiking((10,)), spiking_loss, config(steps=12, on_spike="stop"), job(tmp_path))
+
+
+@pytest.mark.usefixtures("short_history")
+def test_a_rollback_never_reads_its_window_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "BACK", 4)
+    settings = config(steps=24, on_spike="rollback", eval_steps=3)
+    streams: list[Spiking] = []
+
+    def run(at_work: Job) -> nn.Module:
+        model, stream = Net(), Spiking((13, 27))
+        streams.append(stream)
+        fit(model, stream, spiking_loss, settings, at_work)
+        return model
+
+    run(job(tmp_path / "once"))
+    # step 13 reads batch 13, spikes, and goes back to 9: 9 reads 14. Step 22 reads 27, spikes, back to 18: 18 reads 28.
+    assert streams[0].indices == [*range(14), *range(14, 28), *range(28, 34)]
+    at_work = job(tmp_path / "again")
+    run(at_work)
+    assert [row["skipped"] for row in at_work.tracker.rows][-1] == 0
+    killed_and_resumed(tmp_path, (3, 13, 14, 20), run, monkeypatch)
+
+
+@pytest.mark.usefixtures("short_history")
+def test_after_three_rollbacks_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "BACK", 2)
+    with pytest.raises(GateError, match="after 3 rollbacks"):
+        fit(
+            Net(),
+            Spiking(tuple(range(13, 200, 14))),
+            spiking_loss,
+            config(steps=60, on_spike="rollback", eval_steps=3),
+            job(tmp_path),
+        )
+
+
+def test_a_state_that_a_rollback_may_load_outlives_retention(tmp_path: Path) -> None:
+    at_work = job(tmp_path, save_steps=1, keep=1)
+    fit(Net(), Rows(), loss, config(steps=30, eval_steps=5, on_nonfinite="rollback", publish="last"), at_work)
+    kept = sorted(int(path.name[5:]) for path in tmp_path.glob("step-*"))
+    assert kept == [10, 15, 20, 25, 30]  # at step 30 a rollback goes to 10
+
+
+def test_what_is_not_finite_is_named_by_its_module_and_rows(tmp_path: Path) -> None:
+    with pytest.raises(
+        GateError, match=r"not finite \(1 in a row, rows \[12, 13.*Not finite first: the output of embed_tokens"
+    ):
+        fit(Net(), Rows(poison=2), loss, config(on_nonfinite="stop"), job(tmp_path))
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+class Interrupted(Rows):
+    """Validation batches of which the second brings a signal, once."""
+
+    def __init__(self, at_work: Job, evaluation: int) -> None:
+        super().__init__()
+        self.at_work, self.left = at_work, evaluation
+
+    def evaluation(self, tokens: int) -> Iterator[Batch]:
+        self.left -= 1
+        for number, batch in enumerate(super().evaluation(tokens)):
+            if number == 1 and self.left == 0:
+                self.at_work.stop.signal = signal.SIGTERM
+            yield batch
+
+
+def test_a_signal_in_an_evaluation_leaves_it_to_the_resumed_run(tmp_path: Path) -> None:
+    whole, first = Net(), job(tmp_path / "whole")
+    fit(whole, Rows(), loss, config(), first)
+    for evaluation in (1, 2, 3):
+        folder = tmp_path / str(evaluation)
+        cut = job(folder)
+        with pytest.raises(SystemExit) as ended:
+            fit(Net(), Interrupted(cut, evaluation), loss, config(), cut)
+        assert ended.value.code == 128 + signal.SIGTERM
+        state = states.newest(folder)
+        assert state is not None and state.step == 4 * evaluation and state.meta["owes_evaluation"]
+        again, second = Net(), job(folder)
+        fit(again, Rows(), loss, config(), second)
+        assert equal(whole, again) and second.tracker.rows == first.tracker.rows
+        assert second.tracker.final == first.tracker.final
+
+
+# -- precision, dropout, compiling, profiling --------------------------------------------------------------------------
+
+
+def test_fp16_scales_its_loss_and_resumes_with_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(at_work: Job) -> nn.Module:
+        model = Net()
+        at_work = replace(at_work, runtime=replace(at_work.runtime, precision="fp16"))
+        fit(model, Rows(), loss, config(learning_rate=0.01, optimizer="adamw"), at_work)
+        return model
+
+    killed_and_resumed(tmp_path, (2, 7), run, monkeypatch)
+    at_work = job(tmp_path / "scale", precision="fp16")
+    fit(Net(), Rows(), loss, config(optimizer="adamw"), at_work)
+    assert at_work.tracker.rows[0]["loss_scale"] == 65536
+    exact = Net()
+    fit(exact, Rows(), loss, config(learning_rate=0.01, optimizer="adamw"), job(tmp_path / "exact"))
+    near = run(job(tmp_path / "near"))
+    for a, b in zip(weights_of(exact).values(), weights_of(near).values(), strict=True):
+        torch.testing.assert_close(a.nan_to_num(9), b.nan_to_num(9), atol=2e-2, rtol=0)
+
+
+def test_an_overflow_in_fp16_halves_the_scale_and_is_no_skipped_step(tmp_path: Path) -> None:
+    at_work = job(tmp_path, precision="fp16", logging_steps=1)
+    fit(Net(), Spiking((0, 1, 2, 3), factor=1e34), spiking_loss, config(on_spike="ignore", optimizer="adamw"), at_work)
+    scales = [row["loss_scale"] for row in at_work.tracker.rows]
+    assert scales[:5] == [32768, 16384, 8192, 4096, 4096] and at_work.tracker.rows[-1]["skipped"] == 0
+
+
+def test_dropout_is_given_to_the_model(tmp_path: Path) -> None:
+    class Told(Net):
+        dropout = 0.0
+
+    model = Told()
+    fit(model, Rows(), loss, config(dropout=0.25), job(tmp_path))
+    assert model.dropout == 0.25
+
+
+def test_the_rule_compiles_long_runs_alone() -> None:
+    cpu = torch.device("cpu")
+    assert not compiling.wanted("auto", flops=0.9e14, device=cpu) and not compiling.wanted(
+        False, flops=1e20, device=cpu
+    )
+    assert compiling.wanted("auto", flops=1.1e14, device=cpu) == (compiling.lacking(cpu) == "")
+    assert not compiling.wanted("auto", flops=1e20, device=torch.device("meta"))
+
+
+def test_compile_without_a_compiler_is_an_error_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    assert not compiling.wanted("auto", flops=1e20, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"runtime.compile: true needs a C\+\+ compiler"):
+        compiling.wanted(True, flops=0, device=torch.device("cpu"))
+
+
+def test_a_profile_leaves_a_trace_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Net(), Rows(), loss, config(), job(tmp_path / "long", profile=True))
+    names = [
+        event.get("name", "")
+        for event in json.loads((tmp_path / "long/profile/trace-rank0.json").read_text())["traceEvents"]
+    ]
+    assert any("aten::" in name for name in names)
+    assert "Self CPU" in (tmp_path / "long/profile/top-rank0.txt").read_text()
+    fit(Net(), Rows(), loss, config(steps=2), job(tmp_path / "short", profile=True))
+    assert "nothing recorded" in capsys.readouterr().err
+    fit(Net(), Rows(), loss, config(), job(tmp_path / "off"))
+    assert not (tmp_path / "off/profile").exists()
+
+
+def test_page_locked_memory_without_a_gpu_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.pin_memory: true needs a CUDA device"):
+        fit(Net(), Rows(), loss, config(), job(tmp_path, pin_memory=True))
+
+
+def test_speed_says_how_much_of_the_machine_was_used(tmp_path: Path) -> None:
+    class Counted(Net):
+        def flops_per_token(self, context: int) -> int:
+            return 10**6 * context
+
+    at_work = job(tmp_path)
+    fit(Counted(), Rows(), loss, config(), at_work)
+    speed = at_work.tracker.speed
+    assert speed["mfu_measured"] > 0 and speed["gflops"] > 0 and "mfu" not in speed  # a CPU has no data sheet here
+    assert speed["tokens_per_second"] == pytest.approx(speed["targets_per_second"])  # this batch counts no positions
+
+
+def test_the_curve_names_rates_that_differ(tmp_path: Path) -> None:
+    at_work = job(tmp_path)
+    fit(Net(), Rows(), loss, config(learning_rates={"embedding": 0.04}), at_work)
+    row = at_work.tracker.rows[0]
+    assert row["lr/embedding"] == pytest.approx(2 * row["lr"]) and row["lr/hidden"] == row["lr"]

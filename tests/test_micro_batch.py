@@ -1,0 +1,200 @@
+"""`runtime.micro_batch: auto`: equal choices, dry steps that leave no trace, halving, and what is said when memory ends."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import checkpoint, device
+from pipeline.errors import InputError
+from pipeline.learning import micro_batch
+from pipeline.learning.fit import Run, fit
+from pipeline.learning.objectives import Loss
+from pipeline.learning.protocols import Watchers
+from pipeline.learning.settings import FitConfig, PairConfig
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Transformer
+from pipeline.params import Runtime, Settings, build
+from pipeline.reinforcement.rollout import RolloutConfig
+from tests.test_fit import Batch, Dropping, Net, Rows, config, job, loss
+
+CPU = torch.device("cpu")
+
+
+def nano() -> ModelConfig:
+    settings = Settings(Path(), ["model=nano"])
+    return build(ModelConfig, settings.group_values("model"), "model")
+
+
+def planned(model: nn.Module, fitting: Any, memory: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> int:
+    monkeypatch.setattr(device, "total_memory", lambda where: memory)
+    hardware = device.Hardware(device=CPU, precision=changes.pop("precision", "fp32"), threads=1)
+    plan = micro_batch.plan_of(model, fitting, hardware, Runtime(**changes), rows=fitting.rows, world=1)
+    assert plan is not None
+    return micro_batch.planned(plan, hardware, fitting.rows)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", ["language", "code", "tools", "lora", "reward", "dpo", "rlhf", "grpo"])
+def test_a_demo_step_is_one_pass_on_a_machine_of_24_gb(
+    in_repository: Path, stage: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = {"reward": PairConfig, "dpo": PairConfig, "rlhf": RolloutConfig, "grpo": RolloutConfig}.get(stage, FitConfig)
+    settings = Settings(Path(), ["scale=demo"])
+    known = {name for owner in kind.__mro__ for name in getattr(owner, "__annotations__", {})}
+    values = {key: value for key, value in settings.layers(stage).items() if key in known}
+    fitting = build(kind, values, stage)
+    expected = 256 if (stage, precision) == ("grpo", "fp32") else fitting.rows  # of 512 answers of 352 tokens
+    assert planned(Transformer(nano()), fitting, 24 * 10**9, monkeypatch, precision=precision) == expected
+
+
+def test_less_memory_halves_it_and_equal_runs_choose_alike(
+    in_repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitting = FitConfig(steps=1, tokens_per_step=96 * 512, context=512, learning_rate=1e-3)
+    model = Transformer(nano())
+    found = [planned(model, fitting, memory, monkeypatch) for memory in (10**9, 2 * 10**9, 4 * 10**9, 20 * 10**9)]
+    assert found[-1] == 96  # all rows
+    assert all(n & (n - 1) == 0 for n in found[:-1])
+    assert found == sorted(set(found)), found
+    assert planned(model, fitting, 2 * 10**9, monkeypatch) == found[1]
+    recomputing = planned(model, fitting, 2 * 10**9, monkeypatch, gradient_checkpointing="full")
+    assert recomputing >= 2 * found[1]
+
+
+def test_where_not_even_a_row_fits_a_warning_says_what_it_needs(
+    in_repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitting = FitConfig(steps=1, tokens_per_step=4 * 512, context=512, learning_rate=1e-3)
+    assert planned(Transformer(nano()), fitting, 10**7, monkeypatch) == 1
+    assert "warning: one row needs about 0.2 GB by the plan" in capsys.readouterr().err
+
+
+def run_of(folder: Path, found: Callable[[nn.Module, Batch], Loss] = loss, **runtime: Any) -> Run:
+    return Run(Dropping(), Rows(), found, config(), job(folder, **runtime), False, Watchers())
+
+
+def narrow(most: int) -> Callable[[nn.Module, Batch], Loss]:
+    """The loss on a device with room for `most` rows."""
+
+    def run_out(model: nn.Module, batch: Batch) -> Loss:
+        found = loss(model, batch)
+        if len(batch.ids) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+        return found
+
+    return run_out
+
+
+@pytest.mark.parametrize(("most", "tried"), [(6, [6]), (5, [6, 4]), (2, [6, 4, 2]), (1, [6, 4, 2, 1])])
+def test_a_dry_step_that_finds_no_room_is_halved_until_it_does(
+    tmp_path: Path, most: int, tried: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, narrow(most))
+    assert micro_batch.proved(run.plain, CPU, 6, run._dry_step, 1000.0) == tried
+    said = capsys.readouterr().err
+    assert said.count("out of memory in a dry step") == len(tried) - 1
+    assert len(tried) == 1 or "out of memory in a dry step of 6 rows; trying 4" in said
+
+
+def test_a_dry_step_leaves_weights_moments_gradients_and_generators_as_they_were(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.optimizers.step(0.0)
+    before, moments = checkpoint.weights_digest(run.plain), run.optimizers.state_tensors()
+    generator, course = torch.get_rng_state(), vars(run.course).copy()
+    rows_before = len(run.stream.rows_seen)  # type: ignore[attr-defined]
+    micro_batch.proved(run.plain, CPU, 2, run._dry_step, 0.0)
+    assert run.stream.rows_seen[rows_before:] == [[0, 1], [2, 3]]  # type: ignore[attr-defined]  # a real pass, and a second
+    assert checkpoint.weights_digest(run.plain) == before
+    assert run.optimizers.state_tensors().keys() == moments.keys()
+    assert all(parameter.grad is None for parameter in run.plain.parameters())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert vars(run.course) == course
+
+
+def test_a_run_after_a_dry_step_ends_with_the_bits_of_one_without(tmp_path: Path) -> None:
+    finals = []
+    for name in ("without", "with"):
+        run = run_of(tmp_path / name, micro_batch=2)
+        if name == "with":
+            micro_batch.proved(run.plain, CPU, 2, run._dry_step, 0.0)
+        run.go()
+        finals.append(checkpoint.weights_digest(run.plain))
+    assert finals[0] == finals[1]
+
+
+def test_no_room_for_one_row_says_what_to_do(tmp_path: Path) -> None:
+    run = run_of(tmp_path, narrow(0))
+    with pytest.raises(torch.OutOfMemoryError):
+        micro_batch.proved(run.plain, CPU, 2, run._dry_step, 0.0)
+    with (
+        pytest.raises(InputError, match=r"micro-batches tried: 2 "),
+        micro_batch.explained(run.job, run.config, 0, [2]),
+    ):
+        micro_batch.proved(run.plain, CPU, 2, run._dry_step, 0.0)
+
+
+def test_running_out_in_the_loop_names_the_step_and_every_way_out(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def later(model: nn.Module, batch: Batch) -> Loss:
+        calls.append(len(batch.ids))
+        return narrow(6 if len(calls) < 4 else 0)(model, batch)
+
+    with pytest.raises(InputError) as stopped:
+        fit(Net(), Rows(), later, config(), job(tmp_path, micro_batch=3))
+    message = str(stopped.value)
+    for part in ("toy: out of memory in step 1,", "rows of 8 tokens", "micro-batches tried: 3", "Tried to allocate 2.00 GiB",
+                 "runtime.gradient_checkpointing=full", "runtime.micro_batch=1", "smaller model", "fsdp2.yaml"):  # fmt: skip
+        assert part in message, message
+    assert "more lines" not in message
+    assert stopped.value.exit_code == 2
+
+
+def test_a_resumed_run_keeps_the_micro_batch_that_it_began_with(tmp_path: Path) -> None:
+    whole = Net()
+    fit(whole, Rows(), loss, config(), job(tmp_path / "whole", micro_batch=2))
+    run = Run(Net(), Rows(), loss, config(), job(tmp_path / "part", micro_batch=2, save_steps=1), False, Watchers())
+    for _ in range(3):
+        run._one_step()
+    again = Run(Net(), Rows(), loss, config(), job(tmp_path / "part"), False, Watchers())
+    assert again.micro_batch == 2  # auto alone would take all six rows
+    again.go()
+    assert checkpoint.weights_digest(again.plain) == checkpoint.weights_digest(whole)
+
+
+def test_a_state_of_another_world_or_a_damaged_one_decides_nothing(tmp_path: Path) -> None:
+    assert micro_batch.kept(tmp_path, 1) is None
+    for step, text in ((5, json.dumps({"micro_batch": 4, "world": 1})), (6, "{"), (7, "{}")):
+        folder = tmp_path / f"step-{step:08d}"
+        folder.mkdir()
+        (folder / "state.json").write_text(text)
+    assert micro_batch.kept(tmp_path, 1) == 4
+    assert micro_batch.kept(tmp_path, 2) is None
+
+
+def test_the_dry_step_is_taken_where_there_is_one(tmp_path: Path) -> None:
+    """`chosen` on a model with a shape: plan, then proof; the plan's part is the CPU's here."""
+    run = run_of(tmp_path)
+    shaped = Transformer(SMALL)
+    tried = []
+
+    def dry(rows: int) -> None:
+        tried.append(rows)
+        if rows > 2:
+            raise torch.OutOfMemoryError("none left")
+
+    found = micro_batch.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, dry)
+    assert found == tried == [6, 4, 2]
+    assert micro_batch.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, None) == [6]
+    asked = replace(run.job, runtime=Runtime(micro_batch=4))
+    assert micro_batch.chosen(shaped, config(), asked, run.hardware, run.ranks, 6, dry) == [4]
+
+
+SMALL = ModelConfig(vocab_size=64, width=16, layers=1, heads=1, kv_heads=1, head_dim=16, d_ff=16, max_context=64,
+                    rope_theta=1e4, tied=True)  # fmt: skip

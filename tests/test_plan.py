@@ -1,0 +1,82 @@
+"""`python -m pipeline.plan`: what it prints, and what it says to a wrong key, name or value."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import device, plan
+from pipeline.learning import footprint
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = plan.main(list(argv))
+    found = capsys.readouterr()
+    return code, found.err if code else found.out
+
+
+def test_the_table_has_every_strategy_every_part_and_every_card(
+    in_repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = printed(capsys, "model=7b", "model.vocab_size=32000", "context=2048", "device=cuda", "precision=bf16")
+    assert code == 0
+    assert "7,208,219,648 parameters" in text
+    for name in ("one device", "DDP (8)", "FSDP2 (8)", "LoRA", "PPO, four models"):
+        assert text.count(name) == 2, name
+    for head in (*plan.PARTS, "total", "this machine", "16 GB", "24 GB", "40 GB", "80 GB"):
+        assert head in text, head
+
+
+def test_its_numbers_are_those_of_the_arithmetic(in_repository: Path) -> None:
+    config = plan.configured(["model=large", "model.vocab_size=32000", "gradient_checkpointing=full"])
+    work = plan.work_of(config, "cuda", "bf16")
+    for strategy, bytes_each in (("one", 16), ("ddp", 20), ("fsdp2", 2)):
+        found = plan.plan(config, strategy, work, 1)
+        states = found.weights + found.gradients + found.optimizer
+        whole = 8 * (sum(r * c * n for (r, c), n in footprint.matrices(config.model).items()) / 32 + 32_000 * 1600)
+        assert states == pytest.approx(bytes_each * 1_362_028_096 + (whole if strategy == "fsdp2" else 0))
+    assert plan.plan(config, "lora", work, 1).total < plan.plan(config, "one", work, 1).total / 2
+
+
+def test_large_does_not_train_in_full_on_16_gb_but_does_on_40(in_repository: Path) -> None:
+    config = plan.configured(["model=large", "gradient_checkpointing=full"])
+    work = plan.work_of(config, "cuda", "bf16")
+    assert plan.rows_in(config, "one", work, 16e9) == "-"
+    assert int(plan.rows_in(config, "one", work, 40e9)) >= 1
+
+
+def test_the_machine_has_its_own_column(
+    in_repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "total_memory", lambda where: 3 * 10**9)
+    code, text = printed(capsys, "model=medium", "strategy=one", "precision=fp32", "device=cpu", "context=256")
+    row = text.splitlines()[-1].split()
+    assert code == 0 and "this machine, 3 GB" in text
+    config = plan.configured(["model=medium", "context=256"])
+    rows, here = row[2], torch.device("cpu").type
+    assert rows == plan.rows_in(config, "one", plan.work_of(config, here, "fp32"), 3e9)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["contxt=3"], r"unknown key 'contxt' \(did you mean 'context'\?\); valid keys: context, device"),
+        (["language.steps=3"], "unknown key 'language.steps'.*valid keys"),
+        (["model=8b"], "model: no file .*8b.yaml.*options: 7b, large, medium, nano"),
+        (["model.depth=3"], "model: unknown key 'depth'.*valid keys: .*layers"),
+        (["7b"], "expected key=value"),
+        (["strategy=zero"], "strategy: expected one of one, ddp, fsdp2, lora, dpo, ppo, got 'zero'"),
+        (["context=one"], 'plan.context: expected int or none, got "one"'),
+        (["context=9999"], "context: expected 1 to 2048, the model's, got 9999"),
+        (["processes=0"], "micro_batch, processes: expected at least 1"),
+        (["targets=[qkv]"], r"adapter.targets: expected some of q_proj"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_valid_ones(
+    in_repository: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    import re
+
+    code, text = printed(capsys, *argv)
+    assert code == 2
+    assert re.search(message, text), text
