@@ -35,8 +35,11 @@ check: setup
 # since they share what its fixtures built.
 test: export OMP_NUM_THREADS = 1
 test: check
+	@mkdir -p .work && echo "environment, format, lint and types done at $$(date +%T)" > .work/times
 	pytest -n auto --dist loadfile -m "not slow and not oracle and not gpu and not browser"
+	@echo "fast group done at $$(date +%T)" >> .work/times
 	pytest -n auto --dist loadfile --durations=15 -m "(slow or oracle or browser) and not gpu"
+	@echo "slow, oracle and browser groups done at $$(date +%T)" >> .work/times
 
 # Preferences that are given on the page are read by stage_tasks: the next `dvc repro` learns from them.
 serve: setup
