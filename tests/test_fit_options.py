@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -363,3 +364,62 @@ def test_the_curve_names_rates_that_differ(tmp_path: Path) -> None:
     fit(Net(), Rows(), loss, config(learning_rates={"embedding": 0.04}), at_work)
     row = at_work.tracker.rows[0]
     assert row["lr/embedding"] == pytest.approx(2 * row["lr"]) and row["lr/hidden"] == row["lr"]
+
+
+# -- states in a thread ------------------------------------------------------------------------------------------------
+
+
+def test_states_written_in_a_thread_are_those_that_the_loop_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[dict[str, bytes]] = []
+    for asynchronous in (False, True):
+        folder, model = tmp_path / str(asynchronous), Net()
+        at_work = job(folder, save_steps=1, keep=20, async_save=asynchronous)
+        fit(model, Rows(), loss, config(ema_decay=0.9), at_work)
+        files.append(
+            {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("step-*/*")) if p.is_file()}
+        )
+    assert len(files[0]) == 12 * 5 and files[0] == files[1]
+
+    def run(at_work: Job) -> nn.Module:
+        model = Net()
+        at_work = replace(at_work, runtime=replace(at_work.runtime, async_save=True))
+        fit(model, Rows(), loss, config(), at_work)
+        return model
+
+    killed_and_resumed(tmp_path / "killed", (1, 6, 11), run, monkeypatch)
+
+
+def test_training_goes_on_while_a_state_is_written_and_the_end_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, steps, order = states.write, [], []
+    release = threading.Event()
+
+    def slow(part: Path, *rest: Any) -> Any:
+        order.append(f"write {part.name}")
+        assert release.wait(timeout=60)
+        return original(part, *rest)
+
+    def step(self: Any) -> None:
+        steps.append(self.course.step)
+        if self.course.step == 7:  # three steps after the save at 4
+            order.append("step 7")
+            release.set()
+        one_step(self)
+
+    one_step = fit_module.Run._one_step
+    monkeypatch.setattr(states, "write", slow)
+    monkeypatch.setattr(fit_module.Run, "_one_step", step)
+    fit(Net(), Rows(), loss, config(), job(tmp_path, async_save=True))
+    assert order[:2] == ["write step-00000004.part", "step 7"] and states.newest(tmp_path).step == 12  # type: ignore[union-attr]
+
+
+def test_a_write_that_fails_in_the_thread_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(states, "complete", full)
+    with pytest.raises(OSError, match="No space left"):
+        fit(Net(), Rows(), loss, config(), job(tmp_path, async_save=True))

@@ -55,9 +55,12 @@ def fit(
     asked to stop (a state is saved first), SystemExit(0) after looking for a learning rate (`runtime.find_lr`).
     """
     run = Run(model, stream, loss, config, job, from_scratch, watchers or Watchers())
-    if job.runtime.find_lr:
-        lr_finder.look(run)
-    run.go()
+    try:
+        if job.runtime.find_lr:
+            lr_finder.look(run)
+        run.go()
+    finally:
+        run.keeper.close()
 
 
 class Run:

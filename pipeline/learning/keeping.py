@@ -4,6 +4,8 @@
 rank its share of a model that is cut (FSDP2); rank 0 alone decides which state is the newest good one.
 """
 
+import copy
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,33 +38,75 @@ class Keeper:
         self.fingerprint, self.settings = fingerprint, settings
         self.publishes_best = config.publish == "best"
         self.rolls_back = "rollback" in (config.on_nonfinite, config.on_spike)
+        if job.runtime.async_save and ranks.sharding:
+            raise ConfigError(
+                "runtime.async_save: a model that is cut (FSDP2) is written by all its processes together; set it to false"
+            )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
+        self._writing: Future[None] | None = None
 
     def save(self, course: Course, window: Window, rest: dict[str, Any]) -> None:
-        """Write a state, then drop all but the `runtime.keep` newest, the best, and those that a rollback may load."""
-        ranks, job = self.ranks, self.job
-        first = ranks.rank == 0
+        """Write a state, then drop all but the `runtime.keep` newest, the best, and those that a rollback may load.
+
+        With `runtime.async_save` a thread writes a copy; one at a time, so the next save waits for it, and so does the end.
+        """
+        self.wait()
         optimizer = self.optimizers.state_tensors()
+        meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint, **rest}
         if self.averages:
             optimizer |= {f"{name}/{AVERAGE}": value for name, value in self.averages.values.items()}
+            meta["averaged"] = self.averages.updates
         tensors = {"weights": weights_of(self.model), "optimizer": optimizer}
-        part = states.begin(job.folder, course.step, tensors) if first else states.part_of(job.folder, course.step)
-        ranks.barrier()
+        if not self.job.runtime.async_save:
+            self._write(course.step, tensors, meta, self.job.tracker.rows, self._protected(course))
+            self.job.tracker.flush()
+        elif self.ranks.rank == 0:
+            copies = {kind: {n: t.to("cpu", copy=True) for n, t in named.items()} for kind, named in tensors.items()}
+            rows = copy.deepcopy(self.job.tracker.rows)
+            self._writing = self._thread.submit(
+                self._write, course.step, copies, copy.deepcopy(meta), rows, self._protected(course)
+            )
+
+    def _protected(self, course: Course) -> list[int]:
+        """Steps whose states outlive retention."""
+        best = [course.best_step] if self.publishes_best else []
+        return best + (verdict.rollback_targets(course) if self.rolls_back else [])
+
+    def _write(
+        self,
+        step: int,
+        tensors: dict[str, dict[str, Tensor]],
+        meta: dict[str, Any],
+        rows: list[Any],
+        protect: list[int],
+    ) -> None:
+        """One state on disk. In a thread rank 0 is alone, and no rank waits for another."""
+        ranks, folder = self.ranks, self.job.folder
+        first, alone = ranks.rank == 0, self.job.runtime.async_save
+        part = states.begin(folder, step, tensors) if first else states.part_of(folder, step)
+        if not alone:
+            ranks.barrier()
         files = states.write(part, tensors, ranks.rank, ranks.world) if first or ranks.sharding else {}
-        written = ranks.gather(files)
+        written = [files] if alone else ranks.gather(files)
         if first:
-            meta = {**vars(course), **self.settings, "window": window.state(), "fingerprint": self.fingerprint, **rest}
-            if self.averages:
-                meta["averaged"] = self.averages.updates
             files = {name: facts for share in written for name, facts in share.items()}
-            states.complete(part, course.step, files, meta=meta, curve=job.tracker.rows)
-            protect = [course.best_step] if self.publishes_best else []
-            protect += verdict.rollback_targets(course) if self.rolls_back else []
-            states.retain(job.folder, keep=job.runtime.keep, protect=protect)
-            job.tracker.flush()
-        ranks.barrier()
+            states.complete(part, step, files, meta=meta, curve=rows)
+            states.retain(folder, keep=self.job.runtime.keep, protect=protect)
+        if not alone:
+            ranks.barrier()
 
     def wait(self) -> None:
-        """Until what is being written is on disk."""
+        """Until what is being written is on disk. Raises what the writing raised."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+            self.job.tracker.flush()
+        if self.job.runtime.async_save:
+            self.ranks.barrier()
+
+    def close(self) -> None:
+        """End the thread, after what it is writing; also when the run has failed."""
+        self._thread.shutdown(wait=True)
 
     def resume(self) -> tuple[Course, Window, dict[str, Any]] | None:
         """Put the newest whole state into model, optimisers, averages and tracker; returns the rest of it, None without one.
@@ -95,6 +139,7 @@ class Keeper:
 
     def load(self, step: int) -> tuple[Course, Window, dict[str, Any]]:
         """As `resume`, from the state after `step` batches."""
+        self.wait()
         return self._take(states.at(self.job.folder, step))
 
     def _take(self, state: State) -> tuple[Course, Window, dict[str, Any]]:
@@ -117,6 +162,7 @@ class Keeper:
 
     def forget_after(self, step: int) -> None:
         """Drop the states of later steps: a rollback has made them void."""
+        self.wait()
         self.ranks.barrier()
         if self.ranks.rank == 0:
             states.drop_after(self.job.folder, step)
@@ -124,6 +170,7 @@ class Keeper:
 
     def load_weights(self, step: int) -> None:
         """Load the weights of that step's state into the model, averaged ones where there are some."""
+        self.wait()
         state = states.at(self.job.folder, step)
         if self.averages:
             self.averages.restore(self._moments(state)[1], self.averages.updates)
