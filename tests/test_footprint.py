@@ -89,7 +89,7 @@ def test_parts_of_one_device_by_hand() -> None:
         ({"checkpointing": "full"}, {"activations": 4 * (32 + 592 + 96) + 4 * TABLE}),
         ({"packed": False}, {"activations": 4 * (2 * 576 + 96) + 4 * TABLE}),
         ({"selected": 1}, {"logits": 16 * 64}),
-        ({"kind": "cpu"}, {"activations": 4 * (2 * (128 + 128 + 96 + 256 + 4 * 4) + 96) + 4 * TABLE, "margin": device.TOP_PAD}),
+        ({"kind": "cpu"}, {"activations": 4 * (2 * (128 + 128 + 96 + 256 + 4 * 4) + 96) + 4 * TABLE, "margin": device.TOP_PAD / 4}),
     ],
 )  # fmt: skip
 def test_a_setting_changes_the_parts_that_it_should(change: dict[str, Any], parts: dict[str, float]) -> None:

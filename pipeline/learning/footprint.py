@@ -14,7 +14,7 @@ The parts are those of this code, checked against the measured peak (tests/test_
 An update begins when a pass is over, so the total has the greater of a pass (copies, activations, logits) and the update. Gradients
 are counted beside the activations even where one pass makes them: glibc, told to keep what is freed (device.keep_freed_memory),
 finds an aligned block again only when its neighbours are free too, so on a CPU hardly anything of another size is used again.
-The heap grows by a margin there, and Muon's stacks of different shapes add up.
+The heap grows by a margin there, of which a quarter is touched at its peak, and Muon's stacks of different shapes add up.
 
 Not counted: the interpreter and its libraries (0.3 to 0.5 GB), CUDA's context, the caches of sampling. Not measured: CUDA.
 """
@@ -224,7 +224,7 @@ def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micr
         activations=activations + 4.0 * weights.twice * (2 if work.accumulates else 1),
         logits=logits,
         update=update_bytes(weights.hidden, work),
-        margin=device.TOP_PAD if work.kind == "cpu" else 0.0,
+        margin=device.TOP_PAD / 4 if work.kind == "cpu" else 0.0,
     )  # fmt: skip
 
 
