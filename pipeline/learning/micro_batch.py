@@ -1,7 +1,8 @@
 """`runtime.micro_batch: auto`: how many rows go through the model at once. It changes the sums' order, so it is part of a run.
 
     kept        what the run's newest state was trained with: a resumed run stays exact
-    planned     else all rows, or the largest power of two that the plan (footprint.py) puts within 80 % of the total memory
+    planned     else all rows, or the largest power of two that the plan (footprint.py) puts within 80 % of a GPU's memory, or 30 %
+                of a machine's, which belongs to other programs too
     proved      on a GPU a dry step of that size follows, a real forward and backward pass; out of memory: half of it
 
 The total and not what is free, so that equal runs choose alike. The dry step leaves weights, moments and generators as they
@@ -31,7 +32,8 @@ from pipeline.params import Runtime
 from pipeline.tracking import say
 from pipeline.work import Job
 
-SHARE = 0.8  # of the total memory that a plan may fill
+SHARE = 0.8  # of a GPU's total memory that a plan may fill
+CPU_SHARE = 0.3  # of a machine's: other programs run there, and more rows at once are no faster
 
 
 def of(run: Any) -> list[int]:
@@ -85,10 +87,11 @@ def kept(folder: Path, world: int) -> int | None:
 
 
 def planned(plan: Callable[[int], Footprint], hardware: device.Hardware, rows: int) -> int:
-    """All `rows`, or the largest power of two that the plan puts within 80 % of the total memory; at least 1."""
+    """All `rows`, or the largest power of two that the plan puts within the share of the total memory that it may fill; at least 1."""
     total = device.total_memory(hardware.device)
     beside = max(0.0, device.held_memory(hardware.device) - plan(1).weights)  # a reward model that is there already
-    found = footprint.largest(SHARE * total - beside, lambda micro_batch: plan(micro_batch).total, rows)
+    share = CPU_SHARE if hardware.device.type == "cpu" else SHARE
+    found = footprint.largest(share * total - beside, lambda micro_batch: plan(micro_batch).total, rows)
     if not found:
         say(
             f"warning: one row needs about {(plan(1).total + beside) / 1e9:.1f} GB by the plan, and "
