@@ -53,6 +53,9 @@ class Case:
     publish: str = "last"
     ema_decay: float = 0.0
     save_steps: int = 100
+    keep: int = 3
+    compile: bool = False
+    dropout: float = 0.0
     stop: tuple[int, int] = (-1, -1)  # (step, rank): a signal arrives there
     poison: tuple[int, int] = (-1, -1)  # the loss is not a number there
 
@@ -112,7 +115,8 @@ def model_of(case: Case) -> Transformer:
 def job_of(folder: Path, case: Case) -> Job:
     """As running.py makes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    runtime = Runtime(logging_steps=1, precision="fp32", save_steps=case.save_steps, micro_batch=case.micro_batch)
+    runtime = Runtime(logging_steps=1, precision="fp32", save_steps=case.save_steps, micro_batch=case.micro_batch,
+                      keep=case.keep, compile=case.compile)  # fmt: skip
     return Job(stage="toy", item=None, key="k", seed=1, folder=folder, workers=1, runtime=runtime,
                tracker=Tracker("toy", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
 
@@ -123,7 +127,7 @@ def run(case: Case) -> None:
     job, model = job_of(folder, case), model_of(case)
     stream = Rows(case, job)
     config = FitConfig(steps=case.steps, tokens_per_step=case.rows * CONTEXT, context=CONTEXT, learning_rate=0.005,
-                       eval_steps=3, warmup_steps=2, optimizer=case.optimizer, publish=case.publish, ema_decay=case.ema_decay,
+                       eval_steps=3, warmup_steps=2, optimizer=case.optimizer, publish=case.publish, ema_decay=case.ema_decay, dropout=case.dropout,
                        eps=1e-6)  # fmt: skip  # AdamW makes steps of the rounding of gradients that are near eps
 
     def loss(model: Transformer, batch: Batch) -> Loss:
