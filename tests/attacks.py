@@ -299,7 +299,7 @@ PROGRAMS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
 COUNT = "ls -d /proc/[0-9]* | wc -l"
 SCRIPTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("shell: honest", "read -r x; echo $((x * x)) | tee a; cat <(cat a)", "3", "9\n9", ("passed",)),
-    ("shell: fork bomb", "b() { b | b & }; b; b; sleep 0.3; echo done", "", "done", ("passed", "timeout", "error")),
+    ("shell: fork bomb", "b() { b | b & }; b; b; sleep 0.3; echo done", "", "done", ("passed", "timeout", "error", "memory")),
     ("shell: 32 processes", "for n in {1..99}; do sleep 9 & done 2> /dev/null; echo none", "", "none", ("timeout", "error")),
     ("shell: socket", "(exec 9<> /dev/tcp/127.0.0.1/22) 2>&1 | grep -q 'not permitted' && echo 1", "", "1", ("passed",)),
     ("shell: namespace", "for n in U m n p i u; do unshare -$n true 2> /dev/null || echo refused; done", "",
