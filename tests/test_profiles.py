@@ -158,6 +158,20 @@ def test_what_a_killed_server_left_is_removed_by_the_next_however_deep(tmp_path,
     assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "other-1-x", base])
 
 
+def test_no_answer_counts_of_a_candidate_that_stored_too_much_before_the_first_look():
+    body = "for n in range(k): open(str(n), 'wb').write(bytes(1 << 19))\n return k"
+    tests = {k: [{"args": f"[{k}]", "expected": str(k)}, {"args": "[0]", "expected": "0"}] for k in (1, 3)}
+    wrong = [{"args": "[3]", "expected": "1"}, {"args": "[0]", "expected": "0"}]
+    asked = [
+        Program(source=f"def f(k):\n {body}", entry_point="f", tests=asked, profile="files", cpu_seconds=2)
+        for asked in (wrong, tests[3], tests[1])
+    ]
+    with Judge(SandboxConfig(limits=Limits(scratch_mib=1)), 1) as judge:
+        here(judge, "files")
+        verdicts = [(v.verdict, v.reason) for v in judge.judge(asked)]
+    assert verdicts == [("error", "output"), ("error", "output"), ("passed", "")]
+
+
 def test_a_scratch_directory_is_measured_by_size_and_count(tmp_path):
     (tmp_path / "d").mkdir()
     with (tmp_path / "d" / "sparse").open("wb") as file:

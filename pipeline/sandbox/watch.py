@@ -90,17 +90,20 @@ class Watch:
                 self.exit = (status, usage)
                 return
         cpu, now = self._cpu(), time.monotonic()
-        if self.scratch is not None and now - self.measured >= SCRATCH_TICK:
-            self.measured = now
-            if scratch.exceeds(self.scratch, self.limits["scratch"], self.limits["files"]):
-                self.cut = "files"
-                return
+        if now - self.measured >= SCRATCH_TICK and self._stored_too_much():
+            self.cut = "files"
+            return
         if not self.ready and now - self.started < self.start_seconds:
             return
         if cpu - self.cpu_mark > self.limits["cpu"] or cpu - self.cpu_start > self.limits["job_cpu"]:
             self.cut = "cpu"
         elif now - self.wall_mark > self.limits["wall"] or now - self.started > self.limits["job_wall"]:
             self.cut = "wall"
+
+    def _stored_too_much(self) -> bool:
+        """Whether its directory, if it has one, holds more than it may."""
+        self.measured = time.monotonic()
+        return self.scratch is not None and scratch.exceeds(self.scratch, self.limits["scratch"], self.limits["files"])
 
     def _feed(self) -> None:
         try:
@@ -167,7 +170,7 @@ class Watch:
         return body.decode("ascii", "replace")
 
     def _take(self, frame: str) -> None:
-        """An answer counts if its test had been started and the CPU clock agrees."""
+        """An answer counts if its test had been started, and its CPU clock and its directory are within the limits."""
         count = len(self.job["tests"])
         if len(self.frames) == count:
             self.ended = frame == f'{{"n":"{self.job["nonce"]}","end":true}}' and not self.buffer
@@ -176,6 +179,9 @@ class Watch:
         cpu = self._cpu()
         if cpu - self.cpu_mark > self.limits["cpu"] or cpu - self.cpu_start > self.limits["job_cpu"]:
             self.cut = "cpu"
+            return
+        if self._stored_too_much():  # a fast disk takes all of it between two looks
+            self.cut = "files"
             return
         self.frames.append(frame)
         self.cpu_mark, self.wall_mark = cpu, time.monotonic()
@@ -194,9 +200,8 @@ class Watch:
         """Kill what is left, collect what it wrote, close everything."""
         self.stopped = time.monotonic()
         self._bury()
-        if self.scratch is not None and self.cut is None:
-            too_much = scratch.exceeds(self.scratch, self.limits["scratch"], self.limits["files"])
-            self.cut = "files" if too_much else None
+        if self.cut is None and self._stored_too_much():
+            self.cut = "files"
         for fd in (self.out, self.err):
             size = -1
             while self.cut != "output" and size != len(self.output[fd]):  # what is still in the pipe
