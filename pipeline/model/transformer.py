@@ -9,6 +9,7 @@ Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (
 `model.dropout` is set.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -53,18 +54,22 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
         select: Tensor | None = None,
+        head: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of every position, or (n, V) of the n places where `select` (B, T) is True, row by row.
 
-        The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work.
+        The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work. With
+        `head` the result is what it gives for the selected states (n, D) and the head's matrix (V, D), in place of their product.
         """
         x, line = self._encode(input_ids, positions, documents, cache)
         if select is None:
             return self.logits(_spread(x, line, input_ids))
         chosen = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
-        if line is None or line.source is None:
-            return self.logits(x if bool(chosen.all()) else x.index_select(0, chosen.nonzero().squeeze(1)))
-        return self.logits(x.index_select(0, line.source[chosen]))
+        if line is not None and line.source is not None:
+            x = x.index_select(0, line.source[chosen])
+        elif not bool(chosen.all()):
+            x = x.index_select(0, chosen.nonzero().squeeze(1))
+        return self.logits(x) if head is None else head(x, self.table)
 
     def hidden(
         self,
@@ -132,9 +137,14 @@ class Transformer(nn.Module):
                 x = layer(x, cos, sin, layout, index, self._rate)
         return self.model.norm(x[:tokens] if missing else x)
 
+    @property
+    def table(self) -> Tensor:
+        """The head's matrix (V, D)."""
+        return self.model.embed_tokens.table if self.config.tied else self.lm_head.weight
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
-        head = self.model.embed_tokens.table if self.config.tied else self.lm_head.weight
+        head = self.table
         missing = uneven(hidden, len(hidden)) if hidden.ndim == 2 else 0
         if missing:
             return functional.linear(functional.pad(hidden, (0, 0, 0, missing)), head)[: len(hidden)]
