@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.model.attention import Layout, Line, Masked, Padded, Rows, positions_in
+from pipeline.model import half, tiles
+from pipeline.model.attention import Documents, Layout, Line, Masked, Padded, Rows, documents_of, positions_in
 from pipeline.model.cache import Cached, KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import rms_norm, rotate
@@ -286,6 +287,20 @@ class Attention(nn.Module):
             attended = self._attend(q, k, v, cos, sin, layout, index)
         return self.o_proj(attended.flatten(-2))
 
+    @property
+    def plain(self) -> bool:
+        """Whether the projections are as they were made: no adapters, no biases."""
+        return all(type(x) is Linear and x.bias is None for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
+
+    def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
+        """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
+        matrices = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        joined = half.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
+        heads = len(self.q_proj.weight) // self.head_dim
+        norms = (self.q_norm.weight, self.k_norm.weight) if self.head_norms else None
+        plan = tiles.plan(documents.lengths, documents.causal, heads)
+        return half.product(half.attention(joined, cos, sin, norms, norm.eps, heads, plan), self.o_proj.weight)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         if self.head_norms:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -305,6 +320,16 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
+    @property
+    def plain(self) -> bool:
+        """Whether the projections are as they were made: no adapters."""
+        return all(type(x) is Linear for x in (self.gate_proj, self.up_proj, self.down_proj))
+
+    def in_bf16(self, x: Tensor, norm: "RMSNorm") -> Tensor:
+        """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
+        joined = half.normed_product(x, norm.weight, norm.eps, self.gate_proj.weight, self.up_proj.weight)
+        return half.product(half.gated(joined), self.down_proj.weight)
+
 
 class Block(nn.Module):
     """One layer: attention, then SwiGLU, each behind a norm and added to the stream."""
@@ -318,9 +343,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
         """(N, D) -> (N, D)."""
-        attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
+        by_hand = half.trains_in_bf16(x)
+        documents = documents_of(layout, len(x)) if by_hand and self.self_attn.plain else None
+        if documents is None:
+            attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
+        else:
+            attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, documents)
         x = x + (functional.dropout(attended, dropout) if dropout else attended)
-        widened = self.mlp(self.post_attention_layernorm(x))
+        if by_hand and self.mlp.plain:
+            widened = self.mlp.in_bf16(x, self.post_attention_layernorm)
+        else:
+            widened = self.mlp(self.post_attention_layernorm(x))
         return x + (functional.dropout(widened, dropout) if dropout else widened)
 
 
