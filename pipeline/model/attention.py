@@ -116,7 +116,8 @@ class Padded:
 
 def documents_of(layout: Layout, tokens: int) -> Documents | None:
     """The documents of a line of so many tokens, where they lie one after another and see nothing else."""
-    layout = layout.layout if isinstance(layout, Padded) else layout
+    if isinstance(layout, Padded):
+        layout, tokens = layout.layout, layout.tokens
     if isinstance(layout, Rows):
         return Documents((tokens // layout.batch,) * layout.batch, layout.causal)
     return layout if isinstance(layout, Documents) else None

@@ -162,4 +162,7 @@ def _spread(total: Tensor, keys: tuple[Where, ...], part: Tensor) -> None:
     """Add gradients (m * K, r * 128, h) to the tiles (n, K, 128, 1, h) that they are of."""
     part = part.view(-1, total.shape[1], len(keys), TILE, 1, part.shape[-1])
     for number, where in enumerate(keys):
-        total[where] += part[:, :, number]
+        if isinstance(where, slice):
+            total[where] += part[:, :, number]
+        else:  # without causality a tile may be seen by several
+            total.index_add_(0, where, part[:, :, number].to(total.dtype))
