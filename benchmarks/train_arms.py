@@ -2,8 +2,8 @@
 
     python benchmarks/train_arms.py ours '{"size": {...}, "rows": 8, "context": 256, ...}'
 
-Says `ready` after its warm-up; for each line it is sent it trains so many steps and says the seconds that they took and the peak
-of its GPU memory (0 without one); an empty line ends it. Every side sees the same rows: step s holds rows of one document of
+Says `ready` after its warm-up; for each line it is sent it trains so many steps and says the seconds that they took, those that its
+threads worked, and the peak of its GPU memory (0 without one); an empty line ends it. Every side sees the same rows: step s holds rows of one document of
 random tokens, a function of s alone. AdamW in torch's fused form, gradients clipped to norm 1, a constant rate, no saving or
 evaluating within what is measured. `litgpt` runs in an environment of its own, so this file imports nothing of ours at its top.
 """
@@ -28,7 +28,8 @@ class Metronome:
     """Counts the beginnings of steps; stops to say what was counted and to wait for more."""
 
     def __init__(self, warmup: int) -> None:
-        self.left, self.began, self.ready = warmup, 0.0, False
+        self.left, self.ready = warmup, False
+        self.began, self.worked = 0.0, 0.0
 
     def tick(self) -> None:
         """A step begins. Ends the process where no more are asked for."""
@@ -38,11 +39,13 @@ class Metronome:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        say({"seconds": time.perf_counter() - self.began, "gpu": peak} if self.ready else {"ready": True})
+        seconds, worked = time.perf_counter() - self.began, time.process_time() - self.worked
+        say({"seconds": seconds, "cpu_seconds": worked, "gpu": peak} if self.ready else {"ready": True})
         asked = sys.stdin.readline().strip()
         if not asked:
             os._exit(0)
-        self.ready, self.left, self.began = True, int(asked) - 1, time.perf_counter()
+        self.ready, self.left = True, int(asked) - 1
+        self.began, self.worked = time.perf_counter(), time.process_time()
 
 
 def say(what: dict[str, Any]) -> None:
@@ -205,7 +208,7 @@ def bare(spec: dict[str, Any], metronome: Metronome, *, which: str) -> None:
 
 def litgpt(spec: dict[str, Any], metronome: Metronome) -> None:
     """The steps of litgpt's `pretrain` (0.5.13): its model compiled, set up by Fabric, its chunked cross-entropy."""
-    import lightning
+    import lightning  # pyright: ignore[reportMissingImports]
     from litgpt.config import Config  # pyright: ignore[reportMissingImports]
     from litgpt.model import GPT  # pyright: ignore[reportMissingImports]
     from litgpt.pretrain import initialize_weights  # pyright: ignore[reportMissingImports]

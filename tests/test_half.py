@@ -55,6 +55,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def paired(x: Tensor, kv_heads: int) -> Tensor:
+    """Queries and keys of (N, H + 2K, h) interleaved, the values as they are."""
+    turned, values = x.split([x.shape[1] - kv_heads, kv_heads], dim=1)
+    return torch.cat([half.interleaved(turned.flatten(1).T, x.shape[2]).T.view(turned.shape), values], dim=1)
+
+
 @pytest.mark.parametrize("piece", [1, 2**17])
 def test_a_product_behind_a_norm_is_the_plain_formula(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(half, "AT_ONCE", piece)
@@ -95,7 +101,8 @@ def test_attention_in_tiles_is_that_within_each_document(
 
     def found(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         plan = tiles.plan(lengths, causal, heads)
-        return half.attention(x, cos.float(), sin.float(), (queries, keys), 1e-6, heads, plan)
+        norms = (half.interleaved(queries, size), half.interleaved(keys, size))
+        return half.attention(paired(x, kv_heads), cos.float(), sin.float(), norms, 1e-6, heads, plan)
 
     inputs = [drawn(4, tokens, heads + 2 * kv_heads, size), 1 + drawn(5, size) / 4, 1 + drawn(6, size) / 4]
     close(found, plain, inputs, [half.BF16, torch.float32, torch.float32])
@@ -110,7 +117,8 @@ def test_attention_without_head_norms_only_rotates() -> None:
         return ragged_attention(q, k, v, (20,), causal=True).flatten(1)
 
     def found(x: Tensor) -> Tensor:
-        return half.attention(x, angles.cos().float(), angles.sin().float(), None, 1e-6, 2, tiles.plan((20,), True, 2))
+        cos, sin = angles.cos().float(), angles.sin().float()
+        return half.attention(paired(x, 1), cos, sin, None, 1e-6, 2, tiles.plan((20,), True, 2))
 
     close(found, plain, [drawn(4, 20, 4, 16)], [half.BF16])
 

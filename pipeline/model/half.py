@@ -56,10 +56,16 @@ def attention(
 ) -> Tensor:
     """Queries, keys and values side by side, (N, H + 2K, h) in bf16 -> (N, H * h) in bf16.
 
-    `norms` are the weights (h,) of the norms of queries and keys, if there are any; `cos`, `sin` (N, 1, h/2) in float32.
+    `norms` are the weights (h,) of the norms of queries and keys, if there are any; `cos`, `sin` (N, 1, h/2) in float32. Queries and
+    keys, and these weights, come `interleaved`: then a rotation is one complex product instead of four real ones.
     """
     queries, keys = norms or (None, None)
     return _Attention.apply(x, cos, sin, queries, keys, eps, heads, plan)  # pyright: ignore[reportReturnType]
+
+
+def interleaved(weight: Tensor, size: int) -> Tensor:
+    """Rows of heads of `size` as pairs (i, i + size/2) side by side: the order in which `attention` wants queries and keys."""
+    return weight.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def gated(x: Tensor) -> Tensor:
@@ -182,12 +188,9 @@ def _weights(queries: Tensor | None, keys: Tensor | None, heads: int, both: int,
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Rotation of float32 heads by `sign` times the angle."""
-    turned = torch.empty(x.shape)
-    (first, second), (left, right) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=right).addcmul_(first, sin, value=sign)
-    return turned
+    """Rotation of interleaved float32 heads by `sign` times the angle."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.complex(cos, sign * sin)).flatten(-2)
 
 
 class _Gated(Function):

@@ -38,7 +38,7 @@ class Group:
 
     tiles: Where  # (m,) whose queries
     keys: tuple[Where, ...]  # r times (m,): the tiles that they see, from the first to the last
-    mask: Tensor  # (m, 1, 128, 1, r * 128) bf16: 0, or -inf where a query does not see a key
+    mask: Tensor  # (m, 1, 128, 1, c) bf16 of the last c keys: 0, or -inf where a query does not see one; it sees all others
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ def _group(tiles: np.ndarray, keys: np.ndarray, document: np.ndarray, causal: bo
     unseen = document[query][:, :, None] != document[key][:, None, :]
     if causal:
         unseen |= key[:, None, :] > query[:, :, None]
+    begin = int(unseen.any((0, 1)).argmax()) // TILE * TILE  # most documents hide keys of their last tile alone
+    unseen = unseen[:, :, begin:]
     mask = torch.zeros(unseen.shape, dtype=BF16).masked_fill_(torch.from_numpy(unseen), float("-inf"))
     return Group(_where(tiles), tuple(map(_where, keys.T)), mask[:, None, :, None])
 
@@ -127,19 +129,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, list[T
 def _probabilities(rows: Tensor, keys: Tensor, group: Group, kv_heads: int) -> Tensor:
     """softmax(q k^T + mask) of a group's queries (m * K, R, h) and the keys that they see (m * K, r * 128, h)."""
     scores = torch.bmm(rows, keys.transpose(1, 2))
-    scores.view(-1, kv_heads, TILE, rows.shape[1] // TILE, scores.shape[-1]).add_(group.mask)
+    width = group.mask.shape[-1]
+    scores.view(-1, kv_heads, TILE, rows.shape[1] // TILE, scores.shape[-1])[..., -width:].add_(group.mask)
     return torch.softmax(scores, dim=-1)
 
 
 def backward(grad: Tensor, out: Tensor, kept: Sequence[Tensor], plan: Plan, kv_heads: int) -> Tensor:
     """Gradients of queries, keys and values side by side, (N, H + 2K, h) in float32, from that of the result (N, H, h)."""
     tokens, heads, size = grad.shape
-    above = grad.new_zeros(plan.tokens, heads, size + MORE)  # [do, -d_high, -d_low, 0]
-    above[:tokens, :, :size] = grad
-    inner = torch.linalg.vecdot(grad.float(), out[:tokens].float()).neg_()
-    above[:tokens, :, size] = inner
-    above[:tokens, :, size + 1] = inner - above[:tokens, :, size]
-    above = _tiles(above, plan.tokens, kv_heads)
+    inner = torch.linalg.vecdot(grad.float(), out[:tokens].float()).neg_()[..., None]
+    above, inner = (_tiles(x, plan.tokens, kv_heads) for x in (grad, inner))
     grads = torch.empty(plan.tokens, heads + 2 * kv_heads, size)
     grads[:, heads:] = 0
     grad_q, grad_k, grad_v = (_tiles(x, plan.tokens, kv_heads) for x in grads.split([heads, kv_heads, kv_heads], dim=1))
@@ -147,7 +146,7 @@ def backward(grad: Tensor, out: Tensor, kept: Sequence[Tensor], plan: Plan, kv_h
         rows, keys, values, probabilities = kept[4 * number : 4 * number + 4]
         if not len(probabilities):
             probabilities = _probabilities(rows, keys, group, kv_heads)
-        upper = _rows(above, group.tiles)
+        upper = _with_sums(_rows(above, group.tiles), _rows(inner, group.tiles))
         ones = values.new_zeros(*values.shape[:2], size + MORE)
         ones[..., :size] = values
         ones[..., size : size + 2] = 1.0
@@ -156,6 +155,15 @@ def backward(grad: Tensor, out: Tensor, kept: Sequence[Tensor], plan: Plan, kv_h
         _spread(grad_v, group.keys, torch.bmm(probabilities.transpose(1, 2), upper[..., :size]))
         _spread(grad_k, group.keys, torch.bmm(grad_scores.transpose(1, 2), rows))
     return grads[:tokens]
+
+
+def _with_sums(rows: Tensor, inner: Tensor) -> Tensor:
+    """[do, -d_high, -d_low, 0] from rows of do in bf16 and of -d (..., 1) in float32."""
+    wider = rows.new_zeros(*rows.shape[:2], rows.shape[2] + MORE)
+    wider[..., :-MORE] = rows
+    wider[..., -MORE] = inner[..., 0]
+    wider[..., 1 - MORE] = inner[..., 0] - wider[..., -MORE]
+    return wider
 
 
 def _spread(total: Tensor, keys: tuple[Where, ...], part: Tensor) -> None:
