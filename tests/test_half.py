@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.model import half, tiles, transformer
+from pipeline.model import half, pieces, tiles, transformer
 from pipeline.model.attention import Branches, Documents, Masked, Padded, Rows, documents_of
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import ragged_attention
@@ -55,15 +55,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def paired(x: Tensor, kv_heads: int) -> Tensor:
-    """Queries and keys of (N, H + 2K, h) interleaved, the values as they are."""
-    turned, values = x.split([x.shape[1] - kv_heads, kv_heads], dim=1)
-    return torch.cat([half.interleaved(turned.flatten(1).T, x.shape[2]).T.view(turned.shape), values], dim=1)
-
-
 @pytest.mark.parametrize("piece", [1, 2**17])
 def test_a_product_behind_a_norm_is_the_plain_formula(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half, "AT_ONCE", piece)
+    monkeypatch.setattr(pieces, "AT_ONCE", piece)
     inputs = [drawn(0, 30, 32), 1 + drawn(1, 32) / 4, drawn(2, 24, 32), drawn(3, 40, 32)]
     close(lambda x, weight, *matrices: half.normed_product(x, weight, 1e-6, *matrices),
           lambda x, weight, *matrices: norm(x, weight) @ torch.cat(matrices).T, inputs, [torch.float32] * 4)  # fmt: skip
@@ -101,8 +95,7 @@ def test_attention_in_tiles_is_that_within_each_document(
 
     def found(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         plan = tiles.plan(lengths, causal, heads)
-        norms = (half.interleaved(queries, size), half.interleaved(keys, size))
-        return half.attention(paired(x, kv_heads), cos.float(), sin.float(), norms, 1e-6, heads, plan)
+        return half.attention(x, cos.float(), sin.float(), (queries, keys), 1e-6, heads, plan)
 
     inputs = [drawn(4, tokens, heads + 2 * kv_heads, size), 1 + drawn(5, size) / 4, 1 + drawn(6, size) / 4]
     close(found, plain, inputs, [half.BF16, torch.float32, torch.float32])
@@ -118,7 +111,7 @@ def test_attention_without_head_norms_only_rotates() -> None:
 
     def found(x: Tensor) -> Tensor:
         cos, sin = angles.cos().float(), angles.sin().float()
-        return half.attention(paired(x, 1), cos, sin, None, 1e-6, 2, tiles.plan((20,), True, 2))
+        return half.attention(x, cos, sin, None, 1e-6, 2, tiles.plan((20,), True, 2))
 
     close(found, plain, [drawn(4, 20, 4, 16)], [half.BF16])
 

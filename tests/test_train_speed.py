@@ -47,10 +47,14 @@ def test_the_metronome_counts_between_the_beginnings_of_steps(monkeypatch: pytes
     metronome, now = train_arms.Metronome(2), [0.0]
     monkeypatch.setattr(train_arms.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(train_arms.os, "_exit", sys.exit)
-    with pytest.raises(SystemExit):
+
+    def train() -> None:
         for step in range(99):
             now[0] = step * step  # each step takes longer than the one before
             metronome.tick()
+
+    with pytest.raises(SystemExit):
+        train()
     assert said[0] == {"ready": True}
     assert [line["seconds"] for line in said[1:]] == [25 - 4, 36 - 25]  # steps 2 to 4, then step 5
 

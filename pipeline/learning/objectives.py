@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
+from pipeline.model.pieces import exponentials
+
 EVEN_ROWS = 128  # rows of a product in half precision are a multiple of it
 MOST_LOGITS = 2**23  # that are kept at once between two products
-AT_ONCE = 2**18  # that are exponentiated at once: what a core's second-level cache holds in float32
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class _NextToken(Function):
         size = max(EVEN_ROWS, MOST_LOGITS // len(table))
         for rows in (slice(begin, begin + size) for begin in range(0, len(states), size)):
             logits, aims = torch.mm(states[rows], head.t()), targets[rows]
-            sums = _exponentials(logits, aims, total, keep=of_states or of_head)
+            logits, sums, losses = exponentials(logits, aims)
+            total += losses
             if grad_states is not None:
                 grad_states[rows] = torch.mm(logits, head).to(wide).div_(sums)
                 grad_states[rows][: len(aims)] -= head.index_select(0, aims)
@@ -94,23 +96,3 @@ def _precision(x: Tensor) -> torch.dtype:
     """In which the products run: autocast's, where it is on."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
-
-
-def _exponentials(logits: Tensor, targets: Tensor, total: Tensor, *, keep: bool) -> Tensor:
-    """Add the losses of the first rows of logits (n, V), which have targets, to `total`; returns s (n, 1).
-
-    If they are to `keep`, e is put into the logits' place, and zeros into rows without a target.
-    """
-    sums = total.new_ones(len(logits), 1)
-    at_once = AT_ONCE // logits.shape[1] if logits.device.type == "cpu" else len(targets)
-    for part in (slice(i, i + max(1, at_once)) for i in range(0, len(targets), max(1, at_once))):
-        aims = targets[part]
-        wide = logits[part][: len(aims)].to(total.dtype)
-        most, aimed = wide.amax(-1, keepdim=True), wide.gather(1, aims[:, None])
-        own = sums[part][: len(aims)]
-        torch.sum(wide.sub_(most).exp_(), -1, keepdim=True, out=own)
-        total += (own.log() + most - aimed).sum()
-        if keep and wide.dtype != logits.dtype:
-            logits[part][: len(aims)] = wide
-    logits[len(targets) :] = 0
-    return sums

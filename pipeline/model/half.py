@@ -2,7 +2,7 @@
 
 PyTorch's own operators, run one by one under autocast, spend most of a small model's step outside of its matrix products: in
 conversions, in norms, and in attention, whose fused kernel has a backward pass several times as long as these batched products.
-Here a part is one autograd function, in few passes over pieces of rows that fit a core's second-level cache:
+Here a part is one autograd function, a product or attention with what stands before it (pieces.py):
 
     normed_product    unit(x) (W diag w)^T    RMSNorm (arXiv:1910.07467), its weight folded into the matrices behind it
     product           x W^T
@@ -15,18 +15,15 @@ Not for inference: without gradients a model keeps the operations of `kernels.py
 Shapes: N tokens, D width, F outputs, H query heads, K key heads, h head size.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional
 
-from pipeline.model import tiles
+from pipeline.model import pieces, tiles
 
 BF16 = torch.bfloat16
-AT_ONCE = 2**17  # numbers of a piece
 
 
 def trains_in_bf16(x: Tensor) -> bool:
@@ -56,39 +53,15 @@ def attention(
 ) -> Tensor:
     """Queries, keys and values side by side, (N, H + 2K, h) in bf16 -> (N, H * h) in bf16.
 
-    `norms` are the weights (h,) of the norms of queries and keys, if there are any; `cos`, `sin` (N, 1, h/2) in float32. Queries and
-    keys, and these weights, come `interleaved`: then a rotation is one complex product instead of four real ones.
+    `norms` are the weights (h,) of the norms of queries and keys, if there are any; `cos`, `sin` (N, 1, h/2) in float32.
     """
     queries, keys = norms or (None, None)
     return _Attention.apply(x, cos, sin, queries, keys, eps, heads, plan)  # pyright: ignore[reportReturnType]
 
 
-def interleaved(weight: Tensor, size: int) -> Tensor:
-    """Rows of heads of `size` as pairs (i, i + size/2) side by side: the order in which `attention` wants queries and keys."""
-    return weight.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).reshape(weight.shape)
-
-
 def gated(x: Tensor) -> Tensor:
     """silu(g) * u of x = (g, u) side by side: (N, 2F) -> (N, F) in bf16."""
     return _Gated.apply(x)  # pyright: ignore[reportReturnType]
-
-
-def _pieces(x: Tensor) -> Iterator[slice]:
-    """Rows of x (N, ...), so many at once as a core's cache holds."""
-    size = max(1, AT_ONCE * len(x) // max(1, x.numel()))
-    return (slice(begin, begin + size) for begin in range(0, len(x), size))
-
-
-def _inverse_norm(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last dimension, (..., 1)."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-
-
-def _unit_backward(grad: Tensor, unit: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of x where unit = x * scale(x), in the place of `grad`."""
-    along = torch.linalg.vecdot(grad, unit).div_(-unit.shape[-1]).unsqueeze(-1)
-    return grad.addcmul_(unit, along).mul_(scale)
 
 
 class _Product(Function):
@@ -109,10 +82,7 @@ class _Product(Function):
 class _NormedProduct(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, *matrices: Tensor) -> Tensor:
-        unit, scale = torch.empty(x.shape, dtype=BF16), x.new_empty(len(x), 1)
-        for rows in _pieces(x):
-            scale[rows] = _inverse_norm(x[rows], eps)
-            unit[rows] = x[rows] * scale[rows]
+        unit, scale = pieces.unit(x, eps)
         half = torch.cat([matrix * weight for matrix in matrices]).to(BF16)  # (sum F_i, D)
         ctx.save_for_backward(unit, scale, half, weight, *matrices)
         return torch.mm(unit, half.t())
@@ -120,10 +90,7 @@ class _NormedProduct(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         unit, scale, half, weight, *matrices = ctx.saved_tensors
-        grad_unit = torch.mm(grad, half)
-        grad_x = torch.empty(unit.shape)
-        for rows in _pieces(unit):
-            grad_x[rows] = _unit_backward(grad_unit[rows].float(), unit[rows].float(), scale[rows])
+        grad_x = pieces.unit_back(torch.mm(grad, half), unit, scale)
         if not any(ctx.needs_input_grad[1:]):
             return grad_x, *[None] * (2 + len(matrices))
         folded = torch.mm(grad.t(), unit).float().split([len(matrix) for matrix in matrices])  # of W diag w
@@ -140,39 +107,21 @@ class _Attention(Function):
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, queries: Tensor | None, keys: Tensor | None, eps: float,
         heads: int, plan: tiles.Plan,
     ) -> Tensor:  # fmt: skip
-        tokens, both = len(x), (x.shape[1] + heads) // 2
-        scale = None if queries is None else torch.empty(tokens, both, 1)
+        both = (x.shape[1] + heads) // 2
         weights = _weights(queries, keys, heads, both, x.shape[2])
-        turned = torch.empty(tokens, both, x.shape[2], dtype=BF16)
-        for rows in _pieces(turned):
-            wide = x[rows, :both].float()
-            if scale is not None:
-                scale[rows] = _inverse_norm(wide, eps)
-                wide.mul_(scale[rows])
-            turned[rows] = _turn(wide.mul_(weights), cos[rows], sin[rows], 1.0)
+        turned, scale = pieces.heads(x, weights, cos, sin, None if queries is None else eps)
         out, kept = tiles.forward(turned[:, :heads], turned[:, heads:], x[:, both:], plan)
-        ctx.save_for_backward(x, cos, sin, queries, keys, scale, out, *kept)
-        ctx.heads, ctx.plan = heads, plan
-        return out[:tokens].flatten(1)
+        ctx.save_for_backward(x, cos, sin, weights, scale, out, *kept)
+        ctx.heads, ctx.plan, ctx.normed = heads, plan, queries is not None
+        return out[: len(x)].flatten(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, cos, sin, queries, keys, scale, out, *kept = ctx.saved_tensors
-        heads, both = ctx.heads, (x.shape[1] + ctx.heads) // 2
-        wide = tiles.backward(grad.view(len(x), heads, x.shape[2]), out, kept, ctx.plan, x.shape[1] - both)
-        weights = _weights(queries, keys, heads, both, x.shape[2])
-        of_weights = torch.zeros(both, x.shape[2])
-        result = torch.empty_like(x)
-        for rows in _pieces(x):
-            back = _turn(wide[rows, :both], cos[rows], sin[rows], -1.0)
-            if scale is None:
-                result[rows, :both] = back.mul_(weights)
-            else:
-                unit = x[rows, :both] * scale[rows]
-                of_weights += (back * unit).sum(0)
-                result[rows, :both] = _unit_backward(back.mul_(weights), unit, scale[rows])
-            result[rows, both:] = wide[rows, both:]
-        if scale is None:
+        x, cos, sin, weights, scale, out, *kept = ctx.saved_tensors
+        heads = ctx.heads
+        wide = tiles.backward(grad.view(len(x), heads, x.shape[2]), out, kept, ctx.plan, x.shape[1] - len(weights))
+        result, of_weights = pieces.heads_back(wide, x, scale, weights, cos, sin, ctx.normed)
+        if not ctx.normed:
             return result, *[None] * 7
         of_queries = of_weights[:heads].sum(0).mul_(x.shape[2] ** -0.5)
         return result, None, None, of_queries, of_weights[heads:].sum(0), None, None, None
@@ -187,27 +136,12 @@ def _weights(queries: Tensor | None, keys: Tensor | None, heads: int, both: int,
     return weights
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Rotation of interleaved float32 heads by `sign` times the angle."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.complex(cos, sign * sin)).flatten(-2)
-
-
 class _Gated(Function):
-    """In bf16 throughout, as under autocast: its operators round once each, and converting costs more than they do."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
+        return pieces.gated(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,) = ctx.saved_tensors
-        result = torch.empty_like(x)
-        for rows in _pieces(x):
-            (gate, up), (left, right) = x[rows].chunk(2, dim=-1), result[rows].chunk(2, dim=-1)
-            torch.mul(functional.silu(gate), grad[rows], out=right)
-            torch.ops.aten.silu_backward.grad_input(grad[rows] * up, gate, grad_input=left)
-        return result
+        return pieces.gated_back(grad, *ctx.saved_tensors)

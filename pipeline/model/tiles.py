@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pipeline.model import pieces
+
 TILE = 128
 MOST_SCORES = 2**19  # of one product: what a core's second-level cache holds in bf16
 KEPT_REACH = 4  # tiles; so many probabilities a token are kept: at most 512 for each head
@@ -129,9 +131,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, list[T
 def _probabilities(rows: Tensor, keys: Tensor, group: Group, kv_heads: int) -> Tensor:
     """softmax(q k^T + mask) of a group's queries (m * K, R, h) and the keys that they see (m * K, r * 128, h)."""
     scores = torch.bmm(rows, keys.transpose(1, 2))
-    width = group.mask.shape[-1]
-    scores.view(-1, kv_heads, TILE, rows.shape[1] // TILE, scores.shape[-1])[..., -width:].add_(group.mask)
-    return torch.softmax(scores, dim=-1)
+    masked = scores.view(-1, kv_heads, TILE, rows.shape[1] // TILE, scores.shape[-1])
+    return pieces.probabilities(masked, group.mask).view(scores.shape)
 
 
 def backward(grad: Tensor, out: Tensor, kept: Sequence[Tensor], plan: Plan, kv_heads: int) -> Tensor:

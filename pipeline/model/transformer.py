@@ -294,13 +294,10 @@ class Attention(nn.Module):
 
     def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
-        size = self.head_dim
-        matrices = (*(half.interleaved(layer.weight, size) for layer in (self.q_proj, self.k_proj)), self.v_proj.weight)
-        joined = half.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, size))
-        heads = len(self.q_proj.weight) // size
-        norms = None
-        if self.head_norms:
-            norms = (half.interleaved(self.q_norm.weight, size), half.interleaved(self.k_norm.weight, size))
+        matrices = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        joined = half.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
+        heads = len(self.q_proj.weight) // self.head_dim
+        norms = (self.q_norm.weight, self.k_norm.weight) if self.head_norms else None
         plan = tiles.plan(documents.lengths, documents.causal, heads)
         return half.product(half.attention(joined, cos, sin, norms, norm.eps, heads, plan), self.o_proj.weight)
 
