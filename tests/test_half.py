@@ -1,5 +1,6 @@
 """Training in bf16 on a CPU: each part written by hand against the plain formula in float64, and the whole model with it."""
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -99,6 +100,27 @@ def test_attention_in_tiles_is_that_within_each_document(
 
     inputs = [drawn(4, tokens, heads + 2 * kv_heads, size), 1 + drawn(5, size) / 4, 1 + drawn(6, size) / 4]
     close(found, plain, inputs, [half.BF16, torch.float32, torch.float32])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+def test_compiled_pieces_are_the_plain_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_compiled", {})
+    pieces.compile_pieces()
+    test_attention_in_tiles_is_that_within_each_document((3, 120, 1, 200, 60), True, 4, 2)
+    test_a_product_behind_a_norm_is_the_plain_formula(1, monkeypatch)
+    test_a_product_and_a_gated_unit_are_the_plain_formulas()
+    logits, targets = drawn(7, 9, 40).to(half.BF16), torch.arange(7)
+    e, sums, total = pieces.exponentials(logits.clone(), targets)
+    exact = logits[:7].double()
+    expected = exact - exact.amax(-1, keepdim=True)
+    torch.testing.assert_close(e[:7].double(), expected.exp(), atol=0, rtol=2**-8)
+    torch.testing.assert_close(sums[:7].double(), expected.exp().sum(-1, keepdim=True), atol=0, rtol=1e-6)
+    assert not e[7:].any() and sums[7:].eq(1).all()
+    torch.testing.assert_close(
+        total.double(), functional.cross_entropy(exact, targets, reduction="sum"), atol=0, rtol=1e-6
+    )
 
 
 def test_attention_without_head_norms_only_rotates() -> None:
