@@ -76,7 +76,11 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, half = ctx.saved_tensors
         grad = grad.to(BF16)
-        return torch.mm(grad, half), torch.mm(grad.t(), x).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[1]:
+            return torch.mm(grad, half), None
+        # oneDNN is slow with a transposed left side: where it is much the narrower, copying it first takes 0.7 of the time
+        across = grad.t().contiguous() if x.shape[1] >= 2 * grad.shape[1] else grad.t()
+        return torch.mm(grad, half), torch.mm(across, x).to(ctx.dtype)
 
 
 class _NormedProduct(Function):
