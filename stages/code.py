@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline import checkpoint
 from pipeline.learning import objectives, scoring
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.settings import FitConfig
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
@@ -50,7 +50,7 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
         stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, 0.0))])
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return objectives.next_token(*scoring.trained_logits(model, batch))
+        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
 
     fit(model, stream, loss, params.fit, job)
     checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)

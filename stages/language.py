@@ -15,7 +15,7 @@ from pipeline.checkpoint import save
 from pipeline.device import generator
 from pipeline.learning import objectives, scoring
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.settings import FitConfig
 from pipeline.model import pretrained, source
 from pipeline.model.config import ModelConfig
@@ -51,7 +51,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
                           seed=job.seed, cache=job.folder.parent)  # fmt: skip
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return objectives.next_token(*scoring.trained_logits(model, batch))
+        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
 
     fit(model, stream, loss, params.fit, job, from_scratch=params.base.scratch)
     job.report(parameters=model.num_parameters())

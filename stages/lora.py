@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline import checkpoint, device
 from pipeline.learning import first_steps, objectives, reference, scoring
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.settings import AdaptConfig
 from pipeline.model import lora, lora_files
 from pipeline.model.lora import AdapterConfig
@@ -51,7 +51,7 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
     first_steps.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return objectives.next_token(*scoring.trained_logits(model, batch))
+        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     fit(model, stream, loss, params.fit, job)

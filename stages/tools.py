@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline import checkpoint
 from pipeline.learning import first_steps, objectives, scoring
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.settings import TuneConfig
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
@@ -36,7 +36,7 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
     first_steps.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return objectives.next_token(*scoring.trained_logits(model, batch))
+        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
 
     fit(model, stream, loss, params.fit, job)
     checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)

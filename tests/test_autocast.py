@@ -38,13 +38,19 @@ def test_bf16_gives_what_float32_gives_but_for_its_rounding() -> None:
 def test_shapes_are_even_and_evening_them_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (ids, documents) = Transformer(CONFIG, torch.Generator().manual_seed(0)), packed(3, 131)
     shapes: set[int] = set()
-    linear = torch.nn.functional.linear
+    linear, product = torch.nn.functional.linear, torch.mm
+    outputs = {(CONFIG.heads + 2 * CONFIG.kv_heads) * CONFIG.head_dim, 2 * CONFIG.d_ff}  # of joined matrices
 
     def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         shapes.add(len(x))
         return linear(x, weight, bias)
 
+    def watched_product(x: Tensor, y: Tensor) -> Tensor:
+        shapes.update({size for size in (*x.shape, *y.shape) if size > EVEN_ROWS} - outputs)
+        return product(x, y)
+
     monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    monkeypatch.setattr(torch, "mm", watched_product)
     even = gradients(model, ids, documents, torch.bfloat16)
     assert shapes and all(rows % EVEN_ROWS == 0 for rows in shapes)
     shapes.clear()

@@ -1,4 +1,4 @@
-"""Losses as pure functions of logits and log-probabilities. Each returns sums; the loop divides once.
+"""Losses as pure functions of hidden states and log-probabilities. Each returns sums; the loop divides once.
 
 A loss is a list of terms c_k * S_k / G_k, S and G taken over all micro-batches and ranks (specs: training, 1), so that
 accumulation and ragged ranks change nothing. What a sum is divided by is named (`per`), and the batch knows the counts
@@ -9,9 +9,17 @@ policy gradients. They are files of their own so that a change in one method ret
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import pad
+
+from pipeline.model.pieces import exponentials
+
+EVEN_ROWS = 128  # rows of a product in half precision are a multiple of it
+MOST_LOGITS = 2**23  # that are kept at once between two products
 
 
 @dataclass(frozen=True)
@@ -34,10 +42,57 @@ class Loss:
     limits: dict[str, float] = field(default_factory=dict)  # metric -> the most its mean over the whole step may be
 
 
-def next_token(logits: Tensor, targets: Tensor) -> Loss:
-    """Cross-entropy in nats, summed over the trained positions.
+def next_token(hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats of softmax(hidden table^T), summed over the N trained positions: a scalar in float32.
 
-    logits (N, V) and targets (N,) are those positions alone. In float32: with a large vocabulary the softmax of bf16
-    logits loses the small probabilities.
+    hidden (N, D), the head's matrix `table` (V, D), targets (N,). The products run in the precision of autocast, all else in
+    float32: with a large vocabulary the softmax of bf16 logits loses the small probabilities. Never more than 2^23 logits exist
+    at once (Wijmans et al. 2024, arXiv:2411.09009, have the idea): their gradient is formed beside the loss, so none are kept.
     """
-    return Loss([Term("loss", F.cross_entropy(logits.float(), targets, reduction="sum"))])
+    return _NextToken.apply(hidden, table, targets)  # pyright: ignore[reportReturnType]
+
+
+class _NextToken(Function):
+    """With e = exp(z - max z) and s its sum: loss = log s + max z - z_t, dh = (e W) / s - W_t, dW = e^T (h / s) - sum h at t."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+        half = _precision(hidden)
+        wide = torch.promote_types(half, torch.float32)
+        head, states = table.to(half), hidden.to(half)
+        if half != wide and hidden.device.type == "cpu":  # oneDNN compiles a kernel for each new number of rows
+            states = pad(states, (0, 0, 0, -len(states) % EVEN_ROWS))
+        of_states, of_head = ctx.needs_input_grad[:2]
+        grad_states = hidden.new_empty(states.shape, dtype=wide) if of_states else None
+        grad_head: Tensor | None = None
+        total = hidden.new_zeros((), dtype=wide)
+        size = max(EVEN_ROWS, MOST_LOGITS // len(table))
+        for rows in (slice(begin, begin + size) for begin in range(0, len(states), size)):
+            logits, aims = torch.mm(states[rows], head.t()), targets[rows]
+            logits, sums, losses = exponentials(logits, aims)
+            total += losses
+            if grad_states is not None:
+                grad_states[rows] = torch.mm(logits, head).to(wide).div_(sums)
+                grad_states[rows][: len(aims)] -= head.index_select(0, aims)
+            if of_head:
+                part = torch.mm(logits.t(), (states[rows] / sums).to(half))
+                grad_head = part.to(wide) if grad_head is None else grad_head.add_(part)
+                grad_head.index_add_(0, aims, states[rows][: len(aims)].to(wide), alpha=-1)
+        if of_head and grad_head is None:  # nothing to predict
+            grad_head = table.new_zeros(table.shape, dtype=wide)
+        ctx.save_for_backward(None if grad_states is None else grad_states[: len(hidden)], grad_head)
+        ctx.kinds = hidden.dtype, table.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        of_states, of_head = (
+            None if x is None else (x * grad).to(kind) for x, kind in zip(ctx.saved_tensors, ctx.kinds, strict=True)
+        )
+        return of_states, of_head, None
+
+
+def _precision(x: Tensor) -> torch.dtype:
+    """In which the products run: autocast's, where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype

@@ -4,6 +4,8 @@ The heads run only over the positions that are asked for: with a vocabulary of 4
 third of all multiplications, and in tool dialogues two thirds of the positions are prompt.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,17 @@ def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
     chosen = batch.targets >= 0  # (B, T)
     logits = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen)
     return logits, batch.targets[chosen]
+
+
+def read_out(model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """`loss` of the hidden states (N, D) at the N trained positions, the head's matrix (V, D) and the targets (N,).
+
+    It runs within the model's forward pass, in place of the head: a loss that forms logits piece by piece never holds them all.
+    """
+    chosen = batch.targets >= 0
+    targets = batch.targets[chosen]
+    return model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen,
+                 head=lambda hidden, table: loss(hidden, table, targets))  # fmt: skip
 
 
 def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ The blocks of the model work on one line of tokens, (N, D), because all that is 
 | `Cached`    | new tokens of some rows of a cache    | decoding (cache.py)                                       |
 | `Padded`    | those of another one, then padding    | bf16 on a CPU, where a new shape costs a compilation      |
 
+Training in bf16 on a CPU does not call a layout: it asks for `documents_of` it, and tiles.py attends.
+
 Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
 """
 
@@ -110,6 +112,15 @@ class Padded:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         out = self.layout.attend(q[: self.tokens], k[: self.tokens], v[: self.tokens], layer)
         return pad(out, (0, 0, 0, 0, 0, len(q) - self.tokens))
+
+
+def documents_of(layout: Layout, tokens: int) -> Documents | None:
+    """The documents of a line of so many tokens, where they lie one after another and see nothing else."""
+    if isinstance(layout, Padded):
+        layout, tokens = layout.layout, layout.tokens
+    if isinstance(layout, Rows):
+        return Documents((tokens // layout.batch,) * layout.batch, layout.causal)
+    return layout if isinstance(layout, Documents) else None
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int, mask: Tensor | None, causal: bool) -> Tensor:

@@ -9,6 +9,7 @@ Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (
 `model.dropout` is set.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,8 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from pipeline.model.attention import Layout, Line, Masked, Padded, Rows, positions_in
+from pipeline.model import half, tiles
+from pipeline.model.attention import Documents, Layout, Line, Masked, Padded, Rows, documents_of, positions_in
 from pipeline.model.cache import Cached, KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import rms_norm, rotate
@@ -67,18 +69,22 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
         select: Tensor | None = None,
+        head: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of every position, or (n, V) of the n places where `select` (B, T) is True, row by row.
 
-        The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work.
+        The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work. With
+        `head` the result is what it gives for the selected states (n, D) and the head's matrix (V, D), in place of their product.
         """
         x, line = self._encode(input_ids, positions, documents, cache)
         if select is None:
             return self.logits(_spread(x, line, input_ids))
         chosen = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
-        if line is None or line.source is None:
-            return self.logits(x if bool(chosen.all()) else x.index_select(0, chosen.nonzero().squeeze(1)))
-        return self.logits(x.index_select(0, line.source[chosen]))
+        if line is not None and line.source is not None:
+            x = x.index_select(0, line.source[chosen])
+        elif not bool(chosen.all()):
+            x = x.index_select(0, chosen.nonzero().squeeze(1))
+        return self.logits(x) if head is None else head(x, self.table)
 
     def hidden(
         self,
@@ -151,9 +157,14 @@ class Transformer(nn.Module):
         assert isinstance(x, Tensor)
         return x
 
+    @property
+    def table(self) -> Tensor:
+        """The head's matrix (V, D)."""
+        return self.model.embed_tokens.table if self.config.tied else self.lm_head.weight
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
-        head = self.model.embed_tokens.table if self.config.tied else self.lm_head.weight
+        head = self.table
         missing = uneven(hidden, len(hidden)) if hidden.ndim == 2 else 0
         if missing:
             return functional.linear(functional.pad(hidden, (0, 0, 0, missing)), head)[: len(hidden)]
@@ -304,6 +315,20 @@ class Attention(nn.Module):
             attended = self._attend(q, k, v, cos, sin, layout, index)
         return self.o_proj(attended.flatten(-2))
 
+    @property
+    def plain(self) -> bool:
+        """Whether the projections are as they were made: no adapters, no biases."""
+        return all(type(x) is Linear and x.bias is None for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
+
+    def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
+        """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
+        matrices = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        joined = half.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
+        heads = len(self.q_proj.weight) // self.head_dim
+        norms = (self.q_norm.weight, self.k_norm.weight) if self.head_norms else None
+        plan = tiles.plan(documents.lengths, documents.causal, heads)
+        return half.product(half.attention(joined, cos, sin, norms, norm.eps, heads, plan), self.o_proj.weight)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         if self.head_norms:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -323,6 +348,16 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
+    @property
+    def plain(self) -> bool:
+        """Whether the projections are as they were made: no adapters."""
+        return all(type(x) is Linear for x in (self.gate_proj, self.up_proj, self.down_proj))
+
+    def in_bf16(self, x: Tensor, norm: "RMSNorm") -> Tensor:
+        """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
+        joined = half.normed_product(x, norm.weight, norm.eps, self.gate_proj.weight, self.up_proj.weight)
+        return half.product(half.gated(joined), self.down_proj.weight)
+
 
 class Block(nn.Module):
     """One layer: attention, then SwiGLU, each behind a norm and added to the stream."""
@@ -336,9 +371,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
         """(N, D) -> (N, D)."""
-        attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
+        by_hand = half.trains_in_bf16(x)
+        documents = documents_of(layout, len(x)) if by_hand and self.self_attn.plain else None
+        if documents is None:
+            attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
+        else:
+            attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, documents)
         x = x + (functional.dropout(attended, dropout) if dropout else attended)
-        widened = self.mlp(self.post_attention_layernorm(x))
+        if by_hand and self.mlp.plain:
+            widened = self.mlp.in_bf16(x, self.post_attention_layernorm)
+        else:
+            widened = self.mlp(self.post_attention_layernorm(x))
         return x + (functional.dropout(widened, dropout) if dropout else widened)
 
 

@@ -1,0 +1,214 @@
+"""Training in bf16 on a CPU: each part written by hand against the plain formula in float64, and the whole model with it."""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.model import half, pieces, tiles, transformer
+from pipeline.model.attention import Branches, Documents, Masked, Padded, Rows, documents_of
+from pipeline.model.config import ModelConfig
+from pipeline.model.kernels import ragged_attention
+from pipeline.model.lora import AdapterConfig, attach
+from pipeline.model.transformer import Transformer
+
+ROUNDING = 0.02  # relative, of a part in bf16
+CONFIG = ModelConfig(
+    vocab_size=128, width=48, layers=2, heads=6, kv_heads=2, head_dim=16, d_ff=80, max_context=1280, rope_theta=1e4, tied=True
+)  # fmt: skip
+LENGTHS = {
+    "one document": (640,),
+    "full rows": (256, 256, 256),
+    "as they come": (3, 120, 1, 200, 129, 47, 128, 90, 60),
+    "shorter than a tile": (5, 9),
+    "longer than what is kept": (700, 40),
+}
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(
+    found: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor], dtypes: list[torch.dtype]
+) -> None:
+    """Value and gradients of `found` on inputs rounded to their dtypes, against those of `plain` in float64."""
+    given = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    out, expected = found(*given), plain(*exact)
+    above = drawn(99, *expected.shape)
+    gradients = torch.autograd.grad(out, given, above.to(out.dtype))
+    wanted = torch.autograd.grad(expected, exact, above)
+    for got, want, dtype in zip((out, *gradients), (expected, *wanted), (out.dtype, *dtypes), strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - want).norm() <= ROUNDING * want.norm()
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@pytest.mark.parametrize("piece", [1, 2**17])
+def test_a_product_behind_a_norm_is_the_plain_formula(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "AT_ONCE", piece)
+    inputs = [drawn(0, 30, 32), 1 + drawn(1, 32) / 4, drawn(2, 24, 32), drawn(3, 40, 32)]
+    close(lambda x, weight, *matrices: half.normed_product(x, weight, 1e-6, *matrices),
+          lambda x, weight, *matrices: norm(x, weight) @ torch.cat(matrices).T, inputs, [torch.float32] * 4)  # fmt: skip
+
+
+def test_a_norm_before_frozen_matrices_hands_the_gradient_on() -> None:
+    x, weight, matrix = drawn(0, 9, 8).float().requires_grad_(), torch.ones(8), drawn(1, 4, 8).float()
+    half.normed_product(x, weight, 1e-6, matrix).float().sum().backward()
+    exact = x.detach().double().requires_grad_()
+    (norm(exact, weight.double()) @ matrix.double().T).sum().backward()
+    assert x.grad is not None and exact.grad is not None
+    assert (x.grad - exact.grad).norm() <= ROUNDING * exact.grad.norm()
+
+
+def test_a_product_and_a_gated_unit_are_the_plain_formulas() -> None:
+    close(half.product, lambda x, matrix: x @ matrix.T, [drawn(0, 30, 16), drawn(1, 8, 16)], [half.BF16, torch.float32])
+    close(half.gated, lambda x: functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], [drawn(2, 30, 24)], [half.BF16])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+def test_attention_in_tiles_is_that_within_each_document(
+    lengths: tuple[int, ...], causal: bool, heads: int, kv_heads: int
+) -> None:
+    """With norms and rotation, of a line that need not fill its last tile."""
+    tokens, size = sum(lengths), 16
+    angles = drawn(3, tokens, 1, size // 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def plain(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        q, k, v = x.split([heads, kv_heads, kv_heads], dim=1)
+        q, k = turned(norm(q, queries), cos, sin), turned(norm(k, keys), cos, sin)
+        return ragged_attention(q, k, v, lengths, causal=causal).flatten(1)
+
+    def found(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        plan = tiles.plan(lengths, causal, heads)
+        return half.attention(x, cos.float(), sin.float(), (queries, keys), 1e-6, heads, plan)
+
+    inputs = [drawn(4, tokens, heads + 2 * kv_heads, size), 1 + drawn(5, size) / 4, 1 + drawn(6, size) / 4]
+    close(found, plain, inputs, [half.BF16, torch.float32, torch.float32])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+def test_compiled_pieces_are_the_plain_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_compiled", {})
+    pieces.compile_pieces()
+    test_attention_in_tiles_is_that_within_each_document((3, 120, 1, 200, 60), True, 4, 2)
+    test_a_product_behind_a_norm_is_the_plain_formula(1, monkeypatch)
+    test_a_product_and_a_gated_unit_are_the_plain_formulas()
+    logits, targets = drawn(7, 9, 40).to(half.BF16), torch.arange(7)
+    e, sums, total = pieces.exponentials(logits.clone(), targets)
+    exact = logits[:7].double()
+    expected = exact - exact.amax(-1, keepdim=True)
+    torch.testing.assert_close(e[:7].double(), expected.exp(), atol=0, rtol=2**-8)
+    torch.testing.assert_close(sums[:7].double(), expected.exp().sum(-1, keepdim=True), atol=0, rtol=1e-6)
+    assert not e[7:].any() and sums[7:].eq(1).all()
+    torch.testing.assert_close(
+        total.double(), functional.cross_entropy(exact, targets, reduction="sum"), atol=0, rtol=1e-6
+    )
+
+
+def test_attention_without_head_norms_only_rotates() -> None:
+    angles = drawn(3, 20, 1, 8)
+
+    def plain(x: Tensor) -> Tensor:
+        q, k, v = x.split([2, 1, 1], dim=1)
+        q, k = (turned(part, angles.cos(), angles.sin()) for part in (q, k))
+        return ragged_attention(q, k, v, (20,), causal=True).flatten(1)
+
+    def found(x: Tensor) -> Tensor:
+        cos, sin = angles.cos().float(), angles.sin().float()
+        return half.attention(x, cos, sin, None, 1e-6, 2, tiles.plan((20,), True, 2))
+
+    close(found, plain, [drawn(4, 20, 4, 16)], [half.BF16])
+
+
+def test_a_common_part_of_all_values_leaves_no_gradient_in_the_scores() -> None:
+    """sum(do o) is taken off in float32: what it leaves of a large constant in the values is rounding of nothing."""
+    x = drawn(0, 64, 4, 16)
+    x[:, 3] = 100.0
+    x = x.to(half.BF16).requires_grad_()
+    flat = torch.zeros(64, 1, 8)
+    out = half.attention(x, flat + 1, flat, None, 1e-6, 2, tiles.plan((64,), True, 2))
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    assert grad[:, :3].abs().max() <= 1e-3 * grad[:, 3].abs().max()
+
+
+@pytest.mark.parametrize("config", [CONFIG, ModelConfig(**{**vars(CONFIG), "qk_norm": False, "kv_heads": 6})])
+@pytest.mark.parametrize("documents", [True, False])
+def test_a_model_trains_in_bf16_as_it_does_in_float32(config: ModelConfig, documents: bool) -> None:
+    model = Transformer(config, torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 128, (3, 131), generator=torch.Generator().manual_seed(5))
+    line = (torch.arange(131) // 41).expand(3, 131) if documents else None
+    weights = drawn(6, 3, 131, 48).float()
+
+    def gradients(half_precision: bool) -> dict[str, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half_precision):
+            hidden = model.hidden(ids, documents=line)
+        (hidden.float() * weights).sum().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    exact, rounded = gradients(False), gradients(True)
+    assert exact.keys() == rounded.keys()
+    for name, value in exact.items():
+        assert (rounded[name] - value).norm() <= 0.03 * value.norm(), name
+
+
+def test_only_plain_projections_in_training_go_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters, inference, float32 and documents that share a beginning keep the operations of kernels.py."""
+    calls: list[str] = []
+    for name in ("attention", "gated"):
+        whole = getattr(half, name)
+        monkeypatch.setattr(half, name, lambda *given, own=name, whole=whole: calls.append(own) or whole(*given))
+    ids, alone = torch.zeros(1, 20, dtype=torch.long), torch.zeros(1, 20, dtype=torch.int32)
+
+    def called(model: Transformer, ids: Tensor, documents: Tensor, *, half_precision: bool = True) -> set[str]:
+        calls.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half_precision):
+            model(ids, documents=documents)
+        return set(calls)
+
+    model = Transformer(CONFIG, torch.Generator().manual_seed(0))
+    assert called(model, ids, alone) == {"attention", "gated"}
+    assert called(model, ids, alone, half_precision=False) == set()
+    assert called(model, ids.expand(2, 20), alone.expand(2, 20)) == {"gated"}
+    with torch.no_grad():
+        assert called(model, ids, alone) == set()
+    attach(model, AdapterConfig(rank=2, alpha=4.0), torch.Generator().manual_seed(0))
+    assert called(model, ids, alone) == {"gated"}
+
+
+def test_the_documents_of_a_layout_are_those_that_it_attends_within() -> None:
+    documents = Documents((4, 5), causal=True)
+    assert documents_of(documents, 9) is documents
+    assert documents_of(Padded(documents, 9), 12) is documents
+    assert documents_of(Rows(3, causal=False), 12) == Documents((4, 4, 4), causal=False)
+    assert documents_of(Padded(Rows(2, causal=True), 10), 128) == Documents((5, 5), causal=True)
+    assert documents_of(Masked(torch.ones(1, 1, 4, 4, dtype=torch.bool)), 4) is None
+    assert documents_of(Branches((4, 2), (0, 3), torch.arange(9)), 6) is None
+
+
+def test_few_products_of_few_shapes_whatever_the_lengths_are() -> None:
+    """oneDNN compiles a kernel for each shape: lengths that differ by a token give the same ones."""
+    shapes = {
+        tuple((len(group.keys), group.mask.shape[0]) for group in tiles.plan((300 + n, 300 - n, 424), True, 4).groups)
+        for n in range(5)
+    }
+    assert len(shapes) == 1
+    assert transformer.EVEN_ROWS == tiles.TILE  # so a line that was made even needs no padding here
