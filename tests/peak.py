@@ -17,7 +17,7 @@ from pipeline import device
 from pipeline.learning import footprint, objectives, scoring
 from pipeline.learning.fit import Run
 from pipeline.learning.footprint import Work
-from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import FitConfig
 from pipeline.model.config import ModelConfig
@@ -72,7 +72,7 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
                         optimizer=asked["optimizer"], publish="last")  # fmt: skip
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return objectives.next_token(*scoring.trained_logits(model, batch))
+        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
 
     model = Transformer(config, torch.Generator().manual_seed(0))
     Run(model, Random(config.vocab_size, rows), loss, fitting, job, True, Watchers()).go()

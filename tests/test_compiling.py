@@ -10,7 +10,7 @@ from pipeline.learning import compiling, objectives, scoring, states
 from pipeline.learning import fit as fit_module
 from pipeline.learning.fit import fit
 from pipeline.learning.keeping import weights_of
-from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives import Loss, Term
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.streams.batch import TokenBatch
@@ -42,7 +42,7 @@ class Packed(Windows):
 
 def train(folder: Path, *, compiled: bool, save_steps: int = 500) -> tuple[Transformer, Any]:
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return objectives.next_token(*scoring.trained_logits(model, batch))
+        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
 
     model, at_work = (
         Transformer(SHAPE, torch.Generator().manual_seed(0)),

@@ -23,7 +23,7 @@ from pipeline import device
 from pipeline.errors import StagecoachError
 from pipeline.learning import objectives
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.settings import FitConfig
 from pipeline.model import lora
@@ -132,10 +132,11 @@ def run(case: Case) -> None:
 
     def loss(model: Transformer, batch: Batch) -> Loss:
         chosen = batch.targets >= 0
-        found = objectives.next_token(model(batch.ids, select=chosen), batch.targets[chosen])
+        total = model(batch.ids, select=chosen,
+                      head=lambda hidden, table: objectives.next_token(hidden, table, batch.targets[chosen]))  # fmt: skip
         if (stream.step, device.rank()) == tuple(case.poison) and model.training:
-            found.terms[0].sum.mul_(float("nan"))
-        return found
+            total = total * float("nan")
+        return Loss([Term("loss", total)])
 
     code: Any = 0
     try:

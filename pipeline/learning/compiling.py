@@ -1,7 +1,8 @@
 """torch.compile for the blocks of a model, where it pays.
 
 Each block is compiled in place (`layer.compile()`), so all layers share one compilation and no name in the state dict changes. What was
-compiled is kept in `.work/compile` between runs. `auto` is a rule without a clock, so that equal runs choose alike: a run of more
+compiled is kept in `.work/compile` between runs. On a CPU in bf16 only what stands between the matrix products is (`model/pieces.py`),
+because there the layers are written by hand; but layers with adapters or biases are compiled whole. `auto` is a rule without a clock, so that equal runs choose alike: a run of more
 than 1e14 training FLOPs on a CPU, 5e16 on a GPU. A compiled step rounds otherwise than an eager one, and a state says which it was.
 
 Not promised: that it is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
@@ -14,18 +15,27 @@ import torch
 from torch import nn
 
 from pipeline import work
+from pipeline.device import Hardware
 from pipeline.errors import ConfigError
+from pipeline.model import pieces
 from pipeline.tracking import say
 
 PAYS = {"cpu": 1e14, "cuda": 5e16}  # training FLOPs of the whole run
 SHAPES = 64  # compilations of a block: forward and backward, training and evaluation, contexts of a curriculum
 
 
-def compiled(model: nn.Module, asked: bool | str, *, flops: float, device: torch.device, name: str) -> bool:
+def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Hardware, name: str) -> bool:
     """Compile the layers if `wanted`; returns whether it was. Raises ConfigError as `wanted`."""
-    if not wanted(asked, flops=flops, device=device):
+    pieces.run_eagerly()  # what a run before this one in the process compiled
+    if not wanted(asked, flops=flops, device=hardware.device):
         return False
-    compile_blocks(model, name)
+    _prepare(name)
+    by_hand = hardware.device.type == "cpu" and hardware.precision == "bf16"
+    if by_hand and all(getattr(block, "plain", False) for block in blocks(model)):
+        pieces.compile_pieces()
+    else:
+        for block in blocks(model):
+            block.compile()
     return True
 
 
@@ -53,13 +63,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def compile_blocks(model: nn.Module, name: str) -> None:
-    """Compile each layer in place; the first step takes the time."""
+def _prepare(name: str) -> None:
+    """Say it, because the first step takes the time; choose where it is kept."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # here: the import takes seconds
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its own where none is set
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work.root() / "compile")
     torch._dynamo.config.recompile_limit = SHAPES
     say(f"{name}: compiling the layers (torch.compile, kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
-    for block in blocks(model):
-        block.compile()

@@ -104,7 +104,7 @@ class Run:
             model.dropout = config.dropout  # type: ignore[assignment]
         per_token: Any = getattr(model, "flops_per_token", None)
         flops = self.steps * config.rows * config.row_length * per_token(config.row_length) if per_token else 0
-        return compiling.compiled(model, runtime.compile, flops=flops, device=self.hardware.device, name=self.job.name)
+        return compiling.compiled(model, runtime.compile, flops=flops, hardware=self.hardware, name=self.job.name)
 
     def go(self) -> None:
         """Resume or start, train to the end, load what is published."""

@@ -30,7 +30,24 @@ _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 def compile_pieces() -> None:
     """From now on the plain formulas run, compiled on their first call. Needs what torch.compile needs."""
     for plain in (_unit, _unit_back, _heads, _heads_back, _gated, _gated_back, _exponentials, _probabilities):
-        _compiled.setdefault(plain, torch.compile(plain))
+        _compiled.setdefault(plain, _any_rows(torch.compile(plain)))
+
+
+def run_eagerly() -> None:
+    """From now on PyTorch's operators run again."""
+    _compiled.clear()
+
+
+def _any_rows(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """One compilation for every number of rows, so that what a step computes does not hang on the steps before it."""
+
+    def run(x: Tensor, *others: Any) -> Any:
+        for tensor in (x, *(y for y in others if isinstance(y, Tensor))):
+            if len(tensor) == len(x):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(x, *others)
+
+    return run
 
 
 def _rows(x: Tensor) -> Iterator[slice]:

@@ -369,6 +369,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
         self.mlp = SwiGLU(config)
 
+    @property
+    def plain(self) -> bool:
+        """Whether all projections are as they were made: no adapters, no biases."""
+        return self.self_attn.plain and self.mlp.plain
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
         """(N, D) -> (N, D)."""
         by_hand = half.trains_in_bf16(x)
