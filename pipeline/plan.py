@@ -11,7 +11,7 @@ what it does not count, is `learning/footprint.py`; `runtime.micro_batch: auto` 
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from pipeline import device
@@ -108,7 +108,10 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
     whole = footprint.full(model)
     if strategy == "lora":
         weights = footprint.adapted(model, rank=config.rank, targets=config.adapter.modules)
-        return footprint.footprint(weights, [model], work, micro_batch)
+        adapted = replace(work, adapted=frozenset(config.adapter.modules))
+        return footprint.footprint(weights, [model], adapted, micro_batch)
+    if strategy in ("dpo", "ppo"):
+        work = replace(work, answers=True)
     if strategy == "dpo":
         return footprint.footprint(whole + footprint.frozen(model, narrow=narrow), [model], work, micro_batch)
     if strategy == "ppo":

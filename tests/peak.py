@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from pipeline.learning.footprint import Work
 from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import FitConfig
+from pipeline.model import lora
 from pipeline.model.config import ModelConfig
+from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.params import Runtime
 from pipeline.streams.batch import TokenBatch
@@ -72,9 +75,13 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
                         optimizer=asked["optimizer"], publish="last")  # fmt: skip
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
+        if asked.get("answers"):
+            return Loss([Term("loss", -scoring.token_logprobs(model, batch)[0].sum())])
         return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
 
     model = Transformer(config, torch.Generator().manual_seed(0))
+    if "adapter" in asked:
+        lora.attach(model, AdapterConfig(**asked["adapter"]), torch.Generator())
     Run(model, Random(config.vocab_size, rows), loss, fitting, job, True, Watchers()).go()
 
 
@@ -93,9 +100,14 @@ def main(asked: dict[str, Any]) -> None:
     work = Work(
         row=asked["context"], context=asked["context"], selected=asked["context"], kind="cpu", precision=asked["precision"],
         optimizer=asked["optimizer"], checkpointing=asked["checkpointing"],
-        accumulates=asked["micro_batch"] < asked["rows"],
+        accumulates=asked["micro_batch"] < asked["rows"], packed=False, answers=asked.get("answers", False),
     )  # fmt: skip
-    plan = footprint.footprint(footprint.full(config), [config], work, asked["micro_batch"])
+    weights = footprint.full(config)
+    if "adapter" in asked:
+        adapter = AdapterConfig(**asked["adapter"])
+        weights = footprint.adapted(config, rank=adapter.rank, targets=adapter.modules)
+        work = replace(work, adapted=frozenset(adapter.modules), dropped=adapter.dropout > 0)
+    plan = footprint.footprint(weights, [config], work, asked["micro_batch"])
     sys.stdout.write(json.dumps({"plan": plan.total, "measured": status("VmHWM") - before}) + "\n")
 
 

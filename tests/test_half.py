@@ -2,12 +2,15 @@
 
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.learning.objectives import next_token
 from pipeline.model import half, pieces, tiles, transformer
 from pipeline.model.attention import Branches, Documents, Masked, Padded, Rows, documents_of
 from pipeline.model.config import ModelConfig
@@ -212,3 +215,41 @@ def test_few_products_of_few_shapes_whatever_the_lengths_are() -> None:
     }
     assert len(shapes) == 1
     assert transformer.EVEN_ROWS == tiles.TILE  # so a line that was made even needs no padding here
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation is torch.ops.aten.mm.default
+        return operation(*args, **(kwargs or {}))
+
+
+def gradients_and_products(policy: Any, dropout: float) -> tuple[list[Tensor], int]:
+    """Gradients of the loss of a packed batch in bf16, and how many matrix products they took."""
+    model = Transformer(CONFIG, torch.Generator().manual_seed(0)).train()
+    model.checkpointing, model.dropout = policy, dropout
+    ids = torch.randint(0, 128, (2, 300), generator=torch.Generator().manual_seed(1))
+    documents = torch.tensor([[0] * 120 + [1] * 180, [0] * 300])
+    torch.manual_seed(0)
+    with Products() as products:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, documents=documents, select=torch.ones_like(ids, dtype=torch.bool),
+                         head=lambda hidden, table: next_token(hidden, table, ids.flatten()))  # fmt: skip
+        loss.backward()
+    return [x.grad for x in model.parameters() if x.grad is not None], products.count
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("policy", "again"), [("full", 8), ("every_2", 4), ("selective", 0)])
+def test_layers_that_are_computed_again_give_the_same_bits(policy: str, again: int, dropout: float) -> None:
+    """A layer of two has four products; "selective" keeps them, also those inside autograd functions, unchanged."""
+    plain, products = gradients_and_products("none", dropout)
+    found, more = gradients_and_products(policy, dropout)
+    assert len(plain) == len(list(Transformer(CONFIG).parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert more - products == again

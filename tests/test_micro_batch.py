@@ -13,13 +13,16 @@ from torch import nn
 
 from pipeline import checkpoint, device
 from pipeline.errors import InputError
-from pipeline.learning import micro_batch
+from pipeline.learning import footprint, micro_batch
 from pipeline.learning.fit import Run, fit
+from pipeline.learning.footprint import Work
 from pipeline.learning.objectives import Loss
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.settings import FitConfig, PairConfig
 from pipeline.model.config import ModelConfig
+from pipeline.model.heads import RewardModel
+from pipeline.model.lora import AdapterConfig, attach
 from pipeline.model.transformer import Transformer
 from pipeline.params import Runtime, Settings, build
 from pipeline.reinforcement.rollout import RolloutConfig
@@ -53,9 +56,31 @@ def test_a_demo_step_is_one_pass_on_a_machine_of_24_gb_or_a_few(
     known = {name for owner in kind.__mro__ for name in getattr(owner, "__annotations__", {})}
     values = {key: value for key, value in settings.layers(stage).items() if key in known}
     fitting = build(kind, values, stage)
-    parts = {"grpo": 4} | ({"reward": 2, "dpo": 2} if precision == "fp32" else {})  # 512 answers, 16 pairs
+    parts = {"grpo": 4, "reward": 2, "dpo": 2} if precision == "fp32" else {"grpo": 2}  # 512 answers, 16 pairs
     expected = fitting.rows // parts.get(stage, 1)
     assert planned(Transformer(nano()), fitting, 24 * 10**9, monkeypatch, precision=precision) == expected
+
+
+def test_the_plan_knows_the_loss_and_the_adapters(in_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of answers keep all logits, a reward model has none, and an adapter trains on other operators."""
+    works: list[Work] = []
+    whole = footprint.footprint
+    monkeypatch.setattr(footprint, "footprint", lambda *given: works.append(given[2]) or whole(*given))
+    tokens = FitConfig(steps=1, tokens_per_step=64, context=32, learning_rate=1e-3)
+    pairs = PairConfig(steps=1, pairs=2, max_prompt=16, max_length=32, learning_rate=1e-3)
+    adapted = Transformer(SMALL, torch.Generator().manual_seed(0))
+    attach(adapted, AdapterConfig(rank=2, alpha=4, dropout=0.1, targets=("q_proj",)), torch.Generator())
+    for model, fitting in (
+        (Transformer(SMALL), tokens),
+        (Transformer(SMALL), pairs),
+        (RewardModel(Transformer(SMALL)), pairs),
+        (adapted, tokens),
+    ):
+        planned(model, fitting, 10**9, monkeypatch)
+    told = [(work.answers, work.selected > 0, work.adapted, work.dropped) for work in works]
+    assert list(dict.fromkeys(told)) == [
+        (False, True, None, False), (True, True, None, False), (True, False, None, False), (False, True, frozenset({"q_proj"}), True)
+    ]  # fmt: skip
 
 
 def test_less_memory_halves_it_and_equal_runs_choose_alike(

@@ -38,6 +38,16 @@ def test_its_numbers_are_those_of_the_arithmetic(in_repository: Path) -> None:
     assert plan.plan(config, "lora", work, 1).total < plan.plan(config, "one", work, 1).total / 2
 
 
+def test_answers_keep_their_logits_and_rows_of_tokens_do_not(in_repository: Path) -> None:
+    config = plan.configured(["model=nano", "model.vocab_size=32000", "context=2048"])
+    work = plan.work_of(config, "cuda", "bf16")
+    logits = {name: plan.plan(config, name, work, 8).logits for name in ("one", "lora", "dpo", "ppo")}
+    assert logits["dpo"] == logits["ppo"] == 16 * 32_000 * 8 * 2048
+    width, most = config.model.width, 2**23 // 32_000 * 32_000
+    assert logits["lora"] == 6 * most + 6 * width * 8 * 2048  # a frozen head has no gradient
+    assert logits["one"] == logits["lora"] + 8 * 32_000 * width
+
+
 def test_large_does_not_train_in_full_on_16_gb_but_does_on_40(in_repository: Path) -> None:
     config = plan.configured(["model=large", "gradient_checkpointing=full"])
     work = plan.work_of(config, "cuda", "bf16")

@@ -5,16 +5,19 @@
 The parts are those of this code, checked against the measured peak (tests/test_footprint.py), not a textbook's:
 
 - trained weights, gradients and moments are float32: 4 + 4 + 8 bytes a parameter with AdamW, 4 + 4 + 4 with Muon; EMA 4;
-  frozen weights as they are stored (frozen.py); `copies`: what autocast casts, 2 a parameter of a matrix product, until the backward pass
+  frozen weights as they are stored (frozen.py); `copies`: half-precision ones, 2 a parameter of a matrix product, until the backward pass
 - activations a token and layer: what `Block` saves for the backward pass (`layer_bytes`), and one layer more that is being
   worked on. Checkpointed layers keep their input alone, 4d bytes: the residual stream is float32 also under autocast
-- logits: four float32 arrays of V at each position that the head computes: logits, their log-softmax, both gradients
+- logits of `objectives.next_token`: those that exist at once, the gradient of the hidden states, and what is as large as the head's
+  matrix (`head_bytes`). Log-probabilities of answers: four float32 arrays of V at each position that the head computes
 - update: what Muon stacks and multiplies besides its momentum; AdamW needs nothing
 
 An update begins when a pass is over, so the total has the greater of a pass (copies, activations, logits) and the update. Gradients
 are counted beside the activations even where one pass makes them: glibc, told to keep what is freed (device.keep_freed_memory),
 finds an aligned block again only when its neighbours are free too, so on a CPU hardly anything of another size is used again.
-The heap grows by a margin there, of which a quarter is touched at its peak, and Muon's stacks of different shapes add up.
+The heap grows by a margin there, of which a quarter is touched at its peak, Muon's stacks of different shapes and the head's several
+gradients add up, a layer that is computed again finds only a part of the place that the layer before it had (LOST, measured), and
+what an adapter makes on its way leaves holes between what is kept (LEFT, measured).
 
 Not counted: the interpreter and its libraries (0.3 to 0.5 GB), CUDA's context, the caches of sampling. Not measured: CUDA.
 """
@@ -26,10 +29,20 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from pipeline import device
+from pipeline.learning.objectives import EVEN_ROWS, MOST_LOGITS
 from pipeline.learning.optim import BY_MUON, groups
 from pipeline.model.attention import KEPT_PROBABILITIES
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import QUERY_BLOCK
+from pipeline.model.lora import TARGETS, AdaptedLinear
+from pipeline.model.tiles import KEPT_REACH, TILE
+
+ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
+# Measured on a CPU: of what is computed again, the share that finds no place that was freed; and the bytes that an adapted
+# projection leaves for each number of its result, in places too small for what comes next.
+LOST = {"fp32": 0.4, "bf16": 0.15, "fp16": 0.15}
+LEFT = {"fp32": 4, "bf16": 7, "fp16": 7}
+
 
 Shape = tuple[int, int]  # rows, columns of a matrix
 
@@ -46,7 +59,12 @@ class Work:
     optimizer: str = "adamw"  # or muon
     checkpointing: str = "none"  # none, full, every_2, selective
     accumulates: bool = True  # an update takes more than one micro-batch, so gradients stand while another pass runs
-    packed: bool = True  # a row holds several documents: on a GPU each layer keeps a mask
+    packed: bool = True  # a row holds several documents, of any length: on a GPU each layer keeps a mask
+    answers: bool = (
+        False  # the loss needs log-probabilities of answers (pairs, rollouts): all logits exist; they may begin alike
+    )
+    adapted: frozenset[str] | None = None  # the projections with adapters on a frozen base; None: all weights train
+    dropped: bool = False  # adapters drop some of what enters them
     ema: bool = False  # a float32 average of the weights is kept
 
 
@@ -58,12 +76,13 @@ class Weights:
     frozen: int = 0  # bytes
     cast: int = 0  # parameters that autocast copies
     twice: int = 0  # parameters whose gradient comes from two places: a tied embedding
+    head: int = 0  # parameters of the head's matrix, where it gets a gradient
     hidden: Counter[Shape] = field(default_factory=Counter)  # how many trained matrices of each shape Muon may take
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(
             trained=self.trained + other.trained, frozen=self.frozen + other.frozen, cast=self.cast + other.cast,
-            twice=self.twice + other.twice, hidden=self.hidden + other.hidden,
+            twice=self.twice + other.twice, head=self.head + other.head, hidden=self.hidden + other.hidden,
         )  # fmt: skip
 
 
@@ -96,7 +115,8 @@ def full(config: ModelConfig, *, head: bool = True) -> Weights:
     lost = 0 if head or config.tied else table
     cast = config.matmul_parameters - (0 if head else table)
     trained = config.num_parameters - lost + (0 if head else config.width)
-    return Weights(trained=trained, cast=cast, twice=table if config.tied and head else 0, hidden=matrices(config))
+    twice, logits = (table if config.tied and head else 0), (table if head else 0)
+    return Weights(trained=trained, cast=cast, twice=twice, head=logits, hidden=matrices(config))
 
 
 def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
@@ -110,26 +130,25 @@ def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
 
 def adapted(config: ModelConfig, *, rank: int, targets: Sequence[str]) -> Weights:
     """A frozen model, stored in float32, with a low-rank adapter."""
-    width, ff = config.width, config.d_ff
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes = {"q_proj": (q, width), "k_proj": (kv, width), "v_proj": (kv, width), "o_proj": (width, q),
-              "gate_proj": (ff, width), "up_proj": (ff, width), "down_proj": (width, ff)}  # fmt: skip
     pairs: Counter[Shape] = Counter()
     for name in targets:
-        out, into = shapes[name]
+        out, into = projections(config)[name]
         pairs += Counter({(rank, into): config.layers}) + Counter({(out, rank): config.layers})
     trained = sum(rows * columns * count for (rows, columns), count in pairs.items())
     return frozen(config, narrow=False) + Weights(trained=trained, cast=trained, hidden=pairs)
 
 
+def projections(config: ModelConfig) -> dict[str, Shape]:
+    """The matrices of a layer."""
+    width, ff = config.width, config.d_ff
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes = ((q, width), (kv, width), (kv, width), (width, q), (ff, width), (ff, width), (width, ff))
+    return dict(zip(TARGETS, shapes, strict=True))
+
+
 def matrices(config: ModelConfig) -> Counter[Shape]:
     """The hidden matrices by shape."""
-    width, ff, layers = config.width, config.d_ff, config.layers
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    found: Counter[Shape] = Counter()
-    for shape, count in (((q, width), 1), ((kv, width), 2), ((width, q), 1), ((ff, width), 2), ((width, ff), 1)):
-        found[shape] += count * layers
-    return found
+    return Counter({shape: n * config.layers for shape, n in Counter(projections(config).values()).items()})
 
 
 def weights_of(model: nn.Module) -> Weights:
@@ -137,50 +156,116 @@ def weights_of(model: nn.Module) -> Weights:
     found = groups(model)
     matrices = (p for group in BY_MUON for p in found.get(group, {}).values() if p.ndim == 2)
     hidden = Counter((p.shape[0], p.shape[1]) for p in matrices)
-    trained = stored = cast = twice = 0
+    trained = stored = cast = twice = head = 0
     for name, parameter in model.named_parameters():
         size, lookup = parameter.numel(), "embed_tokens" in name
         tied = lookup and getattr(getattr(model, "config", None), "tied", False)
         if parameter.requires_grad:
             trained, twice = trained + size, twice + (size if tied else 0)
+            if (tied and hasattr(model, "logits")) or "lm_head" in name:  # some trained rows make a gradient of all
+                head = model.get_parameter(name.replace("lora_rows", "weight")).numel()
         else:
             stored += size * parameter.element_size()
         if parameter.ndim > 1 and parameter.element_size() == 4 and (tied or not lookup):
             cast += size
-    return Weights(trained=trained, frozen=stored, cast=cast, twice=twice, hidden=hidden)
+    return Weights(trained=trained, frozen=stored, cast=cast, twice=twice, head=head, hidden=hidden)
+
+
+def adapters_of(model: nn.Module) -> tuple[frozenset[str] | None, bool]:
+    """`Work.adapted` and `Work.dropped` of a model that exists."""
+    found = {
+        name.rpartition(".")[2]: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)
+    }
+    return frozenset(found) or None, any(layer.config.dropout > 0 for layer in found.values())
 
 
 # -- a pass ------------------------------------------------------------------------------------------------------------
 
 
 def layer_bytes(config: ModelConfig, work: Work) -> float:
-    """What one layer keeps of one token for its backward pass. d width, Q and K the widths of all queries and keys."""
-    d, ff = config.width, config.d_ff
-    q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    """What one layer keeps of one token for its backward pass."""
+    return attention_bytes(config, work) + mlp_bytes(config, work)
+
+
+def attention_bytes(config: ModelConfig, work: Work) -> float:
+    """Norm and attention. d width, Q and K the widths of all queries and keys."""
+    d, q, k = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
     half, cpu = work.precision != "fp32", work.kind == "cpu"
-    if half:  # two residuals; what enters q, k, v, gate and up is cast for each anew; SwiGLU
-        kept = 8 * d + 10 * d + 8 * ff
-        # inputs of the head norms in float32, then q, k, v, out: float32 on a CPU, where out is cast for o_proj too
-        kept += (14 * q + 12 * k) if cpu else (8 * q + 8 * k)
-    else:
-        kept = 16 * d + 16 * ff + ((16 * q + 12 * k) if cpu else (12 * q + 12 * k))
+    if by_hand(config, work, ATTENTION):  # the normed input; what it was multiplied to; its result; queries in tiles
+        reach, kept = reaches(work)
+        return 2 * d + 2 * (q + 2 * k) + 2 * q + 2 * q + 4 * k * reach + 2 * TILE * config.heads * kept
+    kept = 4 * d + inputs(config, work, ATTENTION)
     if not cpu:
         mask = 0 if not work.packed else (2 if half else 4) * work.context
-        return kept + mask
-    seen = min(work.context, KEPT_PROBABILITIES)  # the ragged kernel keeps every probability of documents up to this
-    return kept + 4 * config.heads * (seen + min(seen, QUERY_BLOCK)) / 2
+        return kept + ((8 * q + 8 * k) if half else (12 * q + 12 * k)) + mask
+    # inputs of the head norms, then q, k, v, out: float32 also under autocast
+    return kept + 12 * q + 12 * k + scores(config, work)
+
+
+def mlp_bytes(config: ModelConfig, work: Work) -> float:
+    """Norm and SwiGLU."""
+    d, ff = config.width, config.d_ff
+    if by_hand(config, work, MLP):  # the normed input; gate and up; their product
+        return 2 * d + 4 * ff + 2 * ff
+    return 4 * d + (6 if work.precision != "fp32" else 12) * ff + inputs(config, work, MLP)
+
+
+def by_hand(config: ModelConfig, work: Work, names: Sequence[str]) -> bool:
+    """Whether the operators of half.py run these projections: bf16 on a CPU, no adapters; attention to lines of whole documents."""
+    plain = work.adapted is None or not work.adapted & set(names)
+    whole = names != ATTENTION or not (config.bias or work.answers)
+    return work.kind == "cpu" and work.precision == "bf16" and plain and whole
+
+
+def inputs(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
+    """What projections keep of what enters them: those that train, or have an adapter."""
+    cpu, size = work.kind == "cpu", 4 if work.precision == "fp32" else 2
+    kept = 0
+    for place, name in enumerate(names if work.adapted is None else [x for x in names if x in work.adapted]):
+        out, width = projections(config)[name]
+        if work.adapted is not None and cpu:
+            kept += LEFT[work.precision] * out
+        if work.dropped:
+            kept += width * (size + (4 if cpu else 1))  # what is left, and a mask
+        elif name == "o_proj":
+            kept += width * size if cpu else 0  # on a GPU it is what attention keeps
+        elif size == 2 or place == 0 or name == "down_proj":  # autocast casts for each anew; float32 is shared
+            kept += width * size
+    return kept
+
+
+def reaches(work: Work) -> tuple[float, float]:
+    """The mean number of tiles whose keys a tile keeps, and of those whose probabilities it keeps (tiles.py)."""
+    tiles = -(-work.context // TILE)
+    if work.packed and tiles > KEPT_REACH:  # the shorter documents that keep the most
+        return (tiles + 1) / 2, (KEPT_REACH + 1) / 2
+    few = min(tiles, KEPT_REACH)
+    return (tiles + 1) / 2, few * (few + 1) / 2 / tiles
+
+
+def scores(config: ModelConfig, work: Work) -> float:
+    """What attention on a CPU keeps besides q, k, v and its result: probabilities of short documents, repeated keys for long ones."""
+    seen = min(work.context, KEPT_PROBABILITIES)
+    short = 4 * config.heads * (seen + min(seen, QUERY_BLOCK)) / 2
+    if work.context <= KEPT_PROBABILITIES:
+        return short
+    long = 8 * (config.heads - config.kv_heads) * config.head_dim if config.kv_heads > 1 else 0
+    return max(short, long) if work.packed else long
+
+
+def recomputed(config: ModelConfig, work: Work) -> int:
+    """Layers that are computed again in the backward pass."""
+    layers = config.layers
+    return {"none": 0, "full": layers, "every_2": -(-layers // 2), "selective": layers}[work.checkpointing]
 
 
 def token_bytes(config: ModelConfig, work: Work) -> float:
     """What all layers keep of one token, the embedding and the last norm with them, and the layer that is worked on."""
-    kept, entry = layer_bytes(config, work), 4 * config.width
-    again = {"none": 0, "full": config.layers, "every_2": -(-config.layers // 2), "selective": config.layers}[
-        work.checkpointing
-    ]
-    if work.checkpointing == "selective":
-        entry += product_bytes(config, work)
-    within = kept * (config.layers - again) + entry * again
-    return within + kept + 8 * config.width + 4 * config.head_dim
+    kept, entry, again = layer_bytes(config, work), 4 * config.width, recomputed(config, work)
+    products = product_bytes(config, work) if work.checkpointing == "selective" else 0
+    lost = LOST[work.precision] * again * max(0, kept - products) if work.kind == "cpu" else 0
+    within = kept * (config.layers - again) + (entry + products) * again
+    return within + lost + kept + 8 * config.width + 4 * config.head_dim
 
 
 def product_bytes(config: ModelConfig, work: Work) -> float:
@@ -190,11 +275,33 @@ def product_bytes(config: ModelConfig, work: Work) -> float:
     return (4 if work.precision == "fp32" else 2) * numbers
 
 
-def one_pass(configs: Sequence[ModelConfig], work: Work, micro_batch: int) -> tuple[float, float]:
-    """Bytes of (activations, logits) of a micro-batch. Of several models (an actor and its critic) the first has a head."""
-    tokens = micro_batch * work.row
+def one_pass(
+    configs: Sequence[ModelConfig], weights: Weights, work: Work, micro_batch: int
+) -> tuple[float, float, float]:
+    """Bytes of (copies, activations, logits) of a micro-batch. Of several models (an actor and its critic) the first has a head."""
+    tokens, chosen, first = micro_batch * work.row, micro_batch * work.selected, configs[0]
+    half, rows = work.precision != "fp32", max(EVEN_ROWS, MOST_LOGITS // first.vocab_size)
     activations = tokens * sum(token_bytes(config, work) for config in configs)
-    return activations, 16.0 * configs[0].vocab_size * micro_batch * work.selected
+    # a tied embedding's two gradients meet before they join the sum of the micro-batches before
+    twice = 4.0 * weights.twice * (2 if work.accumulates else 1)
+    if work.answers or not chosen:
+        return 2.0 * weights.cast * half, activations + twice, 16.0 * first.vocab_size * chosen
+    cast = weights.cast - weights.head  # next_token casts the head, and drops that before the backward pass
+    if by_hand(first, work, ATTENTION):  # a layer's copies go with it
+        cast *= min(1.0, (first.layers - recomputed(first, work) + 1) / first.layers)
+    each = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU widens few at a time
+    logits = each * first.vocab_size * min(rows, chosen) + (6.0 if half else 4.0) * first.width * chosen
+    return 2.0 * cast * half, activations, logits + head_bytes(weights, work, chosen > rows)
+
+
+def head_bytes(weights: Weights, work: Work, several: bool) -> float:
+    """What is as large as the head's matrix in `next_token`, beside its gradient. `several`: the logits come in more than one part."""
+    standing = 4 if work.accumulates else 0  # the sum of the micro-batches before is not the new gradient
+    if work.kind != "cpu":  # the gradient, and what the backward pass makes of it
+        return (4.0 + standing) * weights.head
+    # nothing is used again: the gradient; in bf16 the head, a part and that in float32; a further part; the embedding's gradient
+    added = (8 if work.precision == "fp32" else 12) + (4 if several else 0)
+    return float(added + standing) * weights.head
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -213,15 +320,14 @@ def update_bytes(hidden: Counter[Shape], work: Work) -> float:
 
 def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micro_batch: int) -> Footprint:
     """One process that trains these weights, `micro_batch` rows at a time."""
-    activations, logits = one_pass(configs, work, micro_batch)
+    copies, activations, logits = one_pass(configs, weights, work, micro_batch)
     muon = sum(r * c * n for (r, c), n in weights.hidden.items()) if work.optimizer == "muon" else 0
     return Footprint(
         weights=4.0 * weights.trained + weights.frozen + (4.0 * weights.trained if work.ema else 0.0),
         gradients=4.0 * weights.trained,
         optimizer=8.0 * weights.trained - 4.0 * muon,
-        copies=0.0 if work.precision == "fp32" else 2.0 * weights.cast,
-        # a tied embedding's two gradients meet before they join the sum of the micro-batches before
-        activations=activations + 4.0 * weights.twice * (2 if work.accumulates else 1),
+        copies=copies,
+        activations=activations,
         logits=logits,
         update=update_bytes(weights.hidden, work),
         margin=device.TOP_PAD / 4 if work.kind == "cpu" else 0.0,

@@ -27,7 +27,7 @@ from pipeline.errors import InputError
 from pipeline.learning import footprint
 from pipeline.learning.footprint import Footprint, Work
 from pipeline.learning.ranks import Ranks
-from pipeline.learning.settings import TrainingConfig
+from pipeline.learning.settings import FitConfig, TrainingConfig
 from pipeline.params import Runtime
 from pipeline.tracking import say
 from pipeline.work import Job
@@ -108,9 +108,14 @@ def plan_of(
     if not configs:
         return None
     weights = footprint.weights_of(model)
+    adapted, dropped = footprint.adapters_of(model)
+    selected = (
+        config.trained_length if hasattr(parts(model)[0], "logits") else 0
+    )  # a reward model has no head for tokens
     work = Work(
-        row=config.row_length, context=config.longest, selected=config.trained_length, kind=hardware.device.type,
-        precision=hardware.precision, optimizer=config.optimizer, checkpointing=runtime.gradient_checkpointing,
+        row=config.row_length, context=config.longest, selected=selected, kind=hardware.device.type, precision=hardware.precision,
+        optimizer=config.optimizer, checkpointing=runtime.gradient_checkpointing, answers=not isinstance(config, FitConfig),
+        adapted=adapted, dropped=dropped,
     )  # fmt: skip
 
     def plan(micro_batch: int) -> Footprint:
