@@ -9,7 +9,6 @@ Not promised: that it is faster than eager for every shape; `benchmarks/train_sp
 """
 
 import os
-import shutil
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from torch import nn
 from pipeline import work
 from pipeline.device import Hardware
 from pipeline.errors import ConfigError
-from pipeline.model import pieces
+from pipeline.model import native
 from pipeline.tracking import say
 
 PAYS = {"cpu": 1e14, "cuda": 5e16}  # training FLOPs of the whole run
@@ -26,16 +25,18 @@ SHAPES = 64  # compilations of a block: forward and backward, training and evalu
 
 def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Hardware, name: str) -> bool:
     """Compile the layers if `wanted`; returns whether it was. Raises ConfigError as `wanted`."""
-    pieces.run_eagerly()  # what a run before this one in the process compiled
+    native.unload()  # what a run before this one in the process asked for
+    by_hand = hardware.device.type == "cpu" and hardware.precision == "bf16"
+    if by_hand and all(getattr(block, "plain", False) for block in blocks(model)):
+        if not wanted(asked, flops=float("inf"), device=hardware.device):
+            return False
+        native.load(work.root() / "compile")
+        return True
     if not wanted(asked, flops=flops, device=hardware.device):
         return False
     _prepare(name)
-    by_hand = hardware.device.type == "cpu" and hardware.precision == "bf16"
-    if by_hand and all(getattr(block, "plain", False) for block in blocks(model)):
-        pieces.compile_pieces()
-    else:
-        for block in blocks(model):
-            block.compile()
+    for block in blocks(model):
+        block.compile()
     return True
 
 
@@ -51,7 +52,7 @@ def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
 
 def lacking(device: torch.device) -> str:
     """What torch.compile would need here and does not find; empty when it can work."""
-    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+    if device.type == "cpu" and native.compiler() is None:
         return "a C++ compiler (g++ or clang++)"
     return "" if device.type in PAYS else f"a CPU or a CUDA device, not {device.type}"
 
