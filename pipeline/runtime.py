@@ -25,7 +25,7 @@ class Runtime:
     micro_batch: int | str = "auto"  # rows in one forward pass; auto: what fits the memory
     workers: int | str = "auto"  # processes of the data stages; auto: one per core
     gradient_checkpointing: str = "none"  # none, full, every_2, selective: recompute activations to save memory
-    compile: bool | str = "auto"  # torch.compile the layers; auto: where the run is long enough to pay for it
+    compile: bool | str = "auto"  # the layers; auto: where it pays (learning/compiling.py)
     pin_memory: bool | str = "auto"  # batches in page-locked memory on their way to a GPU; auto: where there is one
     logging_steps: int = 10  # a row of the curve every so many steps
     save_steps: int = 500  # a resumable state every so many steps,

@@ -33,7 +33,7 @@ ONE_PLACE = {
     "weights on disk": (r"torch\.save\(|torch\.load\(|import pickle|\bpickle\.", ()),
     "reported numbers": (r"\bmlflow\.|^\s*print\(", ("pipeline/tracking.py",)),
     "untrusted code": (r"(?<![\w.])(exec|eval)\(", ("pipeline/sandbox/",)),
-    "starting processes": (r"\bsubprocess\b|\bos\.exec|\bmultiprocessing\b", ("pipeline/launch.py", "pipeline/sandbox/")),
+    "starting processes": (r"\bsubprocess\b|\bos\.exec|\bmultiprocessing\b", ("pipeline/launch.py", "pipeline/model/native.py", "pipeline/sandbox/")),
     "sampling": (r"\bmultinomial\b", ("pipeline/generation/",)),
     "devices and seeds": (r"cuda\.is_available|manual_seed", ("pipeline/device.py",)),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from pipeline.learning.fit import fit
 from pipeline.learning.keeping import weights_of
 from pipeline.learning.objectives import Loss
 from pipeline.learning.settings import Curriculum
+from pipeline.model import native
 from pipeline.work import Job
 from tests.test_fit import Batch, Net, Rows, Stopped, config, equal, job, loss
 
@@ -322,7 +323,7 @@ def test_the_rule_compiles_long_runs_alone() -> None:
 
 
 def test_compile_without_a_compiler_is_an_error_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
     assert not compiling.wanted("auto", flops=1e20, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"runtime.compile: true needs a C\+\+ compiler"):
         compiling.wanted(True, flops=0, device=torch.device("cpu"))

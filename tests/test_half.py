@@ -1,7 +1,6 @@
 """Training in bf16 on a CPU: each part written by hand against the plain formula in float64, and the whole model with it."""
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.learning.objectives import next_token
-from pipeline.model import half, pieces, tiles, transformer
+from pipeline.model import half, native, pieces, tiles, transformer
 from pipeline.model.attention import Branches, Documents, Masked, Padded, Rows, documents_of
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import ragged_attention
@@ -105,12 +104,17 @@ def test_attention_in_tiles_is_that_within_each_document(
     close(found, plain, inputs, [half.BF16, torch.float32, torch.float32])
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
-def test_compiled_pieces_are_the_plain_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_compiled", {})
-    pieces.compile_pieces()
+@pytest.fixture
+def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if native.compiler() is None:
+        pytest.skip("no C++ compiler")
+    native.load(tmp_path_factory.getbasetemp() / "native")
+    yield
+    native.unload()
+
+
+@pytest.mark.usefixtures("in_cpp")
+def test_the_pieces_in_cpp_are_the_plain_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     test_attention_in_tiles_is_that_within_each_document((3, 120, 1, 200, 60), True, 4, 2)
     test_a_product_behind_a_norm_is_the_plain_formula(1, monkeypatch)
     test_a_product_and_a_gated_unit_are_the_plain_formulas()
@@ -253,3 +257,10 @@ def test_layers_that_are_computed_again_give_the_same_bits(policy: str, again: i
     assert len(plain) == len(list(Transformer(CONFIG).parameters()))
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     assert more - products == again
+
+
+@pytest.mark.usefixtures("in_cpp")
+@pytest.mark.parametrize(("policy", "again"), [("full", 8), ("every_2", 4), ("selective", 0)])
+def test_layers_with_pieces_in_cpp_are_computed_again_alike(policy: str, again: int) -> None:
+    """What C++ writes into counts no version, so autograd would not notice that a kept tensor is another one."""
+    test_layers_that_are_computed_again_give_the_same_bits(policy, again, 0.0)

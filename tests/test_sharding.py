@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.learning import optim, sharding, states
 from pipeline.learning.optim import OptimizerConfig, Optimizers
 from pipeline.learning.sharding import Sharding
+from pipeline.model import native
 from pipeline.model.transformer import Transformer
 from tests import training
 from tests.training import Case, told, weights
@@ -31,6 +32,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp2 lora": {"sharding": "true", "adapter": "lora", "micro_batch": 3},
     "fsdp2 dora": {"sharding": "true", "adapter": "dora", "micro_batch": 3},
 }
+IN_BF16: dict[str, Any] = {"micro_batch": 3, "precision": "bf16", "compile": True}
 KINDS: dict[str, dict[str, Any]] = {
     "ddp": {}, "fsdp2": {"sharding": "true"}, "zero2 averaged": {"sharding": "false", "ema_decay": 0.9}
 }  # fmt: skip
@@ -146,6 +148,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every run of RUNS by two processes; and some that stop, or meet a number that is none."""
     folder = tmp_path_factory.mktemp("pairs")
     cases = [case(folder, name) for name in RUNS]
+    cases += [case(folder, "ddp bf16", **IN_BF16), case(folder, "fsdp2 bf16", sharding="true", **IN_BF16)]
     for kind, cut in KINDS.items():
         cases += [case(folder, f"{kind} whole", **LONG, **cut),
                   case(folder, f"{kind} again", **LONG, **cut, stop=(5, 1)),
@@ -180,6 +183,14 @@ def test_two_processes_end_with_the_weights_of_one(name: str, pairs: Path, tmp_p
     assert ones == pytest.approx(twos, abs=1e-6)
     vals = [[r["val/loss"] for r in told(folder)["curve"] if "val/loss" in r] for folder in (tmp_path, pairs / name)]
     assert len(vals[0]) == 2 and vals[0] == pytest.approx(vals[1], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+def test_layers_by_hand_in_bf16_are_the_same_cut_and_whole(pairs: Path) -> None:
+    cut, whole = weights(pairs / "fsdp2 bf16"), weights(pairs / "ddp bf16")
+    assert close(cut, whole)
+    assert not close(whole, weights(pairs / "ddp"))  # it was bf16
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 from pipeline import device
@@ -55,6 +56,7 @@ class Case:
     save_steps: int = 100
     keep: int = 3
     compile: bool = False
+    precision: str = "fp32"
     dropout: float = 0.0
     stop: tuple[int, int] = (-1, -1)  # (step, rank): a signal arrives there
     poison: tuple[int, int] = (-1, -1)  # the loss is not a number there
@@ -115,7 +117,7 @@ def model_of(case: Case) -> Transformer:
 def job_of(folder: Path, case: Case) -> Job:
     """As running.py makes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    runtime = Runtime(logging_steps=1, precision="fp32", save_steps=case.save_steps, micro_batch=case.micro_batch,
+    runtime = Runtime(logging_steps=1, precision=case.precision, save_steps=case.save_steps, micro_batch=case.micro_batch,
                       keep=case.keep, compile=case.compile)  # fmt: skip
     return Job(stage="toy", item=None, key="k", seed=1, folder=folder, workers=1, runtime=runtime,
                tracker=Tracker("toy", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
@@ -197,6 +199,7 @@ def main() -> None:
     Ranks.leave = lambda self: None  # type: ignore[method-assign]  # the processes have more cases to run
     for fields in json.loads(Path(sys.argv[1]).read_text()):
         case = Case(**fields)
+        AcceleratorState._reset_state()  # cases differ in precision
         os.environ["ACCELERATE_USE_FSDP"] = "true" if case.sharding else "false"
         os.environ |= {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": case.sharding}
         run(case)

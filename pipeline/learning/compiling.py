@@ -1,15 +1,15 @@
-"""torch.compile for the blocks of a model, where it pays.
+"""What is compiled of a model's layers, where it pays.
 
-Each block is compiled in place (`layer.compile()`), so all layers share one compilation and no name in the state dict changes. What was
-compiled is kept in `.work/compile` between runs. On a CPU in bf16 only what stands between the matrix products is (`model/pieces.py`),
-because there the layers are written by hand; but layers with adapters or biases are compiled whole. `auto` is a rule without a clock, so that equal runs choose alike: a run of more
-than 1e14 training FLOPs on a CPU, 5e16 on a GPU. A compiled step rounds otherwise than an eager one, and a state says which it was.
+On a CPU in bf16, where the layers are written by hand, it is the pieces between their matrix products, in C++ (`model/pieces.cpp`): two
+seconds, so `auto` does it wherever there is a compiler. Anywhere else, and for layers with adapters or biases, it is torch.compile:
+each block in place (`layer.compile()`), so all layers share one compilation and no name in the state dict changes. There `auto` is a
+rule without a clock, so that equal runs choose alike: a run of more than 1e14 training FLOPs on a CPU, 5e16 on a GPU. Both are kept in
+`.work/compile` between runs. A compiled step rounds otherwise than an eager one, and a state says which it was.
 
-Not promised: that it is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
+Not promised: that torch.compile is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
 """
 
 import os
-import shutil
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 from pipeline import work
 from pipeline.device import Hardware
 from pipeline.errors import ConfigError
-from pipeline.model import pieces
+from pipeline.model import native
 from pipeline.tracking import say
 
 PAYS = {"cpu": 1e14, "cuda": 5e16}  # training FLOPs of the whole run
@@ -26,16 +26,18 @@ SHAPES = 64  # compilations of a block: forward and backward, training and evalu
 
 def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Hardware, name: str) -> bool:
     """Compile the layers if `wanted`; returns whether it was. Raises ConfigError as `wanted`."""
-    pieces.run_eagerly()  # what a run before this one in the process compiled
+    native.unload()  # what a run before this one in the process asked for
+    by_hand = hardware.device.type == "cpu" and hardware.precision == "bf16"
+    if by_hand and all(getattr(block, "plain", False) for block in blocks(model)):
+        if not wanted(asked, flops=float("inf"), device=hardware.device):
+            return False
+        native.load(work.root() / "compile")
+        return True
     if not wanted(asked, flops=flops, device=hardware.device):
         return False
     _prepare(name)
-    by_hand = hardware.device.type == "cpu" and hardware.precision == "bf16"
-    if by_hand and all(getattr(block, "plain", False) for block in blocks(model)):
-        pieces.compile_pieces()
-    else:
-        for block in blocks(model):
-            block.compile()
+    for block in blocks(model):
+        block.compile()
     return True
 
 
@@ -51,7 +53,7 @@ def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
 
 def lacking(device: torch.device) -> str:
     """What torch.compile would need here and does not find; empty when it can work."""
-    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+    if device.type == "cpu" and native.compiler() is None:
         return "a C++ compiler (g++ or clang++)"
     return "" if device.type in PAYS else f"a CPU or a CUDA device, not {device.type}"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from pipeline.model.pieces import exponentials
+from pipeline.model.pieces import exponentials, outer
 
 EVEN_ROWS = 128  # rows of a product in half precision are a multiple of it
 MOST_LOGITS = 2**23  # that are kept at once between two products
@@ -75,7 +75,7 @@ class _NextToken(Function):
                 grad_states[rows] = torch.mm(logits, head).to(wide).div_(sums)
                 grad_states[rows][: len(aims)] -= head.index_select(0, aims)
             if of_head:
-                part = torch.mm(logits.t(), (states[rows] / sums).to(half))
+                part = outer(logits, (states[rows] / sums).to(half))
                 grad_head = part.to(wide) if grad_head is None else grad_head.add_(part)
                 grad_head.index_add_(0, aims, states[rows][: len(aims)].to(wide), alpha=-1)
         if of_head and grad_head is None:  # nothing to predict

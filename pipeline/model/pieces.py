@@ -1,53 +1,31 @@
 """What stands between two matrix products in training in bf16 on a CPU: norms, rotations, gates, exponentials, and back.
 
     unit          x / sqrt(mean(x^2) + eps)                       its root's inverse is kept for the way back
+    fold          W diag(w)                                       what stands behind a norm with weights w
     heads         queries and keys: norm, weights, rotation       RoPE (arXiv:2104.09864), the half-split form
     gated         silu(g) * u
     exponentials  e = exp(z - max z), s = sum e, losses log s + max z - z_t
     probabilities softmax(scores + mask)
+    outer         a^T b, the gradient of a matrix
 
-Each exists twice. The plain formula, which `compile_pieces` hands to torch.compile: one pass over memory, 2 to 4 times as fast,
-for half a minute of compiling (a C++ compiler is needed, so nothing relies on it). And PyTorch's operators one by one, over pieces of
-rows that a core's second-level cache holds. Both compute in float32 and give bf16, but `gated`, which is in bf16 throughout where it is
-not compiled: there converting costs more than the operators do.
+Each exists twice: in C++ (pieces.cpp), one pass over memory, 2 to 5 times as fast, where native.py has been told to load it; and as
+PyTorch's operators one by one, over pieces of rows that a core's second-level cache holds. Both compute in float32 and give bf16, but
+PyTorch's `gated`, which is in bf16 throughout: there converting costs more than the operators do.
 
 Shapes: N tokens, D width, F outputs of a gate, H query heads, K key heads, J = H + K, h head size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.model.native import call, loaded
+
 BF16 = torch.bfloat16
 AT_ONCE = 2**18  # numbers of a piece
-
-_compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def compile_pieces() -> None:
-    """From now on the plain formulas run, compiled on their first call. Needs what torch.compile needs."""
-    for plain in (_unit, _unit_back, _heads, _heads_back, _gated, _gated_back, _exponentials, _probabilities):
-        _compiled.setdefault(plain, _any_rows(torch.compile(plain)))
-
-
-def run_eagerly() -> None:
-    """From now on PyTorch's operators run again."""
-    _compiled.clear()
-
-
-def _any_rows(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """One compilation for every number of rows, so that what a step computes does not hang on the steps before it."""
-
-    def run(x: Tensor, *others: Any) -> Any:
-        for tensor in (x, *(y for y in others if isinstance(y, Tensor))):
-            if len(tensor) == len(x):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(x, *others)
-
-    return run
+PAYS_TO_TURN = 2**29  # multiplications of a product
 
 
 def _rows(x: Tensor) -> Iterator[slice]:
@@ -61,33 +39,25 @@ def _rows(x: Tensor) -> Iterator[slice]:
 
 def unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x (N, D) in float32 -> x / rms(x) in bf16, and 1 / rms(x), (N, 1)."""
-    if _unit in _compiled:
-        return _compiled[_unit](x, eps)
     whole, scale = torch.empty(x.shape, dtype=BF16), x.new_empty(len(x), 1)
+    if loaded():
+        call("unit", x, whole, scale, *x.shape, eps)
+        return whole, scale
     for rows in _rows(x):
         scale[rows] = _inverse_norm(x[rows], eps)
         whole[rows] = x[rows] * scale[rows]
     return whole, scale
 
 
-def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (x * scale).to(BF16), scale
-
-
 def unit_back(grad: Tensor, whole: Tensor, scale: Tensor) -> Tensor:
     """From the gradient of `unit`'s result in bf16 to that of x (N, D) in float32."""
-    if _unit_back in _compiled:
-        return _compiled[_unit_back](grad, whole, scale)
     result = torch.empty(grad.shape)
+    if loaded():
+        call("unit_back", grad, whole, scale, result, *grad.shape)
+        return result
     for rows in _rows(grad):
         result[rows] = _norm_back(grad[rows].float(), whole[rows].float(), scale[rows])
     return result
-
-
-def _unit_back(grad: Tensor, whole: Tensor, scale: Tensor) -> Tensor:
-    grad, whole = grad.float(), whole.float()
-    return (grad - whole * (grad * whole).mean(-1, keepdim=True)) * scale
 
 
 def _inverse_norm(x: Tensor, eps: float) -> Tensor:
@@ -101,6 +71,54 @@ def _norm_back(grad: Tensor, whole: Tensor, scale: Tensor) -> Tensor:
     return grad.addcmul_(whole, along).mul_(scale)
 
 
+def fold(weight: Tensor, *matrices: Tensor) -> Tensor:
+    """Each matrix (F_i, D) times weight (D,), one below the other in bf16: (sum F_i, D)."""
+    if not loaded():
+        return torch.cat([matrix * weight for matrix in matrices]).to(BF16)
+    result = torch.empty(sum(map(len, matrices)), len(weight), dtype=BF16)
+    begin = 0
+    for matrix in matrices:
+        call("fold", matrix.detach(), weight.detach(), result[begin:], *matrix.shape)
+        begin += len(matrix)
+    return result
+
+
+def unfold(part: Tensor, weight: Tensor, *matrices: Tensor) -> tuple[list[Tensor], Tensor]:
+    """From the gradient (sum F_i, D) of `fold`'s result in bf16 to those of the matrices and of the weight, in float32."""
+    if not loaded():
+        folded = list(part.float().split([len(matrix) for matrix in matrices]))
+        of_weight = torch.zeros_like(weight)
+        for grad, matrix in zip(folded, matrices, strict=True):
+            of_weight += (grad * matrix).sum(0)
+            grad.mul_(weight)
+        return folded, of_weight
+    results = [torch.empty(matrix.shape) for matrix in matrices]
+    shares = weight.new_empty(len(matrices), torch.get_num_threads(), len(weight))
+    begin = 0
+    for matrix, result, sums in zip(matrices, results, shares, strict=True):
+        call("unfold", part[begin:], matrix, weight, result, sums, *matrix.shape)
+        begin += len(matrix)
+    return results, shares.sum((0, 1))
+
+
+# gradients of matrices
+
+
+def outer(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right of (N, A) and (N, B): (A, B).
+
+    On a CPU in bf16 oneDNN reads a transposed left side two to three times as slowly as a plain one. Where one side is at most half as wide as the
+    other and the product is large, transposing that side first, and the result too if it was the right one, is less work.
+    """
+    narrow, broad = sorted((left.shape[1], right.shape[1]))
+    slow = left.device.type == "cpu" and left.dtype == BF16
+    if not slow or broad < 2 * narrow or narrow * broad * len(left) < PAYS_TO_TURN:
+        return torch.mm(left.t(), right)
+    if left.shape[1] == narrow:
+        return torch.mm(left.t().contiguous(), right)
+    return torch.mm(right.t().contiguous(), left).t().contiguous()
+
+
 # queries and keys
 
 
@@ -109,10 +127,12 @@ def heads(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, eps: float | Non
 
     They are multiplied by `weights` (J, h), and normed before that if there is an `eps`. `cos`, `sin` (N, 1, h/2) in float32.
     """
-    if _heads in _compiled:
-        return _compiled[_heads](x, weights, cos, sin, eps)
     num = len(weights)
     turned, scale = torch.empty(len(x), num, x.shape[2], dtype=BF16), torch.ones(len(x), num, 1)
+    if loaded():
+        sizes = *x.shape[:2], num, x.shape[2] // 2
+        call("heads", x, weights, cos, sin, turned, scale, *sizes, eps or 0.0, eps is not None)
+        return turned, scale
     for rows in _rows(turned):
         wide = x[rows, :num].float()
         if eps is not None:
@@ -122,22 +142,17 @@ def heads(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, eps: float | Non
     return turned, scale
 
 
-def _heads(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
-    wide = x[:, : len(weights)].float()
-    scale = torch.ones_like(wide[..., :1])
-    if eps is not None:
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    first, second = (wide * scale * weights).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(BF16), scale
-
-
 def heads_back(
     grad: Tensor, x: Tensor, scale: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, normed: bool
 ) -> tuple[Tensor, Tensor]:
     """From the gradients (N, J + K, h), in float32, of turned heads and of values, to those of x in bf16 and of weights (J, h)."""
-    if _heads_back in _compiled:
-        return _compiled[_heads_back](grad, x, scale, weights, cos, sin, normed)
-    num, of_weights, result = len(weights), torch.zeros_like(weights), torch.empty_like(x)
+    num, result = len(weights), torch.empty_like(x)
+    if loaded():
+        shares = weights.new_empty(torch.get_num_threads(), *weights.shape)
+        sizes = *x.shape[:2], num, x.shape[2] // 2
+        call("heads_back", grad, x, scale, weights, cos, sin, result, shares, *sizes, normed)
+        return result, shares.sum(0)
+    of_weights = torch.zeros_like(weights)
     for rows in _rows(x):
         back = _turn(grad[rows, :num], cos[rows], sin[rows], -1.0)
         whole = x[rows, :num] * scale[rows]
@@ -146,19 +161,6 @@ def heads_back(
         result[rows, :num] = _norm_back(back, whole, scale[rows]) if normed else back
         result[rows, num:] = grad[rows, num:]
     return result, of_weights
-
-
-def _heads_back(
-    grad: Tensor, x: Tensor, scale: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, normed: bool
-) -> tuple[Tensor, Tensor]:
-    num = len(weights)
-    first, second = grad[:, :num].chunk(2, dim=-1)
-    back = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-    whole = x[:, :num].float() * scale
-    of_weights, back = (back * whole).sum(0), back * weights
-    if normed:
-        back = (back - whole * (back * whole).mean(-1, keepdim=True)) * scale
-    return torch.cat((back, grad[:, num:]), dim=1).to(BF16), of_weights
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
@@ -175,33 +177,24 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 def gated(x: Tensor) -> Tensor:
     """silu(g) * u of x = (g, u) side by side, in bf16: (N, 2F) -> (N, F)."""
-    if _gated in _compiled:
-        return _compiled[_gated](x)
+    if loaded():
+        result = x.new_empty(len(x), x.shape[1] // 2)
+        call("gated", x, result, *result.shape)
+        return result
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
-def _gated(x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, dim=-1)
-    return (functional.silu(gate) * up).to(BF16)
-
-
 def gated_back(grad: Tensor, x: Tensor) -> Tensor:
     """From the gradient (N, F) of `gated`'s result to that of x (N, 2F), both in bf16."""
-    if _gated_back in _compiled:
-        return _compiled[_gated_back](grad, x)
     result = torch.empty_like(x)
+    if loaded():
+        call("gated_back", grad, x, result, *grad.shape)
+        return result
     (gate, up), (left, right) = x.chunk(2, dim=-1), result.chunk(2, dim=-1)
     torch.mul(functional.silu(gate), grad, out=right)
     torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=left)
     return result
-
-
-def _gated_back(grad: Tensor, x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, dim=-1)
-    above, share = grad.float(), torch.sigmoid(gate)
-    silu = gate * share
-    return torch.cat(((share + silu * (1 - share)) * up * above, silu * above), dim=-1).to(BF16)
 
 
 # the head
@@ -212,8 +205,14 @@ def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
 
     There may be fewer targets than rows: the rows without one get zeros, and 1 as their sum.
     """
-    if _exponentials in _compiled and logits.dtype == BF16 and logits.device.type == "cpu":
-        return _compiled[_exponentials](logits, functional.pad(targets, (0, len(logits) - len(targets)), value=-1))
+    if loaded() and logits.dtype == BF16 and logits.device.type == "cpu":
+        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
+            raise IndexError(
+                f"expected targets within 0 to {logits.shape[1] - 1}, got {int(targets.min())} to {int(targets.max())}"
+            )
+        sums, losses = torch.empty(len(logits), 1), torch.empty(len(logits), dtype=torch.float64)
+        call("exponentials", logits, targets, sums, losses, *logits.shape, len(targets))
+        return logits, sums, losses.sum().float()
     wide_type = torch.promote_types(logits.dtype, torch.float32)
     sums = torch.ones(len(logits), 1, dtype=wide_type, device=logits.device)
     total = sums.new_zeros(())
@@ -231,22 +230,14 @@ def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
     return logits, sums, total
 
 
-def _exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide, real = logits.float(), targets[:, None] >= 0
-    most = wide.amax(-1, keepdim=True)
-    e = torch.where(real, torch.exp(wide - most), 0.0)
-    sums = torch.where(real, e.sum(-1, keepdim=True), 1.0)
-    losses = sums.log() + most - wide.gather(1, targets[:, None].clamp(min=0))
-    return e.to(BF16), sums, torch.where(real, losses, 0.0).sum()
-
-
 # attention
 
 
 def probabilities(scores: Tensor, mask: Tensor) -> Tensor:
     """softmax(scores + mask) in bf16, of scores (m, K, 128, G, S), which are lost, and the mask (m, 1, 128, 1, c) of the last keys."""
-    if _probabilities in _compiled:
-        return _compiled[_probabilities](scores, functional.pad(mask, (scores.shape[-1] - mask.shape[-1], 0)))
+    if loaded():
+        call("probabilities", scores, mask, *scores.shape, mask.shape[-1])
+        return scores
     scores[..., scores.shape[-1] - mask.shape[-1] :].add_(mask)
     return torch.softmax(scores, dim=-1)
 

@@ -5,8 +5,7 @@
 The parameters carry Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`), so `state_dict()` is what
 `model.safetensors` holds. Inside, all tokens of a batch lie on one line (N, D); `attention.py` says who sees whom.
 
-Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (`generation/`). No dropout unless
-`model.dropout` is set.
+Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off unless set.
 """
 
 from collections.abc import Callable
@@ -164,11 +163,10 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
-        head = self.table
         missing = uneven(hidden, len(hidden)) if hidden.ndim == 2 else 0
         if missing:
-            return functional.linear(functional.pad(hidden, (0, 0, 0, missing)), head)[: len(hidden)]
-        return functional.linear(hidden, head)
+            return functional.linear(functional.pad(hidden, (0, 0, 0, missing)), self.table)[: len(hidden)]
+        return functional.linear(hidden, self.table)
 
     @property
     def compiled(self) -> bool:
@@ -371,7 +369,7 @@ class Block(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether all projections are as they were made: no adapters, no biases."""
+        """Whether all projections are as they were made."""
         return self.self_attn.plain and self.mlp.plain
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
