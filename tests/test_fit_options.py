@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.device import Hardware
 from pipeline.errors import ConfigError, GateError
 from pipeline.learning import compiling, states, verdict
 from pipeline.learning import fit as fit_module
@@ -327,6 +328,25 @@ def test_compile_without_a_compiler_is_an_error_only_where_it_is_asked_for(monke
     assert not compiling.wanted("auto", flops=1e20, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"runtime.compile: true needs a C\+\+ compiler"):
         compiling.wanted(True, flops=0, device=torch.device("cpu"))
+
+
+def test_a_compiler_that_fails_is_an_error_only_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / "work"))
+    cpu = Hardware(device=torch.device("cpu"), precision="bf16", threads=1)
+    assert compiling.compiled(tiny_model, "auto", flops=0, hardware=cpu, name="toy") is False
+    assert "toy: goes on with PyTorch's operators, which are slower" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="could not build"):
+        compiling.compiled(tiny_model, True, flops=0, hardware=cpu, name="toy")
+    monkeypatch.delenv("CXX")
+    assert compiling.compiled(tiny_model, False, flops=0, hardware=cpu, name="toy") is False
+    if native.compiler():
+        assert compiling.compiled(tiny_model, "auto", flops=0, hardware=cpu, name="toy") and native.loaded()
+    assert compiling.compiled(tiny_model, False, flops=0, hardware=cpu, name="toy") is False and not native.loaded()
 
 
 def test_a_profile_leaves_a_trace_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,12 @@ def _built(folder: Path) -> ctypes.CDLL:
                     f"{name} could not build pieces.cpp; set runtime.compile=false to go on without:\n{run.stderr[-2000:]}"
                 )
             made.replace(file)
-    return ctypes.CDLL(str(file))
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be loaded ({error}); delete it to build it again, or set runtime.compile=false"
+        ) from error
 
 
 def _processor() -> str:
