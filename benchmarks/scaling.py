@@ -197,26 +197,38 @@ def prepared(documents: list[int], scratch: Path) -> list[Row]:
 # processes
 
 
-def processes(kinds: list[str], steps: int, precision: str, bare: int) -> list[Row]:
-    """A row for each way to start them; memory is the largest process's beyond `bare`."""
+def processes(kinds: list[str], steps: int, precision: str) -> list[Row]:
+    """A row for each way to start them; memory is the largest process's, beyond that of the smallest model started so."""
     found: list[Row] = []
     for kind in kinds:
         count = 2 if PROCESSES[kind] else 1
-        spec = spec_of(MODELS["6M"], ROWS * count, CONTEXT, precision) | {"steps": steps}
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.scaling_arms", "train", folder, json.dumps(spec)]
-            done = subprocess.run(command, cwd=ROOT, env=environment(STAGECOACH_LAUNCH=PROCESSES[kind], ACCELERATE_USE_CPU="true"),
-                                  capture_output=True, text=True)  # fmt: skip
-            if done.returncode:
-                raise RuntimeError(f"{kind}: {done.stderr[-2000:]}")
-            ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+        spec = spec_of(MODELS["6M"], ROWS * count, CONTEXT, precision)
+        bare = max(rank["peak"] for rank in launched(kind, spec_of(SIZES["tiny"], count, 8, precision), 2))
+        ranks, tokens = launched(kind, spec, steps), spec["rows"] * CONTEXT * steps
         assert len(ranks) == count, f"{kind}: {len(ranks)} processes instead of {count}"
-        tokens = spec["rows"] * CONTEXT * steps
         found.append(told({
             "processes": kind, "tokens_per_second": round(tokens / max(rank["seconds"] for rank in ranks)),
             "per_cpu_second": round(tokens / sum(rank["cpu_seconds"] for rank in ranks)),
         } | beside(max(rank["peak"] for rank in ranks), bare, planned(spec, count, sharded="FSDP" in kind))))  # fmt: skip
     return found
+
+
+def launched(kind: str, spec: Row, steps: int) -> list[Row]:
+    """What each process of a run says of itself. Raises RuntimeError where the run fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.scaling_arms",
+            "train",
+            folder,
+            json.dumps(spec | {"steps": steps}),
+        ]
+        told_by = environment(STAGECOACH_LAUNCH=PROCESSES[kind], ACCELERATE_USE_CPU="true")
+        done = subprocess.run(command, cwd=ROOT, env=told_by, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{kind}: {done.stderr[-2000:]}")
+        return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
 
 
 # what is shown
@@ -289,9 +301,7 @@ def measured(panels: list[str], precision: str, scratch: Path, *, quick: bool) -
         found["corpora"] = corpora(list(CORPORA)[:few], 20 if quick else 200, scratch)
         found["documents"] = prepared([200] if quick else list(DOCUMENTS), scratch)
     if "processes" in panels:
-        found["processes"] = processes(
-            list(PROCESSES)[: 2 if quick else None], max(2, 2 * steps), precision, without_model(precision)
-        )
+        found["processes"] = processes(list(PROCESSES)[: 2 if quick else None], max(2, 2 * steps), precision)
     return found
 
 

@@ -63,6 +63,7 @@ def test_models_have_the_sizes_of_their_names() -> None:
         assert found == pytest.approx(float(name[:-1]), rel=0.2), name
 
 
+@pytest.mark.slow
 def test_a_table_and_four_panels_show_every_row(tmp_path: Path) -> None:
     rows: dict[str, list[dict[str, Any]]] = {
         "sizes": [
@@ -77,11 +78,14 @@ def test_a_table_and_four_panels_show_every_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_together_and_each_tells_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(scaling.MODELS, "6M", SIZES["tiny"])
-    monkeypatch.setattr(scaling, "CONTEXT", 8)
-    (row,) = scaling.processes(["2, DDP"], 2, "fp32", 0)
-    assert json.loads(capsys.readouterr().out) == row
-    assert row["tokens_per_second"] > 0 and row["per_cpu_second"] > 0 and row["held_mib"] > 50
+def test_two_processes_train_together_and_each_tells_its_own() -> None:
+    first, second = scaling.launched("2, DDP", scaling.spec_of(SIZES["tiny"], 4, 8, "fp32"), 2)
+    for rank in (first, second):
+        assert 0 < rank["cpu_seconds"] <= 1.5 * rank["seconds"] and rank["peak"] > 50e6
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(scaling.PROCESSES, "two", "two")
+    with pytest.raises(RuntimeError, match="STAGECOACH_LAUNCH: expected a number of processes"):
+        scaling.launched("two", {}, 2)
