@@ -1,0 +1,341 @@
+"""What training costs as things grow: tokens/s and memory against model size, length of rows, corpus and processes.
+
+    python benchmarks/scaling.py [--panels sizes contexts corpora processes] [--precision bf16] [--folder DIR] [--quick]
+
+    sizes       `fit` at 1 M to 50 M parameters: tokens/s, TFLOP/s, peak memory beside what the plan says (learning/footprint.py)
+    contexts    rows of 128 to 4,096 tokens, 4,096 tokens a step
+    corpora     1 M to 1,000 M tokens: shards written by shards.join, and read by CorpusStream. Flat is what a reader holds after the
+                packing index is built; building it takes memory for each document, once
+    processes   one, two with the whole model each (DDP), two with half of it (FSDP2), started as a stage is: STAGECOACH_LAUNCH. Weak
+                scaling: equal rows a process
+
+Each measurement is a process of its own with one thread (`train_arms.py`, `scaling_arms.py`). Memory is what it held privately
+(RssAnon, asked every 20 ms); where a plan stands beside it, without what a process that trains 2,000 parameters holds. CPU time stands
+beside the clock: on cores that others use too, the clock says how busy they were. Processes that share the cores of one machine, as
+these do, show what communication costs, not what another machine would give.
+
+Results: `results/scaling-<device>.json` and `.png`, and a table. `--quick` measures the least of each and writes nothing.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.train_speed import SIZES, Side, anonymous_peak, started  # noqa: E402
+
+MODELS: dict[str, dict[str, int]] = {
+    "1M": {"vocab_size": 4096, "width": 128, "layers": 3, "heads": 2, "kv_heads": 2, "head_dim": 64, "d_ff": 320},
+    "2M": SIZES["2M"], "6M": SIZES["6M"], "12M": SIZES["12M"],
+    "25M": {"vocab_size": 8192, "width": 448, "layers": 9, "heads": 7, "kv_heads": 7, "head_dim": 64, "d_ff": 1216},
+    "50M": SIZES["50M"],
+}  # fmt: skip
+ROWS, CONTEXT, TOKENS = 8, 256, 4096  # of a batch; tokens a step where rows grow longer
+CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
+CORPORA = (10**6, 10**7, 10**8, 10**9)
+DOCUMENTS = (1500, 15_000)
+PROCESSES = {"1": "", "2, DDP": "2", "2, FSDP2": "fsdp2:2"}
+WARMUP, ROUNDS, MOST_STEPS = 3, 3, 8
+Row = dict[str, Any]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """One thread a process, no tracker."""
+    return os.environ | {"STAGECOACH_MLFLOW": "off", "OMP_NUM_THREADS": "1", "STAGECOACH_LAUNCH": ""} | more
+
+
+# training
+
+
+def spec_of(size: dict[str, int], rows: int, context: int, precision: str) -> Row:
+    """What train_arms.py is told."""
+    return {"size": size, "rows": rows, "context": context, "warmup": WARMUP, "precision": precision, "threads": 1}
+
+
+def trained(spec: Row, steps: int, rounds: int) -> Row:
+    """A model's speed by the clock and by CPU time (medians of the rounds), and the most that its process held."""
+    from pipeline import device
+
+    where = device.hardware().device
+    with started(["ours"], spec, None) as (side,):
+        taken = [side.train(steps) for _ in range(rounds)]
+        # a heap keeps what it had; steps of the smallest model are over before they are asked for
+        peak = side.peak if where.type == "cuda" else max(side.peak, anonymous(side.process.pid))
+    tokens, flops = spec["rows"] * spec["context"] * steps, model_of(spec).flops_per_token(spec["context"])
+    clock, cpu = (statistics.median(tokens / each[place] for each in taken) for place in (0, 1))
+    return {"parameters": model_of(spec).num_parameters, "tokens_per_second": round(clock), "per_cpu_second": round(cpu),
+            "gflops": round(flops * clock / 1e9, 1), "gflops_per_cpu_second": round(flops * cpu / 1e9, 1), "peak": peak}  # fmt: skip
+
+
+def model_of(spec: Row) -> Any:
+    """Its shape."""
+    from pipeline.model.config import ModelConfig
+
+    return ModelConfig(**spec["size"], max_context=max(spec["context"], 256), rope_theta=1e4, tied=True)
+
+
+def planned(spec: Row, processes: int = 1, *, sharded: bool = False) -> int:
+    """Bytes of one process by the plan."""
+    from pipeline import device
+    from pipeline.learning import footprint
+
+    config = model_of(spec)
+    work = footprint.Work(row=spec["context"], context=spec["context"], selected=spec["context"], precision=spec["precision"],
+                          kind=device.hardware().device.type, accumulates=False, packed=False)  # fmt: skip
+    weights = footprint.full(config)
+    one = footprint.footprint(weights, [config], work, spec["rows"] // processes)
+    if sharded:
+        one = footprint.sharded(one, config, work, processes)
+    elif processes > 1:
+        one = footprint.data_parallel(one, weights)
+    return round(one.total)
+
+
+def without_model(precision: str) -> int:
+    """What a process that trains next to nothing holds."""
+    return trained(spec_of(SIZES["tiny"], 1, 8, precision), 2, 1)["peak"]
+
+
+def sizes(names: list[str], steps: int, rounds: int, precision: str) -> list[Row]:
+    """A row for each size."""
+    bare, found = without_model(precision), []
+    for name in names:
+        spec = spec_of(MODELS[name], ROWS, CONTEXT, precision)
+        row = trained(spec, max(2, steps * 2_000_000 // model_of(spec).num_parameters), rounds)
+        memory = beside(row.pop("peak"), bare, planned(spec))
+        found.append(told({"size": name} | row | memory))
+    return found
+
+
+def contexts(lengths: list[int], steps: int, rounds: int, precision: str) -> list[Row]:
+    """A row for each length, at equal tokens a step."""
+    bare, found = without_model(precision), []
+    for length in lengths:
+        spec = spec_of(MODELS["6M"], TOKENS // length, length, precision)
+        row = trained(spec, steps, rounds)
+        memory = beside(row.pop("peak"), bare, planned(spec))
+        found.append(told({"context": length} | row | memory))
+    return found
+
+
+def beside(peak: int, bare: int, plan: int) -> Row:
+    """The measured memory of a model and the plan's, in MiB."""
+    held = peak - bare
+    return {
+        "held_mib": round(held / 2**20),
+        "plan_mib": round(plan / 2**20),
+        "plan_over_held": round(plan / max(1, held), 2),
+    }
+
+
+# the corpus
+
+
+def worked(name: str, folder: Path, spec: Row) -> Row:
+    """What an arm says, and its memory beyond what it held before it began."""
+    command = [sys.executable, str(ROOT / "benchmarks/scaling_arms.py"), name, str(folder), json.dumps(spec)]
+    side = Side(name, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True, env=environment()))  # fmt: skip
+    try:
+        side.hear()
+        before = anonymous(side.process.pid)
+        assert side.process.stdin
+        with anonymous_peak(side.process.pid) as peak:
+            side.process.stdin.write("\n")
+            side.process.stdin.flush()
+            heard = side.hear()
+        after = anonymous(side.process.pid)
+    finally:
+        side.process.kill()
+        side.process.communicate()
+    return heard | {
+        "peak_mib": round(max(peak[0], after) / 2**20, 1),
+        "more_mib": round((max(peak[0], after) - before) / 2**20, 1),
+    }
+
+
+def anonymous(process: int) -> int:
+    """RssAnon of a process now, in bytes."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def corpora(tokens: list[int], batches: int, scratch: Path) -> list[Row]:
+    """A row for each number of tokens: written, opened for the first time, opened again."""
+    found = []
+    for number in tokens:
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            written = worked("write", Path(folder), {"tokens": number})
+            first = worked("read", Path(folder), {"batches": 0})
+            again = worked("read", Path(folder), {"batches": batches})
+        found.append(told({
+            "tokens": number, "documents": written["documents"], "write_more_mib": written["more_mib"],
+            "index_seconds": round(first["start_seconds"], 2), "index_peak_mib": first["peak_mib"],
+            "start_seconds": round(again["start_seconds"], 2), "batch_ms": round(again["batch_ms"], 2), "peak_mib": again["peak_mib"],
+        }))  # fmt: skip
+    return found
+
+
+def prepared(documents: list[int], scratch: Path) -> list[Row]:
+    """A row for each number of documents that are tokenised."""
+    found = []
+    for number in documents:
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            row = worked("encode", Path(folder), {"documents": number})
+        found.append(told({"documents": number, "tokens": row["tokens"], "peak_mib": row["peak_mib"]}))
+    return found
+
+
+# processes
+
+
+def processes(kinds: list[str], steps: int, precision: str) -> list[Row]:
+    """A row for each way to start them; memory is the largest process's, beyond that of the smallest model started so."""
+    found: list[Row] = []
+    for kind in kinds:
+        count = 2 if PROCESSES[kind] else 1
+        spec = spec_of(MODELS["6M"], ROWS * count, CONTEXT, precision)
+        bare = max(rank["peak"] for rank in launched(kind, spec_of(SIZES["tiny"], count, 8, precision), 2))
+        ranks, tokens = launched(kind, spec, steps), spec["rows"] * CONTEXT * steps
+        assert len(ranks) == count, f"{kind}: {len(ranks)} processes instead of {count}"
+        found.append(told({
+            "processes": kind, "tokens_per_second": round(tokens / max(rank["seconds"] for rank in ranks)),
+            "per_cpu_second": round(tokens / sum(rank["cpu_seconds"] for rank in ranks)),
+        } | beside(max(rank["peak"] for rank in ranks), bare, planned(spec, count, sharded="FSDP" in kind))))  # fmt: skip
+    return found
+
+
+def launched(kind: str, spec: Row, steps: int) -> list[Row]:
+    """What each process of a run says of itself. Raises RuntimeError where the run fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.scaling_arms",
+            "train",
+            folder,
+            json.dumps(spec | {"steps": steps}),
+        ]
+        told_by = environment(STAGECOACH_LAUNCH=PROCESSES[kind], ACCELERATE_USE_CPU="true")
+        done = subprocess.run(command, cwd=ROOT, env=told_by, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{kind}: {done.stderr[-2000:]}")
+        return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+
+
+# what is shown
+
+
+def told(row: Row) -> Row:
+    """The row, said on the way."""
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    """Columns as wide as they must be."""
+    cells = [
+        list(rows[0]),
+        *([f"{x:,}" if isinstance(x, int | float) else str(x) for x in row.values()] for row in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def plot(found: dict[str, list[Row]], path: Path, title: str) -> None:
+    """Four panels: speed on the left axis, memory on the right one."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=10)
+    panels = [
+        ("sizes", "parameters", "parameters", "gflops_per_cpu_second", "GFLOP/s of CPU time", ("held_mib", "plan_mib")),
+        ("contexts", "context", "tokens of a row", "per_cpu_second", "tokens/s of CPU time", ("held_mib", "plan_mib")),
+        ("corpora", "tokens", "tokens of the corpus", "batch_ms", "ms a batch", ("peak_mib", "index_peak_mib")),
+        ("processes", "processes", "processes", "tokens_per_second", "tokens/s", ("held_mib", "plan_mib")),
+    ]  # fmt: skip
+    names = {
+        "held_mib": "held beyond a bare process",
+        "plan_mib": "plan",
+        "peak_mib": "held by a process",
+        "index_peak_mib": "building the index",
+    }
+    for axis, (panel, x, x_name, speed, speed_name, memory) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        rows = found.get(panel, [])
+        places = [row[x] for row in rows]
+        axis.plot(places, [row[speed] for row in rows], "o-", color="C0")
+        axis.set(xlabel=x_name, ylim=(0, None), title=panel)
+        axis.set_ylabel(speed_name, color="C0")
+        other = axis.twinx()
+        for name, style in zip(memory, ("s-", "x--"), strict=True):
+            other.plot(places, [row[name] for row in rows], style, color="C1", label=names[name])
+        other.set_ylabel("MiB", color="C1")
+        other.set_ylim(0, None)
+        other.legend(loc="lower right", fontsize=8)
+        if panel != "processes" and rows:
+            axis.set_xscale("log", base=2 if panel == "contexts" else 10)
+    figure.savefig(path, dpi=110)
+
+
+def measured(panels: list[str], precision: str, scratch: Path, *, quick: bool) -> dict[str, list[Row]]:
+    """The rows of each panel; `quick` takes the first of each and few steps."""
+    few = 1 if quick else None
+    steps, rounds = (2, 1) if quick else (MOST_STEPS, ROUNDS)
+    found: dict[str, list[Row]] = {}
+    if "sizes" in panels:
+        found["sizes"] = sizes(list(MODELS)[:few], steps, rounds, precision)
+    if "contexts" in panels:
+        found["contexts"] = contexts(list(CONTEXTS)[:few], max(2, steps // 3), rounds, precision)
+    if "corpora" in panels:
+        found["corpora"] = corpora(list(CORPORA)[:few], 20 if quick else 200, scratch)
+        found["documents"] = prepared([200] if quick else list(DOCUMENTS), scratch)
+    if "processes" in panels:
+        found["processes"] = processes(list(PROCESSES)[: 2 if quick else None], max(2, 2 * steps), precision)
+    return found
+
+
+def main(given: list[str] | None = None) -> dict[str, list[Row]]:
+    """Measure, print, and keep."""
+    from pipeline import device
+
+    panels = ["sizes", "contexts", "corpora", "processes"]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--panels", nargs="+", choices=panels, default=panels)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default=device.hardware().precision)
+    parser.add_argument(
+        "--folder", type=Path, help="where the corpora go while they are needed: 5 GB (default: a temporary one)"
+    )
+    parser.add_argument("--quick", action="store_true", help="the least of each panel, nothing is written")
+    arguments = parser.parse_args(given)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
+        found = measured(arguments.panels, arguments.precision, Path(scratch), quick=arguments.quick)
+    for name, rows in found.items():
+        sys.stdout.write(f"\n{name}\n{table(rows)}\n")
+    if not arguments.quick:
+        where, head = device.hardware().device.type, device.describe(arguments.precision)
+        file = ROOT / "benchmarks/results" / f"scaling-{where}.json"
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        found = {name: kept[name] for name in kept if name != "machine"} | found
+        machine = head | {"threads": 1, "cores": len(os.sched_getaffinity(0))}
+        file.write_text(json.dumps({"machine": machine} | found, indent=1) + "\n", encoding="utf-8")
+        plot(
+            found,
+            file.with_suffix(".png"),
+            f"{head['device']}, {arguments.precision}, one thread a process, {machine['cores']} cores",
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()
