@@ -1,0 +1,321 @@
+"""Time to loss: how long our training takes to the bits per byte at which nanoGPT's recipe ends.
+
+    python benchmarks/time_to_loss.py [--tokens data/tokens/text] [--tokenizer data/tokenizer] [--seeds 3] [--quick]
+
+Same corpus, tokenizer, tokens of a step, context, threads and number of parameters (+-2 %; the run stops where they differ more).
+
+1. The baseline (`nanogpt.py`) runs `--steps` steps at each of `--rates`, in bf16, its fastest setting on a CPU that computes in it;
+   the best rate by its bits per byte of the whole validation split at the end is run with a second beta of 0.99 too (nanoGPT's for few
+   tokens a step), and the better of the two with all seeds. Their mean is the target. In float32, as nanoGPT runs on a
+   CPU, its steps are timed, and with `--float32` one run goes to its end.
+2. Ours (`OURS`, keys of params.yaml and conf/ alone) has a schedule as long as it pleases: the fewest steps, on a grid of factor
+   1.25, at whose end the mean over the seeds reaches the target.
+3. The clock: each arm is a process; all take turns for a few steps, and seconds of a step are medians over the rounds, of the clock
+   and of CPU time (which holds where others use the machine). Seconds to the target are steps times these: no evaluation, no saving.
+   What compiling takes is added in a second figure: PyTorch's and oneDNN's own, the first steps of a run above the usual.
+4. Ablations: one thing of ours is taken away at a time. Steps to the target, on a grid of factor 2 and interpolated between two
+   runs in the logarithm of steps (ours too, here), times the seconds of its step. At most four times our steps.
+
+Goal: at most 1/3 of the baseline's time. Finished runs are kept in `.work/time_to_loss`, keyed by their specification, the tokens
+and the code that trains (`--fresh` forgets them). Writes `results/time_to_loss-cpu.json` and `.png`; `--quick` (a tiny model,
+nothing written) shows that it works. Not promised: that the validation split is untouched; both sides choose on it.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import train_speed  # noqa: E402
+from benchmarks.time_to_loss_report import Reached, plot, ratio, steps_to, table, verdict  # noqa: E402
+from benchmarks.train_speed import Side  # noqa: E402
+from pipeline import device, work  # noqa: E402
+
+SHAPE = {"width": 192, "layers": 4, "heads": 3}  # nanoGPT's; 2,655,936 parameters at 4,096 tokens and a context of 512
+OURS = (
+    "scale=demo", "model=nano", "model.d_ff=640", "language.optimizer=muon", "language.learning_rate=6e-3",
+    "language.learning_rates={embedding: 0.02}", "language.schedule=wsd", "language.decay_ratio=0.6", "language.min_ratio=0.0",
+    "language.warmup_steps=10", "language.induction_heads=true", "runtime.precision=bf16", "runtime.compile=false",
+)  # fmt: skip
+TINY = ("model.width=32", "model.layers=2", "model.heads=1", "model.head_dim=32", "model.d_ff=96")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Ours but for one thing: what is taken away, by overrides or by a name that `time_to_loss_arm.py` knows."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    without: str = ""
+
+
+ABLATIONS: dict[str, list[Arm]] = {  # of several arms the best by bits per byte counts
+    "Muon -> AdamW, best of 3 rates": [
+        Arm(f"AdamW {rate}", ("language.optimizer=adamw", f"language.learning_rate={rate}"))
+        for rate in ("1e-3", "2e-3", "4e-3")
+    ],
+    "embedding's own rate -> Muon's": [Arm("one rate", ("language.learning_rates={}",))],
+    "WSD -> cosine to a tenth": [Arm("cosine", ("language.schedule=cosine", "language.min_ratio=0.1"))],
+    "packed documents -> random windows": [Arm("windows", (), "packing")],
+    "packed documents, mask off": [Arm("unmasked", (), "mask")],
+    "bf16 -> float32": [Arm("float32", ("runtime.precision=fp32",))],
+    "not compiled -> compiled": [Arm("compiled", ("runtime.compile=true",))],
+    "induction heads -> normal weights": [Arm("normal weights", ("language.induction_heads=false",))],
+    "architecture -> GPT-2's, normal weights": [Arm("GPT-2", (), "architecture")],
+    "1,024 -> 2,048 tokens a step": [Arm("2,048 tokens", ("language.tokens_per_step=2048",))],
+}
+
+
+class Runs:
+    """Runs to their end, each a process; those that are known are read."""
+
+    def __init__(self, folder: Path, tokens: Path, *, fresh: bool) -> None:
+        self.folder, self.fresh = folder, fresh
+        self.mine: set[Path] = set()  # that this process ran
+        self.data = work.sha256(tokens / "meta.json")
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """What the run says, with its specification. Raises RuntimeError where it died."""
+        file = self.folder / f"{work.canonical_hash([spec, self.data, code_of(spec['side'])])}.json"
+        if file.is_file() and (not self.fresh or file in self.mine):
+            return json.loads(file.read_text())
+        done = subprocess.run([sys.executable, str(ROOT / "benchmarks/time_to_loss_arm.py"), json.dumps(spec)],
+                              capture_output=True, text=True, cwd=ROOT, env=environment(spec), check=False)  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{spec['side']}: {done.stderr[-2000:]}")
+        found = json.loads(done.stdout.splitlines()[-1]) | {"spec": spec}
+        file.write_text(json.dumps(found), encoding="utf-8")
+        self.mine.add(file)
+        last = found["points"][-1]
+        changed = [given for given in spec.get("overrides", ()) if given not in OURS]
+        sys.stdout.write(f"{spec['side']} seed {spec.get('seed')} {spec.get('recipe') or changed} {spec.get('without', '')}: {last['step']} steps, "
+                         f"{last['bpb']:.4f} bits per byte, {last['cpu_seconds']:.0f} CPU s\n")  # fmt: skip
+        sys.stdout.flush()
+        return found
+
+
+def code_of(side: str) -> str:
+    """A hash of the code that decides what a side's runs come to."""
+    files = [ROOT / "benchmarks/nanogpt.py"]
+    if side == "ours":
+        folders = ("learning", "model", "streams")
+        files += [
+            ROOT / "stages/language.py",
+            *sorted(p for f in folders for p in (ROOT / "pipeline" / f).glob("*.py")),
+        ]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def environment(spec: dict[str, Any]) -> dict[str, str]:
+    """Of a run's process: the baseline is written for a CPU, so both stay there."""
+    return os.environ | {
+        "STAGECOACH_MLFLOW": "off",
+        "OMP_NUM_THREADS": str(spec["threads"]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def final(run: dict[str, Any]) -> float:
+    """Bits per byte of the whole validation split at its end."""
+    return run["points"][-1]["bpb"]
+
+
+class Bench:
+    """The specifications of all runs, and the protocol of the module's docstring as methods."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        quick = arguments.quick
+        self.base: dict[str, Any] = {
+            "tokens": str(arguments.tokens.resolve()), "tokenizer": str(arguments.tokenizer.resolve()), "threads": arguments.threads,
+            "points": 2 if quick else 10, "shape": {"width": 32, "layers": 2, "heads": 1} if quick else SHAPE,
+        }  # fmt: skip
+        if quick:
+            self.base |= {"most": 512, "slice": 128}
+        self.context, self.rows = arguments.context, arguments.rows
+        folder = work.root() / "time_to_loss"
+        self.runs = Runs(folder, arguments.tokens, fresh=arguments.fresh or quick)
+
+    def nanogpt(self, rate: float, seed: int, beta: float = 0.95, **setting: bool) -> dict[str, Any]:
+        """The baseline, without its number of steps."""
+        recipe = {"rows": self.rows, "context": self.context, "rate": rate, "seed": seed,
+                  "warmup": max(1, self.arguments.steps // 20), "betas": [0.9, beta], **setting}  # fmt: skip
+        return self.base | {"side": "nanogpt", "recipe": recipe}
+
+    def ours(self, seed: int, arm: Arm | None = None) -> dict[str, Any]:
+        """Ours, or an arm of the ablation."""
+        size = [f"language.context={self.context}", f"language.tokens_per_step={self.rows * self.context}"]
+        given = [*OURS, *size, *(TINY if self.arguments.quick else ()), *(arm.overrides if arm else ())]
+        spec = self.base | {"side": "ours", "seed": seed, "overrides": given}
+        return spec | {"without": arm.without} if arm and arm.without else spec
+
+    def baseline(self) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
+        """Bits per byte by rate (and beta), the best setting, and the runs of all seeds with it."""
+        settings = {f"{rate:g}": {"rate": rate} for rate in self.arguments.rates}
+        found = {name: final(self._run(seed=0, **setting)) for name, setting in settings.items()}
+        rate = settings[min(found, key=lambda name: found[name])]["rate"]
+        if not self.arguments.quick:
+            settings[f"{rate:g}, beta 0.99"] = {"rate": rate, "beta": 0.99}
+            found[f"{rate:g}, beta 0.99"] = final(self._run(seed=0, rate=rate, beta=0.99))
+        best = settings[min(found, key=lambda name: found[name])]
+        return found, best, [self._run(seed=seed, **best) for seed in range(self.arguments.seeds)]
+
+    def _run(self, **setting: Any) -> dict[str, Any]:
+        return self.runs(self.nanogpt(**setting, bf16=True) | {"steps": self.arguments.steps})
+
+    def mine(self, target: float) -> tuple[Reached, list[dict[str, Any]]]:
+        """Our fewest steps, by the mean over the seeds, and those runs."""
+
+        def mean(steps: int) -> float:
+            return statistics.mean(
+                final(self.runs(self.ours(seed) | {"steps": steps})) for seed in range(self.arguments.seeds)
+            )
+
+        first = self.arguments.first
+        reached = steps_to(
+            target, mean, first=first, factor=4 if self.arguments.quick else 1.25, most=self.arguments.steps
+        )
+        steps = reached.steps or self.arguments.steps
+        return reached, [self.runs(self.ours(seed) | {"steps": steps}) for seed in range(self.arguments.seeds)]
+
+    def ablation(self, arms: list[Arm], target: float, steps: int) -> tuple[Arm, Reached, float]:
+        """The best of some arms at our number of steps, its own steps to the target, and what it cost to compile (CPU s)."""
+
+        def bpb(arm: Arm, steps: int) -> float:
+            return final(self.runs(self.ours(0, arm) | {"steps": steps}))
+
+        best = min(arms, key=lambda arm: bpb(arm, steps)) if len(arms) > 1 else arms[0]
+        most = min(self.arguments.steps, 4 * steps)
+        reached = steps_to(target, lambda n: bpb(best, n), first=steps, factor=2, most=most)
+        compiling = self.runs(self.ours(0, best) | {"steps": steps})["compiling_cpu"]
+        return best, reached, compiling
+
+
+@contextmanager
+def started(specs: dict[str, dict[str, Any]]) -> Iterator[list[Side]]:
+    """A process for each arm, warmed up one after another."""
+    sides: list[Side] = []
+    try:
+        for name, spec in specs.items():
+            command = [sys.executable, str(ROOT / "benchmarks/time_to_loss_arm.py"), json.dumps(spec)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       text=True, cwd=ROOT, env=environment(spec))  # fmt: skip
+            sides.append(Side(name, process))
+            sides[-1].hear()
+        yield sides
+    finally:
+        for side in sides:
+            side.process.kill()
+            side.process.communicate()
+
+
+def seconds_of_a_step(specs: dict[str, dict[str, Any]], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
+    """name -> medians over interleaved rounds, of the clock and of CPU time, and the memory of the process."""
+    with started(specs) as sides:
+        train_speed.measure(sides, rounds, steps, tokens=1)  # speeds are steps a second
+        return {side.name: {"seconds": statistics.median(1 / s for s in side.speeds),
+                            "cpu_seconds": statistics.median(1 / s for s in side.worked),
+                            "cpu_range": [min(1 / s for s in side.worked), max(1 / s for s in side.worked)],
+                            "peak_mib": round(side.peak / 2**20)} for side in sides}  # fmt: skip
+
+
+def ablations(bench: Bench, target: float, steps: int, quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """name -> what was found without that thing, and the specifications whose steps are to be timed."""
+    found: dict[str, Any] = {}
+    timed: dict[str, dict[str, Any]] = {}
+    for name, arms in ({} if quick else ABLATIONS).items():
+        arm, reached, compiling = bench.ablation(arms, target, steps)
+        found[name] = {"arm": arm.name, "overrides": list(arm.overrides), "bpb_at_our_steps": round(dict(reached.tried)[steps], 4),
+                       "steps": reached.steps, "between": reached.between and round(reached.between),
+                       "tried": reached.tried, "compiling_cpu": round(compiling, 1)}  # fmt: skip
+        timed[name] = bench.ours(0, arm)
+    return found, timed
+
+
+def measured(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The whole protocol. Raises ValueError where the models differ in size."""
+    search, best, runs = bench.baseline()
+    target = statistics.mean(final(run) for run in runs)
+    reached, mine = bench.mine(target)
+    steps = reached.steps or arguments.steps
+    sizes = {"nanogpt": runs[0]["parameters"], "ours": mine[0]["parameters"]}
+    if abs(sizes["ours"] / sizes["nanogpt"] - 1) > 0.02:
+        raise ValueError(f"expected models of equal size within 2 %, found {sizes}; change model.d_ff in OURS")
+    found, timed = ablations(bench, target, steps, arguments.quick)
+    baselines = {"nanoGPT, bf16": bench.nanogpt(**best, seed=0, bf16=True)}
+    curves, slow, compiling = {"nanoGPT, bf16": runs}, None, 0.0
+    if not arguments.quick:
+        baselines["nanoGPT, float32"] = bench.nanogpt(**best, seed=0)
+        baselines["nanoGPT, bf16, compiled"] = bench.nanogpt(**best, seed=0, bf16=True, compiled=True)
+        compiling = bench.runs(baselines["nanoGPT, bf16, compiled"] | {"steps": 40})["compiling_cpu"]
+    if arguments.float32:
+        slow = bench.runs(bench.nanogpt(**best, seed=0) | {"steps": arguments.steps})
+        curves["nanoGPT, float32"] = [slow]
+    step = seconds_of_a_step(baselines | {"ours": bench.ours(0)} | timed, arguments.rounds, arguments.round_steps)
+    for name, row in found.items():
+        row["cpu_seconds"] = step[name]["cpu_seconds"]
+        row["times_longer"] = (
+            ratio(step, (name, row["between"]), ("ours", steps))["cpu_seconds"] if row["steps"] else None
+        )
+    base = {"rates": search, "best": best, "steps": arguments.steps, "seeds": [final(run) for run in runs], "compiling": compiling,
+            "float32": final(slow) if slow else None}  # fmt: skip
+    ours = {"overrides": bench.ours(0)["overrides"], "steps": steps, "reached": reached.steps is not None,
+            "between": reached.between, "tried": reached.tried,
+            "seeds": [final(run) for run in mine], "compiling": statistics.median(run["compiling_cpu"] for run in mine)}  # fmt: skip
+    report = {"machine": device.describe("bf16") | {"threads": arguments.threads}, "tokens_of_a_step": bench.rows * bench.context,
+              "tokens": bench.runs.data, "parameters": sizes, "target": target, "baseline": base, "ours": ours,
+              "verdict": verdict(step, ours, base), "ablations": found, "step": step}  # fmt: skip
+    if not arguments.quick:
+        plot(ROOT / "benchmarks/results/time_to_loss-cpu.png", curves | {"ours": mine}, step, target)
+    return report
+
+
+def main(given: list[str] | None = None) -> dict[str, Any]:
+    """Print the table; write the report unless it is quick."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=Path, default=Path("data/tokens/text"), help="of stage_encode")
+    parser.add_argument("--tokenizer", type=Path, default=Path("data/tokenizer"), help="of stage_tokenizer")
+    parser.add_argument("--steps", type=int, default=1200, help="of the baseline")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3], help="of the baseline")
+    parser.add_argument("--first", type=int, default=125, help="steps at which the search for ours begins")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=2, help="of a step's batch")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--round-steps", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--float32", action="store_true", help="run the baseline in float32 to its end, too; else it is only timed"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget finished runs")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, no ablations; nothing is written")
+    arguments = parser.parse_args(given)
+    if arguments.quick:
+        arguments.steps, arguments.first, arguments.seeds, arguments.rates = 8, 8, 1, arguments.rates[:1]
+        arguments.rounds, arguments.round_steps, arguments.context = 1, 2, 64
+    if not (arguments.tokens / "meta.json").is_file():
+        parser.error(
+            f"{arguments.tokens}: expected encoded tokens, found none; run dvc repro stage_encode, or give --tokens"
+        )
+    report = measured(Bench(arguments), arguments)
+    if not arguments.quick:
+        file = ROOT / "benchmarks/results/time_to_loss-cpu.json"
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(table(report))
+    return report
+
+
+if __name__ == "__main__":
+    main()
