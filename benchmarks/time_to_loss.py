@@ -46,7 +46,7 @@ SHAPE = {"width": 192, "layers": 4, "heads": 3}  # nanoGPT's; 2,655,936 paramete
 OURS = (
     "scale=demo", "model=nano", "model.d_ff=640", "language.optimizer=muon", "language.learning_rate=6e-3",
     "language.learning_rates={embedding: 0.02}", "language.schedule=wsd", "language.decay_ratio=0.6", "language.min_ratio=0.0",
-    "language.warmup_steps=10", "language.induction_heads=true", "runtime.precision=bf16", "runtime.compile=false",
+    "language.warmup_steps=10", "language.induction_heads=true", "runtime.precision=bf16", "runtime.compile=auto",
 )  # fmt: skip
 TINY = ("model.width=32", "model.layers=2", "model.heads=1", "model.head_dim=32", "model.d_ff=96")
 
@@ -70,7 +70,7 @@ ABLATIONS: dict[str, list[Arm]] = {  # of several arms the best by bits per byte
     "packed documents -> random windows": [Arm("windows", (), "packing")],
     "packed documents, mask off": [Arm("unmasked", (), "mask")],
     "bf16 -> float32": [Arm("float32", ("runtime.precision=fp32",))],
-    "not compiled -> compiled": [Arm("compiled", ("runtime.compile=true",))],
+    "pieces in C++ -> PyTorch's operators": [Arm("operators", ("runtime.compile=false",))],
     "induction heads -> normal weights": [Arm("normal weights", ("language.induction_heads=false",))],
     "architecture -> GPT-2's, normal weights": [Arm("GPT-2", (), "architecture")],
     "1,024 -> 2,048 tokens a step": [Arm("2,048 tokens", ("language.tokens_per_step=2048",))],
@@ -113,7 +113,7 @@ def code_of(side: str) -> str:
         folders = ("learning", "model", "streams")
         files += [
             ROOT / "stages/language.py",
-            *sorted(p for f in folders for p in (ROOT / "pipeline" / f).glob("*.py")),
+            *sorted(p for f in folders for p in (ROOT / "pipeline" / f).iterdir() if p.suffix in (".py", ".cpp")),
         ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 

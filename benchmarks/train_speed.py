@@ -222,7 +222,11 @@ def main(given: list[str] | None = None) -> list[dict[str, Any]]:
     if not arguments.quick:
         where = device.hardware(arguments.precision)
         file = ROOT / "benchmarks/results" / f"train_speed-{where.device.type}-{arguments.precision}.json"
-        head = device.describe(arguments.precision) | {"threads": arguments.threads, "rounds": arguments.rounds, "steps": arguments.steps}
+        head = device.describe(arguments.precision) | {
+            "threads": arguments.threads,
+            "rounds": arguments.rounds,
+            "steps": arguments.steps,
+        }
         file.write_text(json.dumps({"machine": head, "rows": found}, indent=1) + "\n", encoding="utf-8")
     return found
 

@@ -4,9 +4,9 @@
     python -m pipeline.plan model=7b gradient_checkpointing=full    any file of conf/model/, any key below
     python -m pipeline.plan model=large model.layers=24 strategy=fsdp2 processes=4 micro_batch=2
 
-Bytes per device by strategy and part, whether that fits, and the largest micro-batch (a power of two) within 80 % of this
-machine's memory and of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns are always those of CUDA). The arithmetic, and
-what it does not count, is `learning/footprint.py`; `runtime.micro_batch: auto` decides by the same.
+Bytes per device by strategy and part, whether that fits, and the largest micro-batch (a power of two) within 30 % of this machine's
+memory (80 % of its GPU's) and within 80 % of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns are always those of CUDA).
+The arithmetic, and what it does not count, is `learning/footprint.py`; `runtime.micro_batch: auto` decides by the same.
 """
 
 import sys
@@ -18,7 +18,7 @@ from pipeline import device
 from pipeline.errors import ConfigError
 from pipeline.learning import footprint, frozen
 from pipeline.learning.footprint import Footprint, Weights, Work
-from pipeline.learning.micro_batch import SHARE
+from pipeline.learning.micro_batch import CPU_SHARE, SHARE
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.params import Settings, Value, build, group, listing, parse_override, suggest
@@ -145,15 +145,16 @@ def render(config: PlanConfig, here: device.Hardware) -> str:
     return "\n\n".join([
         title,
         f"GB per device ({shown.kind}, {shown.precision})\n" + table(["strategy", *PARTS, "total"], parts),
-        f"largest micro-batch within {SHARE:.0%} of the memory (-: not even one row; this machine: {here.device.type}, "
-        f"{precision}; cards: cuda, {on_cards})\n"
+        f"largest micro-batch within {SHARE:.0%} of a card's memory, {CPU_SHARE:.0%} of a machine's (-: not even one row; this machine: "
+        f"{here.device.type}, {precision}; cards: cuda, {on_cards})\n"
         + table(["strategy", f"this machine, {memory / 1e9:.0f} GB", *(f"{card} GB" for card in CARDS)], room),
     ]) + "\n"  # fmt: skip
 
 
 def rows_in(config: PlanConfig, strategy: str, work: Work, memory: float) -> str:
     """The largest micro-batch that a memory has room for; `-` where there is none for a row."""
-    found = footprint.largest(SHARE * memory, lambda rows: plan(config, strategy, work, rows).total, MOST)
+    share = CPU_SHARE if work.kind == "cpu" else SHARE
+    found = footprint.largest(share * memory, lambda rows: plan(config, strategy, work, rows).total, MOST)
     return f"{found:,}" if found else "-"
 
 

@@ -1,4 +1,5 @@
-"""The `runtime` block of params.yaml: how a run is carried out. All stages read it and none tracks it, because none of it changes a result.
+"""The `runtime` block of params.yaml: how a run is carried out. All stages read it and none tracks it, because none of it changes
+more of a result than its rounding.
 
 Not promised: equal bits between two precisions, micro-batches or process counts, or between compiled and eager layers; a resumed run
 that changes one of them says so.
@@ -19,7 +20,7 @@ class SandboxAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The `runtime` block: read by all stages, tracked by none, because none of it may change a result."""
+    """The `runtime` block: read by all stages, tracked by none, because none of it changes more of a result than its rounding."""
 
     precision: str = "auto"  # auto, fp32, bf16, fp16
     micro_batch: int | str = "auto"  # rows in one forward pass; auto: what fits the memory
@@ -53,7 +54,12 @@ class Runtime:
         for name in ("compile", "pin_memory"):
             if getattr(self, name) not in (True, False, "auto"):
                 raise ValueError(f"{name}: expected auto, true or false, got {getattr(self, name)!r}")
+        for name in ("micro_batch", "workers"):
+            value = getattr(self, name)
+            if value != "auto" and (isinstance(value, str) or value < 1):
+                raise ValueError(f"{name}: expected auto or a number from 1 on, got {value!r}")
         if odd := sorted(set(self.trackers) - set(TRACKERS)):
             raise ValueError(f"trackers: expected some of {', '.join(TRACKERS)}, got {odd[0]!r}")
-        if self.keep < 1 or self.logging_steps < 1 or self.save_steps < 1:
-            raise ValueError("keep, logging_steps and save_steps: expected at least 1")
+        for name, least in {"keep": 1, "logging_steps": 1, "save_steps": 1, "save_minutes": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")

@@ -3,7 +3,8 @@
 They come with the extra `trackers`. TensorBoard's files lie in the work folder (`tensorboard --logdir .work`); Weights & Biases' own environment
 variables say where its runs go (WANDB_MODE=offline keeps them in the work folder).
 
-Not promised: that they hold the steps between the last saved state and a `kill -9` only once.
+Not promised: that they hold the steps between the last saved state and a `kill -9` only once, or that Weights & Biases, which refuses
+steps that it has, shows what follows a rollback.
 """
 
 import json
@@ -57,6 +58,11 @@ class Others:
             for tracker in self._open:
                 tracker.log(numbers, step=int(row["step"]))
         self._last = int(fresh[-1]["step"])
+        self.note.write_text(json.dumps({"step": self._last}))
+
+    def back_to(self, step: int) -> None:
+        """Take the steps after this one again."""
+        self._last = min(self._last, step)
         self.note.write_text(json.dumps({"step": self._last}))
 
     def finish(self) -> None:

@@ -154,11 +154,20 @@ class Tracker:
         return found | {name: self.final[name] for name in ("tokens",) if name in self.final}
 
     def flush(self) -> None:
-        """Bring the curve into MLflow: called after each saved state."""
+        """Bring the curve into MLflow, but for its last row, which may still grow: called after each saved state."""
+        self._send(max(self._logged, len(self.rows) - 1))
+
+    def back_to(self, step: int) -> None:
+        """What follows are other rows of the steps after this one: the run goes on from there."""
         for tracker in (self._mlflow, self._others):
             if tracker is not None:
-                tracker.log(self.rows[self._logged :])
-        self._logged = len(self.rows)
+                tracker.back_to(step)
+
+    def _send(self, end: int) -> None:
+        for tracker in (self._mlflow, self._others):
+            if tracker is not None:
+                tracker.log(self.rows[self._logged : end])
+        self._logged = end
 
     def abandon(self, status: str) -> None:
         """Say in MLflow that the run ended early: "KILLED" (it resumes) or "FAILED"."""
@@ -167,7 +176,7 @@ class Tracker:
 
     def finish(self) -> None:
         """Close the run: speed.json, MLflow's final metrics and status."""
-        self.flush()
+        self._send(len(self.rows))
         if self._mlflow is not None:
             write_json(self.folder / "speed.json", self.speed)  # its device and clock belong to no out
             self._mlflow.finish(flatten(self.final) | {f"speed/{k}": v for k, v in flatten(self.speed).items()})
@@ -301,6 +310,11 @@ class MlflowRun:
                 self.client.log_batch(self.run_id, metrics=metrics[first : first + 1000])
         except Exception as error:  # as in _start
             self._fail(error)
+
+    def back_to(self, step: int) -> None:
+        """Take the steps after this one again; those that the run holds stay beside them."""
+        if self._ready():
+            self._last_step = min(self._last_step, step)
 
     def finish(self, final: dict[str, Any]) -> None:
         """Final metrics under `final/`, and the status FINISHED."""

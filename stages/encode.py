@@ -25,6 +25,7 @@ class Params:
 
 def run(params: Params, job: Job, *, tokenizer: Path, corpus: Path, out: Path) -> None:
     """Encode each parquet file of `corpus` in a worker process and join the parts in `out`."""
+    shards.check_apart(corpus)
     parts = job.folder / "parts"
     tasks = {
         split: [shards.EncodeTask(path, tokenizer, parts) for path in shards.files(corpus, split)]

@@ -207,6 +207,11 @@ def test_muon_saves_a_moment_of_the_hidden_matrices_and_pays_with_stacks() -> No
     one = footprint.footprint(footprint.full(HAND), [HAND], replace(WORK, optimizer="muon"), 1)
     assert one.optimizer == 8 * ALL - 4 * HIDDEN
     assert one.update == 4 * 64 * (14 + 6) == max(4 * 64 * 20, 2 * 128 * 17, 128 * 17)
+    assert (
+        footprint.sharded(one, HAND, replace(WORK, optimizer="muon"), 8).update == one.update
+    )  # gathered whole by each
+    many = Counter({(4096, 4096): 144})  # of which 16 make 2^28 numbers, the most that are gathered at once
+    assert footprint.update_bytes(many, replace(WORK, optimizer="muon", precision="bf16")) == 16 * 2**24 * (12 + 4)
     added = replace(WORK, optimizer="muon", kind="cpu")
     assert footprint.update_bytes(footprint.matrices(HAND), added) == 4 * 64 * 20 + 3 * 128 * 17
 

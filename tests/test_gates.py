@@ -52,6 +52,13 @@ def test_a_bidirectional_model_may_see_the_future(tiny_model: Transformer) -> No
     gates.causal(Leaky(replace(tiny_model.config, attention="bidirectional")))
 
 
+def test_reading_the_data_more_than_four_times_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    gates.repeated(4.0, "code")
+    assert capsys.readouterr().err == ""
+    gates.repeated(6.25, "code")
+    assert "warning: code: the run reads its data 6.2 times; beyond 4 times" in capsys.readouterr().err
+
+
 def test_the_first_loss_from_scratch_is_that_of_a_uniform_guess(
     tiny_model: Transformer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,3 +215,10 @@ def test_a_layer_decay_outside_its_range_is_an_error() -> None:
         with pytest.raises(ValueError, match="layer_decay: expected more than 0 and at most 1"):
             OptimizerConfig(optimizer="adamw", learning_rate=1.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
                             layer_decay=gamma).check_groups()  # fmt: skip
+
+
+def test_the_arithmetic_of_muons_iterations() -> None:
+    model = Net()  # 8 x 8, 16 x 8 and 8 x 16; biases and tables are AdamW's
+    square, wide = 4 * 8**2 * 8 + 2 * 8**3, 4 * 8**2 * 16 + 2 * 8**3
+    assert Optimizers(model, config("muon"), fast_bf16=False).iteration_flops() == 5 * (square + 2 * wide)
+    assert Optimizers(model, config("adamw"), fast_bf16=False).iteration_flops() == 0

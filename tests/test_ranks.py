@@ -1,14 +1,17 @@
 """One process needs no group; two agree on signals, saves, counts, norms and weights."""
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from pipeline.errors import GateError
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.sharding import Sharding
 
@@ -44,6 +47,24 @@ def test_the_gradient_norm_is_over_all_weights_and_clips_only_above_a_limit(alon
 
     assert gradients(0) == gradients(7) == [2.0, 4.0, 4.0]
     assert gradients(3) == pytest.approx([1.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_gradient_that_is_no_number_leaves_the_others_for_the_search_of_its_cause(alone: Ranks, limit: float) -> None:
+    model = nn.Linear(2, 1)
+    for bad in (math.nan, math.inf):
+        model.weight.grad, model.bias.grad = torch.tensor([[2.0, 4.0]]), torch.tensor([bad])
+        assert not math.isfinite(alone.gradient_norm(model, limit))
+        assert model.weight.grad.tolist() == [[2.0, 4.0]]
+
+
+def test_two_ranks_that_read_the_same_row_are_refused(alone: Ranks) -> None:
+    alone.check_different_rows(np.array([3, 4]))
+    alone.gather = lambda value: [value, [5, 6], [6]]  # type: ignore[method-assign]
+    with pytest.raises(
+        GateError, match="ranks 1 and 2 both read row 6: was each process launched with a rank of its own"
+    ):
+        alone.check_different_rows(np.array([3, 4]))
 
 
 SCRIPT = """

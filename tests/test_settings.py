@@ -15,7 +15,10 @@ def config(**changes: Any) -> FitConfig:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": 5}, r"exactly one of steps, tokens, epochs; got steps, tokens"),
+        (
+            {"tokens": 5},
+            r"exactly one of steps, tokens, epochs; got steps, tokens; switch off what should not count, for example tokens=none",
+        ),
         ({"steps": None}, r"exactly one of steps, tokens, epochs; got none"),
         ({"steps": 0}, r"steps: expected more than 0, got 0"),
         ({"steps": None, "epochs": -0.5}, r"epochs: expected more than 0, got -0\.5"),
@@ -32,8 +35,19 @@ def config(**changes: Any) -> FitConfig:
         ({"publish": "first"}, r"publish: expected one of best, last"),
         ({"on_nonfinite": "go"}, r"on_nonfinite: expected one of skip, stop"),
         ({"context": 1, "tokens_per_step": 4}, r"context >= 2"),
-        ({"eval_steps": 0}, r"eval_steps >= 1"),
-        ({"betas": (0.9,)}, r"two betas"),
+        ({"eval_steps": 0}, r"eval_steps: expected at least 1, got 0"),
+        ({"betas": (0.9,)}, r"betas: expected two numbers from 0 to below 1, got \[0.9\]"),
+        ({"betas": (1.5, 0.9)}, r"betas: expected two numbers"),
+        ({"weight_decay": -1.0}, r"weight_decay: expected at least 0, got -1.0"),
+        ({"learning_rate": -1e-3}, r"learning_rate: expected at least 0"),
+        ({"max_grad_norm": -1.0}, r"max_grad_norm: expected at least 0"),
+        ({"eps": 0.0}, r"eps: expected more than 0"),
+        ({"cycles": 0}, r"cycles: expected at least 1, got 0"),
+        ({"min_ratio": 1.5}, r"min_ratio: expected at most 1, got 1.5"),
+        ({"decay_ratio": -0.1}, r"decay_ratio: expected at least 0"),
+        ({"warmup_ratio": 2.0}, r"warmup_ratio: expected at most 1"),
+        ({"warmup_steps": -1}, r"warmup_steps: expected at least 0"),
+        ({"patience": -1}, r"patience: expected at least 0"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import DataError
+from pipeline.errors import DataError, GateError
 from pipeline.launch import pool_map
 from pipeline.streams import shards
 from pipeline.text.tokenizer import Tokenizer
@@ -131,3 +131,12 @@ def test_memory_stays_flat_when_the_corpus_is_ten_times_larger(tmp_path: Path) -
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout) * (1 if sys.platform == "darwin" else 1024))
     assert peaks[1] - peaks[0] < 20e6, peaks
+
+
+def test_a_document_in_both_splits_is_refused(raw: Path) -> None:
+    shards.check_apart(raw)
+    write_parquet(raw / "val-1.parquet", ["new", DOCUMENTS[123], ""], 2000)
+    with pytest.raises(
+        GateError, match=r"train-1.parquet: p/123 stands in the val split too \(val-1.parquet: p/2001\)"
+    ):
+        shards.check_apart(raw)

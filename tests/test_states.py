@@ -68,6 +68,29 @@ class Killed(BaseException):
     pass
 
 
+def test_a_state_that_was_put_aside_serves_until_the_new_one_is_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old state of the same step is never removed before the new one is there."""
+    save(tmp_path, 5)
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.suffix == ".part":
+            raise Killed
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(Killed):
+            save(tmp_path, 5)
+    assert not (tmp_path / states.name_of(5)).exists()
+    found = states.newest(tmp_path)
+    assert found is not None and found.step == 5
+    save(tmp_path, 5)
+    assert [path.name for path in tmp_path.iterdir()] == [states.name_of(5)]
+
+
 def save_in_shares(folder: Path, step: int) -> None:
     """As two ranks do: 50 rows, 25 each."""
     whole = {"w": torch.full((50, 3), float(step)), "count": torch.tensor(float(step))}

@@ -164,3 +164,64 @@ def test_a_store_that_never_answers_is_waited_for_once(
         "warning: MLflow does not answer (TimeoutError: no answer within 0 s); going on without it"
     ]
     assert (tmp_path / "speed.json").is_file()
+
+
+class Held:
+    """What an outer tracker was given."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.last = -1
+
+    def log(self, rows: list[dict[str, Any]]) -> None:
+        self.rows += [dict(row) for row in rows if row["step"] > self.last]
+        self.last = max([self.last, *(row["step"] for row in self.rows)])
+
+    def back_to(self, step: int) -> None:
+        self.last = step
+
+    def finish(self, *_: Any) -> None:
+        pass
+
+
+def test_a_row_that_still_grows_is_sent_when_it_is_whole(tmp_path: Path) -> None:
+    """An iteration's rewards are logged at the step after which a state was saved."""
+    one, held = tracker(tmp_path, quiet=True), Held()
+    one._others = held  # type: ignore[assignment]
+    one.log(4, {"loss": 1.0})
+    one.flush()
+    one.log(4, {"reward": 0.5})
+    one.log(8, {"loss": 0.9})
+    one.flush()
+    one.log(8, {"reward": 0.7})
+    one.finish()
+    assert held.rows == [{"step": 4, "loss": 1.0, "reward": 0.5}, {"step": 8, "loss": 0.9, "reward": 0.7}]
+
+
+def test_after_a_rollback_the_steps_are_sent_again(tmp_path: Path) -> None:
+    one, held = tracker(tmp_path, quiet=True), Held()
+    one._others = held  # type: ignore[assignment]
+    for step in (1, 2, 3, 4):
+        one.log(step, {"loss": 9.0})
+    one.flush()
+    one.back_to(1)
+    one.restore([{"step": 1, "loss": 9.0}])
+    for step in (2, 3):
+        one.log(step, {"loss": 1.0})
+    one.finish()
+    assert [(row["step"], row["loss"]) for row in held.rows] == [(1, 9), (2, 9), (3, 9), (2, 1), (3, 1)]
+
+
+def test_trackers_remember_that_they_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.trackers import Others
+
+    given: list[int] = []
+    monkeypatch.setattr(Others, "_start", lambda self: self._open.append(self))
+    others = Others((), "toy", tmp_path, {})
+    sink = type("Sink", (), {"log": lambda self, numbers, step: given.append(step)})()
+    others._open.append(sink)
+    others.log([{"step": 5, "loss": 1.0}])
+    others.back_to(2)
+    assert json.loads(others.note.read_text()) == {"step": 2}
+    others.log([{"step": 2, "loss": 1.0}, {"step": 3, "loss": 1.0}])
+    assert given == [5, 3]

@@ -75,6 +75,23 @@ def test_a_rollback_goes_to_the_newest_evaluation_sixteen_steps_old() -> None:
     assert verdict.rollback_target(course) is None and verdict.rollback_targets(course) == [40, 84, 85]
 
 
+def test_a_second_rollback_goes_to_the_state_of_the_first_and_never_behind_it() -> None:
+    course = Course(step=110, evaluated=[40, 84], windows=[[84, 17]])
+    assert verdict.rollback_target(course) == 84
+    course.step = 90  # six steps after it went back: the state of 40 may be gone, and would bring the window back
+    assert verdict.rollback_target(course) == 84 and verdict.rollback_targets(course) == [84]
+    course.step, course.evaluated = 120, [40, 84, 100, 110]
+    assert verdict.rollback_target(course) == 100
+
+
+def test_the_best_of_a_rollback_is_the_best_that_was_known_there() -> None:
+    course = Course()
+    for course.step, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, 1.0)):
+        course.compare(loss, threshold=0.0, patience=0)
+    assert course.bests == [10, 20, 40] and course.best_step == 40
+    assert [verdict.best_before(course, step) for step in (5, 10, 35, 40, 99)] == [-1, 10, 20, 40, 40]
+
+
 def test_after_a_rollback_the_batches_of_the_window_are_never_read_again() -> None:
     course = Course(step=84)
     verdict.give_up(course, step=100, index=100)

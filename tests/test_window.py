@@ -45,7 +45,11 @@ def test_micro_batches_equal_one(parts: list[list[float]]) -> None:
 
 def test_a_loss_of_one_term_has_no_row_for_it_and_bytes_give_bits() -> None:
     found = totals({"tokens": 2, "bytes": 6}, Loss([Term("loss", torch.tensor(3.0))]))
-    assert found.values() == {"loss": 1.5, "bpb": pytest.approx(3 / (6 * math.log(2)))}
+    assert found.values() == {
+        "loss": 1.5, "bpb": pytest.approx(3 / (6 * math.log(2))), "perplexity": pytest.approx(math.exp(1.5)),
+    }  # fmt: skip
+    huge = totals({"tokens": 2, "bytes": 6}, Loss([Term("loss", torch.tensor(3e9))]))
+    assert math.isfinite(huge.values()["perplexity"])
 
 
 def test_a_term_or_metric_without_a_count_drops_out() -> None:

@@ -10,6 +10,7 @@ Not promised: that torch.compile is faster than eager for every shape; `benchmar
 """
 
 import os
+import shutil
 
 import torch
 from torch import nn
@@ -34,6 +35,9 @@ def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Har
     if not wanted(asked, flops=flops, device=hardware.device):
         return False
     _prepare(name)
+    if asked is not True and (why := _fails(hardware.device)):
+        say(f"{name}: goes on without torch.compile, which does not work here: {why}")
+        return False
     for layer in layers:
         layer.compile()
     return True
@@ -65,6 +69,8 @@ def lacking(device: torch.device) -> str:
     """What torch.compile would need here and does not find; empty when it can work."""
     if device.type == "cpu" and native.compiler() is None:
         return "a C++ compiler (g++ or clang++)"
+    if device.type == "cuda" and not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        return "a C compiler (gcc or clang)"  # Triton's launchers are built with it
     return "" if device.type in PAYS else f"a CPU or a CUDA device, not {device.type}"
 
 
@@ -73,6 +79,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [
         layer for name, found in model.named_modules() if name.split(".")[-1] == "layers" for layer in found.children()
     ]
+
+
+def _fails(device: torch.device) -> str:
+    """Why a trivial function cannot be compiled and run here (a header that is missing, for example); empty when it can."""
+    try:
+        torch.compile(torch.sin, dynamic=False)(torch.ones(8, device=device))
+    except Exception as error:  # the backends raise many types, and the run can go on without them
+        return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return ""
 
 
 def _prepare(name: str) -> None:

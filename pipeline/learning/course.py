@@ -20,6 +20,7 @@ class Course:
     )  # [step, count]: from this step on so many data indices are skipped
     best: float = math.inf
     best_step: int = -1
+    bests: list[int] = field(default_factory=list)  # the steps that were the best one when they were evaluated
     anchor: float = math.inf  # early stopping: moves only on a gain above `threshold`
     stale: int = 0  # evaluations since the anchor moved
     evaluated: list[int] = field(default_factory=list)  # steps of the evaluations, oldest first
@@ -35,6 +36,7 @@ class Course:
         """Take in a validation loss: is it the best, did it move the anchor of early stopping, is the run over?"""
         if value < self.best:
             self.best, self.best_step = value, self.step
+            self.bests = [*self.bests, self.step]
         if value < self.anchor - threshold:
             self.anchor, self.stale = value, 0
         else:

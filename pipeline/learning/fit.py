@@ -14,6 +14,7 @@ Beside it: `course.py` what is saved of a run, `keeping.py` when and where, `ver
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from typing import Any
@@ -87,9 +88,13 @@ class Run:
         self.last_save = time.monotonic()
         self.save_due = False
         self.seen = 0  # positions that this call has trained on, over all ranks
+        self.postponed = False  # the gate on the first gradients met an overflow
+        self.unfilled: dict[str, Any] | None = (
+            None  # the rolling stream before the fill whose first update is still to come
+        )
+        self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
         self.tried = micro_batch.of(self)  # sizes of micro-batches, of which the last one serves
         self.micro_batch = self.tried[-1]
-        self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
         self.profile = Profile(job.runtime.profile, job.folder, self.ranks.rank, self.hardware.device)
         self.keeper = Keeper(job, self.ranks, self.plain, self.optimizers, self.averages, stream.fingerprint, {
             "micro_batch": self.micro_batch, "threads": torch.get_num_threads(), "world": self.ranks.world,
@@ -147,6 +152,9 @@ class Run:
         # 1. what this rank works on, and what all ranks know before the forward pass
         filled: dict[str, float] = {}
         if self.rolling and course.step % self.rolling.steps_per_rollout == 0:
+            if stop := self.ranks.control(self.job.stop.signal, False, {})[0]:
+                self._stop(stop)
+            self.unfilled = copy.deepcopy(self.rolling.state())
             filled = self.rolling.fill(course.step)
             self.job.tracker.log(course.step, filled)
         rows, batches = self.batches(course.step, course.index)
@@ -166,6 +174,7 @@ class Run:
         if batches and not self._update(totals, norm, rows, batches):
             return  # rolled back: this step will be another one
         course.step += 1
+        self.unfilled = None
         course.tokens += counts["tokens"]
         self.seen += counts.get("positions", counts["tokens"])
         self.window.add(totals, norm)
@@ -195,7 +204,11 @@ class Run:
     def _check_step(self, totals: Totals, norm: float, filled: dict[str, float]) -> None:
         """The gates of the first steps, before their update. A policy's first iterations may give nothing to learn from."""
         overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the scale is still being found
-        if self.course.step == self.watchers.gradients_at and not overflow:
+        if self.course.step == 0 and totals.terms:
+            gates.first_loss(totals.value, self.plain, from_scratch=self.from_scratch)
+        due = self.postponed or self.course.step == self.watchers.gradients_at
+        self.postponed = due and overflow
+        if due and not overflow:
             gates.gradients(self.optimizers.members, self.plain)
         if self.course.tokens == 0 and self.watchers.first and totals.terms:
             self.watchers.first(filled | totals.values())
@@ -291,19 +304,23 @@ class Run:
             "tokens": course.tokens,
             "skipped": course.skipped,
         }
+        if not self.rolling:
+            run["epoch"] = self._passes(course.index)
         own = {
             f"lr/{group}": rate * factor for group, rate in self.optimizers.rates.items() if self.config.learning_rates
         }
         scale = {"loss_scale": self.scaler.scale_now} if self.hardware.precision == "fp16" else {}
         context = {"context": self.config.context_at(course.step - 1)} if self.config.curriculum else {}
         self.job.tracker.log(course.step, values | run | own | scale | context)
-        if course.step == 1:
-            gates.first_loss(values["loss"], self.plain, from_scratch=self.from_scratch)
         if course.step >= self.steps // 10 > 20 and not self.rolling:
             gates.falling(self.job.tracker.rows, self.steps, self.job.name)
         self.window = Window()
         if self.watchers.logged:
             self.watchers.logged(self.job.tracker.rows)
+
+    def _passes(self, batches: int) -> float:
+        """How often so many batches read the data."""
+        return batches * self.config.rows * self.config.row_length / self.stream.tokens_per_epoch
 
     def _evaluate(self) -> None:
         """Loss over the fixed slice of the validation split, which moves `best` and the anchor; the stage's own numbers.
@@ -345,7 +362,7 @@ class Run:
 
     def _save(self) -> None:
         self.last_save, self.save_due = time.monotonic(), False
-        stream = self.rolling.state() if self.rolling else {}
+        stream = self.unfilled or (self.rolling.state() if self.rolling else {})
         self.keeper.save(self.course, self.window, {"stream": stream, "scaler": self.scaler.state()})
 
     def _resume(self) -> None:
@@ -379,7 +396,9 @@ class Run:
 
     def _check_before(self) -> None:
         if not self.rolling:  # what the policy fills is checked when it is full
+            gates.repeated(self._passes(self.steps), self.job.name)
             rows = self.stream.rows(0, self.config.row_length)
+            self.ranks.check_different_rows(rows[self.ranks.rank :: self.ranks.world])
             batch = self.stream.batch(0, self.config.row_length, rows[: self.micro_batch])
             gates.trainable_tokens(batch.counts["tokens"], self.job.name)
         gates.causal(self.plain)

@@ -30,7 +30,7 @@ from torch import nn
 
 from pipeline import device
 from pipeline.learning.objectives import EVEN_ROWS, MOST_LOGITS
-from pipeline.learning.optim import BY_MUON, groups
+from pipeline.learning.optim import BY_MUON, MOST_GATHERED, groups
 from pipeline.model.attention import KEPT_PROBABILITIES
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import QUERY_BLOCK
@@ -314,7 +314,8 @@ def update_bytes(hidden: Counter[Shape], work: Work) -> float:
     # bf16: the updates and their stack 4 bytes each, then x and the next x 2 each; two Gram matrices. fp32 (on CPUs): all 4,
     # of which a part comes out of what was freed: between 14 and 24 bytes were measured where 16 + 8 are held at once
     fixed, gram = (14, 6) if work.precision == "fp32" else (12, 4)
-    stacks = [r * c * n * (fixed + gram * min(r, c) / max(r, c)) for (r, c), n in hidden.items()]
+    at_once = {(r, c): min(n, max(1, MOST_GATHERED // (r * c))) for (r, c), n in hidden.items()}
+    stacks = [r * c * n * (fixed + gram * min(r, c) / max(r, c)) for (r, c), n in at_once.items()]
     return sum(stacks) if work.kind == "cpu" else max(stacks, default=0.0)
 
 
@@ -340,14 +341,13 @@ def data_parallel(one: Footprint, weights: Weights) -> Footprint:
 
 
 def sharded(one: Footprint, config: ModelConfig, work: Work, processes: int) -> Footprint:
-    """The states of FSDP2 divided over the processes; whole are the block that computes, and embedding and head."""
+    """The states of FSDP2 divided over the processes; whole are the block that computes, embedding and head, and what Muon gathers."""
     block = sum(r * c * n for (r, c), n in matrices(config).items()) / config.layers
     table = config.vocab_size * config.width * (1 if config.tied else 2)
     whole = block + table
     return replace(
         one, weights=one.weights / processes + 4.0 * whole, gradients=one.gradients / processes + 4.0 * whole,
         optimizer=one.optimizer / processes, copies=0.0 if work.precision == "fp32" else 2.0 * whole,
-        update=one.update / processes,
     )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from pipeline.errors import GateError
 from pipeline.learning import sharding
 from pipeline.tracking import say
 
+MOST_PASSES = 4
+
 
 def trainable_tokens(num_targets: int, name: str) -> None:
     """The first batch trains at least one token."""
@@ -40,6 +42,15 @@ def causal(model: nn.Module, longest: int = 24) -> None:
     if not torch.equal(first[0, : length - 1], second[0, : length - 1]):
         raise GateError(
             "a later token changes earlier logits: the attention mask leaks the future; look at pipeline/model/attention.py"
+        )
+
+
+def repeated(passes: float, name: str) -> None:
+    """Warn when the data are read more often than pays (Muennighoff et al. 2023, arXiv:2305.16264: up to four times)."""
+    if passes > MOST_PASSES:
+        say(
+            f"warning: {name}: the run reads its data {passes:.1f} times; beyond {MOST_PASSES} times repeated text gains little: add "
+            "data, or take fewer steps"
         )
 
 
@@ -89,4 +100,7 @@ def falling(rows: list[dict[str, Any]], steps: int, name: str) -> None:
     step, loss = losses[-1]
     before = losses[-2][0] if len(losses) > 1 else 0
     if before < steps // 10 <= step and loss > 0.98 * losses[0][1]:
-        say(f"warning: {name}: the loss fell by under 2 % in the first tenth of the run; try another learning_rate")
+        say(
+            f"warning: {name}: the loss fell by under 2 % in the first tenth of the run; look for another learning_rate: the same "
+            "command with runtime.find_lr=true"
+        )

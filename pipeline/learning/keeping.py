@@ -69,8 +69,11 @@ class Keeper:
 
     def _protected(self, course: Course) -> list[int]:
         """Steps whose states outlive retention."""
-        best = [course.best_step] if self.publishes_best else []
-        return best + (verdict.rollback_targets(course) if self.rolls_back else [])
+        targets = verdict.rollback_targets(course) if self.rolls_back else []
+        best = (
+            [course.best_step, *(verdict.best_before(course, step) for step in targets)] if self.publishes_best else []
+        )
+        return best + targets
 
     def _write(
         self,
@@ -125,7 +128,12 @@ class Keeper:
 
     def _newest(self) -> State | None:
         """The newest good state, the same one on all ranks: hashes are read once."""
-        found = states.newest(self.job.folder) if self.ranks.rank == 0 else None
+        found = None
+        if self.ranks.rank == 0:
+            found = states.newest(self.job.folder)
+            states.drop_after(
+                self.job.folder, found.step if found else -1
+            )  # damaged ones: they would count as the newest
         step = self.ranks.gather(found and found.step)[0]
         if step is None or found is not None:
             return found
@@ -140,6 +148,7 @@ class Keeper:
     def load(self, step: int) -> tuple[Course, Window, dict[str, Any]]:
         """As `resume`, from the state after `step` batches."""
         self.wait()
+        self.job.tracker.back_to(step)
         return self._take(states.at(self.job.folder, step))
 
     def _take(self, state: State) -> tuple[Course, Window, dict[str, Any]]:
@@ -171,7 +180,8 @@ class Keeper:
     def load_weights(self, step: int) -> None:
         """Load the weights of that step's state into the model, averaged ones where there are some."""
         self.wait()
-        state = states.at(self.job.folder, step)
+        state = states.at(self.job.folder, step, remedy="the best weights are lost: publish the last ones "
+                          f"({self.job.stage}.publish=last), or start over (runtime.fresh=true)")  # fmt: skip
         if self.averages:
             self.averages.restore(self._moments(state)[1], self.averages.updates)
             self.averages.load()

@@ -84,7 +84,10 @@ def attempts(run: Any) -> Callable[[int, float], float]:
     def attempt(step: int, factor: float) -> float:
         batches = data[step % BATCHES]
         counts = {name: sum(b.counts[name] for b in batches) for name in batches[0].counts}
-        totals = run.backward(batches, run.ranks.control(0, False, counts)[2])
+        stop, _, counts = run.ranks.control(run.job.stop.signal, False, counts)
+        if stop:
+            raise SystemExit(128 + stop)
+        totals = run.backward(batches, counts)
         run.scaler.unscale(run.optimizers.optimizers)
         norm = run.ranks.gradient_norm(run.plain, run.config.max_grad_norm)
         totals.reduce(run.ranks)

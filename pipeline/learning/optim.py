@@ -203,6 +203,15 @@ class Optimizers:
                 made.setdefault((by_muon, group, factor, decays), fresh)["params"].append(parameter)
         return [made[key] for key in made if key[0]], [made[key] for key in made if not key[0]]
 
+    def iteration_flops(self) -> float:
+        """Of Muon's iterations in one update: of each, three products over the smaller side m of its matrices; 0 without Muon."""
+        flops = 0.0
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups if isinstance(optimizer, Muon) else []:
+                for small, large in (sorted(parameter.shape) for parameter in group["params"]):
+                    flops += group["ns_steps"] * (4 * small**2 * large + 2 * small**3)
+        return flops
+
     def step(self, factor: float) -> None:
         """One update at `factor` times the configured rates; gradients are dropped after it."""
         for optimizer in self.optimizers:

@@ -10,10 +10,12 @@ Not promised: that a rank which dies alone on its machine is noticed by the othe
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -138,8 +140,11 @@ class Ranks:
     def gradient_norm(self, model: nn.Module, limit: float) -> float:
         """The global gradient norm; gradients are clipped to `limit` when it is above 0."""
         parameters = [p for p in model.parameters() if p.grad is not None]
-        norm = nn.utils.clip_grad_norm_(parameters, limit if limit > 0 else float("inf"), foreach=True)
-        return float(sharding.full(norm))
+        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+        norm = float(sharding.full(total))
+        if limit > 0 and math.isfinite(norm):  # one that is not would make all gradients what one of them is
+            nn.utils.clip_grads_with_norm_(parameters, limit, total, foreach=True)
+        return norm
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -157,6 +162,16 @@ class Ranks:
             raise GateError(
                 f"rank {self.rank} starts from other weights than rank 0; check the model files of each node"
             )
+
+    def check_different_rows(self, mine: np.ndarray) -> None:
+        """Raise GateError when two ranks would read a row of the first step: they would learn it twice."""
+        seen: dict[int, int] = {}
+        for rank, rows in enumerate(self.gather(mine.tolist())):
+            for row in rows:
+                if seen.setdefault(row, rank) != rank:
+                    raise GateError(
+                        f"ranks {seen[row]} and {rank} both read row {row}: was each process launched with a rank of its own?"
+                    )
 
     def finish(self, model: nn.Module, where: torch.device) -> None:
         """After training only rank 0 goes on, with a whole model: it alone measures and writes outs. The others end here.

@@ -16,6 +16,11 @@ from pipeline.errors import ConfigError
 from pipeline.learning import schedule, verdict
 from pipeline.learning.optim import OptimizerConfig
 
+LEAST = {
+    "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "min_ratio": 0, "cycles": 1, "decay_ratio": 0, "warmup_steps": 0,
+    "warmup_ratio": 0, "eval_steps": 1, "eval_tokens": 0, "patience": 0, "threshold": 0,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(OptimizerConfig):
@@ -52,8 +57,16 @@ class TrainingConfig(OptimizerConfig):
     def check(self) -> None:
         """Raise ValueError for values that cannot be; called by the subclasses' `__post_init__`."""
         self.check_groups()
-        if self.learning_rate < 0 or self.eval_steps < 1 or len(self.betas) != 2:
-            raise ValueError("expected learning_rate >= 0, eval_steps >= 1 and two betas")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: expected two numbers from 0 to below 1, got {list(self.betas)}")
+        for key, least in LEAST.items():
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}: expected at least {least}, got {getattr(self, key)}")
+        for key, most in {"min_ratio": 1.0, "warmup_ratio": 1.0, "decay_ratio": 1.0}.items():
+            if getattr(self, key) > most:
+                raise ValueError(f"{key}: expected at most {most:g}, got {getattr(self, key)}")
+        if self.eps <= 0:
+            raise ValueError(f"eps: expected more than 0, got {self.eps}")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("at most one of warmup_steps and warmup_ratio may be set")
         choices = {
@@ -263,6 +276,7 @@ def _exactly_one(**lengths: float | None) -> None:
     """Raise ValueError unless one of the ways to say how long a run is was given."""
     given = [name for name, value in lengths.items() if value is not None]
     if len(given) != 1:
-        raise ValueError(f"expected exactly one of {', '.join(lengths)}; got {', '.join(given) or 'none'}")
+        switch = f"; switch off what should not count, for example {given[-1]}=none" if given else ""
+        raise ValueError(f"expected exactly one of {', '.join(lengths)}; got {', '.join(given) or 'none'}{switch}")
     if (lengths[given[0]] or 0) <= 0:
         raise ValueError(f"{given[0]}: expected more than 0, got {lengths[given[0]]}")

@@ -10,6 +10,8 @@ from typing import Any
 from pipeline import device
 from pipeline.tracking import say
 
+MUCH = 0.1  # of a step's arithmetic for Muon's iterations
+
 
 def headline(run: Any) -> str:
     """What is about to be trained, on what, in how many steps; `run` is a fit.Run."""
@@ -18,8 +20,19 @@ def headline(run: Any) -> str:
     return (
         f"{run.job.name}: {size / 1e6:.2f} M parameters, {run.steps} steps of {run.config.rows} rows of at most "
         f"{run.config.row_length} tokens (micro-batch {run.micro_batch}), {precision}, "
-        f"{run.ranks.world} process{'es' if run.ranks.world > 1 else ''}"
+        f"{run.ranks.world} process{'es' if run.ranks.world > 1 else ''}{_iterations(run)}"
     )
+
+
+def _iterations(run: Any) -> str:
+    """What Muon's iterations add to the arithmetic of a step; a warning where it is much."""
+    per_token: Any = getattr(run.plain, "flops_per_token", None)
+    flops = run.optimizers.iteration_flops()
+    if not flops or per_token is None:
+        return ""
+    share = flops / (run.config.rows * run.config.row_length * per_token(run.config.row_length))
+    much = " (warning: much; more tokens a step make it less)" if share > MUCH else ""
+    return f"; Muon's iterations add {100 * share:.1f} % to the arithmetic of a step{much}"
 
 
 def report(run: Any, seconds: float, steps: int, targets: int) -> None:

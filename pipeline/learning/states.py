@@ -51,6 +51,7 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+OLD = ".old"  # the ending of a state while another takes its place
 Files = dict[str, list[Any]]  # name -> [size, sha256], and for a share {tensor: its first row}
 
 
@@ -108,9 +109,13 @@ def complete(part: Path, step: int, files: Files, *, meta: dict[str, Any], curve
     _sync_file(manifest)
     sync_folder(part)
     target = part.with_name(name_of(step))
-    remove(target)  # a state of the same step that was found damaged
+    old = target.with_suffix(OLD)
+    if target.exists():  # a state of the same step, which serves until the new one is in its place
+        remove(old)
+        target.rename(old)
     part.rename(target)
     sync_folder(part.parent)
+    remove(old)
     return target
 
 
@@ -138,20 +143,24 @@ def fault(folder: Path) -> str:
 
 def newest(folder: Path) -> State | None:
     """The newest state whose manifest holds; says which ones were skipped and why."""
+    for old in folder.glob(f"step-????????{OLD}"):  # killed between two renames
+        remove(old) if old.with_suffix("").exists() else old.rename(old.with_suffix(""))
     for path in sorted(folder.glob("step-????????"), reverse=True):
         wrong = fault(path)
         if wrong:
-            say(f"{path.parent.parent.name}: state {path.name} is damaged ({wrong}); trying the one before")
+            say(
+                f"{path.parent.parent.name}: state {path.name} is damaged ({wrong}); it is dropped, trying the one before"
+            )
             continue
         return opened(path)
     return None
 
 
-def at(folder: Path, step: int) -> State:
-    """The state after `step` batches. Raises StagecoachError when it is damaged."""
+def at(folder: Path, step: int, *, remedy: str = "run again: the newest whole state serves") -> State:
+    """The state after `step` batches. Raises StagecoachError, with what can be done, when it is damaged."""
     path = folder / name_of(step)
     if wrong := fault(path):
-        raise StagecoachError(f"{path}: {wrong}; run again: the newest whole state serves")
+        raise StagecoachError(f"{path}: {wrong}; {remedy}")
     return opened(path)
 
 

@@ -4,8 +4,9 @@
 
 A spike is a loss or gradient norm above mean + 6 max(std, 1 % of |mean|) of the last 128 applied steps (PaLM restarts before a spike and
 skips the batches around it: Chowdhery et al. 2022, arXiv:2204.02311, 5.1). A skipped step changes no weight and no moment; three in a
-row, or ten in a thousand steps, stop the run. A rollback goes back to the newest evaluated state at least 16 steps old and never reads
-the batches from there to here again; where there is none yet the step is skipped, and after three rollbacks the run stops.
+row, or ten in a thousand steps, stop the run. A rollback goes back to the newest evaluated state at least 16 steps old, but never behind
+the rollback before, and never reads the batches from there to here again; where there is none yet the step is skipped, and after three
+rollbacks the run stops.
 
 Not promised: that a spike is harmful. Policies that sample their own data have heavy-tailed norms, so there `on_spike` is `ignore`.
 """
@@ -64,7 +65,8 @@ def skipped(course: Course) -> bool:
 
 def rollback_target(course: Course) -> int | None:
     """The step whose state a rollback from here would load; None where none is old enough."""
-    old = [evaluated for evaluated in course.evaluated if evaluated <= course.step - BACK]
+    last = course.windows[-1][0] if course.windows else None  # never behind the last one, whose window would come back
+    old = [e for e in course.evaluated if e == last or (last or 0) < e <= course.step - BACK]
     return old[-1] if old else None
 
 
@@ -72,6 +74,11 @@ def rollback_targets(course: Course) -> list[int]:
     """The steps whose states a rollback, now or later, may load."""
     target = rollback_target(course)
     return [step for step in course.evaluated if target is None or step >= target]
+
+
+def best_before(course: Course, step: int) -> int:
+    """The step that was the best one after `step` batches; -1 where none was."""
+    return max((best for best in course.bests if best <= step), default=-1)
 
 
 def give_up(course: Course, step: int, index: int) -> None:

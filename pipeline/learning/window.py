@@ -13,6 +13,8 @@ import torch
 from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.ranks import Ranks
 
+MOST_NATS = 700.0  # whose exponential is still a number
+
 
 @dataclass
 class Totals:
@@ -88,9 +90,9 @@ class Totals:
             found |= {name: s / self.counts[per] for name, (s, per, _) in self.terms.items() if self.counts[per]}
         found |= {name: s / count for name, (s, count) in self.metrics.items() if count}
         if self.counts.get("bytes"):
-            found["bpb"] = sum(s for s, per, _ in self.terms.values() if per == "tokens") / (
-                math.log(2) * self.counts["bytes"]
-            )
+            nats = sum(s for s, per, _ in self.terms.values() if per == "tokens")
+            found["bpb"] = nats / (math.log(2) * self.counts["bytes"])
+            found["perplexity"] = math.exp(min(MOST_NATS, nats / self.counts["tokens"]))
         return found | self.extremes
 
     def merge(self, other: "Totals") -> None:

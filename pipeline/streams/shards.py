@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.device import stable_hash
-from pipeline.errors import DataError
+from pipeline.errors import DataError, GateError
 from pipeline.text.tokenizer import Tokenizer
 
 ROWS = 64  # documents in memory at a time; the cleaning lets none be longer than 1 MB
@@ -46,6 +46,25 @@ def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
         if missing:
             raise DataError(f"{path}: expected the columns {', '.join(columns)}; missing: {', '.join(sorted(missing))}")
         yield from file.iter_batches(batch_size=ROWS, columns=columns)
+
+
+def check_apart(folder: Path) -> None:
+    """Raise GateError when a document of the val split stands in the train split too: what is measured would have been learnt."""
+
+    def documents(split: str) -> Iterator[tuple[bytes, str]]:
+        for path in files(folder, split):
+            for batch in _batches(path, ["text", "path"]):
+                for text, name in zip(batch.column("text").to_pylist(), batch.column("path").to_pylist(), strict=True):
+                    if text:
+                        yield hashlib.blake2b(text.encode(), digest_size=8).digest(), f"{path.name}: {name}"
+
+    held_out = dict(documents("val"))
+    for key, where in documents("train"):
+        if key in held_out:
+            raise GateError(
+                f"{folder}: the document {where} stands in the val split too ({held_out[key]}); take it out of one of them, or let "
+                "stage_corpus split the data"
+            )
 
 
 def texts(folder: Path, split: str, num_bytes: int, characters: int) -> Iterator[str]:
