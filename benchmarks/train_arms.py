@@ -105,8 +105,8 @@ def ours(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
     folder = Path(tempfile.mkdtemp())
     config = FitConfig(steps=10**6, tokens_per_step=spec["rows"] * spec["context"], context=spec["context"], learning_rate=RATE,
                        betas=BETAS, weight_decay=DECAY, schedule="constant", eval_steps=10**6)  # fmt: skip
-    runtime = Runtime(precision=spec["precision"], micro_batch=spec["rows"], save_steps=10**6, save_minutes=1e6,
-                      compile=compiled)  # fmt: skip
+    given = {"precision": spec["precision"], "micro_batch": spec["rows"], "compile": compiled} | spec.get("runtime", {})
+    runtime = Runtime(save_steps=10**6, save_minutes=1e6, **given)
     job = Job(stage="speed", item=None, key="k", seed=1, folder=folder, workers=1, runtime=runtime,
               tracker=Tracker("speed", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
 

@@ -1,0 +1,143 @@
+"""Training and generation on a GPU: the numbers of a CPU, exact order on resume, every precision and setting. Skipped without one."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import gpu_training
+from pipeline import device
+from pipeline.generation.sampling import Sampling, generate
+from pipeline.learning import fit as fit_module
+from pipeline.learning.fit import fit
+from pipeline.learning.keeping import weights_of
+from pipeline.model.transformer import Transformer
+from pipeline.params import Runtime
+from tests.test_fit import Stopped
+from tests.training import Case, Rows, job_of, model_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def trained(
+    folder: Path, *, steps: int = 8, optimizer: str = "adamw", ema: float = 0.0, **runtime: Any
+) -> tuple[Transformer, Any]:
+    """A run of `fit` on what this machine has."""
+    from pipeline.learning import objectives
+    from pipeline.learning.objectives import Loss, Term
+    from pipeline.learning.settings import FitConfig
+
+    case = Case(folder=str(folder), rows=8, steps=steps)
+    job = job_of(folder, case)
+    job = replace(job, runtime=Runtime(**({"logging_steps": 1, "precision": "fp32", "save_steps": 1} | runtime)))
+    model = model_of(case)
+    config = FitConfig(steps=steps, tokens_per_step=8 * 8, context=8, learning_rate=5e-3, eval_steps=4, optimizer=optimizer, eps=1e-6,
+                       ema_decay=ema, publish="last")  # fmt: skip
+
+    def loss(model: Transformer, batch: Any) -> Loss:
+        chosen = batch.targets >= 0
+        return Loss([Term("loss", model(batch.ids, select=chosen,
+                     head=lambda hidden, table: objectives.next_token(hidden, table, batch.targets[chosen])))])  # fmt: skip
+
+    class There(Rows):
+        """Batches that go to the device."""
+
+        def batch(self, step: int, context: int, rows: Any) -> Any:
+            made = super().batch(step, context, rows)
+            made.to = lambda where: _moved(made, where)  # type: ignore[method-assign]
+            return made
+
+        def evaluation(self, tokens: int) -> Any:
+            for made in super().evaluation(tokens):
+                made.to = lambda where, made=made: _moved(made, where)  # type: ignore[method-assign]
+                yield made
+
+    fit(model, There(case, job), loss, config, job)
+    return model, job
+
+
+def _moved(batch: Any, where: torch.device) -> Any:
+    batch.ids, batch.targets = batch.ids.to(where), batch.targets.to(where)
+    return batch
+
+
+def losses(job: Any) -> list[float]:
+    return [row["loss"] for row in job.tracker.rows if "loss" in row]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_gpu_learns_what_a_cpu_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    _, there = trained(tmp_path / "gpu", optimizer=optimizer, ema=0.9)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        _, here = trained(tmp_path / "cpu", optimizer=optimizer, ema=0.9)
+    assert losses(there) == pytest.approx(losses(here), abs=5e-3)  # float32 products run in TF32 on a GPU
+
+
+@pytest.mark.parametrize(("precision", "near"), [("bf16", 0.05), ("fp16", 0.02)])
+def test_half_precision_stays_near_float32(tmp_path: Path, precision: str, near: float) -> None:
+    _, exact = trained(tmp_path / "fp32")
+    _, half = trained(tmp_path / precision, precision=precision)
+    assert losses(half) == pytest.approx(losses(exact), abs=near)
+
+
+def test_an_automatic_micro_batch_is_proved_on_the_device(tmp_path: Path) -> None:
+    model, at_work = trained(tmp_path, micro_batch="auto", precision="bf16")
+    assert next(model.parameters()).device.type == "cuda" and len(losses(at_work)) == 8
+
+
+@pytest.mark.parametrize("policy", ["full", "every_2", "selective"])
+def test_activations_computed_again_change_nothing(tmp_path: Path, policy: str) -> None:
+    plain, _ = trained(tmp_path / "plain")
+    again, _ = trained(tmp_path / policy, gradient_checkpointing=policy)
+    for name, weight in weights_of(plain).items():
+        torch.testing.assert_close(weights_of(again)[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
+def test_compiled_layers_stay_near_plain_ones(tmp_path: Path) -> None:
+    _, plain = trained(tmp_path / "plain", precision="bf16")
+    model, compiled = trained(tmp_path / "compiled", precision="bf16", compile=True)
+    assert model.compiled and losses(compiled) == pytest.approx(losses(plain), abs=0.05)
+
+
+def test_a_killed_run_goes_on_in_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, first = trained(tmp_path / "whole")
+    original = fit_module.Run._one_step
+
+    def cut(self: Any) -> None:
+        if self.course.step == 5:
+            raise Stopped
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module.Run, "_one_step", cut)
+        with pytest.raises(Stopped):
+            trained(tmp_path / "cut")
+    again, second = trained(tmp_path / "cut")
+    assert losses(second) == pytest.approx(losses(first), abs=1e-5)
+    for name, weight in weights_of(whole).items():
+        torch.testing.assert_close(weights_of(again)[name], weight, atol=1e-4, rtol=0, msg=name)
+
+
+def test_states_written_aside_are_those_of_their_step(tmp_path: Path) -> None:
+    plain, _ = trained(tmp_path / "plain")
+    aside, _ = trained(tmp_path / "aside", async_save=True)
+    for name, weight in weights_of(plain).items():
+        torch.testing.assert_close(weights_of(aside)[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
+def test_greedy_text_is_that_of_a_cpu(tiny_model: nn.Module) -> None:
+    model: Any = tiny_model
+    prompts = [[5, 9, 2, 40], [7, 7], [100, 3, 60]]
+    here = generate(model, prompts, Sampling(24), stop=[], seeds=[1, 2, 3])
+    there = generate(model.to("cuda"), prompts, Sampling(24), stop=[], seeds=[1, 2, 3])
+    assert [one.ids for one in here] == [one.ids for one in there]
+
+
+def test_the_benchmark_of_a_gpu_says_speed_use_and_memory() -> None:
+    [found] = gpu_training.main(["--models", "tiny", "--settings", "plain", "--rows", "2", "--context", "64", "--rounds", "1",
+                                 "--steps", "2", "--anyway"])  # fmt: skip
+    assert found["tokens_per_second"] > 0 and found["peak_gb"] > 0 and device.hardware("bf16").device.type == "cuda"
