@@ -95,7 +95,7 @@ def test_rows_and_steps_of_a_run() -> None:
         ({"temperature": 0.0}, "expected > 0"),
         ({"max_new_tokens": 0}, "expected > 0"),
         ({"minibatches": 13}, "at most prompts . samples, got 13"),
-        ({"learning_rate": -1.0}, "learning_rate >= 0"),
+        ({"learning_rate": -1.0}, "learning_rate: expected at least 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

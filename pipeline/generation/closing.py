@@ -28,7 +28,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 MAX_STEPS = 2000  # of one walk
 MAX_PROBES = 2000  # states that `shortest` looks at
-MAX_SECONDS = 1.5  # that it takes; only a hostile grammar needs them
+MAX_SECONDS = 1.5  # of its thread, whatever else the machine does; only a hostile grammar needs them
 FEW = 16  # next bytes that are all followed
 CLOSERS = b'}]"0,:ntf123456789-[{'  # outside a string, in this order: what may nest without end comes last
 CONTROL = re.compile(rb"\xff\[(\d+)\]")  # how llguidance writes a forced control token; no text holds that byte
@@ -99,7 +99,7 @@ class Closer:
 
     def shortest(self, matcher: LLMatcher) -> list[int] | None:
         """The shortest output of a grammar at its beginning that the search finds; None where it finds no end at all."""
-        deadline = time.monotonic() + MAX_SECONDS
+        deadline = time.thread_time() + MAX_SECONDS
         best: list[int] | None = None
         longest_walk, probes = MAX_STEPS, MAX_PROBES
         heap: list[_Node] = []
@@ -121,7 +121,7 @@ class Closer:
                     continue
                 known[mark] = cost
                 heapq.heappush(heap, _Node(cost, -len(said), probes, said, state, place))
-            if not heap or probes <= 0 or time.monotonic() > deadline:
+            if not heap or probes <= 0 or time.thread_time() > deadline:
                 return best
             children = self._children(heapq.heappop(heap))
 
@@ -155,7 +155,7 @@ class Closer:
             if state.is_accepting():
                 return said
             step = self._forced(state) or self._closer(state, place) or self._filler(state, used)
-            if step is None or not self._feed(state, step) or (deadline and time.monotonic() > deadline):
+            if step is None or not self._feed(state, step) or (deadline and time.thread_time() > deadline):
                 return None
             said.append(step)
             place = place.after(step)

@@ -227,7 +227,7 @@ class Run:
         if self.scaler.update() and not math.isfinite(norm):  # fp16 overflowed: the next scale is smaller
             self.optimizers.zero_grad()
             return True
-        bad = f" Not finite first: {self._culprit(batches)}." if why == "not finite" else ""
+        bad = f" Not finite first: {verdict.blamed(self, batches)}." if why == "not finite" else ""
         self.optimizers.zero_grad()
         policy = self.config.on_nonfinite if why == "not finite" or totals.veto else self.config.on_spike
         if policy == "rollback" and (target := verdict.rollback_target(course)) is not None:
@@ -240,18 +240,6 @@ class Run:
                 f"the newest state is in {self.job.folder}"
             )
         return True
-
-    def _culprit(self, batches: list[Any]) -> str:
-        """What is not finite first, on the rank that has it."""
-
-        def again() -> None:
-            for micro, (batch, _) in enumerate(self.ranks.evened(batches)):
-                device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
-                with torch.no_grad(), self.hardware.autocast():
-                    self.loss(self.plain, batch.to(self.hardware.device))
-
-        found = self.ranks.gather(verdict.culprit(self.plain, again))
-        return next((name for name in found if name != verdict.NOTHING), found[0])
 
     def _roll_back(self, target: int, why: str) -> None:
         """Go on from the state after `target` steps, with other batches than those from there to here."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline import device
 from pipeline.learning import sharding
 from pipeline.learning.course import Course
 
@@ -86,6 +87,19 @@ def give_up(course: Course, step: int, index: int) -> None:
     course.windows = [*course.windows, [course.step, index + 1 - course.index]]
     course.applied = []  # what a spike is measured against begins anew
     assert course.step <= step
+
+
+def blamed(run: Any, batches: list[Any]) -> str:
+    """What is not finite first in the step of a fit.Run, on the rank that has it."""
+
+    def again() -> None:
+        for micro, (batch, _) in enumerate(run.ranks.evened(batches)):
+            device.seed_step(run.job.seed, run.course.index, micro, run.ranks.rank)
+            with torch.no_grad(), run.hardware.autocast():
+                run.loss(run.plain, batch.to(run.hardware.device))
+
+    found = run.ranks.gather(culprit(run.plain, again))
+    return next((name for name in found if name != NOTHING), found[0])
 
 
 def culprit(model: nn.Module, forward: Callable[[], None]) -> str:
