@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from pipeline.learning.objectives_policy import METHODS, Clip
 from pipeline.learning.settings import PairConfig
 from pipeline.model.guesses import GuessingModel
 from pipeline.model.heads import RewardModel
+from pipeline.reinforcement.estimators import PPOConfig
 from pipeline.reinforcement.rollout import RolloutConfig
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.streams.preferences import PairStream
-from stages import grpo, reward
+from stages import grpo, reward, rlhf
 from tests.test_fit import job
 from tests.workspace import Workspace
 
@@ -112,3 +114,20 @@ def test_a_key_of_grpo_goes_before_the_value_of_its_method(
     found = grpo.Params(**(values | changes)).resolved
     assert (found.clip, found.beta, found.dynamic) == (clip, beta, dynamic)
     assert found.advantage == METHODS[changes.get("method", "grpo")].advantage
+
+
+def test_the_loss_of_rlhf_is_clipped_and_weighed_as_its_keys_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def actor_critic(model: Any, batch: Any, temperature: float) -> tuple[None, None, None]:
+        asked["temperature"] = temperature
+        return None, None, None
+
+    monkeypatch.setattr(rlhf.scoring, "actor_critic", actor_critic)
+    monkeypatch.setattr(rlhf.objectives_policy, "ppo", lambda *_, **given: asked.update(given))
+    batch: Any = SimpleNamespace(old=None, arrays=dict.fromkeys(("advantages", "old_values", "returns")), fresh=False)
+    model: Any = None
+    ppo = PPOConfig(beta=0.1, target_kl=6.0, horizon=100, clip=0.3, value_clip=0.4, value_weight=0.5)
+    rlhf.loss(model, batch, temperature=0.7, ppo=ppo)
+    assert (asked["clip"], asked["value_clip"], asked["value_weight"]) == (Clip(0.3, 0.3), 0.4, 0.5)
+    assert asked["temperature"] == 0.7

@@ -127,7 +127,7 @@ def test_the_best_weights_are_published_where_the_last_ones_are_worse(tmp_path: 
     for publish in ("best", "last"):
         model, at_work = Net(), job(tmp_path / publish)
         fit(model, Turning(), loss, config(publish=publish, **settings), at_work)
-        losses = {int(row["step"]): row["val/loss"] for row in at_work.tracker.rows if "val/loss" in row}
+        losses = {int(row["step"]): float(row["val/loss"]) for row in at_work.tracker.rows if "val/loss" in row}
         published[publish] = at_work.tracker.final["published_step"]
         assert held_out(model) == pytest.approx(losses[published[publish]], rel=1e-5)
     best = min(losses, key=lambda step: losses[step])

@@ -28,6 +28,8 @@ TRAINING: dict[str, Any] = {
     "eval_tokens": 64,
 }
 
+ONE_ROW: dict[str, Any] = TRAINING | {"tokens_per_step": 128}
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -128,7 +130,7 @@ def mixed(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list
         name: write_corpus(folder / name, [f"{name} {n} " * 8 for n in range(60)], [name]) for name in ("code", "text")
     }
     checkpoint.save(folder / "base", Transformer(shape(), torch.Generator().manual_seed(0)), TOKENIZER, {})
-    params = code.Params(**changes, fit=FitConfig(**(TRAINING | {"tokens_per_step": 128})))
+    params = code.Params(**changes, fit=FitConfig(**ONE_ROW))
     code.run(params, job(folder / "work"), base=folder / "base", **tokens, out=folder / "out")
     (stream,) = streams
     rows = [stream.batch(n, 128, stream.rows(n, 128)).input_ids.flatten().tolist() for n in range(8)]
