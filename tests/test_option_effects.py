@@ -134,6 +134,16 @@ def test_the_best_weights_are_published_where_the_last_ones_are_worse(tmp_path: 
     assert published == {"best": best, "last": 24} and losses[24] > losses[best] + 0.5
 
 
+def test_ema_decay_is_the_share_that_an_average_keeps(tmp_path: Path) -> None:
+    fit(
+        Net(), Rows(), loss, config(steps=1, warmup_steps=0, ema_decay=0.05), job(tmp_path)
+    )  # no more than a tenth at first
+    state = states.at(tmp_path, 1)
+    average, now = state.optimizer().whole()["hidden.weight/average"], state.weights().whole()["hidden.weight"]
+    torch.testing.assert_close(average, 0.05 * Net().hidden.weight.detach() + 0.95 * now, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(average, now, rtol=1e-5, atol=1e-6)
+
+
 # -- steps that go wrong, and when a state is written ------------------------------------------------------------------
 
 
