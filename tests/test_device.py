@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline import device
+from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,3 +92,32 @@ def test_precision_is_what_was_asked_for_and_fp32_computes_in_fp32() -> None:
 def test_memory_is_counted_in_bytes() -> None:
     cpu = torch.device("cpu")
     assert 2**27 < device.peak_memory(cpu) < device.total_memory(cpu) < 2**50
+
+
+def test_page_locked_memory_is_for_gpus_and_may_be_declined() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [device.pins(asked, gpu) for asked in ("auto", True, False)] == [True, True, False]
+    assert [device.pins(asked, cpu) for asked in ("auto", False)] == [False, False]
+    with pytest.raises(ConfigError, match=r"pin_memory: true needs a CUDA device, this run is on cpu"):
+        device.pins(True, cpu)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A batch that keeps where it was sent."""
+
+    ids: torch.Tensor
+    count: int
+    where: str = ""
+
+    def to(self, where: torch.device) -> "Moved":
+        return Moved(self.ids, self.count, where.type)
+
+
+def test_a_batch_that_is_pinned_goes_to_the_device_from_page_locked_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = torch.zeros(2)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: locked)
+    batch = Moved(torch.ones(2), 2)
+    for pin, ids in ((True, locked), (False, batch.ids)):
+        moved = device.move(batch, torch.device("cuda"), pin=pin)
+        assert moved.ids is ids and (moved.count, moved.where) == (2, "cuda")

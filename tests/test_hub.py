@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,15 @@ def test_columns_that_no_shape_reads_are_named(tmp_path: Path) -> None:
 def test_a_revision_is_forty_hex_digits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="40 hex"):
         list(hub.read_hub(config("text", HubSet(id="a/b", revision="main")), "text", tmp_path))
+
+
+def test_a_set_is_opened_as_its_entry_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda _, **given: asked.update(given)))
+    hub._open(HubSet(id="a/b", config="c", data_dir="folder"), "train", "f" * 40)
+    assert (asked["name"], asked["data_dir"], asked["split"], asked["revision"]) == ("c", "folder", "train", "f" * 40)
+    folders = {hub.folder_of(HubSet(id="a/b", data_dir=name), "text", tmp_path) for name in (None, "one", "two")}
+    assert len(folders) == 3
 
 
 # --- fetching --------------------------------------------------------------------------------------------------------

@@ -222,3 +222,40 @@ def test_the_arithmetic_of_muons_iterations() -> None:
     square, wide = 4 * 8**2 * 8 + 2 * 8**3, 4 * 8**2 * 16 + 2 * 8**3
     assert Optimizers(model, config("muon"), fast_bf16=False).iteration_flops() == 5 * (square + 2 * wide)
     assert Optimizers(model, config("adamw"), fast_bf16=False).iteration_flops() == 0
+
+
+@pytest.mark.parametrize(
+    (
+        "changes",
+        "moved",
+    ),  # a weight of 1 whose gradient is 0.5, at a rate of 0.01: AdamW's first step is g / (|g| + eps)
+    [
+        ({}, 0.01),
+        ({"eps": 0.5}, 0.005),
+        ({"weight_decay": 0.2}, 0.012),
+        ({"learning_rate": 0.1}, 0.1),
+    ],
+)
+def test_the_first_step_of_adamw_is_the_one_worked_out_by_hand(changes: dict[str, float], moved: float) -> None:
+    values = {"optimizer": "adamw", "learning_rate": 0.01, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.ones_(model.weight)
+    optimizers = Optimizers(model, OptimizerConfig(**(values | changes)), fast_bf16=False)  # type: ignore[arg-type]
+    model.weight.grad = torch.full_like(model.weight, 0.5)
+    optimizers.step(1.0)
+    torch.testing.assert_close(model.weight.detach(), torch.full((2, 3), 1 - moved))
+
+
+def test_weight_decay_shrinks_what_muon_moves() -> None:
+    shrunk = {}
+    for decay in (0.0, 0.2):
+        model = nn.Linear(3, 2, bias=False)
+        nn.init.ones_(model.weight)
+        settings = OptimizerConfig(
+            optimizer="muon", learning_rate=0.01, weight_decay=decay, betas=(0.9, 0.95), eps=1e-8
+        )
+        optimizers = Optimizers(model, settings, fast_bf16=False)
+        model.weight.grad = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+        optimizers.step(1.0)
+        shrunk[decay] = model.weight.detach()
+    torch.testing.assert_close(shrunk[0.0] - shrunk[0.2], torch.full((2, 3), 0.002))

@@ -49,7 +49,7 @@ def held_out(monkeypatch: pytest.MonkeyPatch, **config: Any) -> HeldOut:
     resources = Resources(max_new_tokens=8, preferred=lambda given: [len(one.ids) / 10 for one in given])
     scorer = Scorer({"preferred": 2.0}, resources)
     setting: Any = Setting()
-    return HeldOut(prompts(), setting, None, scorer, HeldOutConfig(best_of_prompts=0, **config))
+    return HeldOut(prompts(), setting, None, scorer, HeldOutConfig(**({"best_of_prompts": 0} | config)))
 
 
 def test_each_prompt_counts_once_by_the_mean_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +76,34 @@ def test_a_point_of_the_curve_has_what_training_is_paid_by(monkeypatch: pytest.M
     row = held_out(monkeypatch).row(0)
     assert row["gold"] == pytest.approx((1.0 + 0.5 + 0.0 + 1.0) / 4)  # the first answer to each
     assert (row["proxy"], row["held_out/preferred"]) == (pytest.approx(0.6), pytest.approx(0.3))
+
+
+def test_so_many_prompts_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = held_out(monkeypatch, eval_prompts=3)
+    assert len(measured.prompts) == measured.report()["held_out"]["prompts"] == 3
+    assert measured.row(0)["kl"] == 0.25 * 3
+
+
+@pytest.mark.parametrize(("best_of", "count"), [(1, 2), (2, 2), (2, 3)])
+def test_the_best_of_n_line_asks_the_reference_so_often(
+    monkeypatch: pytest.MonkeyPatch, best_of: int, count: int
+) -> None:
+    measured = held_out(monkeypatch, best_of=best_of, best_of_prompts=count)
+    monkeypatch.setattr(gold, "known", lambda record: True)
+    asked: list[tuple[str, int]] = []
+    answers = measured.setting.held_out
+
+    def held(given: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
+        assert of_reference
+        asked.extend((prompt.id, sample) for prompt, sample in given)
+        return answers(given, of_reference=of_reference)
+
+    monkeypatch.setattr(measured.setting, "held_out", held)
+    line = measured._best_of_n()
+    assert len({name for name, _ in asked}) == count
+    assert sorted(sample for _, sample in asked) == sorted([*range(best_of)] * count)
+    assert max(point["n"] for point in line) == best_of
+    assert "best_of_n" not in held_out(monkeypatch, best_of_prompts=0).report()
 
 
 @pytest.mark.parametrize("wrong", [{"report_samples": 0}, {"eval_prompts": 1}, {"best_of": 0}])

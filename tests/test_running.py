@@ -273,6 +273,29 @@ def test_a_stage_that_trains_publishes_its_curve_and_handles_signals(stage: Modu
     assert compared == {"val_loss": 2.25, "val_bpb": 1.5, "tokens": 64}
 
 
+def test_the_job_has_the_workers_and_the_trackers_of_the_runtime_block(
+    stage: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, jobs = [], []
+
+    class Recorded:
+        def __init__(self, names: tuple[str, ...], run: str, folder: Path, parameters: dict[str, Any]) -> None:
+            opened.append((names, run, folder))
+
+        def log(self, rows: list[dict[str, Any]]) -> None:
+            pass
+
+        def finish(self) -> None:
+            opened.append("closed")
+
+    monkeypatch.setattr(tracking, "Others", Recorded)
+    stage.HOOK = lambda job, out: jobs.append(job)  # type: ignore[attr-defined]
+    assert main(stage, "runtime.workers=3") == 0
+    assert (jobs[0].workers, opened) == (3, [])
+    assert main(stage, "runtime.workers=1", "runtime.trackers=[tensorboard, wandb]", "runtime.fresh=true") == 0
+    assert (jobs[1].workers, opened) == (1, [(("tensorboard", "wandb"), "toy", jobs[1].folder), "closed"])
+
+
 def test_an_item_of_a_matrix_has_its_own_key_and_files(stage: ModuleType) -> None:
     wiring: dict[str, Any] = {"items": ("a", "b"), "outs": {"out": "data/toy/{item}"}}
     assert main(stage, "a", **wiring) == main(stage, "b", **wiring) == 0

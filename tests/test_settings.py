@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.learning.settings import FitConfig
+from pipeline.learning.settings import FitConfig, PairConfig
 
 
 def config(**changes: Any) -> FitConfig:
@@ -78,3 +78,43 @@ def test_the_warm_up_is_steps_or_a_share_of_them() -> None:
     for step, expected in ((0, 0.1), (4, 0.5), (9, 1.0)):
         assert by_steps.factor(step, 100) == by_ratio.factor(step, 100) == pytest.approx(expected)
     assert by_steps.factor(99, 100) == pytest.approx(0.1)  # min_ratio at the last step
+
+
+@pytest.mark.parametrize(
+    ("schedule", "values"),  # at steps 25, 50 and 90 of 101: a quarter, a half and nine tenths of the way
+    [
+        ("constant", [1.0, 1.0, 1.0]),
+        ("linear", [0.775, 0.55, 0.19]),  # 1 - 0.9 p
+        ("cosine", [0.868198, 0.55, 0.122025]),  # 0.1 + 0.45 (1 + cos pi p)
+        ("wsd", [1.0, 1.0, 0.55]),  # the last 20 steps decay, of which step 90 is the tenth
+    ],
+)
+def test_the_schedule_is_the_one_that_is_named(schedule: str, values: list[float]) -> None:
+    named = config(schedule=schedule)
+    assert [named.factor(step, 101) for step in (25, 50, 90)] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "expected"),
+    [
+        ({"schedule": "linear", "min_ratio": 0.3}, 50, 0.65),  # 1 - 0.7 / 2
+        ({"schedule": "linear", "min_ratio": 0.3}, 100, 0.3),
+        ({"schedule": "cosine", "min_ratio": 0.0}, 50, 0.5),
+        ({"schedule": "cosine_with_restarts"}, 50, 0.55),  # one cycle is the cosine
+        ({"schedule": "cosine_with_restarts", "cycles": 2}, 50, 1.0),  # the second one begins
+        ({"schedule": "cosine_with_restarts", "cycles": 2}, 25, 0.55),
+        ({"schedule": "cosine_with_restarts", "cycles": 4}, 25, 1.0),
+        ({"schedule": "wsd", "decay_ratio": 0.5}, 61, 0.802),  # of the last 50 steps the eleventh: 1 - 0.9 * 11 / 50
+        ({"schedule": "wsd", "decay_ratio": 0.1}, 90, 1.0),
+    ],
+)
+def test_the_schedule_is_shaped_by_its_keys(changes: dict[str, Any], step: int, expected: float) -> None:
+    assert config(**changes).factor(step, 101) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"), [({"steps": 7}, 7), ({"epochs": 1.0}, 5), ({"epochs": 2.5}, 12), ({"epochs": 0.01}, 1)]
+)
+def test_epochs_over_pairs_resolve_to_steps(changes: dict[str, Any], steps: int) -> None:
+    pairs = PairConfig(learning_rate=1e-3, pairs=4, max_prompt=50, max_length=100, **changes)
+    assert pairs.resolve_steps(tokens_per_epoch=20 * 2 * 100) == steps  # 20 pairs of two answers, four a step

@@ -1,0 +1,188 @@
+"""Where the stages hand on what the runtime block says: the address of the sandbox service, the number of workers."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.evaluation import benchmarks
+from pipeline.evaluation.suites import Result
+from pipeline.learning.settings import PairConfig
+from pipeline.model.transformer import Transformer
+from pipeline.reinforcement import setting
+from pipeline.reinforcement.setting import Setting
+from pipeline.runtime import SandboxAddress
+from pipeline.sandbox.judge import SandboxConfig
+from pipeline.streams.records import Dialogue, Problem, write
+from pipeline.text.tokenizer import Tokenizer
+from pipeline.work import Job
+from stages import corpus, encode, evaluate, reward, tasks
+from tests import test_corpus
+from tests.corpora import documents, write_corpus
+from tests.test_benchmarks import DOUBLE
+from tests.test_benchmarks import write as write_set
+from tests.test_corpus import Machine
+from tests.test_evaluate import PARAMS as EVALUATE
+from tests.test_fit import job
+from tests.test_tasks import PARAMS as TASKS
+from tests.test_tasks import FakeJudge, made
+from tests.workspace import Workspace
+
+URL, WORKERS = "http://machine:8801", 3
+ASKED = (SandboxConfig(), WORKERS, URL)
+machine = test_corpus.machine  # a fixture
+
+
+class NotHere(Exception):
+    """Ends a stage where it has asked for what the test is about."""
+
+
+class Judges:
+    """Stands for `Judge`: keeps what each is made of. Entering one raises `error`."""
+
+    def __init__(self, error: type[Exception] = NotHere) -> None:
+        self.error = error
+        self.made: list[tuple[SandboxConfig, int, str | None]] = []
+
+    def __call__(self, config: SandboxConfig, workers: int, url: str | None = None) -> "Judges":
+        self.made.append((config, workers, url))
+        return self
+
+    def __enter__(self) -> None:
+        raise self.error("no sandbox here")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def at_work(folder: Path) -> Job:
+    """A job with an address and workers."""
+    return replace(job(folder, sandbox=SandboxAddress(url=URL)), workers=WORKERS)
+
+
+# -- runtime.sandbox.url -----------------------------------------------------------------------------------------------
+
+
+def test_reinforcement_judges_where_the_address_says(
+    tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judges = Judges(ConfigError)
+    monkeypatch.setattr(setting, "Judge", judges)
+    start: Any = SimpleNamespace(policy=tiny_model, tokenizer=byte_tokenizer)
+    config: Any = None
+    with Setting(start, config, at_work(tmp_path)).judge(SandboxConfig(), wanted=()) as judge:
+        assert judge is None
+    with Setting(start, config, job(tmp_path)).judge(SandboxConfig(), wanted=()) as judge:
+        assert judge is None
+    assert judges.made == [ASKED, (SandboxConfig(), 1, None)]
+
+
+def test_the_reward_stage_judges_where_the_address_says(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    judges = Judges()
+    monkeypatch.setattr(setting, "Judge", judges)
+    params = reward.Params(
+        centring=0.0, label_flip=0.0, own_prompts=0, calibration_answers=4, answer_tokens=24, sandbox=SandboxConfig(),
+        fit=PairConfig(steps=1, learning_rate=1e-3, pairs=4, max_prompt=60, max_length=120),
+    )  # fmt: skip
+    with pytest.raises(NotHere):
+        reward.run(
+            params,
+            at_work(workspace.folder / "work"),
+            base=Path("models/tools"),
+            pairs=Path("data/preferences"),
+            out=Path("models/new"),
+        )
+    assert judges.made == [ASKED]
+
+
+def test_tasks_tries_problems_and_labels_pairs_where_the_address_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judges = Judges()
+    monkeypatch.setattr(tasks, "Judge", judges)
+    with pytest.raises(NotHere):
+        tasks._try_out({"train": []}, TASKS, at_work(tmp_path), tmp_path, {})
+    with pytest.raises(NotHere):
+        tasks._pairs(TASKS, at_work(tmp_path))
+    assert judges.made == [ASKED, ASKED]
+
+
+def test_evaluate_judges_problems_and_test_sets_where_the_address_says(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judges = Judges(ConfigError)  # then both say that they are skipped
+    monkeypatch.setattr(evaluate, "Judge", judges)
+    for name in ("documents", "sampled_stories", "gaps", "called", "answered"):
+        monkeypatch.setattr(evaluate.suites, name, lambda *_: Result())
+    empty = workspace.folder / "empty"
+    write(empty / "dialogues/test.jsonl", list[Dialogue]())
+    write(empty / "problems/test.jsonl", list[Problem]())
+    write_set(empty / "benchmarks/h.jsonl", [DOUBLE])
+    evaluate.run(
+        replace(EVALUATE, benchmarks=["data/benchmarks/h.jsonl"]), at_work(workspace.folder / "work"),
+        model=Path("models/tools"), text=empty, code=empty, dialogues=empty / "dialogues", problems=empty / "problems",
+        benchmarks=empty / "benchmarks", summary=empty / "m.json", items=empty / "m.jsonl", curves=empty / "m.csv",
+    )  # fmt: skip
+    assert judges.made == [ASKED, ASKED]
+
+
+def test_the_command_of_the_benchmarks_judges_where_params_yaml_says(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judges = Judges(ConfigError)
+    monkeypatch.setattr(benchmarks, "Judge", judges)
+    with Path("params.yaml").open("a") as file:
+        file.write(f"runtime: {{sandbox: {{url: '{URL}'}}}}\n")
+    path = write_set(workspace.folder / "h.jsonl", [DOUBLE])
+    assert benchmarks.main(["models/code", str(path)]) == 0
+    assert judges.made == [(SandboxConfig(), 1, URL)] and "skipped: no sandbox" in capsys.readouterr().out
+
+
+# -- runtime.workers ---------------------------------------------------------------------------------------------------
+
+
+class Pools:
+    """Stands for `pool_map`: keeps how many workers each is given, and works in this process."""
+
+    def __init__(self) -> None:
+        self.workers: list[int] = []
+
+    def __call__(self, function: Callable[[Any], Any], items: Iterable[Any], workers: int) -> Iterator[Any]:
+        self.workers.append(workers)
+        return map(function, items)
+
+
+def test_tasks_generates_and_searches_in_so_many_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, searches = Pools(), []
+
+    def found_in(items: Any, corpora: Any, texts: Any, workers: int) -> set[str]:
+        searches.append(workers)
+        return set()
+
+    monkeypatch.setattr(tasks, "Judge", FakeJudge)
+    monkeypatch.setattr(tasks, "pool_map", pools)
+    monkeypatch.setattr(tasks, "WORTH_A_WORKER", 1)
+    monkeypatch.setattr(tasks.screening, "found_in", found_in)
+    small = replace(TASKS, dialogues=20, problems=10, pairs=6, test_items=4)
+    made(tmp_path, small, workers=WORKERS)
+    assert len(pools.workers) == 3 + 3 * 3  # problems, dialogues, choices, and of each split the three kinds of pairs
+    assert {*pools.workers} == {WORKERS} and searches == [WORKERS]
+
+
+def test_encode_and_corpus_work_in_so_many_workers(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = Pools()
+    monkeypatch.setattr(encode, "pool_map", pools)
+    monkeypatch.setattr(corpus, "pool_map", pools)
+    write_corpus(tmp_path / "written", documents(4), documents(2, first=100))
+    encode.run(
+        encode.Params(), at_work(tmp_path / "work"), tokenizer=tmp_path / "written/tokenizer",
+        corpus=tmp_path / "written/raw", out=tmp_path / "tokens",
+    )  # fmt: skip
+    machine.build("built", workers=WORKERS)
+    assert pools.workers == [WORKERS, WORKERS]
