@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.learning.settings import FitConfig
+from pipeline.learning import schedule
+from pipeline.learning.settings import FitConfig, PairConfig
 
 
 def config(**changes: Any) -> FitConfig:
@@ -64,3 +65,37 @@ def test_the_warm_up_is_steps_or_a_share_of_them() -> None:
     for step, expected in ((0, 0.1), (4, 0.5), (9, 1.0)):
         assert by_steps.factor(step, 100) == by_ratio.factor(step, 100) == pytest.approx(expected)
     assert by_steps.factor(99, 100) == pytest.approx(0.1)  # min_ratio at the last step
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"schedule": "constant"},
+        {"schedule": "linear", "min_ratio": 0.3},
+        {"schedule": "cosine", "min_ratio": 0.0},
+        {"schedule": "cosine_with_restarts", "cycles": 4},
+        {"schedule": "wsd", "decay_ratio": 0.5},
+    ],
+    ids=str,
+)
+def test_the_rate_follows_the_schedule_with_the_keys_that_were_given(keys: dict[str, Any]) -> None:
+    """Against the schedule itself, at every step; the default of the last key would give another curve."""
+
+    def curve(values: dict[str, Any]) -> list[float]:
+        named = {"min_ratio": 0.1, "warmup": 0} | values
+        name = named.pop("schedule")
+        return [schedule.factor(step, name=name, steps=50, **named) for step in range(50)]
+
+    found = [config(**keys).factor(step, 50) for step in range(50)]
+    assert found == pytest.approx(curve(keys))
+    last = list(keys)[-1]
+    if last != "schedule":
+        assert found != pytest.approx(curve({name: value for name, value in keys.items() if name != last}))
+
+
+@pytest.mark.parametrize(("changes", "steps"), [({"steps": 7}, 7), ({"epochs": 2.5}, 25), ({"epochs": 0.01}, 1)])
+def test_a_run_over_pairs_is_so_many_steps_or_so_often_over_them(changes: dict[str, Any], steps: int) -> None:
+    """Of 80 pairs, 8 a step, two answers of at most 64 tokens each."""
+    settings = PairConfig(pairs=8, max_prompt=32, max_length=64, learning_rate=1e-3, **changes)
+    assert settings.rows == 8
+    assert settings.resolve_steps(tokens_per_epoch=80 * 2 * 64) == steps
