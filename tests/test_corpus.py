@@ -217,7 +217,7 @@ def test_documents_leave_by_the_likeness_and_sizes_and_licences_of_the_settings(
     def data(**changes: Any) -> DataConfig:
         return DataConfig(source="machine", **changes)
 
-    less = {"stories_mb": 0.0, "drills_mb": 0.0, "transcripts_mb": 0.0, "generated_mb": 0.0, "prose_mb": 0.01}
+    less = {"stories_mb": 0.01, "drills_mb": 0.0, "transcripts_mb": 0.0, "generated_mb": 0.0, "prose_mb": 0.01}
     usual = machine.build("usual", **less)
     assert dropped(usual) == REASONS and dropped(usual, "shell") == {}
     unlike = machine.build("unlike", near_duplicates=1.0, **less)

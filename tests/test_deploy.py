@@ -234,9 +234,10 @@ def test_onnx_is_built_and_proved_in_the_kind_that_was_asked_for(
 ) -> None:
     """By a builder that only says so; the real one is in test_onnx.py."""
     asked: list[tuple[str, str]] = []
+    proof = {"divergence": 0.0, "max_difference": 0.0, "perplexity": 0.0, "greedy_equal": 9, "greedy_tokens": 9}
     monkeypatch.setattr(onnx, "need", lambda: asked.append(("needed", "")))
     monkeypatch.setattr(onnx, "build", lambda base, out, *, kind: asked.append(("built", kind)))
-    monkeypatch.setattr(onnx, "verify", lambda *_, kind: asked.append(("proved", kind)) or {"max_difference": 0.0})
+    monkeypatch.setattr(onnx, "verify", lambda *_, kind: asked.append(("proved", kind)) or proof)
     params = deploy.Params(model="tools", gguf=(), onnx=kind)
     told = deployed(params, base, tmp_path / "out", corpora)
     assert asked == ([("needed", ""), ("built", kind), ("proved", kind)] if kind else [])

@@ -29,8 +29,8 @@ class Case:
 OUTPUT, TIME = ("error", "output"), ("timeout", "")
 CASES = {
     "source_kib": Case(1, 4, "def f(x): return x" + "#" * 2000, OUTPUT),
-    "stdout_kib": Case(1, 4, "def f(x):\n print('a' * 2000)\n return x", OUTPUT),
-    "stderr_kib": Case(1, 4, "import sys\ndef f(x):\n print('a' * 2000, file=sys.stderr)\n return x", OUTPUT),
+    "stdout_kib": Case(1, 4, "def f(x):\n print('a' * 2000, flush=True)\n return x", OUTPUT),
+    "stderr_kib": Case(1, 4, "import sys\ndef f(x):\n print('a' * 2000, file=sys.stderr, flush=True)\n return x", OUTPUT),
     "results_kib": Case(1, 16, "def f(x): return 'a' * 2000", OUTPUT),
     "memory_mib": Case(64, 256, "def f(x): return len(bytearray(100 << 20)) * x", ("memory", "")),
     "cpu_seconds": Case(0.1, 2.0, SPIN, TIME, ("0.3",)),

@@ -26,9 +26,13 @@ from tests.workspace import Workspace
 
 SHAPE = ModelConfig(vocab_size=corpora.TOKENIZER.vocab_size, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48,
                     max_context=256, rope_theta=1e4, tied=True)  # fmt: skip
-FIT: dict[str, Any] = {"steps": 1, "tokens_per_step": 256, "context": 64, "learning_rate": 1e-3}
 CODE = [f"x{n} = {n}\n" * 2 for n in range(160)]
 TEXT = [f"The {n} boats. " * 3 for n in range(160)]
+
+
+def fitting(**changes: Any) -> FitConfig:
+    values: dict[str, Any] = {"steps": 1, "tokens_per_step": 256, "context": 64, "learning_rate": 1e-3}
+    return FitConfig(**(values | changes))
 
 
 # language
@@ -46,7 +50,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fresh(tokens: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Handed:
     """What stage language hands to `fit`; its model directory is `folder`/model."""
     found = handed(language, monkeypatch)
-    values: dict[str, Any] = {"base": Start(), "induction_heads": False, "model": SHAPE, "fit": FitConfig(**FIT)}
+    values: dict[str, Any] = {"base": Start(), "induction_heads": False, "model": SHAPE, "fit": fitting()}
     language.run(language.Params(**(values | changes)), job(folder / "work/key"), tokenizer=tokens / "text/tokenizer",
                  tokens=tokens / "text/tokens", out=folder / "model")  # fmt: skip
     return found
@@ -72,7 +76,7 @@ def test_language_trains_the_shape_of_the_model_file_on_rows_of_its_context(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = replace(SHAPE, layers=3, d_ff=64)
-    settings = FitConfig(**FIT | {"context": 32, "tokens_per_step": 96})
+    settings = fitting(context=32, tokens_per_step=96)
     found = fresh(tokens, tmp_path, monkeypatch, model=shape, fit=settings)
     assert found.from_scratch and found.model.config == shape and found.config == settings
     assert found.stream.batch(0, 32, found.stream.rows(0, 32)).input_ids.shape == (3, 32)
@@ -85,7 +89,7 @@ def mixed(tokens: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes
     """What stage code hands to `fit`; its model directory is `folder`/model."""
     base, found = folder / "base", handed(code, monkeypatch)
     checkpoint.save(base, Transformer(SHAPE, torch.Generator().manual_seed(0)), corpora.TOKENIZER, {})
-    values: dict[str, Any] = {"fim_rate": 0.0, "code_weight": 1, "text_weight": 1, "fit": FitConfig(**FIT)}
+    values: dict[str, Any] = {"fim_rate": 0.0, "code_weight": 1, "text_weight": 1, "fit": fitting()}
     code.run(code.Params(**(values | changes)), job(folder / "work/key"), base=base, code=tokens / "code/tokens",
              text=tokens / "text/tokens", out=folder / "model")  # fmt: skip
     return found
@@ -124,7 +128,7 @@ def test_without_weight_the_text_is_not_even_opened(
     alone = corpora.stream(tokens / "code/tokens", cache=tmp_path / "cache")
     assert found.stream.fingerprint == alone.fingerprint
     with pytest.raises(ValueError, match="text_weight >= 0"):
-        code.Params(fim_rate=0.5, code_weight=1, text_weight=-1, fit=FitConfig(**FIT))
+        code.Params(fim_rate=0.5, code_weight=1, text_weight=-1, fit=fitting())
 
 
 @pytest.mark.parametrize(("rate", "low", "high"), [(0.0, 0.0, 0.0), (0.5, 0.4, 0.6), (1.0, 0.95, 1.0)])
@@ -147,7 +151,7 @@ def test_weights_are_published_in_the_precision_that_is_asked_for(
     stage: ModuleType, precision: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = fresh if stage is language else mixed
-    made(tokens, tmp_path, monkeypatch, fit=FitConfig(**FIT, save_precision=precision))
+    made(tokens, tmp_path, monkeypatch, fit=fitting(save_precision=precision))
     written = load_file(tmp_path / "model/model.safetensors")
     assert {value.dtype for value in written.values()} == {checkpoint.DTYPES[precision]}
 
@@ -235,7 +239,8 @@ def preferring(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, pairs: int
         return {term.name: float(term.sum.detach()) / pairs * term.coefficient for term in terms}, adapters(given.model)
 
     found = handed(dpo, monkeypatch, look)
-    params = dpo.Params(**({"precompute_reference": False, "fit": PairConfig(**PAIRS | {"pairs": pairs})} | changes))
+    values: dict[str, Any] = {"precompute_reference": False, "fit": PairConfig(**(PAIRS | {"pairs": pairs}))}
+    params = dpo.Params(**(values | changes))
     dpo.run(params, job(workspace.folder / "work/key"), base=Path("models/tools"), pairs=Path("data/preferences"),
             out=Path("models/out"))  # fmt: skip
     return found
