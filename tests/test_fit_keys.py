@@ -25,7 +25,7 @@ def moved(folder: Path, **changes: Any) -> tuple[float, float]:
     pairs = zip(model.parameters(), before.parameters(), strict=True)
     squares = [(a - b).detach().double().nan_to_num(0).square().sum() for a, b in pairs]
     (norm,) = (row["grad_norm"] for row in at_work.tracker.rows if "grad_norm" in row)
-    return float(torch.stack(squares).sum().sqrt()), norm
+    return float(torch.stack(squares).sum().sqrt()), float(norm)
 
 
 def test_a_gradient_is_cut_to_the_norm_that_is_allowed_and_0_allows_any(tmp_path: Path) -> None:

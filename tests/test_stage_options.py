@@ -239,7 +239,8 @@ def preferring(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, pairs: int
         return {term.name: float(term.sum.detach()) / pairs * term.coefficient for term in terms}, adapters(given.model)
 
     found = handed(dpo, monkeypatch, look)
-    values: dict[str, Any] = {"precompute_reference": False, "fit": PairConfig(**(PAIRS | {"pairs": pairs}))}
+    settings: dict[str, Any] = PAIRS | {"pairs": pairs}
+    values: dict[str, Any] = {"precompute_reference": False, "fit": PairConfig(**settings)}
     params = dpo.Params(**(values | changes))
     dpo.run(params, job(workspace.folder / "work/key"), base=Path("models/tools"), pairs=Path("data/preferences"),
             out=Path("models/out"))  # fmt: skip
