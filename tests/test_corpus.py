@@ -217,7 +217,13 @@ def test_documents_leave_by_the_likeness_and_sizes_and_licences_of_the_settings(
     def data(**changes: Any) -> DataConfig:
         return DataConfig(source="machine", **changes)
 
-    less = {"stories_mb": 0.01, "drills_mb": 0.0, "transcripts_mb": 0.0, "generated_mb": 0.0, "prose_mb": 0.01}
+    less: dict[str, Any] = {
+        "stories_mb": 0.01,
+        "drills_mb": 0.0,
+        "transcripts_mb": 0.0,
+        "generated_mb": 0.0,
+        "prose_mb": 0.01,
+    }
     usual = machine.build("usual", **less)
     assert dropped(usual) == REASONS and dropped(usual, "shell") == {}
     unlike = machine.build("unlike", near_duplicates=1.0, **less)
@@ -245,7 +251,7 @@ def test_a_package_gives_no_more_than_its_cap(machine: Machine) -> None:
 
 
 def test_every_part_has_the_quota_of_its_key(tmp_path: Path) -> None:
-    quotas = {name: (n + 1) / 100 for n, name in enumerate(QUOTAS)}
+    quotas: dict[str, Any] = {name: (n + 1) / 100 for n, name in enumerate(QUOTAS)}
     params = corpus.Params(**quotas, cap_mb=2.0, near_duplicates=0.7, data=DataConfig(source="machine"))
     found: dict[str, float] = {}
     for name in corpus.PARTS:
