@@ -216,6 +216,57 @@ def test_a_quota_ends_its_part_and_a_quota_of_nothing_leaves_it_out(machine: Mac
     assert {row["path"].split("/")[0] for row in rows(out / "text")} == {"stories"}
 
 
+def dropped(out: Path, part: str = "python", name: str = "code") -> dict[str, int]:
+    """Drop reason -> documents of a part."""
+    return {reason: entry["files"] for reason, entry in manifest(out, name)["parts"][part]["dropped"].items()}
+
+
+def test_documents_leave_by_the_likeness_and_sizes_and_licences_of_the_settings(machine: Machine) -> None:
+    def data(**changes: Any) -> DataConfig:
+        return DataConfig(source="machine", **changes)
+
+    less: dict[str, Any] = {
+        "stories_mb": 0.01,
+        "drills_mb": 0.0,
+        "transcripts_mb": 0.0,
+        "generated_mb": 0.0,
+        "prose_mb": 0.01,
+    }
+    usual = machine.build("usual", **less)
+    assert dropped(usual) == REASONS and dropped(usual, "shell") == {}
+    unlike = machine.build("unlike", near_duplicates=1.0, **less)
+    assert "near duplicate" not in dropped(unlike) and paths(unlike) - paths(usual) == {"planted/near.py"}
+    small = machine.build("small", data=data(min_bytes=1), **less)
+    assert "size" not in dropped(small) and paths(small) - paths(usual) == {"planted/small.py"}
+    large = machine.build("large", data=data(max_bytes=len(source(100)) - 200), **less)
+    assert dropped(large)["size"] > 20 and not paths(large) & {f"plain/f{n:02}.py" for n in range(20)}
+    free = machine.build("free", data=data(licences="permissive"), **less)
+    assert dropped(free, "shell") == {"licence": 2} and dropped(free) == REASONS
+
+
+def paths(out: Path) -> set[str]:
+    return {row["path"] for row in rows(out / "code")}
+
+
+def test_a_package_gives_no_more_than_its_cap(machine: Machine) -> None:
+    """`plain` has 20 files of the same size; a part that no package feeds has no cap."""
+    each = len(source(100))
+    for cap in (2.5, 4.5):
+        out = machine.build(f"cap{cap}", cap_mb=cap * each / 1e6, stories_mb=0.02)
+        assert sum(row["source"] == "plain" for row in rows(out / "code")) == int(cap)
+        assert dropped(out)["cap"] >= 20 - int(cap)
+        assert sum(len(row["text"]) for row in rows(out / "text") if row["path"].startswith("stories/")) >= 20_000
+
+
+def test_every_part_has_the_quota_of_its_key(tmp_path: Path) -> None:
+    quotas: dict[str, Any] = {name: (n + 1) / 100 for n, name in enumerate(QUOTAS)}
+    params = corpus.Params(**quotas, cap_mb=2.0, near_duplicates=0.7, data=DataConfig(source="machine"))
+    found: dict[str, float] = {}
+    for name in corpus.PARTS:
+        found |= corpus._selection(name, params, Index([]), tmp_path).quotas
+    assert found == pytest.approx({name.removesuffix("_mb"): quota * 1e6 for name, quota in quotas.items()})
+
+
 def test_prose_repeats_no_paragraph(machine: Machine) -> None:
     out = machine.build("out")
     spoken = [p for row in rows(out / "text") if row["path"].endswith(".py") for p in row["text"].split("\n\n")]

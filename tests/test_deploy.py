@@ -228,6 +228,22 @@ def test_unknown_kinds_of_onnx_are_refused() -> None:
         deploy.Params(model="tools", onnx="fp16")
 
 
+@pytest.mark.parametrize("kind", [None, "fp32", "int4"])
+def test_onnx_is_built_and_proved_in_the_kind_that_was_asked_for(
+    kind: str | None, base: Path, corpora: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a builder that only says so; the real one is in test_onnx.py."""
+    asked: list[tuple[str, str]] = []
+    proof = {"divergence": 0.0, "max_difference": 0.0, "perplexity": 0.0, "greedy_equal": 9, "greedy_tokens": 9}
+    monkeypatch.setattr(onnx, "need", lambda: asked.append(("needed", "")))
+    monkeypatch.setattr(onnx, "build", lambda base, out, *, kind: asked.append(("built", kind)))
+    monkeypatch.setattr(onnx, "verify", lambda *_, kind: asked.append(("proved", kind)) or proof)
+    params = deploy.Params(model="tools", gguf=(), onnx=kind)
+    told = deployed(params, base, tmp_path / "out", corpora)
+    assert asked == ([("needed", ""), ("built", kind), ("proved", kind)] if kind else [])
+    assert told["parity"].keys() == {"huggingface"} | ({f"onnx {kind}"} if kind else set())
+
+
 @pytest.mark.parametrize("name", ["", "deploy", "a/b", "..", "."])
 def test_only_a_folder_of_models_can_be_deployed(name: str) -> None:
     with pytest.raises(ValueError, match=r"expected the name of a folder of models/ such as tools"):

@@ -37,6 +37,13 @@ def test_the_first_hundred_rows_decide_the_shape(own: Path) -> None:
     assert {record.category for _, record in read(own, "dialogues", shape="alpaca").records} == {"alpaca"}
 
 
+def test_a_text_is_made_of_the_columns_that_are_named(own: Path) -> None:
+    (own / "a.jsonl").write_text(jsonl({"text": "x", "title": "Boats", "body": "They sail."}))
+    assert texts(read(own)) == ["x"]
+    assert texts(read(own, text_field=["body"])) == ["They sail."]
+    assert texts(read(own, text_field=["title", "body"])) == ["Boats\n\nThey sail."]
+
+
 def test_an_unknown_shape_is_an_error(own: Path) -> None:
     (own / "a.jsonl").write_text(jsonl({"text": "x"}))
     with pytest.raises(DataError, match="expected one of auto"):

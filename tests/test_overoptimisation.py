@@ -49,7 +49,7 @@ def held_out(monkeypatch: pytest.MonkeyPatch, **config: Any) -> HeldOut:
     resources = Resources(max_new_tokens=8, preferred=lambda given: [len(one.ids) / 10 for one in given])
     scorer = Scorer({"preferred": 2.0}, resources)
     setting: Any = Setting()
-    return HeldOut(prompts(), setting, None, scorer, HeldOutConfig(**({"best_of_prompts": 0} | config)))
+    return HeldOut(prompts(), setting, None, scorer, HeldOutConfig(**{"best_of_prompts": 0} | config))
 
 
 def test_each_prompt_counts_once_by_the_mean_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,35 +78,53 @@ def test_a_point_of_the_curve_has_what_training_is_paid_by(monkeypatch: pytest.M
     assert (row["proxy"], row["held_out/preferred"]) == (pytest.approx(0.6), pytest.approx(0.3))
 
 
-def test_so_many_prompts_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = held_out(monkeypatch, eval_prompts=3)
-    assert len(measured.prompts) == measured.report()["held_out"]["prompts"] == 3
-    assert measured.row(0)["kl"] == 0.25 * 3
-
-
-@pytest.mark.parametrize(("best_of", "count"), [(1, 2), (2, 2), (2, 3)])
-def test_the_best_of_n_line_asks_the_reference_so_often(
-    monkeypatch: pytest.MonkeyPatch, best_of: int, count: int
-) -> None:
-    measured = held_out(monkeypatch, best_of=best_of, best_of_prompts=count)
-    monkeypatch.setattr(gold, "known", lambda record: True)
-    asked: list[tuple[str, int]] = []
-    answers = measured.setting.held_out
-
-    def held(given: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
-        assert of_reference
-        asked.extend((prompt.id, sample) for prompt, sample in given)
-        return answers(given, of_reference=of_reference)
-
-    monkeypatch.setattr(measured.setting, "held_out", held)
-    line = measured._best_of_n()
-    assert len({name for name, _ in asked}) == count
-    assert sorted(sample for _, sample in asked) == sorted([*range(best_of)] * count)
-    assert max(point["n"] for point in line) == best_of
-    assert "best_of_n" not in held_out(monkeypatch, best_of_prompts=0).report()
-
-
 @pytest.mark.parametrize("wrong", [{"report_samples": 0}, {"eval_prompts": 1}, {"best_of": 0}])
 def test_counts_that_measure_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="report_samples >= 1"):
         HeldOutConfig(**wrong)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[tuple[str, int]], bool]]:
+    """What was asked, call by call, and whether it was the reference; a later answer to a prompt is longer."""
+    found: list[tuple[list[tuple[str, int]], bool]] = []
+
+    def held_out(self: Setting, given: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
+        found.append(([(prompt.id, n) for prompt, n in given], of_reference))
+        return [Answer(prompt, n, [5] * (n + 1), [-1.0] * (n + 1), True, f"{prompt.id}00") for prompt, n in given]
+
+    monkeypatch.setattr(Setting, "held_out", held_out)
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3, 100])
+def test_every_evaluation_asks_the_same_first_prompts(
+    count: int, asked: list[tuple[list[tuple[str, int]], bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = [prompt.id for prompt in held_out(monkeypatch).prompts]
+    found = held_out(monkeypatch, eval_prompts=count)
+    found.row(0)
+    found.row(100)
+    assert sorted(whole) == ["a", "b", "c", "d"]
+    assert asked == [([(name, 0) for name in whole[:count]], False)] * 2
+    assert found.report()["held_out"]["prompts"] == min(count, 4)
+
+
+@pytest.mark.parametrize(("answers", "prompts"), [(1, 3), (2, 3), (4, 1), (4, 0)])
+def test_best_of_n_has_so_many_answers_of_the_reference_to_so_many_prompts(
+    answers: int,
+    prompts: int,
+    asked: list[tuple[list[tuple[str, int]], bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The longer an answer the higher its proxy; where its worth is its number, the best of n has the last number."""
+    found = held_out(monkeypatch, best_of=answers, best_of_prompts=prompts)
+    monkeypatch.setattr(gold, "gold", lambda given, judge: [float(one.sample) for one in given])
+    report = found.report()
+    if not prompts:
+        assert "best_of_n" not in report and len(asked) == 2
+        return
+    known = [prompt.id for prompt in found.prompts if gold.known(prompt.record)]  # type: ignore[arg-type]
+    assert asked[2:] == [([(name, n) for name in known[:prompts] for n in range(answers)], True)]
+    assert [row["n"] for row in report["best_of_n"]] == [n for n in (1, 2, 4) if n <= answers]
+    assert report["best_of_n"][-1]["gold"] == pytest.approx(answers - 1)

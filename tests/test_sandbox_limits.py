@@ -1,64 +1,74 @@
-"""Every limit of the block `sandbox` decides about a candidate: what passes under one value is cut under another."""
+"""Keys of the block `sandbox`: what a candidate may use is what its key says, a little less stops it, a little more does not."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig, Verdict
+from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
+from pipeline.sandbox.pool import Limits
 
-ONE = [{"args": "[]", "expected": "1"}]
-BURN = "def f():\n import time\n start = time.process_time()\n while time.process_time() < start + 0.1: pass\n return 1"
-SPIN = "def f(x):\n while x: pass\n return 1"
-STORE = "def f():\n for n in range(5): open(str(n), 'w').close()\n return 1"
+ONCE: list[dict[str, Any]] = [{"args": "[0]", "expected": "0"}]
+SPIN = "import time\ndef f(x):\n end = time.process_time() + x\n while time.process_time() < end: pass\n return 0"
 
 
-def judged(
-    limits: dict[str, Any], source: str, tests: Sequence[dict[str, Any]] = ONE, profile: str = "sealed"
-) -> Verdict:
-    """What becomes of a program under these limits."""
+@dataclass(frozen=True)
+class Case:
+    """A candidate that needs more than `tight` of a limit and less than `wide`."""
+
+    tight: float
+    wide: float
+    source: str
+    verdict: tuple[str, str]  # and its reason, under the tight limit
+    tests: tuple[str, ...] = ("0",)  # arguments; every right answer is 0
+    profile: str = "sealed"
+    others: tuple[tuple[str, float], ...] = ()  # limits besides
+
+
+OUTPUT, TIME = ("error", "output"), ("timeout", "")
+CASES = {
+    "source_kib": Case(1, 4, "def f(x): return x" + "#" * 2000, OUTPUT),
+    "stdout_kib": Case(1, 4, "def f(x):\n print('a' * 2000, flush=True)\n return x", OUTPUT),
+    "stderr_kib": Case(1, 4, "import sys\ndef f(x):\n print('a' * 2000, file=sys.stderr, flush=True)\n return x", OUTPUT),
+    "results_kib": Case(1, 16, "def f(x): return 'a' * 2000", OUTPUT),
+    "memory_mib": Case(64, 256, "def f(x): return len(bytearray(100 << 20)) * x", ("memory", "")),
+    "cpu_seconds": Case(0.1, 2.0, SPIN, TIME, ("0.3",)),
+    "job_cpu_seconds": Case(0.3, 5.0, SPIN, TIME, ("0.2",) * 3, others=(("cpu_seconds", 1.0),)),
+    "wall_extra_seconds": Case(0.1, 10.0, "import time\ndef f(x):\n time.sleep(0.6)\n return x", TIME,
+                               others=(("cpu_seconds", 0.05),)),
+    "scratch_files": Case(2, 9, "def f(x):\n for n in range(4): open(str(n), 'w')\n return x", OUTPUT, profile="files"),
+}  # fmt: skip
+
+
+def judged(program: Program, **limits: Any) -> Verdict:
     with Judge(SandboxConfig(limits=Limits(**limits)), 1) as judge:
-        if reason := judge.missing(profile):
-            pytest.skip(str(reason))
-        (verdict,) = judge.judge([Program(source=source, entry_point="f", tests=list(tests), profile=profile)])
-    return verdict
+        if (why := judge.missing(program.profile)) is not None:
+            pytest.skip(why)
+        return next(judge.judge([program]))
 
 
-@pytest.mark.parametrize(
-    ("limits", "source", "profile", "verdict", "reason"),
-    [
-        ({"source_kib": 1}, "def f(): return 1\n#" + "x" * 2000, "sealed", "error", "output"),
-        ({"stdout_kib": 1}, "def f():\n print('x' * 2000, flush=True)\n return 1", "sealed", "error", "output"),
-        ({"stderr_kib": 1}, "import sys\ndef f():\n print('x' * 2000, file=sys.stderr, flush=True)\n return 1", "sealed", "error", "output"),
-        ({"results_kib": 1}, "def f(): return 1 if len(repr(f)) < 2 else 'x' * 2000", "sealed", "error", "output"),
-        ({"memory_mib": 32}, "def f(): return len(bytearray(64 << 20)) >> 26", "sealed", "memory", ""),
-        ({"scratch_files": 3}, STORE, "files", "error", "output"),
-    ],
-)  # fmt: skip
-def test_a_candidate_that_needs_more_than_a_limit_is_cut(
-    limits: dict[str, Any], source: str, profile: str, verdict: str, reason: str
-) -> None:
-    cut, usual = judged(limits, source, profile=profile), judged({}, source, profile=profile)
-    assert (cut.verdict, cut.reason) == (verdict, reason)
-    assert usual.verdict == ("wrong" if "results_kib" in limits else "passed")
+@pytest.mark.parametrize("key", CASES)
+def test_a_candidate_that_needs_more_than_its_limit_is_stopped_and_one_that_needs_less_is_not(key: str) -> None:
+    case = CASES[key]
+    expected = "'" + "a" * 2000 + "'" if key == "results_kib" else "0"
+    tests = [{"args": f"[{argument}]", "expected": expected} for argument in case.tests]
+    program = Program(source=case.source, entry_point="f", tests=tests, profile=case.profile)
+    tight, wide = (judged(program, **{key: limit, **dict(case.others)}) for limit in (case.tight, case.wide))
+    assert (tight.verdict, tight.reason) == case.verdict
+    assert (wide.verdict, wide.passed) == ("passed", len(tests)), wide.results
 
 
-def test_the_cpu_seconds_of_all_tests_together_are_limited() -> None:
-    limits = {"cpu_seconds": 1.0}  # each test takes a tenth
-    assert judged(limits, BURN, ONE * 4).passed == 4
-    found = judged(limits | {"job_cpu_seconds": 0.25}, BURN, ONE * 4)
-    assert (found.verdict, found.passed) == ("timeout", 2)
+@pytest.mark.parametrize(("most", "last"), [(1, "timeout"), (2, "timeout"), (3, "passed")])
+def test_after_so_many_timeouts_the_rest_is_not_tried(most: int, last: str) -> None:
+    source = "def f(x):\n while x: pass\n return 0"
+    tests = [{"args": f"[{argument}]", "expected": "0"} for argument in (1, 1, 0)]
+    found = judged(Program(source=source, entry_point="f", tests=tests), cpu_seconds=0.1, timeouts=most)
+    assert [result.verdict for result in found.results] == ["timeout", "timeout", last]
 
 
-@pytest.mark.parametrize(("timeouts", "passed"), [(1, 0), (2, 0), (3, 1)])
-def test_after_so_many_timeouts_the_other_tests_are_not_reached(timeouts: int, passed: int) -> None:
-    tests = [{"args": f"[{n}]", "expected": "1"} for n in (1, 1, 0)]
-    found = judged({"cpu_seconds": 0.05, "timeouts": timeouts}, SPIN, tests)
-    assert (found.verdict, found.passed) == ("timeout", passed)
-
-
-def test_a_problem_with_more_tests_than_max_tests_is_an_error() -> None:
-    with pytest.raises(DataError, match="f: expected at most 2 tests"):
-        judged({"max_tests": 2}, "def f(): return 1", ONE * 3)
-    assert judged({"max_tests": 3}, "def f(): return 1", ONE * 3).passed == 3
+def test_a_problem_has_no_more_tests_than_are_allowed() -> None:
+    program = Program(source="def f(x): return 0", entry_point="f", tests=ONCE * 3)
+    assert judged(program, max_tests=3).verdict == "passed"
+    with pytest.raises(DataError, match="expected at most 2 tests"):
+        judged(program, max_tests=2)

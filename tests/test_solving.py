@@ -1,60 +1,74 @@
-"""Held-out problems: how many are asked, how many answers to each, and what share of them passes."""
+"""Held-out problems of grpo: how many are asked, how often, and what their answers come to."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from pipeline.evaluation import solving
 from pipeline.evaluation.solving import HeldOut, SolvingConfig
 from pipeline.reinforcement.answers import Answer, Prompt
+from pipeline.sandbox.judge import Verdict
 from tests.workspace import problem
+
+PROMPTS = [Prompt(str(n), [n], "code", problem(n)) for n in range(9)]
 
 
 class Setting:
-    """Answers whose text says which they are; the second to each problem of the policy passes."""
+    """Answers that say whose they are; sample 0 of every problem is right, and the policy's sample 1 too."""
 
     seed = 1
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, int]] = []
+        self.asked: list[list[tuple[str, int]]] = []
 
     def held_out(self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
-        self.asked = [(prompt.id, sample) for prompt, sample in asked]
-        return [
-            Answer(prompt, n, [5], [-1.0], True, "passed" if n == 1 and not of_reference else "wrong")
-            for prompt, n in asked
-        ]
+        self.asked.append([(prompt.id, sample) for prompt, sample in asked])
+        right = 1 if of_reference else 2
+        return [Answer(p, n, [5], [-1.0], True, "right" if n < right else "wrong") for p, n in asked]
 
     def divergence(self, given: Sequence[Answer]) -> tuple[float, float]:
-        return 0.25, 0.5
+        return 0.0, 0.0
 
 
-def held_out(monkeypatch: pytest.MonkeyPatch, **config: int) -> tuple[HeldOut, Setting]:
-    prompts = [Prompt(str(n), [1], "code", problem(n)) for n in range(5)]
+@pytest.fixture(autouse=True)
+def judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict by the text."""
+
+    def verdicts(judge: Any, answers: Sequence[Answer]) -> list[Verdict]:
+        return [Verdict(verdict="passed" if one.text == "right" else "failed", reason="", passed=0, total=1, score=0.0,
+                        results=[]) for one in answers]  # fmt: skip
+
+    monkeypatch.setattr(solving, "judged", verdicts)
+
+
+def held_out(**config: int) -> tuple[HeldOut, Setting]:
     setting: Any = Setting()
-    found = HeldOut(prompts, setting, None, SolvingConfig(**config))
-    monkeypatch.setattr(found, "judge", object())
-    monkeypatch.setattr(found, "_verdicts", lambda answers: [answer.text for answer in answers])
-    return found, setting
+    return HeldOut(PROMPTS, setting, object(), SolvingConfig(**config)), setting  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("problems", "samples"), [(3, 1), (2, 2), (9, 4)])
-def test_so_many_problems_are_asked_so_often(monkeypatch: pytest.MonkeyPatch, problems: int, samples: int) -> None:
-    measured, setting = held_out(monkeypatch, eval_problems=problems, eval_samples=samples)
-    row = measured.row(0)
-    asked = min(problems, 5)
-    assert len({name for name, _ in setting.asked}) == asked
-    assert sorted(n for _, n in setting.asked) == sorted([*range(samples)] * asked)
-    assert row["gold"] == pytest.approx(0.0 if samples == 1 else 1 / samples)  # one of the answers to each passes
+@pytest.mark.parametrize(("count", "kept"), [(1, 1), (4, 4), (100, 9)])
+def test_every_evaluation_asks_the_same_first_problems(count: int, kept: int) -> None:
+    found, setting = held_out(eval_problems=count)
+    found.row(0)
+    found.row(100)
+    whole = [prompt.id for prompt in held_out(eval_problems=9)[0].prompts]
+    assert setting.asked == [[(name, 0) for name in whole[:kept]]] * 2
 
 
-def test_the_policy_is_compared_with_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, _ = held_out(monkeypatch, eval_problems=4, eval_samples=2)
-    told = measured.report()["held_out"]
-    assert (told["pass_at_1_before"], told["pass_at_1"], told["gain"], told["n"]) == (0.0, 0.5, 0.5, 4)
+@pytest.mark.parametrize(("samples", "before", "after"), [(1, 1.0, 1.0), (2, 0.5, 1.0), (4, 0.25, 0.5)])
+def test_every_problem_is_answered_so_often_and_counts_by_the_share_that_passes(
+    samples: int, before: float, after: float
+) -> None:
+    found, setting = held_out(eval_problems=3, eval_samples=samples)
+    row, told = found.row(0), found.report()["held_out"]
+    assert [len(asked) for asked in setting.asked] == [3 * samples] * 3
+    assert {sample for _, sample in setting.asked[0]} == set(range(samples))
+    assert row["gold"] == told["pass_at_1"] == after
+    assert (told["pass_at_1_before"], told["n"]) == (before, 3)
 
 
 @pytest.mark.parametrize("wrong", [{"eval_problems": 0}, {"eval_samples": 0}])
 def test_counts_that_measure_nothing_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected eval_problems and eval_samples of at least 1"):
+    with pytest.raises(ValueError, match="eval_problems and eval_samples of at least 1"):
         SolvingConfig(**wrong)

@@ -1,7 +1,8 @@
-"""What a stage itself does with its keys: shares and weights of its data, precision of what it publishes, noise on embeddings."""
+"""Keys of the stages that train by next-token prediction or from pairs: each reaches what it is said to change."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,168 +10,276 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline import checkpoint
-from pipeline.learning.settings import AdaptConfig, FitConfig, TuneConfig
+from pipeline.device import generator
+from pipeline.learning.objectives_pairs import PairLoss
+from pipeline.learning.settings import AdaptConfig, FitConfig, PairConfig, TuneConfig
 from pipeline.model.config import ModelConfig
-from pipeline.model.lora import AdapterConfig
+from pipeline.model.induction import induction_heads, relate_variants
+from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.model.source import Start
 from pipeline.model.transformer import Transformer
-from pipeline.work import Job
-from stages import code, language, lora, tokenizer, tools
-from tests.corpora import TOKENIZER, documents, write_corpus
+from stages import code, dpo, language, lora, tools
+from tests import corpora
+from tests.handed import Handed, handed
 from tests.test_fit import job
 from tests.workspace import Workspace
 
-TRAINING: dict[str, Any] = {
-    "steps": 1,
-    "tokens_per_step": 256,
-    "context": 128,
-    "learning_rate": 1e-3,
-    "eval_tokens": 64,
-}
-
-ONE_ROW: dict[str, Any] = TRAINING | {"tokens_per_step": 128}
+SHAPE = ModelConfig(vocab_size=corpora.TOKENIZER.vocab_size, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48,
+                    max_context=256, rope_theta=1e4, tied=True)  # fmt: skip
+CODE = [f"x{n} = {n}\n" * 2 for n in range(160)]
+TEXT = [f"The {n} boats. " * 3 for n in range(160)]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A stage's published weights and its job."""
-
-    weights: dict[str, torch.Tensor]
-    job: Job
+def fitting(**changes: Any) -> FitConfig:
+    values: dict[str, Any] = {"steps": 1, "tokens_per_step": 256, "context": 64, "learning_rate": 1e-3}
+    return FitConfig(**(values | changes))
 
 
-def shape() -> ModelConfig:
-    """Of a tiny model for the tokenizer of the corpora."""
-    return ModelConfig(vocab_size=TOKENIZER.vocab_size, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48,
-                       max_context=128, rope_theta=1e4, tied=True)  # fmt: skip
+# language
 
 
-def trained_language(folder: Path, tokens: Path, **changes: Any) -> Ended:
-    """Stage language on a corpus, from scratch."""
-    at_work = job(folder / "work", logging_steps=1)
-    params = language.Params(base=Start(), induction_heads=False, model=shape(), fit=FitConfig(**(TRAINING | changes)))
-    language.run(params, at_work, tokenizer=tokens.parent / "tokenizer", tokens=tokens, out=folder / "language")
-    return Ended(load_file(folder / "language/model.safetensors"), at_work)
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token folders of code and of text, code/tokens and text/tokens, with their tokenizer."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for name, documents in (("code", CODE), ("text", TEXT)):
+        corpora.write_corpus(folder / name, documents[10:], documents[:10])
+    return folder
 
 
-def trained_code(folder: Path, tokens: Path, base: Path, **changes: Any) -> Ended:
-    """Stage code on the same corpus."""
-    at_work = job(folder / "work", logging_steps=1)
-    params = code.Params(fim_rate=0.0, code_weight=1, text_weight=0, fit=FitConfig(**(TRAINING | changes)))
-    code.run(params, at_work, base=base, code=tokens, text=tokens, out=folder / "code")
-    return Ended(load_file(folder / "code/model.safetensors"), at_work)
+def fresh(tokens: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Handed:
+    """What stage language hands to `fit`; its model directory is `folder`/model."""
+    found = handed(language, monkeypatch)
+    values: dict[str, Any] = {"base": Start(), "induction_heads": False, "model": SHAPE, "fit": fitting()}
+    language.run(language.Params(**(values | changes)), job(folder / "work/key"), tokenizer=tokens / "text/tokenizer",
+                 tokens=tokens / "text/tokens", out=folder / "model")  # fmt: skip
+    return found
 
 
-def tuned(workspace: Workspace, name: str, **changes: Any) -> Ended:
-    """Stage tools on the workspace's dialogues."""
-    at_work, out = job(workspace.folder / name / "work", logging_steps=1), workspace.folder / name / "tools"
-    params = tools.Params(fit=TuneConfig(**(TRAINING | changes)))
-    tools.run(params, at_work, base=Path("models/code"), dialogues=Path("data/dialogues"), out=out)
-    return Ended(load_file(out / "model.safetensors"), at_work)
-
-
-def adapted(workspace: Workspace, name: str, **changes: Any) -> Ended:
-    """Stage lora on the workspace's dialogues."""
-    at_work, out = job(workspace.folder / name / "work", logging_steps=1), workspace.folder / name / "lora"
-    params = lora.Params(adapter=AdapterConfig(rank=2, alpha=4.0), fit=AdaptConfig(**(TRAINING | changes)))
-    lora.run(params, at_work, base=Path("models/code"), dialogues=Path("data/dialogues"), out=out)
-    return Ended(load_file(out / "model.safetensors"), at_work)
-
-
-def assert_rounded(whole: Ended, rounded: Ended) -> None:
-    """Two equal runs, of which the second saved in bf16."""
-    assert {tensor.dtype for tensor in whole.weights.values()} == {torch.float32}
-    assert {tensor.dtype for tensor in rounded.weights.values()} == {torch.bfloat16}
-    for name, tensor in whole.weights.items():
-        assert torch.equal(tensor.bfloat16(), rounded.weights[name]), name
-
-
-def test_language_and_code_publish_in_save_precision(tmp_path: Path) -> None:
-    tokens = write_corpus(tmp_path / "corpus", documents(40), documents(6, first=1000))
-    whole = trained_language(tmp_path / "whole", tokens)
-    assert_rounded(whole, trained_language(tmp_path / "half", tokens, save_precision="bf16"))
-    base = tmp_path / "whole/language"
-    continued = trained_code(tmp_path / "whole", tokens, base)
-    assert_rounded(continued, trained_code(tmp_path / "half", tokens, base, save_precision="bf16"))
-
-
-def test_a_language_model_begins_with_induction_heads_where_they_are_asked_for() -> None:
-    wide = replace(shape(), head_dim=32, width=64)
-    params = language.Params(base=Start(), induction_heads=False, model=wide, fit=FitConfig(**TRAINING))
-    plain = language.fresh(params, TOKENIZER, seed=1).state_dict()
-    theirs = language.fresh(replace(params, induction_heads=True), TOKENIZER, seed=1).state_dict()
-    changed = {name for name in plain if not torch.equal(plain[name], theirs[name])}
-    assert {f"model.layers.{n}.self_attn.q_proj.weight" for n in (0, 1)} <= changed
-    assert "model.layers.0.mlp.up_proj.weight" not in changed
-
-
-def test_tools_publishes_in_save_precision(workspace: Workspace) -> None:
-    assert_rounded(tuned(workspace, "whole"), tuned(workspace, "half", save_precision="bf16"))
-
-
-@pytest.mark.parametrize("stage", [tuned, adapted])
-def test_neftune_alpha_puts_noise_on_what_is_trained_and_on_nothing_else(stage: Any, workspace: Workspace) -> None:
-    plain, noisy = stage(workspace, "plain"), stage(workspace, "noisy", neftune_alpha=15.0)
-    losses = [[row["loss"] for row in ended.job.tracker.rows if "loss" in row] for ended in (plain, noisy)]
-    assert losses[0] != losses[1]  # of the first step, before any update
-    assert any(not torch.equal(tensor, noisy.weights[name]) for name, tensor in plain.weights.items())
-    still = [stage(workspace, f"still{alpha}", neftune_alpha=alpha, learning_rate=0.0) for alpha in (0.0, 15.0)]
-    held_out = [[row["val/loss"] for row in ended.job.tracker.rows if "val/loss" in row] for ended in still]
-    assert held_out[0] == held_out[1] != []
-
-
-# -- shares of the data ------------------------------------------------------------------------------------------------
-
-
-def mixed(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[tuple[str, bool]]:
-    """The first eight rows that stage code trains on: of which corpus each is, and whether it has a gap."""
-    streams: list[Any] = []
-    monkeypatch.setattr(code, "fit", lambda model, stream, *_: streams.append(stream))
-    tokens = {
-        name: write_corpus(folder / name, [f"{name} {n} " * 8 for n in range(60)], [name]) for name in ("code", "text")
-    }
-    checkpoint.save(folder / "base", Transformer(shape(), torch.Generator().manual_seed(0)), TOKENIZER, {})
-    params = code.Params(**changes, fit=FitConfig(**ONE_ROW))
-    code.run(params, job(folder / "work"), base=folder / "base", **tokens, out=folder / "out")
-    (stream,) = streams
-    rows = [stream.batch(n, 128, stream.rows(n, 128)).input_ids.flatten().tolist() for n in range(8)]
-    return [("code" if "code" in TOKENIZER.decode(row) else "text", TOKENIZER.fim_middle in row) for row in rows]
-
-
-@pytest.mark.parametrize(("weights", "of_code"), [((3, 1), 6), ((1, 1), 4), ((1, 0), 8)])
-def test_the_code_stage_mixes_its_corpora_by_their_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[int, int], of_code: int
+def test_induction_heads_stand_in_the_weights_that_training_begins_with_only_where_they_are_asked_for(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = mixed(tmp_path, monkeypatch, fim_rate=0.0, code_weight=weights[0], text_weight=weights[1])
-    assert [name for name, _ in rows].count("code") == of_code
+    draws = generator("language", "weights", 1)
+    expected = Transformer(SHAPE, draws)
+    plain = fresh(tokens, tmp_path / "plain", monkeypatch, induction_heads=False).model
+    torch.testing.assert_close(plain.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert plain.model.layers[0].mlp.down_proj.weight.any()
+
+    relate_variants(expected, corpora.TOKENIZER.token_bytes, draws)
+    induction_heads(expected, draws)
+    copying = fresh(tokens, tmp_path / "copying", monkeypatch, induction_heads=True).model
+    torch.testing.assert_close(copying.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert not copying.model.layers[0].mlp.down_proj.weight.any()
 
 
-@pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_the_code_stage_leaves_gaps_in_code_and_none_in_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float
+def test_language_trains_the_shape_of_the_model_file_on_rows_of_its_context(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = mixed(tmp_path, monkeypatch, fim_rate=rate, code_weight=1, text_weight=1)
-    assert any(gap for name, gap in rows if name == "code") == (rate > 0)
-    assert not any(gap for name, gap in rows if name == "text")
+    shape = replace(SHAPE, layers=3, d_ff=64)
+    settings = fitting(context=32, tokens_per_step=96)
+    found = fresh(tokens, tmp_path, monkeypatch, model=shape, fit=settings)
+    assert found.from_scratch and found.model.config == shape and found.config == settings
+    assert found.stream.batch(0, 32, found.stream.rows(0, 32)).input_ids.shape == (3, 32)
+
+
+# code
+
+
+def mixed(tokens: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Handed:
+    """What stage code hands to `fit`; its model directory is `folder`/model."""
+    base, found = folder / "base", handed(code, monkeypatch)
+    checkpoint.save(base, Transformer(SHAPE, torch.Generator().manual_seed(0)), corpora.TOKENIZER, {})
+    values: dict[str, Any] = {"fim_rate": 0.0, "code_weight": 1, "text_weight": 1, "fit": fitting()}
+    code.run(code.Params(**(values | changes)), job(folder / "work/key"), base=base, code=tokens / "code/tokens",
+             text=tokens / "text/tokens", out=folder / "model")  # fmt: skip
+    return found
+
+
+def rows(found: Handed, steps: int = 10) -> list[tuple[list[int], int]]:
+    """The rows of the first steps, and of how many documents or pieces each is."""
+    batches = (found.stream.batch(step, 64, found.stream.rows(step, 64)) for step in range(steps))
+    return [
+        (row, len(set(pieces) - {-1}))
+        for batch in batches
+        for row, pieces in zip(batch.input_ids.tolist(), batch.documents.tolist(), strict=True)
+    ]
+
+
+def is_text(row: list[int]) -> bool:
+    return "boats" in corpora.TOKENIZER.decode(row)
+
+
+@pytest.mark.parametrize(("weights", "share"), [((3, 1), 0.25), ((1, 1), 0.5), ((1, 3), 0.75), ((1, 0), 0.0)])
+def test_code_and_text_stand_in_the_batches_by_their_weights(
+    weights: tuple[int, int], share: float, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = mixed(tokens, tmp_path, monkeypatch, code_weight=weights[0], text_weight=weights[1])
+    read = rows(found)
+    assert len(read) == 40
+    assert sum(is_text(row) for row, _ in read) == share * len(read)
+
+
+def test_without_weight_the_text_is_not_even_opened(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "corpora").mkdir()
+    (tmp_path / "corpora/code").symlink_to(tokens / "code")
+    found = mixed(tmp_path / "corpora", tmp_path, monkeypatch, text_weight=0)
+    alone = corpora.stream(tokens / "code/tokens", cache=tmp_path / "cache")
+    assert found.stream.fingerprint == alone.fingerprint
+    with pytest.raises(ValueError, match="text_weight >= 0"):
+        code.Params(fim_rate=0.5, code_weight=1, text_weight=-1, fit=fitting())
+
+
+@pytest.mark.parametrize(("rate", "low", "high"), [(0.0, 0.0, 0.0), (0.5, 0.4, 0.6), (1.0, 0.95, 1.0)])
+def test_a_share_of_the_pieces_of_code_and_none_of_text_is_to_be_filled_in(
+    rate: float, low: float, high: float, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = rows(mixed(tokens, tmp_path, monkeypatch, fim_rate=rate), steps=40)
+    gap = corpora.TOKENIZER.fim_middle
+    told = [row for row, _ in read if is_text(row)]
+    assert told and not any(gap in row for row in told)
+    written = [(row.count(gap), pieces) for row, pieces in read if not is_text(row)]
+    gaps, pieces = (sum(column) for column in zip(*written, strict=True))
+    assert pieces > 100
+    assert low <= gaps / pieces <= high
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [language, code], ids=lambda stage: stage.__name__)
+def test_weights_are_published_in_the_precision_that_is_asked_for(
+    stage: ModuleType, precision: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fresh if stage is language else mixed
+    made(tokens, tmp_path, monkeypatch, fit=fitting(save_precision=precision))
+    written = load_file(tmp_path / "model/model.safetensors")
+    assert {value.dtype for value in written.values()} == {checkpoint.DTYPES[precision]}
+
+
+# tools, lora
+
+DIALOGUES: dict[str, Any] = {"steps": 1, "tokens_per_step": 256, "context": 128, "learning_rate": 1e-3}
+
+
+def tuned(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Handed:
+    """What stage tools hands to `fit`."""
+    found = handed(tools, monkeypatch)
+    tools.run(tools.Params(fit=TuneConfig(**(DIALOGUES | changes))), job(workspace.folder / "work/key"),
+              base=Path("models/code"), dialogues=Path("data/dialogues"), out=Path("models/out"))  # fmt: skip
+    return found
+
+
+def adapted(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, adapter: AdapterConfig, roles: tuple[str, ...] = (),
+            **changes: Any) -> Handed:  # fmt: skip
+    """What stage lora hands to `fit`; seen are its adapted layers, by name."""
+    found = handed(lora, monkeypatch, lambda given: adapters(given.model))
+    params = lora.Params(trained_roles=roles, adapter=adapter, fit=AdaptConfig(**(DIALOGUES | changes)))
+    lora.run(params, job(workspace.folder / "work/key"), base=Path("models/code"), dialogues=Path("data/dialogues"),
+             out=Path("models/out"))  # fmt: skip
+    return found
+
+
+def adapters(model: torch.nn.Module) -> dict[str, AdaptedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+
+
+def test_noise_of_the_embeddings_is_as_large_as_it_was_asked_for(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = AdapterConfig(rank=2, alpha=4.0)
+    for alpha in (0.0, 5.0):
+        assert tuned(workspace, monkeypatch, neftune_alpha=alpha).model.neftune_alpha == alpha
+        assert adapted(workspace, monkeypatch, adapter, neftune_alpha=alpha).model.neftune_alpha == alpha
+
+
+def test_tools_reads_rows_of_its_context_and_publishes_in_its_precision(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tuned(workspace, monkeypatch, context=64, tokens_per_step=192, save_precision="bf16")
+    assert found.stream.batch(0, 64, found.stream.rows(0, 64)).input_ids.shape == (3, 64)
+    assert {value.dtype for value in load_file("models/out/model.safetensors").values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
-    ("sample_mb", "text_share", "taken"),
-    [(0.04, 0.5, (20, 20)), (0.04, 0.25, (10, 30)), (0.02, 1.0, (20, 0)), (9.0, 0.5, (100, 100))],
+    "adapter",
+    [
+        AdapterConfig(rank=3, alpha=12.0, targets=("q_proj",)),
+        AdapterConfig(rank=2, alpha=4.0, targets=("all-linear",), dropout=0.25, rslora=True, dora=True),
+    ],
+    ids=["q", "all"],
 )
-def test_the_tokenizer_counts_its_merges_on_a_sample_of_that_size_and_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample_mb: float, text_share: float, taken: tuple[int, int]
+def test_the_adapter_is_attached_as_its_block_says(
+    adapter: AdapterConfig, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("text", "code"):
-        write_corpus(tmp_path / name, [f"{name}{n:>996}" for n in range(100)], [name])
-    read: list[str] = []
+    found = adapted(workspace, monkeypatch, adapter).seen
+    assert {name.rpartition(".")[2] for name in found} == {*adapter.modules}
+    assert {layer.config for layer in found.values()} == {adapter}
+    assert {len(layer.lora_A.weight) for layer in found.values()} == {adapter.rank}
 
-    def train(texts: Any, vocab_size: int) -> Any:
-        read.extend(texts)
-        return TOKENIZER
 
-    monkeypatch.setattr(tokenizer.Tokenizer, "train", train)
-    params = tokenizer.Params(vocab_size=512, sample_mb=sample_mb, text_share=text_share, base=Start())
-    tokenizer.learnt(params, tmp_path / "text/raw", tmp_path / "code/raw")
-    found = [sum(document.startswith(name) for document in read) for name in ("text", "code")]
-    assert all(abs(a - b) <= 0.4 * b for a, b in zip(found, taken, strict=True))  # documents of 1 kB, chosen by a hash
+def test_control_tokens_named_by_role_join_those_named_by_id(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = AdapterConfig(rank=2, alpha=4.0, trained_tokens=(70,))
+    found = adapted(workspace, monkeypatch, adapter, ("turn_start",)).seen
+    assert {layer.config.trained_tokens for layer in found.values()} == {(70, workspace.tokenizer.turn_start)}
+
+
+# dpo
+
+PAIRS: dict[str, Any] = {"steps": 1, "pairs": 4, "max_prompt": 60, "max_length": 120, "learning_rate": 1e-3}
+
+
+def preferring(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, pairs: int = 4, **changes: Any) -> Handed:
+    """What stage dpo hands to `fit`; seen are the loss of the first batch, by term, and the adapted layers."""
+
+    def look(given: Handed) -> Any:
+        first = given.stream.batch(0, 240, given.stream.rows(0, 240))
+        terms = given.loss(given.model, first).terms
+        return {term.name: float(term.sum.detach()) / pairs * term.coefficient for term in terms}, adapters(given.model)
+
+    found = handed(dpo, monkeypatch, look)
+    settings: dict[str, Any] = PAIRS | {"pairs": pairs}
+    values: dict[str, Any] = {"precompute_reference": False, "fit": PairConfig(**settings)}
+    params = dpo.Params(**(values | changes))
+    dpo.run(params, job(workspace.folder / "work/key"), base=Path("models/tools"), pairs=Path("data/preferences"),
+            out=Path("models/out"))  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(PairLoss(), 0.693147), (PairLoss(loss="ipo", beta=0.5), 1.0), (PairLoss(loss="ipo", beta=0.25), 4.0)]
+)  # fmt: skip
+def test_the_loss_and_its_beta_are_those_of_the_block(
+    loss: PairLoss, expected: float, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a policy that equals its reference: ln 2, or 1 / (4 beta^2)."""
+    terms, _ = preferring(workspace, monkeypatch, loss=loss).seen
+    assert list(terms.values()) == [pytest.approx(expected, rel=1e-4)]
+
+
+def test_a_loss_that_reads_no_reference_is_given_none(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, _ = preferring(workspace, monkeypatch, loss=PairLoss(reference_free=True), precompute_reference=True).seen
+    assert list(free.values()) != [pytest.approx(0.693147, rel=1e-3)]
+    assert len(preferring(workspace, monkeypatch, loss=PairLoss(nll_weight=0.2)).seen[0]) == 2
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_reference_s_sums_are_computed_before_training_where_that_is_asked_for(
+    before: bool, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = preferring(workspace, monkeypatch, precompute_reference=before)
+    assert {name: len(sums) for name, sums in found.stream.references.items()} == (
+        {"train": 20, "val": 4} if before else {}
+    )
+    assert list(found.seen[0].values()) == [pytest.approx(0.693147, rel=1e-4)]
+
+
+def test_dpo_trains_an_adapter_alone_where_it_has_one_and_takes_its_pairs_a_step(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = AdapterConfig(rank=2, alpha=4.0)
+    for given, pairs in ((None, 4), (adapter, 6)):
+        found = preferring(workspace, monkeypatch, pairs, adapter=given)
+        assert {layer.config for layer in found.seen[1].values()} == ({given} if given else set())
+        assert len(found.stream.rows(0, 240)) == pairs

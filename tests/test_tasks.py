@@ -313,3 +313,16 @@ def test_records_from_worker_processes_are_those_of_one_run() -> None:
         whole = list(made("train", 230, 3))
         assert tasks.generate(tasks.Chunk(kind, "train", 150, 230, 3)) == whole[150:]
         assert tasks._generated(kind, {"train": 230}, 3, workers=1) == {"train": whole}  # chunks of 200
+
+
+def test_answers_to_be_paired_run_in_the_sandbox_of_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[SandboxConfig] = []
+
+    class Taking(FakeJudge):
+        def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
+            asked.append(config)
+
+    monkeypatch.setattr(tasks, "Judge", Taking)
+    config = SandboxConfig(preload=("json",))
+    made(tmp_path, replace(PARAMS, dialogues=20, problems=10, rl_problems=2, pairs=3, test_items=1, sandbox=config))
+    assert asked == [config]

@@ -1,0 +1,57 @@
+"""What a stage hands to `fit`, taken down instead of trained on: whether a key of its block arrives there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pipeline.reinforcement import setting
+from pipeline.sandbox.judge import SandboxConfig
+
+
+@dataclass
+class Handed:
+    """The arguments of the stage's one call of `fit`."""
+
+    model: Any = None
+    stream: Any = None
+    loss: Any = None
+    config: Any = None
+    job: Any = None
+    from_scratch: bool = False
+    watchers: Any = None
+    seen: Any = None  # what `look` gave
+
+
+def handed(
+    stage: ModuleType, monkeypatch: pytest.MonkeyPatch, look: Callable[[Handed], Any] = lambda _: None
+) -> Handed:
+    """From now on the stage's `fit` trains nothing: it fills what is returned, and looks at it while the stage waits."""
+    found = Handed()
+
+    def fit(model: Any, stream: Any, loss: Any, config: Any, job: Any, **more: Any) -> None:
+        assert found.model is None, "a stage trains once"
+        found.model, found.stream, found.loss, found.config, found.job = model, stream, loss, config, job
+        for name, value in more.items():
+            setattr(found, name, value)
+        found.seen = look(found)
+
+    monkeypatch.setattr(stage, "fit", fit)
+    return found
+
+
+def without_judge(monkeypatch: pytest.MonkeyPatch, stage: ModuleType = setting) -> list[SandboxConfig]:
+    """No sandbox is started where `stage` asks for one; the settings that it was asked for with."""
+    asked: list[SandboxConfig] = []
+
+    def judge_or_none(sandbox: SandboxConfig, *_: Any, **__: Any) -> Any:
+        asked.append(sandbox)
+        return nullcontext()
+
+    monkeypatch.setattr(stage, "judge_or_none", judge_or_none)
+    return asked
