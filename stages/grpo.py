@@ -51,6 +51,11 @@ class Params:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.fit.samples < 2 and self.method != "reinforce_pp":
             raise ValueError(f"samples: {self.method} compares answers to one prompt; expected at least 2, got 1")
+        for key in ("beta", "clip_low", "clip_high"):
+            if (value := getattr(self, key)) is not None and value < 0:
+                raise ValueError(f"{key}: expected at least 0, got {value}")
+        if self.clip_low is not None and self.clip_low > 1:
+            raise ValueError(f"clip_low: expected at most 1, got {self.clip_low}: ratios are above 0")
         if self.resolved.dynamic and self.fit.samples < 2:
             raise ValueError("dynamic: one answer has nothing to differ from; expected samples of at least 2")
 

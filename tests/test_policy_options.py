@@ -99,6 +99,16 @@ def test_what_is_said_wins_over_the_method_also_where_it_is_nothing_and_moves_no
     assert of_grpo(method=method, **{key: value}).resolved == expected
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"beta": -1.0}, "beta: expected at least 0"), ({"clip_low": 2.0}, "clip_low: expected at most 1"),
+     ({"clip_low": -0.1}, "clip_low: expected at least 0"), ({"clip_high": -0.1}, "clip_high: expected at least 0")],
+)  # fmt: skip
+def test_constants_that_cannot_be_are_refused(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of_grpo(**wrong)
+
+
 def filled(given: Handed) -> tuple[list[Rollout], RolloutBatch]:
     """The answers of the first iteration, and its first batch."""
     given.stream.fill(0)

@@ -243,3 +243,11 @@ def test_the_test_sets_that_are_named_are_scored_and_no_others(
     assert loaded == scored == []
     measured(benchmarks=["data/benchmarks/b.jsonl"])
     assert loaded == [tmp_path / "benchmarks/b.jsonl"] and scored == ["b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"problems": -5}, {"dialogues": -1}, {"samples": -1}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"documents": 0}]
+)  # fmt: skip
+def test_counts_and_temperatures_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*: expected"):
+        replace(SETTINGS, **wrong)

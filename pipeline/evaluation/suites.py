@@ -55,6 +55,11 @@ class Settings:
     def __post_init__(self) -> None:
         if min(self.documents, self.max_new_tokens, self.story_tokens, self.bootstrap) < 1:
             raise ValueError("documents, max_new_tokens, story_tokens, bootstrap: expected at least 1")
+        for key in ("stories", "problems", "samples", "dialogues", "gaps", "temperature"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key}: expected at least 0, got {getattr(self, key)}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
         if self.context % 2 or self.context < 2:
             raise ValueError(f"context: expected an even number, got {self.context}")
 
