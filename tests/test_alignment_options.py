@@ -16,9 +16,17 @@ from pipeline.reinforcement.estimators import PPOConfig
 from pipeline.reinforcement.rollout import RolloutConfig
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.streams.preferences import PairStream
-from stages import grpo, reward, rlhf
+from stages import dpo, grpo, reward, rlhf
 from tests.test_fit import job
 from tests.workspace import Workspace
+
+REWARD: dict[str, Any] = {
+    "centring": 0.0,
+    "label_flip": 0.0,
+    "own_prompts": 0,
+    "calibration_answers": 4,
+    "answer_tokens": 24,
+}
 
 
 @dataclass
@@ -69,11 +77,9 @@ def seen(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, **changes: Any) 
     monkeypatch.setattr(reward.own_answers, "pairs", pairs)
     monkeypatch.setattr(reward.own_answers.gold, "known", lambda record: True)
     monkeypatch.setattr(RewardModel, "calibrate", calibrate)
-    values: dict[str, Any] = {"centring": 0.0, "label_flip": 0.0, "own_prompts": 0, "calibration_answers": 4,
-                              "answer_tokens": 24}  # fmt: skip
     config = PairConfig(steps=1, learning_rate=1e-3, pairs=4, max_prompt=60, max_length=120)
     reward.run(
-        reward.Params(sandbox=SandboxConfig(), fit=config, **(values | changes)),
+        reward.Params(sandbox=SandboxConfig(), fit=config, **(REWARD | changes)),
         job(workspace.folder / "work"), base=Path("models/tools"), pairs=Path("data/preferences"), out=Path("models/new"),
     )  # fmt: skip
     return found
@@ -92,6 +98,30 @@ def test_the_reward_stage_hands_its_keys_on(workspace: Workspace, monkeypatch: p
     assert (other.own_prompts, other.calibrated_on, other.answer_tokens) == ([3, 0], 7, 30)
     flipped = sum(a != b for a, b in zip(usual.chosen, other.chosen, strict=True))
     assert 0 < flipped < len(usual.chosen) == 20
+
+
+class StreamAskedError(Exception):
+    """Ends a stage where it has asked for its stream."""
+
+
+@pytest.mark.parametrize("stage", [dpo, reward])
+def test_pairs_are_read_as_the_keys_of_their_stage_say(
+    stage: Any, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def stream(*_: object, **given: Any) -> None:
+        asked.update(given)
+        raise StreamAskedError
+
+    monkeypatch.setattr(stage, "PairStream", stream)
+    monkeypatch.setattr(reward, "judge_or_none", lambda *_: nullcontext(None))
+    config = PairConfig(steps=1, learning_rate=1e-3, pairs=3, max_prompt=50, max_length=110)
+    values: dict[str, Any] = {"precompute_reference": False} if stage is dpo else {"sandbox": SandboxConfig()} | REWARD
+    outs = {"base": Path("models/tools"), "pairs": Path("data/preferences"), "out": Path("models/new")}
+    with pytest.raises(StreamAskedError):
+        stage.run(stage.Params(fit=config, **values), job(workspace.folder / "work"), **outs)
+    assert (asked["pairs"], asked["max_prompt"], asked["max_length"], asked["seed"]) == (3, 50, 110, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The block `evaluate`: how many items each suite takes, with how many tokens and at what temperature it asks."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,14 @@ from pipeline.evaluation import suites
 from pipeline.evaluation.suites import Subject
 from pipeline.generation.sampling import Completion
 from pipeline.model.transformer import Transformer
+from pipeline.streams.records import write
 from pipeline.synthesis import stories, tools
 from pipeline.text.tokenizer import Tokenizer
+from stages import evaluate
+from tests.test_evaluate import PARAMS, corpus
+from tests.test_fit import job
 from tests.test_suites import SETTINGS, Judge, problem, text
+from tests.workspace import Workspace
 
 FEW = replace(SETTINGS, stories=3, problems=2, samples=1, dialogues=4, gaps=1, max_new_tokens=11, story_tokens=13,
               temperature=0.7, bootstrap=5)  # fmt: skip
@@ -57,6 +63,30 @@ def test_conversations_are_asked_for_as_their_keys_say(subject: Recorded) -> Non
     assert {(suite, tokens, temperature) for suite, _, tokens, temperature in subject.asked} == {
         ("tools", 11, 0.0), ("answers", 11, 0.0)
     }  # fmt: skip
+
+
+def test_likelihoods_are_of_so_many_documents_of_each_kind(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def documents(subject: Subject, texts: list[Any]) -> suites.Result:
+        counts.append(len(texts))
+        return suites.Result()
+
+    monkeypatch.setattr(suites, "documents", documents)
+    monkeypatch.setattr(evaluate, "solve", lambda *_: suites.Result())
+    for name in ("sampled_stories", "gaps", "called", "answered"):
+        monkeypatch.setattr(suites, name, lambda *_: suites.Result())
+    made = {name: corpus(workspace.folder / name, val_0=[(f"Prose {n}.", "docs", f"docs/{n}") for n in range(5)])
+            for name in ("text", "code")}  # fmt: skip
+    outs = {name: workspace.folder / name for name in ("summary", "items", "curves")}
+    params = replace(PARAMS, settings=replace(FEW, documents=2))
+    records = {name: Path(f"data/{name}") for name in ("dialogues", "problems", "benchmarks")}
+    for name in ("dialogues", "problems"):
+        write(records[name] / "test.jsonl", ())
+    evaluate.run(params, job(workspace.folder / "work"), model=Path("models/tools"), **made, **records, **outs)
+    assert counts == [2, 0, 0, 0, 0, 2]  # prose, three kinds of what is generated, transcripts, code
 
 
 def test_a_sample_is_drawn_from_the_nucleus_of_top_p(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> None:
