@@ -72,3 +72,11 @@ def test_a_problem_has_no_more_tests_than_are_allowed() -> None:
     assert judged(program, max_tests=3).verdict == "passed"
     with pytest.raises(DataError, match="expected at most 2 tests"):
         judged(program, max_tests=2)
+
+
+@pytest.mark.parametrize(("limit", "length"), [(512, 900_000), (100, 400_000)])
+def test_an_answer_above_the_limit_is_too_long_and_not_forged(limit: int, length: int) -> None:
+    """Also where its first piece is within the limit and only its announced length is not."""
+    program = Program(source=f"def f(x): return 'a' * {length}", entry_point="f", tests=ONCE)
+    found = judged(program, results_kib=limit)
+    assert (found.verdict, found.reason) == OUTPUT
