@@ -41,7 +41,7 @@ ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
 # Measured on a CPU: of what is computed again, the share that finds no place that was freed; and the bytes that an adapted
 # projection leaves for each number of its result, in places too small for what comes next.
 LOST = {"fp32": 0.4, "bf16": 0.15, "fp16": 0.15}
-LEFT = {"fp32": 4, "bf16": 6, "fp16": 6}
+LEFT = {"fp32": 4, "bf16": 3, "fp16": 3}  # bf16: none on Zen 5, 6 with AMX
 
 
 Shape = tuple[int, int]  # rows, columns of a matrix
