@@ -11,7 +11,7 @@ import pytest
 
 from tests.training import Case, run, told
 
-FILE = Path(__file__).parent / "golden/loss_curve.json"
+FILE = Path(__file__).parent / "loss_curve.json"
 
 
 def curve(folder: Path, optimizer: str) -> list[float]:
