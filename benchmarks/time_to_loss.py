@@ -263,16 +263,19 @@ def measured(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.float32:
         slow = bench.runs(bench.nanogpt(**best, seed=0) | {"steps": arguments.steps})
         curves["nanoGPT, float32"] = [slow]
+    nothing = (
+        bench.ablation([Arm("nothing")], target, steps)[1].between if found else None
+    )  # ours on the ablations' grid
     step = seconds_of_a_step(baselines | {"ours": bench.ours(0)} | timed, arguments.rounds, arguments.round_steps)
     for name, row in found.items():
         row["cpu_seconds"] = step[name]["cpu_seconds"]
         row["times_longer"] = (
-            ratio(step, (name, row["between"]), ("ours", steps))["cpu_seconds"] if row["steps"] else None
+            ratio(step, (name, row["between"]), ("ours", nothing or steps))["cpu_seconds"] if row["steps"] else None
         )
     base = {"rates": search, "best": best, "steps": arguments.steps, "seeds": [final(run) for run in runs], "compiling": compiling,
             "float32": final(slow) if slow else None}  # fmt: skip
     ours = {"overrides": bench.ours(0)["overrides"], "steps": steps, "reached": reached.steps is not None,
-            "between": reached.between, "tried": reached.tried,
+            "between": reached.between, "between_by_ablations_grid": nothing, "tried": reached.tried,
             "seeds": [final(run) for run in mine], "compiling": statistics.median(run["compiling_cpu"] for run in mine)}  # fmt: skip
     report = {"machine": device.describe("bf16") | {"threads": arguments.threads}, "tokens_of_a_step": bench.rows * bench.context,
               "tokens": bench.runs.data, "parameters": sizes, "target": target, "baseline": base, "ours": ours,
