@@ -163,14 +163,6 @@ def test_what_was_planted_leaves_by_its_reason_and_the_books_balance(machine: Ma
             assert sum(counted.values()) == len(everything)
 
 
-def test_documents_are_near_duplicates_from_the_similarity_that_is_asked_for(machine: Machine) -> None:
-    dropped = {}
-    for similarity in (0.7, 1.0):
-        parts = manifest(machine.build(str(similarity), near_duplicates=similarity), "code")["parts"]
-        dropped[similarity] = "near duplicate" in parts["python"]["dropped"]
-    assert dropped == {0.7: True, 1.0: False}  # a file of which one line is new
-
-
 def test_kept_files_are_whole_and_in_the_split_of_their_package(machine: Machine) -> None:
     out = machine.build("out")
     read = {row["path"]: row for row in rows(out / "code")}

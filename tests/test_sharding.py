@@ -168,25 +168,17 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
-
-
 def close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], within: float = 1e-6) -> bool:
-    return distance(first, second) <= within
+    assert first.keys() == second.keys()
+    return all((first[name] - second[name]).abs().max() <= within for name in first)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_end_with_the_weights_of_one(name: str, pairs: Path, tmp_path: Path, alone: None) -> None:
-    single = replace(case(pairs, name), folder=str(tmp_path), micro_batch=7, sharding="")
-    training.run(single)
-    far = distance(weights(tmp_path), weights(pairs / name))
-    if far > 1e-6:  # a CPU that rounds otherwise: then no further than micro-batches of one row take a single process
-        alone_in_parts = replace(single, folder=str(tmp_path / "parts"), micro_batch=1)
-        training.run(alone_in_parts)
-        assert far <= min(1e-5, 2 * distance(weights(tmp_path), weights(tmp_path / "parts")))
+    # with the micro-batches of the two: what those do alone is test_invariance's, and up to 2.8e-6 with Muon on some CPUs
+    training.run(replace(case(pairs, name), folder=str(tmp_path), sharding=""))
+    assert close(weights(tmp_path), weights(pairs / name))
     ones, twos = ([row["loss"] for row in told(folder)["curve"]] for folder in (tmp_path, pairs / name))
     assert ones == pytest.approx(twos, abs=1e-6)
     vals = [[r["val/loss"] for r in told(folder)["curve"] if "val/loss" in r] for folder in (tmp_path, pairs / name)]

@@ -131,9 +131,8 @@ class Keeper:
         found = None
         if self.ranks.rank == 0:
             found = states.newest(self.job.folder)
-            states.drop_after(
-                self.job.folder, found.step if found else -1
-            )  # damaged ones: they would count as the newest
+            last = found.step if found else -1
+            states.drop_after(self.job.folder, last)  # damaged ones: they would count as the newest
         step = self.ranks.gather(found and found.step)[0]
         if step is None or found is not None:
             return found
