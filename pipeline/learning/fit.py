@@ -89,7 +89,7 @@ class Run:
         self.save_due = False
         self.seen = 0  # positions that this call has trained on, over all ranks
         self.postponed = False  # the gate on the first gradients met an overflow
-        self.unfilled: dict[str, Any] | None = None  # the rolling stream's state before a fill, until the update after it
+        self.unfilled: dict[str, Any] | None = None  # the rolling stream's state before a fill, until its first update
         self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
         self.tried = micro_batch.of(self)  # sizes of micro-batches, of which the last one serves
         self.micro_batch = self.tried[-1]
