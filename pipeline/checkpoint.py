@@ -94,11 +94,21 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def load(folder: Path) -> tuple[Transformer, Tokenizer]:
-    """The model (float32, training mode) and its tokenizer.
+    """The causal model (float32, training mode) and its tokenizer.
 
-    Raises ModelError for a directory that is not whole: a missing file, a tensor too many, too few or of another shape,
-    a tokenizer with more ids than the embedding has rows.
+    Raises ModelError for a masked-diffusion model, and for a directory that is not whole: a missing file, a tensor too many, too
+    few or of another shape, a tokenizer with more ids than the embedding has rows.
     """
+    if read_config(folder).attention != "causal":
+        raise ModelError(
+            f"{folder}: expected a causal model, found a masked-diffusion one; take models/code, models/tools or one that was "
+            "trained from them"
+        )
+    return load_any(folder)
+
+
+def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
+    """As `load`, of any attention; denoisers.py knows what else a masked-diffusion model has."""
     config = read_config(folder)
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(config, tokenizer, folder)

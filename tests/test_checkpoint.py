@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,15 @@ def test_weights_may_be_saved_in_half_precision_and_load_in_float32(
     loaded = checkpoint.load(tmp_path / "half")[0].state_dict()
     for name, tensor in tiny_model.state_dict().items():
         assert torch.equal(loaded[name], tensor.to(dtype).float()), name
+
+
+def test_a_masked_diffusion_model_is_no_causal_one(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = Transformer(replace(tiny_model.config, attention="bidirectional"), torch.Generator().manual_seed(0))
+    checkpoint.save(tmp_path, model, byte_tokenizer, {})
+    with pytest.raises(ModelError, match="expected a causal model, found a masked-diffusion one; take models/code"):
+        checkpoint.load(tmp_path)
+    with pytest.raises(ModelError, match="masked-diffusion"):
+        checkpoint.load_frozen(tmp_path)
+    assert checkpoint.load_any(tmp_path)[0].config == model.config

@@ -1,18 +1,22 @@
 """Compiled layers: the numbers of eager ones but for rounding, exact resumes, the same names on disk."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from pipeline.generation.sampling import Sampling, generate
 from pipeline.learning import compiling, objectives, scoring, states
 from pipeline.learning import fit as fit_module
 from pipeline.learning.fit import fit
 from pipeline.learning.keeping import weights_of
 from pipeline.learning.objectives import Loss, Term
+from pipeline.learning.settings import FitConfig, PairConfig
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
+from pipeline.reinforcement.rollout import RolloutConfig
 from pipeline.streams.batch import TokenBatch
 from tests.test_fit import Stopped, config, job
 from tests.test_fit_options import Windows
@@ -97,3 +101,40 @@ def test_a_resume_without_the_compiler_says_that_it_is_not_exact(
     train(tmp_path, compiled=True)
     train(tmp_path, compiled=False)
     assert "not bit-exact with an uninterrupted run: changed {'compile': (True, False)}" in capsys.readouterr().err
+
+
+def test_sampling_never_runs_compiled_layers() -> None:
+    traced: list[int] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        traced.append(1)
+        return graph.forward
+
+    model = Transformer(SHAPE, torch.Generator().manual_seed(0)).train(False)
+    plain = generate(model, [[1, 2, 3], [4]], Sampling(6), stop=(), seeds=[0, 1])
+    for layer in model.model.layers:
+        layer.compile(backend=counting)
+    assert generate(model, [[1, 2, 3], [4]], Sampling(6), stop=(), seeds=[0, 1]) == plain
+    assert not traced
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert traced
+
+
+@pytest.mark.parametrize(("even", "counted"), [(True, True), (False, False)])
+def test_auto_counts_the_work_of_rows_of_one_length_alone(
+    even: bool, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(compiling, "compiled", lambda model, asked, **given: told.update(given))
+    settings = SimpleNamespace(even_rows=even, rows=4, row_length=8, dropout=0.0)
+    runtime = SimpleNamespace(gradient_checkpointing="none", compile="auto")
+    run: Any = SimpleNamespace(
+        config=settings, steps=3, hardware=None, job=SimpleNamespace(runtime=runtime, name="toy")
+    )
+    fit_module.Run._settle(run, Transformer(SHAPE))
+    assert (told["flops"] == 3 * 4 * 8 * SHAPE.flops_per_token(8)) is counted
+    assert counted or told["flops"] == 0
+
+
+def test_policies_and_pairs_have_rows_of_many_lengths() -> None:
+    assert FitConfig.even_rows and not PairConfig.even_rows and not RolloutConfig.even_rows

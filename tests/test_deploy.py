@@ -163,7 +163,7 @@ def test_a_bidirectional_model_has_the_honest_sentence_and_no_gguf(
     text = (tmp_path / "out/README.md").read_text()
     assert "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`." in text
     assert "transformers import" not in text and "llama-cli" not in text and "@" not in text
-    assert checkpoint.load(tmp_path / "out")[0].config == model.config
+    assert checkpoint.load_any(tmp_path / "out")[0].config == model.config
 
 
 def test_a_model_with_code_in_its_directory_is_not_deployed(

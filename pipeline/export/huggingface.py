@@ -98,7 +98,7 @@ def load(folder: Path) -> tuple[Transformer | RewardModel, Tokenizer]:
     except FileNotFoundError as error:
         raise ModelError(f"{folder / 'config.json'} is missing: {folder} is not a model directory") from error
     reward = bool(said) and str(said[0]).endswith("ForSequenceClassification")
-    return checkpoint.load_reward(folder) if reward else checkpoint.load(folder)
+    return checkpoint.load_reward(folder) if reward else checkpoint.load_any(folder)
 
 
 def export(model: Transformer | RewardModel, tokenizer: Tokenizer, lineage: dict[str, Any], out: Path) -> None:

@@ -3,7 +3,8 @@
 On a CPU in bf16, where the layers are written by hand, it is the pieces between their matrix products, in C++ (`model/pieces.cpp`): two
 seconds, so `auto` does it wherever there is a compiler. Anywhere else, and for layers with adapters or biases, it is torch.compile:
 each block in place (`layer.compile()`), so all layers share one compilation and no name in the state dict changes. There `auto` is a
-rule without a clock, so that equal runs choose alike: a run of more than 1e14 training FLOPs on a CPU, 5e16 on a GPU. Both are kept in
+rule without a clock, so that equal runs choose alike: a run of more than 1e14 training FLOPs on a CPU, 5e16 on a GPU, in rows of one
+length: pairs and a policy's own answers have another shape in every batch. Sampling never runs compiled layers. Both are kept in
 `.work/compile` between runs. A compiled step rounds otherwise than an eager one, and a state says which it was.
 
 Not promised: that torch.compile is faster than eager for every shape; `benchmarks/train_speed.py` measures it.

@@ -49,8 +49,9 @@ def fit(
     *,
     from_scratch: bool = False,
     watchers: Watchers | None = None,
+    last: bool = True,
 ) -> None:
-    """Train `model` in place and leave it with the best (or last) weights.
+    """Train `model` in place and leave it with the best (or last) weights. After the `last` run of a stage rank 0 goes on alone.
 
     Raises ConfigError for a batch that cannot be formed or read, GateError when a health gate fails, SystemExit(128 + signal) when
     asked to stop (a state is saved first), SystemExit(0) after looking for a learning rate (`runtime.find_lr`).
@@ -59,7 +60,7 @@ def fit(
     try:
         if job.runtime.find_lr:
             lr_finder.look(run)
-        run.go()
+        run.go(last=last)
     finally:
         run.keeper.close()
 
@@ -105,11 +106,11 @@ class Run:
             model.checkpointing = runtime.gradient_checkpointing  # type: ignore[assignment]
         if config.dropout:
             model.dropout = config.dropout  # type: ignore[assignment]
-        per_token: Any = getattr(model, "flops_per_token", None)
+        per_token: Any = getattr(model, "flops_per_token", None) if config.even_rows else None
         flops = self.steps * config.rows * config.row_length * per_token(config.row_length) if per_token else 0
         return compiling.compiled(model, runtime.compile, flops=flops, hardware=self.hardware, name=self.job.name)
 
-    def go(self) -> None:
+    def go(self, *, last: bool) -> None:
         """Resume or start, train to the end, load what is published."""
         self._resume()
         if self.course.step == 0 and not self.course.done:
@@ -127,13 +128,13 @@ class Run:
                 self.profile.step()
                 bar.update()
                 if self.job.tracker.rows:
-                    last = self.job.tracker.rows[-1]
-                    bar.note(" ".join(f"{k} {last[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in last))
+                    row = self.job.tracker.rows[-1]
+                    bar.note(" ".join(f"{k} {row[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in row))
         self.profile.stop()
         self.keeper.wait()
         speed.report(self, time.monotonic() - start, self.course.step - first_step, self.course.tokens - tokens)
         self._publish()
-        self.ranks.finish(self.plain, self.hardware.device)
+        self.ranks.finish(self.plain, self.hardware.device, last=last)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

@@ -173,19 +173,22 @@ class Ranks:
                         f"ranks {seen[row]} and {rank} both read row {row}: was each process launched with a rank of its own?"
                     )
 
-    def finish(self, model: nn.Module, where: torch.device) -> None:
+    def finish(self, model: nn.Module, where: torch.device, *, last: bool = True) -> None:
         """After training only rank 0 goes on, with a whole model: it alone measures and writes outs. The others end here.
 
         A model that was cut comes to rank 0's machine memory, and where it takes less than half of the device to the device.
+        Before the `last` run of a stage all ranks go on, each with a whole model.
         """
         if self.sharding:
-            sharding.whole_again(model, self._before, keep=self.rank == 0)
+            keep = self.rank == 0 or not last
+            sharding.whole_again(model, self._before, keep=keep)
             num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-            if self.rank == 0 and num_bytes < ON_DEVICE * device.total_memory(where):
+            if keep and num_bytes < ON_DEVICE * device.total_memory(where):
                 model.to(where)
         if self.world > 1:
             self.barrier()
-            self.leave()
+            if last:
+                self.leave()
 
     def leave(self) -> None:
         """Dissolve the process group. Raises SystemExit(0) on all ranks but the first."""

@@ -53,6 +53,7 @@ class TrainingConfig(OptimizerConfig):
     dropout: ClassVar[float] = 0.0
     curriculum: ClassVar["Curriculum | None"] = None
     length_key: ClassVar[str] = "context"  # what a person says the longest row by
+    even_rows: ClassVar[bool] = False  # whether all rows have one length, so that every batch has the same shape
 
     def check(self) -> None:
         """Raise ValueError for values that cannot be; called by the subclasses' `__post_init__`."""
@@ -174,6 +175,7 @@ class FitConfig(ValidatedConfig):
     tokens_per_step: int = 16384  # of the global batch, whatever the number of processes
     context: int = 2048  # tokens in a row
     curriculum: Curriculum | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  # {start, end, steps}: rows grow
+    even_rows: ClassVar[bool] = True
     dropout: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]  # share of each layer's outputs dropped in training
     save_precision: str = "fp32"  # of the published weights: fp32, bf16, fp16
 

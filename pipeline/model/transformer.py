@@ -43,9 +43,8 @@ class Transformer(nn.Module):
     """Decoder-only transformer. Without a `generator` its weights are zero, to be loaded.
 
     `checkpointing` recomputes layers in the backward pass: "full" all, "every_2" each second one, "selective" all but their matrix
-    products, attention and top-k. `dropout` is the
-    share of each layer's two outputs that is dropped in training, `neftune_alpha` scales noise on the embeddings in training
-    (see `_noise`). All three are settings of a run, not of the model.
+    products, attention and top-k. `dropout` is the share of each layer's two outputs that is dropped in training, `neftune_alpha`
+    scales noise on the embeddings in training (see `_noise`). All three are settings of a run, not of the model.
     """
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
@@ -138,7 +137,8 @@ class Transformer(nn.Module):
         if missing:
             ids, positions = functional.pad(ids, (0, missing)), functional.pad(positions, (0, missing))
             layout = Padded(layout, tokens)
-        x = self._drop(self.model.embed_tokens(ids))
+        x = self.model.embed_tokens(ids)
+        x = functional.dropout(x, self._rate) if self._rate else x
         if self.neftune_alpha and self.training:
             x = x + self._noise(x, positions)
         cos, sin = rope_tables(positions, self.config)
@@ -148,6 +148,8 @@ class Transformer(nn.Module):
 
     def _layer(self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         """One layer, (N, D) -> (N, D); in training as `checkpointing` says."""
+        if isinstance(layout, Cached):  # each step has other shapes: compiled layers would be compiled anew and anew
+            return layer._call_impl(x, cos, sin, layout, index, self._rate)  # pyright: ignore[reportReturnType]
         again = self.checkpointing in ("full", "selective") or (self.checkpointing == "every_2" and index % 2 == 0)
         if not (again and self.training and torch.is_grad_enabled()):
             return layer(x, cos, sin, layout, index, self._rate)
@@ -187,9 +189,6 @@ class Transformer(nn.Module):
         document = (positions == 0).cumsum(0)  # (N,) a new number where positions begin anew
         lengths = torch.bincount(document)[document]
         return torch.empty_like(x).uniform_(-1, 1) * (self.neftune_alpha / (lengths * x.shape[1]).sqrt())[:, None]
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, self._rate) if self._rate else x
 
     def num_parameters(self) -> int:
         """All weights; a tied embedding counts once."""
