@@ -405,3 +405,13 @@ def test_one_layer_gives_the_numbers_of_peft(case: dict[str, Any]) -> None:
         if name.startswith("lora_"):
             torch.testing.assert_close(parameter.grad, expected[f"grad.{name}"], rtol=0, atol=1e-5)
     torch.testing.assert_close(layer.folded(), expected["merged"], rtol=0, atol=4e-6 if config.dora else 1e-6)
+
+
+@torch.no_grad()
+def test_the_merge_gate_counts_in_the_size_of_the_logits() -> None:
+    """A sharp model's logits are large, and float32 rounds them by as much more."""
+    model = stirred(adapted("lora"))
+    model.model.norm.weight.mul_(1e4)
+    largest = float(model(IDS).abs().max())
+    difference = lora.merged_with_gate(model, IDS)
+    assert 1e-4 < difference < 1e-5 * largest
