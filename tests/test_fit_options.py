@@ -416,16 +416,18 @@ def test_training_goes_on_while_a_state_is_written_and_the_end_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, steps, order = states.write, [], []
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
 
     def slow(part: Path, *rest: Any) -> Any:
         order.append(f"write {part.name}")
+        begun.set()
         assert release.wait(timeout=60)
         return original(part, *rest)
 
     def step(self: Any) -> None:
         steps.append(self.course.step)
         if self.course.step == 7:  # three steps after the save at 4
+            assert begun.wait(timeout=60)  # on a busy machine the thread may not have begun yet
             order.append("step 7")
             release.set()
         one_step(self)

@@ -110,7 +110,7 @@ class Run:
         flops = self.steps * config.rows * config.row_length * per_token(config.row_length) if per_token else 0
         return compiling.compiled(model, runtime.compile, flops=flops, hardware=self.hardware, name=self.job.name)
 
-    def go(self, *, last: bool) -> None:
+    def go(self, *, last: bool = True) -> None:
         """Resume or start, train to the end, load what is published."""
         self._resume()
         if self.course.step == 0 and not self.course.done:
