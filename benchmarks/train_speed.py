@@ -81,7 +81,9 @@ def anonymous_peak(process: int) -> Iterator[list[int]]:
     peak, stop = [0], threading.Event()
 
     def ask() -> None:
-        while not stop.wait(0.02):
+        ended = False
+        while not ended:
+            ended = stop.wait(0.02)  # and once more at the end: a round may be shorter than this
             for line in Path(f"/proc/{process}/status").read_text().splitlines():
                 if line.startswith("RssAnon"):
                     peak[0] = max(peak[0], int(line.split()[1]) * 1024)
