@@ -15,7 +15,7 @@ FLOORS = [
     {"errors", "params", "runtime", "running", "device", "launch", "tracking", "trackers", "work", "codehash"},
     {"text"},
     {"model"},
-    {"streams", "checkpoint"},
+    {"streams", "checkpoint", "denoisers"},
     {"synthesis"},
     {"generation", "learning", "sandbox", "plan"},
     {"reinforcement", "export"},

@@ -1,0 +1,110 @@
+"""Stage diffusion_dpo: preference learning of a masked-diffusion model, by DPO on estimated likelihoods.
+
+    models/diffusion + data/preferences -> models/diffusion_dpo        (LLaDA 1.5, Zhu et al. 2025, arXiv:2505.19223)
+
+An answer's likelihood is estimated by the mean of `diffusion_steps` masked forward passes, whose masks policy and reference share
+(the VRPO estimator). The reference's estimates come first, for every pair and pass; then it goes.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipeline import denoisers, device
+from pipeline.evaluation import pairs_masked
+from pipeline.learning import first_steps, objectives_masked, reference, reference_masked, scoring_masked
+from pipeline.learning.fit import fit
+from pipeline.learning.objectives import Loss
+from pipeline.learning.protocols import Watchers
+from pipeline.learning.settings import PairConfig
+from pipeline.model.denoiser import Denoiser
+from pipeline.model.lora import AdapterConfig
+from pipeline.params import main
+from pipeline.streams.drawn import Drawn
+from pipeline.streams.noised_pairs import NoisedPairs, check_texts, of_kinds
+from pipeline.streams.preferences import PairSplit
+from pipeline.work import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `diffusion_dpo`; its training keys are those of PairConfig."""
+
+    diffusion_steps: (
+        int  # masked passes over which an answer's likelihood is the mean: more, less variance, same memory
+    )
+    beta: float  # larger stays closer to the reference
+    sft_weight: float  # of the chosen answer's mean negative likelihood, added to the loss
+    timesteps: str = "stratified"  # numbers of masks spread evenly over the passes; or independent
+    dpo_reduction: str = "sum"  # of an answer's tokens; or mean
+    kinds: list[str] = field(default_factory=list)  # of pairs, for example [code]; []: all
+    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    fit: PairConfig
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if self.diffusion_steps < 1:
+            raise ValueError(f"diffusion_steps: expected at least 1 masked pass, got {self.diffusion_steps}")
+        if self.beta <= 0 or self.sft_weight < 0:
+            raise ValueError(f"expected beta > 0 and sft_weight >= 0, got {self.beta} and {self.sft_weight}")
+        for name, options in {"timesteps": ("stratified", "independent"), "dpo_reduction": objectives_masked.REDUCTIONS}.items():  # fmt: skip
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
+
+
+def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
+    """Align `base` with the pairs and save the model directory `out`."""
+    hardware = device.hardware(job.runtime.precision)
+    model, start = reference_masked.begin(base, params.adapter, job.seed, hardware)
+    config, tokenizer = params.fit, start.tokenizer
+    config.check_context(model)
+    splits = {name: check_texts(of_kinds(PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length),
+                                         params.kinds, str(pairs)), model.traits.mask, str(pairs))
+              for name in ("train", "val", "test")}  # fmt: skip
+    stream = NoisedPairs(splits["train"], splits["val"], pad=tokenizer.pad, pairs=config.pairs, seed=job.seed,
+                         max_length=config.max_length, draws=params.diffusion_steps,
+                         stratified=params.timesteps == "stratified")  # fmt: skip
+    with start.reference.model(hardware.device) as frozen, hardware.autocast():
+        stored(stream, frozen, job, config.resolve_steps(stream.tokens_per_epoch) * config.pairs, hardware.device)
+    before = pairs_masked.elbos(model, splits["test"], tokenizer.pad, hardware)
+    start.reference.release()
+    gate = first_steps.first_dpo(float(np.log(2)), hardware.precision)
+    fit(model, stream, partial(loss, params=params), config, job, watchers=Watchers(first=gate))
+    job.report(**reference.finish(start), dropped={name: dict(split.dropped) for name, split in splits.items()})
+    after = pairs_masked.elbos(model, splits["test"], tokenizer.pad, hardware)
+    job.report(test=pairs_masked.measure(splits["test"], before, after, job.seed, beta=params.beta))
+    denoisers.save(out, model, tokenizer, job.lineage)
+
+
+def stored(stream: NoisedPairs, frozen: torch.nn.Module, job: Job, places: int, where: torch.device) -> None:
+    """The reference's estimates for all passes of a run over so many `places`; a killed run finds what it had."""
+    passes = -(-places // len(stream.train.pairs))
+    folder = job.folder / "parts"
+    folder.mkdir(exist_ok=True)
+    for name, turn in [*(("train", turn) for turn in range(passes)), ("val", 0)]:
+        path = folder / f"reference-{stream.fingerprint}-{name}-{turn}.npy"
+        if path.is_file():
+            stream.references[name, turn] = np.load(path)
+            continue
+        found = scoring_masked.reference_elbos(frozen, stream, name, turn, where)
+        stream.references[name, turn] = found
+        if device.rank() == 0:
+            part = path.with_suffix(".part")
+            with part.open("wb") as file:
+                np.save(file, found)
+            part.replace(path)
+
+
+def loss(model: Denoiser, batch: Drawn, *, params: Params) -> Loss:
+    """The loss of some pairs."""
+    assert batch.reference is not None
+    policy = scoring_masked.pair_elbos(model, batch)
+    return objectives_masked.diffusion_dpo(policy, scoring_masked.pairs_of(batch.reference, batch.lengths), beta=params.beta,
+                                           sft_weight=params.sft_weight, reduction=params.dpo_reduction)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(run, inputs={"base": "models/diffusion", "pairs": "data/preferences"}, outs={"out": "models/diffusion_dpo"}, trains=True)  # fmt: skip
