@@ -80,16 +80,16 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
 
 
 def stored(stream: NoisedPairs, frozen: torch.nn.Module, job: Job, places: int, where: torch.device) -> None:
-    """The reference's estimates for all passes of a run over so many `places`; a killed run finds what it had."""
-    passes = -(-places // len(stream.train.pairs))
+    """The reference's estimates for a run over so many `places`, pass by pass; a killed run finds what it had."""
     folder = job.folder / "parts"
     folder.mkdir(exist_ok=True)
+    passes = -(-places // len(stream.train.pairs))
     for name, turn in [*(("train", turn) for turn in range(passes)), ("val", 0)]:
-        path = folder / f"reference-{stream.fingerprint}-{name}-{turn}.npy"
+        path = folder / f"reference-{stream.fingerprint}-{places}-{name}-{turn}.npy"
         if path.is_file():
             stream.references[name, turn] = np.load(path)
             continue
-        found = scoring_masked.reference_elbos(frozen, stream, name, turn, where)
+        found = scoring_masked.reference_elbos(frozen, stream, name, turn, stream.read(name, turn, places), where)
         stream.references[name, turn] = found
         if device.rank() == 0:
             part = path.with_suffix(".part")

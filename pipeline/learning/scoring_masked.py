@@ -93,18 +93,23 @@ def coupled_logprobs(model: nn.Module, batch: CoupledBatch, *, released: bool = 
     return (mixed if released else mixed * NORMALISED)[batch.counted]
 
 
-def reference_elbos(model: nn.Module, stream: NoisedPairs, name: str, turn: int, where: torch.device) -> np.ndarray:
-    """ELBOs (n, 2) of the chosen and rejected answers of a split under the masks of a pass, in its order.
+def reference_elbos(
+    model: nn.Module, stream: NoisedPairs, name: str, turn: int, numbers: np.ndarray, where: torch.device
+) -> np.ndarray:
+    """ELBOs (n, 2) of the chosen and rejected answers of a split under the masks of a pass; NaN but for the `numbers`.
 
     The operations are those of training, so that a policy which equals its reference has the same bits.
     """
-    parts, total = [], len((stream.train if name == "train" else stream.val).pairs)
-    with progress(total=total, desc=f"reference {name} {turn}", unit="pair") as bar, torch.enable_grad():
-        for batch in stream.split(name, turn):
+    found = np.full((len((stream.train if name == "train" else stream.val).pairs), 2), np.nan, dtype=np.float32)
+    done = 0
+    with progress(total=len(numbers), desc=f"reference {name} {turn}", unit="pair") as bar, torch.enable_grad():
+        for batch in stream.some(name, turn, numbers):
             pairs = pair_elbos(model, batch.to(where))
-            parts.append(torch.stack([pairs.chosen, pairs.rejected], 1).detach().cpu().numpy())
-            bar.update(len(parts[-1]))
-    return np.concatenate(parts)
+            told = torch.stack([pairs.chosen, pairs.rejected], 1).detach().cpu().numpy()
+            found[numbers[done : done + len(told)]] = told
+            done += len(told)
+            bar.update(len(told))
+    return found
 
 
 def traits_of(model: nn.Module) -> Any:

@@ -104,21 +104,25 @@ class Denoiser(nn.Module):
             return self._beside_clean(ids, one)
         if one.sight is None:
             return self.trunk.hidden(ids, positions=one.positions, documents=one.documents)
+        self._check_length(ids)
         same = Masked.of(one.documents, causal=False).mask  # (B, 1, T, T)
         return self._line(ids, one.positions, Masked(same & one.sight))
 
     def _beside_clean(self, ids: Tensor, one: Noised) -> Tensor:
         """Noised and clean tokens in one row of 2T, positions repeated; the states of the noised half."""
         assert one.clean is not None and one.sight is not None
+        self._check_length(ids)
         both = torch.cat([one.documents, one.documents], 1)
         mask = Masked.of(both, causal=False).mask & one.sight
         mask = mask | torch.eye(both.shape[1], dtype=torch.bool, device=mask.device)  # padding sees itself
         positions = torch.cat([one.positions, one.positions], 1)
         return self._line(torch.cat([ids, one.clean], 1), positions, Masked(mask))[:, : ids.shape[1]]
 
-    def _line(self, ids: Tensor, positions: Tensor, layout: Masked) -> Tensor:
-        if ids.shape[1] > self.config.max_context * (2 if layout.mask.shape[-1] > self.config.max_context else 1):
+    def _check_length(self, ids: Tensor) -> None:
+        if ids.shape[1] > self.config.max_context:
             raise ValueError(f"rows of {ids.shape[1]} tokens are longer than the context of {self.config.max_context}")
+
+    def _line(self, ids: Tensor, positions: Tensor, layout: Masked) -> Tensor:
         return self.trunk.line(ids.flatten(), positions.flatten(), layout).view(*ids.shape, -1)
 
     def _places(self, wanted: Tensor) -> Tensor:

@@ -108,11 +108,12 @@ class Coupled(NamedTuple):
     second: np.ndarray  # (L,) bool, R >= t
 
 
-def coupled(key: int, length: int) -> Coupled:
-    """t = 0.2 + 0.6 u and the two masks of `length` tokens."""
+def coupled(key: int, length: int, shared: int | None = None) -> Coupled:
+    """t = 0.2 + 0.6 u and the two masks of `length` tokens; u is the first number of `key`, or of a `shared` key."""
     numbers = uniforms(key, 1 + length)
     low, high = COUPLED
-    t = low + (high - low) * float(numbers[0])
+    u = float(numbers[0] if shared is None else uniforms(shared, 1)[0])
+    t = low + (high - low) * u
     first = numbers[1:] < t
     return Coupled(t, first, ~first)
 

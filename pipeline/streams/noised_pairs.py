@@ -53,7 +53,9 @@ class NoisedPairs:
         identity = [train.digest(), val.digest(), pairs, draws, stratified, seed]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         self.tokens_per_epoch = len(train.pairs) * 2 * max_length
-        self.references: dict[tuple[str, int], np.ndarray] = {}  # (split, pass) -> (n, 2) ELBOs of the reference
+        self.references: dict[
+            tuple[str, int], np.ndarray
+        ] = {}  # (split, pass) -> (n, 2) ELBOs of the reference, NaN where they are not read
         self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
 
     def rows(self, step: int, context: int) -> np.ndarray:
@@ -75,17 +77,23 @@ class NoisedPairs:
         """Those pairs."""
         return self._batch("train", self.train, self._chosen(rows))
 
-    def split(self, name: str, turn: int = 0) -> Iterator[Drawn]:
-        """A whole split ("train" or "val") in its order, under the masks of a pass."""
+    def read(self, name: str, turn: int, places: int) -> np.ndarray:
+        """Which pairs of a split are read in a pass, if the run goes over so many `places`; sorted."""
+        if name == "val":
+            return np.arange(len(self.val.pairs))
+        count = len(self.train.pairs)
+        return np.sort(self._at(turn)[: max(0, min(count, places - turn * count))])
+
+    def some(self, name: str, turn: int, numbers: np.ndarray) -> Iterator[Drawn]:
+        """Pairs of a split ("train" or "val") by their numbers, under the masks of a pass."""
         split = self.train if name == "train" else self.val
-        for first in range(0, len(split.pairs), EVALUATION_PAIRS):
-            last = min(first + EVALUATION_PAIRS, len(split.pairs))
-            yield self._batch(name, split, [(number, turn) for number in range(first, last)])
+        for first in range(0, len(numbers), EVALUATION_PAIRS):
+            yield self._batch(name, split, [(int(n), turn) for n in numbers[first : first + EVALUATION_PAIRS]])
 
     def evaluation(self, tokens: int) -> Iterator[Drawn]:
         """The val split under fixed masks, until `tokens` answer tokens have been given."""
         given = 0
-        for batch in self.split("val"):
+        for batch in self.some("val", 0, np.arange(len(self.val.pairs))):
             if given >= tokens:
                 return
             given += batch.counts["tokens"]

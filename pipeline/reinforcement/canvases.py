@@ -1,0 +1,180 @@
+"""Completions of a masked-diffusion policy in reinforcement learning: how they are sampled, scored and laid out.
+
+    prompts --denoise--> CanvasAnswer --three masks an inner iteration--> old and reference scores --> CoupledBatch
+
+A completion is a whole canvas; what stands behind its first end of turn stays in the input and leaves the loss. Each of the inner
+iterations over a rollout has masks of its own, by (seed, problem, sample, rollout * inner iterations + inner), and the old and the
+reference scores of all of them come before the first update (coupled-GRPO; Gong et al. 2025, arXiv:2506.20639, section 4).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.generation.denoising import Denoising, denoise
+from pipeline.learning import scoring_masked
+from pipeline.learning.reference_masked import Following
+from pipeline.model.denoiser import Denoiser
+from pipeline.reinforcement.answers import Answer, Prompt, split_rows
+from pipeline.reinforcement.rollout import Rollout, RolloutStream
+from pipeline.streams import masking
+from pipeline.streams.batch import PADDING
+from pipeline.streams.drawn import CoupledBatch
+from pipeline.text.tokenizer import Tokenizer
+
+ROWS = 16  # of one scoring pass
+
+
+@dataclass(frozen=True)
+class CanvasAnswer(Answer):
+    """A completion with its canvas; `ids` go up to its first end of turn, which is one of them."""
+
+    canvas: tuple[int, ...] = ()
+    forwards: int = 0
+
+
+def sample(
+    model: Denoiser, asked: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, settings: Denoising, seed: int
+) -> list[CanvasAnswer]:
+    """A completion of each (prompt, sample number); its noise hangs on (seed, prompt, number) alone."""
+    seeds = [masking.key(seed, "rollout", f"{prompt.id}/{number}", 0) for prompt, number in asked]
+    given = denoise(model, [prompt.ids for prompt, _ in asked], settings, seeds)
+    found = []
+    for (prompt, number), one in zip(asked, given, strict=True):
+        finished = one.stop == "stop"
+        ids = [*one.ids, model.traits.fill] if finished else list(one.ids)
+        text = tokenizer.decode(one.ids)
+        found.append(
+            CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, tuple(one.canvas), one.forwards)
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coupling:
+    """How completions are masked and scored."""
+
+    seed: int
+    inner: int  # iterations over a rollout
+    fill: int
+    released: bool = False  # estimates as published: 1.5 times as large
+    shared_time: bool = False  # one time for all completions of a step
+
+    def batch(
+        self, answers: Sequence[CanvasAnswer], iteration: int, *, old: Sequence[np.ndarray] = (), rows: int = 0,
+        arrays: dict[str, list[np.ndarray]] | None = None, fresh: bool = False,
+    ) -> CoupledBatch:  # fmt: skip
+        """Completions under the masks of an iteration; rows of padding up to `rows`."""
+        count = max(rows, len(answers))
+        width = max((len(answer.prompt.ids) + len(answer.canvas) for answer in answers), default=2)
+        shape = (count, width)
+        tokens, documents = np.full(shape, self.fill, dtype=np.int64), np.full(shape, PADDING, dtype=np.int32)
+        canvas, counted, first = (np.zeros(shape, dtype=bool) for _ in range(3))
+        times = np.full(count, 0.5, dtype=np.float32)
+        for n, answer in enumerate(answers):
+            begin, end = len(answer.prompt.ids), len(answer.prompt.ids) + len(answer.canvas)
+            tokens[n, :end] = [*answer.prompt.ids, *answer.canvas]
+            documents[n, :end] = 0
+            canvas[n, begin:end], counted[n, begin : begin + len(answer.ids)] = True, True
+            masks = self.masks(answer, iteration)
+            first[n, begin:end], times[n] = masks.first, masks.t
+        documents[len(answers) :, :2] = 0  # a row of padding must hold something
+        positions = np.where(documents == 0, np.arange(width), 0)
+        lengths = counted.sum(1)
+        return CoupledBatch(
+            *(torch.from_numpy(x) for x in (tokens, documents, positions, canvas, counted, first, times)),
+            row_of=torch.repeat_interleave(torch.arange(count), torch.from_numpy(lengths)),
+            old=_line(old), arrays={name: _line(values) for name, values in (arrays or {}).items()},
+            counts={"tokens": int(lengths.sum()), "sequences": len(answers), "positions": 3 * int((documents >= 0).sum())},
+            fresh=fresh,
+        )  # fmt: skip
+
+    def masks(self, answer: CanvasAnswer, iteration: int) -> masking.Coupled:
+        """The two masks of a completion's canvas, each token under exactly one."""
+        key = masking.key(self.seed, "coupled", f"{answer.prompt.id}/{answer.sample}", iteration)
+        shared = masking.key(self.seed, "coupled", "batch", iteration) if self.shared_time else None
+        return masking.coupled(key, len(answer.canvas), shared)
+
+    def scores(self, model: nn.Module, answers: Sequence[CanvasAnswer], iteration: int, where: torch.device) -> list[np.ndarray]:  # fmt: skip
+        """Estimated log-probabilities of each completion's counted tokens, (L,) each, by the operations of training."""
+        found: list[np.ndarray] = []
+        was_training = model.training
+        model.train(True)  # under replay: nothing but ids and masks is kept
+        with torch.enable_grad():
+            for at in range(0, len(answers), ROWS):
+                batch = self.batch(answers[at : at + ROWS], iteration).to(where)
+                told = scoring_masked.coupled_logprobs(model, batch, released=self.released).detach()
+                found += split_rows(told.cpu().numpy(), batch.counted.sum(1).tolist())
+        model.train(was_training)
+        return found
+
+
+Score = Callable[[Sequence[CanvasAnswer], int], list[np.ndarray]]  # completions, iteration -> (L,) each
+
+
+def annotate(rollouts: list[Rollout], *, inner: int, rollout: int, policy: Score, reference: Score | None) -> None:
+    """Old and reference scores for every inner iteration of a rollout, before its first update."""
+    answers: Any = [one.answer for one in rollouts]
+    for number in range(inner):
+        iteration = rollout * inner + number
+        for name, score in (("old", policy), ("reference", reference)):
+            if score is not None:
+                for one, values in zip(rollouts, score(answers, iteration), strict=True):
+                    one.arrays[f"{name}/{number}"] = values
+
+
+class CanvasRollouts(RolloutStream):
+    """Minibatches of completions; each pass over a rollout is an inner iteration, with masks of its own."""
+
+    coupling: Coupling
+    following: Following | None = None  # a reference that follows the policy
+    at: int = 0  # the present iteration
+
+    def fill(self, step: int) -> dict[str, float]:
+        """As `RolloutStream.fill`; with the variance of a completion's estimate over the inner iterations."""
+        if self.following is not None:
+            self.following.before(step)
+        self.at = step // self.steps_per_rollout
+        numbers = super().fill(step)
+        return numbers | variance(self.rollouts, self.coupling.inner)
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> CoupledBatch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Those rollouts under the masks of the step's inner iteration."""
+        iteration, within = divmod(step, self.steps_per_rollout)
+        inner = within // self.config.minibatches
+        chosen = [self.rollouts[int(row)] for row in rows if row >= 0]
+        answers: Any = [one.answer for one in chosen]
+        arrays = {"advantages": [one.arrays["advantages"] for one in chosen]}
+        if f"reference/{inner}" in (self.rollouts[0].arrays if self.rollouts else {}):
+            arrays["reference"] = [one.arrays[f"reference/{inner}"] for one in chosen]
+        return self.coupling.batch(
+            answers, iteration * self.coupling.inner + inner, old=[one.arrays[f"old/{inner}"] for one in chosen],
+            rows=len(rows), arrays=arrays, fresh=within == 0,
+        )  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs besides the weights; where the reference follows, which one it was."""
+        return super().state() | ({"following": self.following.state()} if self.following else {})
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave."""
+        super().load_state(state)
+        if self.following:
+            self.following.load(state["following"])
+
+
+def variance(rollouts: Sequence[Rollout], inner: int) -> dict[str, float]:
+    """The mean over completions of the unbiased variance of their summed estimate over the inner iterations' masks."""
+    if inner < 2 or not rollouts:
+        return {}
+    sums = np.array([[one.arrays[f"old/{number}"].sum() for number in range(inner)] for one in rollouts])
+    return {"coupled/variance": float(sums.var(1, ddof=1).mean())}
+
+
+def _line(arrays: Sequence[np.ndarray]) -> Tensor:
+    """Arrays one after another, float32."""
+    return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(np.float32))

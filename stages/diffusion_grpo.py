@@ -1,0 +1,151 @@
+"""Stage diffusion_grpo: reinforcement learning of a masked-diffusion model from executed code.
+
+    models/diffusion + data/problems (prompts, hidden tests) -> models/diffusion_grpo
+        (coupled-GRPO; Gong et al. 2025, DiffuCoder, arXiv:2506.20639)
+
+Groups of completions on canvases of one length; a completion's log-probabilities are estimated under pairs of masks of which each
+token is under exactly one, so every token is scored with a part of the others in sight. Answers run in the sandbox and nowhere else.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline import denoisers, device
+from pipeline.evaluation import frontier, solving
+from pipeline.generation.denoising import Denoising
+from pipeline.learning import first_steps_masked, objectives_policy, reference, reference_masked, scoring_masked
+from pipeline.learning.fit import fit
+from pipeline.learning.objectives import Loss
+from pipeline.learning.objectives_policy import Clip, GroupMethod
+from pipeline.learning.protocols import Watchers
+from pipeline.model.denoiser import Denoiser
+from pipeline.model.lora import AdapterConfig
+from pipeline.params import block, main
+from pipeline.reinforcement import alarms, answers, canvases, estimators
+from pipeline.reinforcement.canvas_setting import CanvasSetting
+from pipeline.reinforcement.canvases import CanvasRollouts, Coupling
+from pipeline.reinforcement.rewards import Scorer
+from pipeline.reinforcement.rollout import Method, RolloutConfig
+from pipeline.sandbox.judge import SandboxConfig
+from pipeline.streams import records
+from pipeline.streams.drawn import CoupledBatch
+from pipeline.streams.records import Problem
+from pipeline.work import Job
+
+ADVANTAGES = {"loo": "others", "mean": "centred"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The block `diffusion_grpo`; its training keys are those of RolloutConfig. `epochs` are the inner iterations."""
+
+    rewards: dict[str, float]  # name: weight; code, code_format, length
+    difficulty: str = (
+        "frontier"  # of the problems: frontier (solved by 20 to 80 % of 8 samples), all, or a group of theirs
+    )
+    frontier_problems: int = 1000  # that are tried for it
+    denoising_steps: int  # forward passes of a completion, at most its length
+    top_p: float = 1.0
+    order: str = "entropy"  # which tokens are uncovered first
+    denoising_schedule: str = "balanced"  # how many a step: balanced, or dream
+    confidence: str = "raw"  # or tempered
+    estimator: str = "normalised"  # released: as published, whose mean is 1.5 log p
+    advantage: str = "loo"  # over the other completions of a group; or mean: over all
+    t_scope: str = "sample"  # a time for each completion, or one for the batch
+    clip_low: float = 0.5
+    clip_high: float = 0.5
+    beta: float = 0.01  # weight of the divergence from the reference
+    ref_sync: int = 0  # every so many steps the reference becomes 0.6 policy + 0.4 reference; 0: it stays
+    held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
+    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    sandbox: SandboxConfig = block("sandbox")
+    fit: RolloutConfig
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        options = {"estimator": ("normalised", "released"), "advantage": tuple(ADVANTAGES), "t_scope": ("sample", "batch")}  # fmt: skip
+        for name, known in options.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.fit.samples < 2:
+            raise ValueError(
+                f"samples: completions of a problem are compared; expected at least 2, got {self.fit.samples}"
+            )
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or self.beta < 0 or self.ref_sync < 0:
+            raise ValueError("expected clip_low in [0, 1], clip_high >= 0, beta >= 0 and ref_sync >= 0")
+        if self.ref_sync and (self.adapter is not None or not self.beta):
+            raise ValueError("ref_sync: expected 0 with an adapter, whose reference is the base below it, and with beta 0, which reads none")  # fmt: skip
+        if self.fit.learning_rate and not self.rewards:
+            raise ValueError("rewards: expected at least one of code, code_format, length")
+        _ = self.sampling  # its own checks
+
+    @property
+    def sampling(self) -> Denoising:
+        """How completions are sampled."""
+        return Denoising(length=self.fit.max_new_tokens, steps=self.denoising_steps, temperature=self.fit.temperature, top_p=self.top_p,
+                         order=self.order, schedule=self.denoising_schedule, confidence=self.confidence)  # fmt: skip
+
+    @property
+    def method(self) -> GroupMethod:
+        """The group method that it is an instance of: every counted token of the step weighs the same."""
+        return GroupMethod(advantage=ADVANTAGES[self.advantage], normaliser="tokens", clip=Clip(self.clip_low, self.clip_high),
+                           beta=self.beta, kl_in="loss")  # fmt: skip
+
+
+def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path) -> None:
+    """Train the policy on what its code does, save the model directory `out`."""
+    config, method = params.fit, params.method
+    hardware = device.hardware(job.runtime.precision)
+    model, start = reference_masked.begin(base, params.adapter, job.seed, hardware)
+    start.reference.parked = not method.beta
+    config.check_context(model)
+    coupling = Coupling(seed=job.seed, inner=config.epochs, fill=model.traits.fill,
+                        released=params.estimator == "released", shared_time=params.t_scope == "batch")  # fmt: skip
+    setting = CanvasSetting(model, start, params.sampling, coupling, job)
+    prompts, held = (
+        answers.problem_prompts(
+            list(records.read(problems / f"{split}.jsonl", Problem)), start.tokenizer, config.max_prompt
+        )
+        for split in ("rl", "val")
+    )
+    with setting.judge(params.sandbox, wanted=params.rewards) as judge:
+        prompts = frontier.chosen(prompts, params.difficulty, params.frontier_problems, setting, judge, job.folder)
+        stream = CanvasRollouts(
+            prompts, config,
+            Method(sample=setting.sample, score=Scorer(params.rewards, setting.resources(judge)),
+                   annotate=lambda rollouts: canvases.annotate(
+                       rollouts, inner=config.epochs, rollout=stream.at, policy=setting.scores,
+                       reference=setting.reference if method.beta else None),
+                   estimate=partial(estimators.estimate_group, method=method, samples=config.samples)),
+            pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks,
+        )  # fmt: skip
+        stream.coupling = coupling
+        whole: Any = setting  # it samples and compares as a Setting does
+        held_out = solving.HeldOut(held, whole, judge, params.held_out)
+        if params.ref_sync:
+            stream.following = setting.follow(every=params.ref_sync, folder=job.folder)
+        gate = first_steps_masked.first_policy(setting.precision)
+        watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
+        fit(model, stream, partial(loss, method=method, params=params), config, job, watchers=watchers)
+        told = held_out.report()  # first: an adapter that is merged is in the reference too
+        held_out.write_samples(samples)
+        job.report(**reference.finish(start), **told, prompts=len(prompts), alarms=alarms.of(job.tracker.rows))
+    denoisers.save(out, model, start.tokenizer, job.lineage)
+
+
+def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: Params) -> Loss:
+    """The clipped policy gradient on the coupled estimates."""
+    logprobs = scoring_masked.coupled_logprobs(model, batch, released=params.estimator == "released")
+    return objectives_policy.group_policy(
+        logprobs, -logprobs.detach(), old=batch.old, advantages=batch.arrays["advantages"],
+        reference=batch.arrays.get("reference"), row_of=batch.row_of, num_rows=len(batch.tokens), method=method,
+        max_tokens=params.fit.max_new_tokens,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(run, inputs={"base": "models/diffusion", "problems": "data/problems"},
+         outs={"out": "models/diffusion_grpo", "samples": "metrics/samples/diffusion_grpo.jsonl"}, trains=True,
+         cuttable=False)  # fmt: skip
