@@ -1,0 +1,281 @@
+"""Coupled-GRPO: the estimate by hand, its mean, the first inner step, and the released code's defects (specs: diffusion, 6)."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.errors import GateError
+from pipeline.learning import first_steps_masked, objectives_masked, objectives_policy
+from pipeline.learning.objectives_pairs import PairLogprobs
+from pipeline.learning.objectives_policy import Clip, GroupMethod, group_policy, kl_k3, leave_one_out
+from pipeline.learning.scoring_masked import coupled_logprobs
+from pipeline.model.denoiser import Noised
+from pipeline.reinforcement import canvases
+from pipeline.reinforcement.answers import Prompt
+from pipeline.reinforcement.canvases import CanvasAnswer, Coupling
+from pipeline.streams.drawn import CoupledBatch
+from pipeline.streams.records import Problem
+from tests.test_denoiser import TRAITS, model
+
+METHOD = GroupMethod(advantage="others", normaliser="tokens", clip=Clip(0.5, 0.5), beta=0.01, kl_in="loss")
+PROBLEM = Problem(id="p", level=1, group="easy", key="k", question="q", entry_point="f", signature="f()", tests=[])
+
+
+class Known:
+    """A model whose log-probabilities are given for each of the three inputs in turn, (3, B, T)."""
+
+    traits = replace(TRAITS, banned=())
+
+    def __init__(self, logs: Tensor) -> None:
+        self.logs = logs
+
+    def __call__(self, inputs: list[Noised], read: Any) -> list[Tensor]:
+        found = []
+        for one, logs in zip(inputs, self.logs, strict=True):
+            wanted = logs[one.wanted].exp()
+            hidden = torch.stack([wanted, 1 - wanted], 1).log()  # of token 0, and of the other one
+            found.append(read(hidden, torch.eye(2, dtype=logs.dtype), one))
+        return found
+
+
+def batch(first: list[list[bool]], times: list[float], *, counted: list[list[bool]] | None = None) -> CoupledBatch:
+    """Rows of a clean prompt token and a canvas of token 0."""
+    halves = torch.tensor(first)
+    count, length = halves.shape
+    canvas = torch.ones(count, length + 1, dtype=torch.bool)
+    canvas[:, 0] = False
+    told = canvas.clone()
+    if counted is not None:
+        told[:, 1:] = torch.tensor(counted)
+    tokens = torch.zeros(count, length + 1, dtype=torch.int64)
+    places = torch.arange(length + 1).expand(count, -1)
+    lengths = told.sum(1)
+    return CoupledBatch(
+        tokens, torch.zeros_like(tokens, dtype=torch.int32), places, canvas, told,
+        torch.nn.functional.pad(halves, (1, 0)), torch.tensor(times, dtype=torch.float64),
+        torch.repeat_interleave(torch.arange(count), lengths), torch.zeros(int(lengths.sum())), {},
+    )  # fmt: skip
+
+
+def answer(
+    name: str = "p", sample: int = 0, canvas: tuple[int, ...] = (5, 6, 7, 2, 9, 9), ids: int = 4
+) -> CanvasAnswer:
+    return CanvasAnswer(
+        Prompt(name, [4, 5, 6], "code", PROBLEM), sample, list(canvas[:ids]), [0.0] * ids, True, "", canvas
+    )
+
+
+@pytest.mark.parametrize(("in_first", "log", "released", "normalised"), [
+    (True, -0.5, -1.125, -0.75), (False, -0.5, -0.916667, -0.611111),
+])  # fmt: skip
+def test_the_estimate_of_a_token_by_hand(in_first: bool, log: float, released: float, normalised: float) -> None:
+    """t = .4, l^a = -1, and the half that hides the token says -.5."""
+    logs = torch.full((3, 1, 2), log, dtype=torch.float64)
+    logs[0] = -1.0
+    given = batch([[in_first]], [0.4])
+    assert round(float(coupled_logprobs(Known(logs), given, released=True)), 6) == released  # type: ignore[arg-type]
+    assert round(float(coupled_logprobs(Known(logs), given)), 6) == normalised  # type: ignore[arg-type]
+
+
+def test_a_context_free_model_is_estimated_without_bias() -> None:
+    """Mean over keys: log p where normalised, 1.5 log p as released."""
+    log, found = -0.7, {True: [], False: []}
+    logs = torch.full((3, 1, 9), log, dtype=torch.float64)
+    coupling = Coupling(seed=0, inner=1, fill=2)
+    for number in range(4000):
+        masks = coupling.masks(answer(sample=number, canvas=(5,) * 8, ids=8), 0)
+        given = batch([masks.first.tolist()], [masks.t])
+        for released in found:
+            found[released].append(coupled_logprobs(Known(logs), given, released=released).numpy())  # type: ignore[arg-type]
+    assert abs(np.mean(found[False]) - log) < 0.005 and abs(np.mean(found[True]) - 1.5 * log) < 0.0075
+
+
+def test_what_stands_behind_the_first_end_stays_in_the_input_and_leaves_the_loss() -> None:
+    given = Coupling(seed=0, inner=1, fill=2).batch([answer()], 0)
+    assert given.counted[0].tolist() == [False] * 3 + [True] * 4 + [False] * 2
+    assert given.canvas[0].tolist() == [False] * 3 + [True] * 6
+    whole, first, second = given.inputs
+    assert whole.masks[0].tolist() == given.canvas[0].tolist()
+    assert ((first.masks ^ second.masks) == given.canvas).all() and not (first.masks & second.masks).any()
+    assert not any(one.masks[0, :3].any() for one in given.inputs)  # the prompt is clean
+    own = model().train(True)
+    before = coupled_logprobs(own, given)
+    other = replace(given, tokens=given.tokens.clone())
+    other.tokens[0, -1] = 11  # behind the end
+    assert not torch.equal(coupled_logprobs(own, other), before) and len(before) == 4
+
+
+def test_masks_hang_on_the_sample_and_the_inner_iteration_alone() -> None:
+    """Defects 1 and 10 of the released code: one mask for two inner iterations, one time for a micro-batch."""
+    coupling = Coupling(seed=0, inner=2, fill=2)
+    together = coupling.batch([answer(sample=0), answer(sample=1)], 3)
+    for row in (0, 1):
+        alone = coupling.batch([answer(sample=row)], 3)
+        assert torch.equal(alone.first[0], together.first[row]) and alone.times[0] == together.times[row]
+    times = {float(coupling.batch([answer(sample=n)], i).times[0]) for n in range(4) for i in range(4)}
+    assert len(times) == 16
+
+
+def test_one_time_may_be_shared_by_a_step() -> None:
+    given = Coupling(seed=0, inner=2, fill=2, shared_time=True).batch([answer(sample=0), answer(sample=1)], 0)
+    assert given.times[0] == given.times[1]
+    assert given.times[0] != Coupling(seed=0, inner=2, fill=2, shared_time=True).batch([answer()], 1).times[0]
+
+
+def test_a_row_of_padding_counts_nothing() -> None:
+    given = Coupling(seed=0, inner=1, fill=2).batch([answer()], 0, rows=2)
+    assert given.counts["sequences"] == 1 and given.counts["tokens"] == 4
+    torch.testing.assert_close(coupled_logprobs(model().train(True), given),
+                               coupled_logprobs(model().train(True), Coupling(seed=0, inner=1, fill=2).batch([answer()], 0)))  # fmt: skip
+    empty = Coupling(seed=0, inner=1, fill=2).batch([], 0, rows=1)
+    assert len(coupled_logprobs(model().train(True), empty)) == 0
+
+
+def scored(own: Any, given: CoupledBatch, old: Tensor, advantages: Tensor, reference: Tensor | None = None) -> Any:
+    found = coupled_logprobs(own, given)
+    return group_policy(found, -found.detach(), old=old, advantages=advantages, reference=reference, row_of=given.row_of,
+                        num_rows=len(given.tokens), method=METHOD, max_tokens=6)  # fmt: skip
+
+
+def test_the_first_inner_step_is_reinforce() -> None:
+    """Ratio 1, nothing clipped, no divergence, and the gradient is that of -A times the estimate."""
+    given = Coupling(seed=0, inner=1, fill=2).batch([answer(sample=n) for n in range(3)], 0)
+    advantages = torch.tensor([1.5, -0.5, -1.0]).repeat_interleave(4)
+    own = model().train(True)
+    with torch.no_grad():
+        old = coupled_logprobs(own, given)
+    found = scored(own, given, old, advantages, old)
+    assert abs(float(found.metrics["ratio"][0]) / 12 - 1) < 1e-6 and found.metrics["clip_ratio/region_mean"][0] == 0
+    assert abs(float(found.metrics["kl"][0])) < 1e-6
+    sum(term.coefficient * term.sum for term in found.terms).backward()
+    twin = model().train(True)
+    (-advantages * coupled_logprobs(twin, given)).sum().backward()
+    for (name, a), b in zip(own.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_equal_rewards_without_divergence_give_no_gradient() -> None:
+    given = Coupling(seed=0, inner=1, fill=2).batch([answer(sample=n) for n in range(2)], 0)
+    own = model().train(True)
+    with torch.no_grad():
+        old = coupled_logprobs(own, given)
+    found = scored(own, given, old, torch.zeros(8))
+    found.terms[0].sum.backward()
+    assert all(p.grad is None or not p.grad.any() for p in own.parameters())
+
+
+def test_a_single_inner_iteration_with_a_divergence_runs() -> None:
+    """Defect 4: mu = 1 with beta > 0 ended in a NameError."""
+    given = Coupling(seed=0, inner=1, fill=2).batch([answer()], 0)
+    with torch.no_grad():
+        old = coupled_logprobs(model().train(False), given)
+    assert len(scored(model().train(False), given, old, torch.ones(4), old - 0.5).terms) == 2
+
+
+def test_the_divergence_is_taken_token_by_token() -> None:
+    """Defect 7: a mask of [B, 1, L] made [B, B, L] of it. k3 at d = .5 and -.5."""
+    found = kl_k3(torch.zeros(2), torch.tensor([0.5, -0.5]))
+    assert [round(float(x), 6) for x in found] == [0.148721, 0.106531]
+    given = Coupling(seed=0, inner=1, fill=2).batch([answer(sample=n) for n in range(3)], 0)
+    with torch.no_grad():
+        old = coupled_logprobs(model().train(False), given)
+    shift = torch.tensor([0.5, -0.5, 0.2]).repeat_interleave(4)
+    told = scored(model().train(False), given, old, torch.ones(12), old + shift)
+    rows = [float(kl_k3(torch.zeros(4), shift[4 * n : 4 * n + 4]).sum()) for n in range(3)]
+    assert abs(float(told.metrics["kl"][0]) - sum(rows)) < 1e-5
+
+
+def test_advantages_leave_one_out() -> None:
+    found = leave_one_out(torch.tensor([[2.5, 0.5, 0.0, 1.5]]), torch.ones(1, 4, dtype=torch.bool))
+    assert [round(float(x), 4) for x in found[0]] == [1.8333, -0.8333, -1.5, 0.5]
+
+
+def test_both_signs_of_an_advantage_are_clipped() -> None:
+    log = torch.tensor([1.0, -1.0], requires_grad=True)
+    loss, _ = objectives_policy.surrogate(log, torch.zeros(2), torch.tensor([1.0, -1.0]), Clip(0.5, 0.5))
+    loss.sum().backward()
+    assert log.grad is not None and not log.grad.any()
+
+
+def test_scores_keep_the_memory_of_one_input() -> None:
+    """Defect 8: three logits of the whole vocabulary for each inner iteration at once."""
+    given = Coupling(seed=0, inner=1, fill=2).batch([answer(sample=n) for n in range(4)], 0)
+
+    def saved(own: Any) -> int:
+        known = {p.untyped_storage().data_ptr() for p in own.parameters()}
+        sizes: list[int] = []
+
+        def pack(x: Tensor) -> Tensor:
+            if x.dtype == torch.float32 and x.untyped_storage().data_ptr() not in known:
+                sizes.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            coupled_logprobs(own, given)
+        return sum(sizes)
+
+    assert saved(model().train(True)) < 0.1 * saved(model().train(False))
+
+
+def test_scoring_moves_no_global_generator() -> None:
+    """Defect 2."""
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    Coupling(seed=0, inner=1, fill=2).scores(model(), [answer()], 0, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before[0]) and np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
+
+
+def test_the_gate_of_the_first_step_names_what_moved() -> None:
+    good = {"ratio": 1.0, "approxkl": 0.0, "clip_ratio/region_mean": 0.0, "kl": 0.0}
+    check = first_steps_masked.first_policy("fp32")
+    check(good)
+    for name, wrong in {"ratio": 1.01, "approxkl": 1e-3, "clip_ratio/region_mean": 0.1, "kl": 0.01}.items():
+        with pytest.raises(GateError, match=f"gate {name}"):
+            check(good | {name: wrong})
+
+
+# -- Diffusion-DPO's loss --------------------------------------------------------------------------------------------------
+
+
+def pairs(chosen: float, rejected: float) -> PairLogprobs:
+    return PairLogprobs(torch.tensor([chosen]), torch.tensor([rejected]), torch.tensor([4]), torch.tensor([2]))
+
+
+@pytest.mark.parametrize(("margin", "expected"), [(0.2, 0.598139), (-0.2, 0.798139), (0.0, 0.693147)])
+def test_the_loss_of_a_margin_by_hand(margin: float, expected: float) -> None:
+    found = objectives_masked.diffusion_dpo(pairs(margin / 0.2, 0.0), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
+    assert round(float(found.terms[0].sum), 6) == expected
+    swapped = objectives_masked.diffusion_dpo(pairs(0.0, margin / 0.2), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
+    assert float(swapped.metrics["rewards/margins"][0]) == -float(found.metrics["rewards/margins"][0])
+
+
+def test_the_likelihood_of_the_chosen_answer_is_a_mean_over_its_tokens() -> None:
+    found = objectives_masked.diffusion_dpo(pairs(-8.0, -1.0), pairs(-8.0, -1.0), beta=0.2, sft_weight=0.05)
+    assert [(term.name, float(term.sum), term.coefficient) for term in found.terms[1:]] == [("sft", 2.0, 0.05)]
+
+
+def test_a_mean_reduction_divides_by_each_answers_own_length() -> None:
+    found = objectives_masked.diffusion_dpo(
+        pairs(4.0, 1.0), pairs(0.0, 0.0), beta=1.0, sft_weight=0.0, reduction="mean"
+    )
+    assert float(found.metrics["rewards/margins"][0]) == 4 / 4 - 1 / 2
+
+
+def test_raw_and_implicit_accuracy_are_two_things_and_a_tie_counts_half() -> None:
+    found = objectives_masked.diffusion_dpo(pairs(-3.0, -2.0), pairs(-3.0, -2.0), beta=1.0, sft_weight=0.0)
+    assert float(found.metrics["rewards/accuracies"][0]) == 0.5 and float(found.metrics["raw_accuracy"][0]) == 0
+    found = objectives_masked.diffusion_dpo(pairs(-3.0, -2.0), pairs(-5.0, -2.0), beta=1.0, sft_weight=0.0)
+    assert float(found.metrics["rewards/accuracies"][0]) == 1 and float(found.metrics["raw_accuracy"][0]) == 0
+
+
+def test_the_variance_of_an_estimate_is_taken_over_the_inner_iterations() -> None:
+    class One:
+        def __init__(self, first: float, second: float) -> None:
+            self.arrays = {"old/0": np.array([first, 1.0]), "old/1": np.array([second, 1.0])}
+
+    rollouts: Any = [One(0.0, 2.0), One(1.0, 1.0)]
+    assert canvases.variance(rollouts, 2) == {"coupled/variance": 1.0}
+    assert canvases.variance(rollouts, 1) == {}
