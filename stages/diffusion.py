@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline import checkpoint, denoisers, device
-from pipeline.learning import objectives, objectives_masked, scoring, scoring_masked
+from pipeline.learning import first_steps_masked, objectives, objectives_masked, scoring, scoring_masked
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.phases import Phases
+from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings_masked import DiffusionConfig
 from pipeline.model.denoiser import Denoiser
 from pipeline.model.transformer import Transformer
@@ -66,7 +67,16 @@ def run(params: Params, job: Job, *, base: Path, code: Path, problems: Path, out
     per = "tokens" if config.sft_norm == "tokens" else "rows"
     phases = Phases(job)
     if windows:
-        fit(model, windows, adapt_loss, config.adapting, phases.begin("adapt"), from_scratch=params.init == "scratch", last=False)  # fmt: skip
+        gate = first_steps_masked.first_scratch(model.config.vocab_size) if params.init == "scratch" else None
+        fit(
+            model,
+            windows,
+            adapt_loss,
+            config.adapting,
+            phases.begin("adapt"),
+            watchers=Watchers(first=gate),
+            last=False,
+        )
     if examples:
         fit(model, examples, lambda m, b: masked_loss(m, b, per=per), config.tuning, phases.begin("sft"), last=False)
     if corpus:

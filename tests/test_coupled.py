@@ -28,7 +28,7 @@ PROBLEM = Problem(id="p", level=1, group="easy", key="k", question="q", entry_po
 class Known:
     """A model whose log-probabilities are given for each of the three inputs in turn, (3, B, T)."""
 
-    traits = replace(TRAITS, banned=())
+    traits = TRAITS
 
     def __init__(self, logs: Tensor) -> None:
         self.logs = logs
@@ -37,8 +37,9 @@ class Known:
         found = []
         for one, logs in zip(inputs, self.logs, strict=True):
             wanted = logs[one.wanted].exp()
-            hidden = torch.stack([wanted, 1 - wanted], 1).log()  # of token 0, and of the other one
-            found.append(read(hidden, torch.eye(2, dtype=logs.dtype), one))
+            never = torch.full_like(wanted, -1e9)
+            hidden = torch.stack([wanted.log(), never, (1 - wanted).log(), never], 1)  # of token 0, and of token 2
+            found.append(read(hidden, torch.eye(4, dtype=logs.dtype), one))
         return found
 
 

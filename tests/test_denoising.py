@@ -73,10 +73,11 @@ def test_a_threshold_commits_all_that_is_sure_and_at_least_the_surest() -> None:
     one = told(Denoising(length=8, steps=8, threshold=1.5), prompts=[[5]], seeds=(1,))[0]
     assert counts(one) == [1] * 8
     assert counts(told(Denoising(length=8, steps=8, threshold=0.0), prompts=[[5]], seeds=(1,))[0]) == [8]
-    some = told(Denoising(length=8, steps=8, threshold=0.06), prompts=[[5]], seeds=(1,))[0]
-    assert 1 < len(some.steps) < 8
+    middle = 0.99 * min(sure for step in one.steps for *_, sure in step.committed)
+    some = told(Denoising(length=8, steps=8, threshold=middle), prompts=[[5]], seeds=(1,))[0]
+    assert 1 < len(some.steps) < 8 and max(counts(some)) > 1
     for step in some.steps:
-        assert all(sure >= 0.06 for *_, sure in step.committed) or len(step.committed) == 1
+        assert all(sure >= middle for *_, sure in step.committed) or len(step.committed) == 1
 
 
 def test_blocks_are_uncovered_from_the_left() -> None:
@@ -101,14 +102,15 @@ def test_p2_keeps_as_many_as_the_schedule_says_and_takes_committed_ones_back() -
 
 
 def test_early_stop_ends_where_the_answer_is_whole() -> None:
-    own = model()
-    with torch.no_grad():
-        own.trunk.model.embed_tokens.weight[2] *= 6  # the end of turn is likely somewhere
     settings = Denoising(length=12, steps=12, temperature=1.0)
-    whole, short = (denoise(own, [[5], [9, 4]], replace(settings, early_stop=early), [3, 4]) for early in (False, True))
-    assert any(b.forwards < a.forwards for a, b in zip(whole, short, strict=True))
+    prompts, seeds = [[5], [9, 4], [7]] * 20, list(range(60))
+    whole, short = (denoise(model(), prompts, replace(settings, early_stop=early), seeds) for early in (False, True))
+    ended = [(a, b) for a, b in zip(whole, short, strict=True) if b.forwards < a.forwards]
+    assert ended
     for a, b in zip(whole, short, strict=True):
         assert a.ids == b.ids and len(b.canvas) == 12 and 3 not in b.canvas
+    for _, b in ended:
+        assert b.stop == "stop" and b.canvas[len(b.ids) + 1 :].count(2) > 0
 
 
 # -- caches ----------------------------------------------------------------------------------------------------------------
@@ -176,6 +178,7 @@ class Table:
         return found[noised.asked[:, 1:]]
 
 
+@pytest.mark.slow
 def test_random_order_sampling_has_the_law_that_enumeration_says() -> None:
     """Total variation at most .025 at 40,000 draws (check 3)."""
     settings = Denoising(length=L, steps=L, temperature=1.0, order="random")
@@ -245,7 +248,7 @@ def test_the_surest_place_comes_first(order: str) -> None:
     for step in one.steps:
         ids = torch.tensor([[5, 6, *state]])
         places = [n for n, id_ in enumerate(state) if id_ == 3]
-        logits = own.trunk(ids)[0, [1 + n for n in places]].double()  # shifted
+        logits = own.trunk(ids).detach()[0, [1 + n for n in places]].double()  # shifted
         logits[:, [1, 3]] = float("-inf")
         p = logits.softmax(-1)
         top = p.topk(2).values

@@ -1,0 +1,60 @@
+"""`workspace.py` for the stages of masked diffusion: a model that was adapted, problems with answers, tokens of code."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import checkpoint, denoisers
+from pipeline.model.transformer import Transformer
+from pipeline.streams import records
+from pipeline.text.tokenizer import Tokenizer
+from tests import workspace
+from tests.corpora import write_corpus
+from tests.workspace import PAIRS, ROLLOUTS, TRAINING, Workspace, problem
+
+STAGES = ("diffusion", "diffusion_dpo", "diffusion_grpo")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "diffusion": TRAINING | {
+        "adapt_steps": 3, "context": 64, "tokens_per_step": 256, "anneal_fraction": 0.7, "sft_epochs": 0.5, "sft_examples": 4,
+        "max_prompt": 80, "max_new_tokens": 96, "learning_rate": 1e-3, "eval_tokens": 64,
+    },
+    "diffusion_dpo": PAIRS | {"diffusion_steps": 3, "beta": 0.2, "sft_weight": 0.05, "kinds": []},
+    "diffusion_grpo": ROLLOUTS | {
+        "prompts": 3, "samples": 4, "epochs": 2, "minibatches": 1, "denoising_steps": 8, "difficulty": "all", "ref_sync": 2,
+        "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2,
+    },
+}  # fmt: skip
+
+
+def answered(number: int) -> records.Problem:
+    """A problem with its answer, of one to three canvases."""
+    lines = "".join(f"    x = x + {n}\n" for n in range(number % 3))
+    return problem(number, answer=f"```python\ndef f(x):\n{lines}    return x\n```")
+
+
+def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
+    """Everything of `workspace.make`, and what the stages of masked diffusion read besides."""
+    made = workspace.make(folder, tokenizer, model)
+    for split, first, count in (("train", 0, 24), ("val", 100, 3)):
+        records.write(folder / f"data/problems/{split}.jsonl", map(answered, range(first, first + count)))
+    code = [f"def f{n}(x):\n    return x + {n}\n" * 3 for n in range(60)]
+    write_corpus(folder / "corpus", code[8:], code[:8], tokenizer)
+    (folder / "data/tokens").mkdir()
+    (folder / "corpus/tokens").rename(folder / "data/tokens/code")
+    causal, _ = checkpoint.load(folder / "models/code")
+    denoiser = denoisers.from_causal(causal, tokenizer)
+    with torch.no_grad():  # some completions end, late
+        denoiser.trunk.model.embed_tokens.weight[tokenizer.turn_end] *= 0.3
+    denoisers.save(folder / "models/diffusion", denoiser, tokenizer, {})
+    return made
+
+
+def arguments(stage: str, changes: dict[str, Any]) -> list[str]:
+    """The command line of a stage with SETTINGS and `changes`."""
+    before = workspace.SETTINGS
+    workspace.SETTINGS = before | SETTINGS
+    try:
+        return workspace.arguments(stage, changes)
+    finally:
+        workspace.SETTINGS = before
