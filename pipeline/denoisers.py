@@ -1,6 +1,6 @@
 """Directories of masked-diffusion models: those of `checkpoint.py`, with the traits in config.json.
 
-    config.json: "model_type": "stagecoach_mdm", "shift", "mask_token_id", "fill_token_id", "banned_ids", "block_size"
+    config.json: "model_type": "stagecoach_mdm", "shift", "mask_token_id", "fill_token_id", "banned_ids", "block_size", "end_ids"
 
 The tensors carry Qwen3's names; the model_type makes causal engines refuse the directory instead of answering nonsense. No
 generation_config.json: nothing here decodes left to right.
@@ -20,7 +20,8 @@ from pipeline.model.denoiser import Denoiser, Traits
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 
-KEYS = {"mask": "mask_token_id", "fill": "fill_token_id", "banned": "banned_ids", "shift": "shift", "block_size": "block_size"}  # fmt: skip
+KEYS = {"mask": "mask_token_id", "fill": "fill_token_id", "banned": "banned_ids", "shift": "shift", "block_size": "block_size",
+        "ends": "end_ids"}  # fmt: skip
 REMEDY = "make one with dvc repro stage_diffusion"
 
 
@@ -37,7 +38,8 @@ def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: dict[str,
     path = folder / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
     own = {key: getattr(model.traits, name) for name, key in KEYS.items()}
-    values |= own | {"banned_ids": list(model.traits.banned), "eos_token_id": model.traits.fill, "use_cache": False}
+    lists = {"banned_ids": list(model.traits.banned), "end_ids": list(model.traits.ends)}
+    values |= own | lists | {"eos_token_id": model.traits.fill, "use_cache": False}
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -64,7 +66,7 @@ def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
     missing = sorted(key for key in KEYS.values() if key not in values)
     if missing:
         raise ModelError(f"{folder}/config.json: {', '.join(missing)} missing: which id is the mask? {REMEDY}")
-    ids = [values["mask_token_id"], values["fill_token_id"], *values["banned_ids"]]
+    ids = [values["mask_token_id"], values["fill_token_id"], *values["banned_ids"], *values["end_ids"]]
     if not all(isinstance(id_, int) and 0 <= id_ < tokenizer.vocab_size for id_ in ids):
         raise ModelError(
             f"{folder}/config.json: expected ids below {tokenizer.vocab_size}, the tokenizer's size, for mask_token_id, "
@@ -76,7 +78,7 @@ def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
             "the tokenizer that the model was trained with"
         )
     return Traits(mask=values["mask_token_id"], fill=values["fill_token_id"], banned=tuple(values["banned_ids"]),
-                  shift=values["shift"], block_size=values["block_size"])  # fmt: skip
+                  shift=values["shift"], block_size=values["block_size"], ends=tuple(values["end_ids"]))  # fmt: skip
 
 
 @torch.no_grad()

@@ -5,6 +5,9 @@
 json: the numbers. jsonl: a row per item with what the model answered. csv: curves. Generated code runs in the sandbox and
 nowhere else; where there is none, the problems say "skipped: no sandbox". Test sets that `benchmarks` names (HumanEval,
 MBPP, BFCL) are read before anything is measured, so that a wrong file stops the stage at once.
+
+A masked-diffusion model answers the same problems on canvases, and has measurements of its own (evaluation/canvases.py); what only
+decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked.
 """
 
 import json
@@ -16,11 +19,13 @@ from typing import Any
 
 import pyarrow.parquet
 
-from pipeline import checkpoint
+from pipeline import checkpoint, denoisers
 from pipeline.errors import ConfigError
 from pipeline.evaluation import benchmarks as brought
-from pipeline.evaluation import suites
+from pipeline.evaluation import canvases, suites
+from pipeline.evaluation.canvases import CanvasSettings, CanvasSubject
 from pipeline.evaluation.suites import Result, Settings, Subject
+from pipeline.model.config import read_config
 from pipeline.params import block, main
 from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.streams.records import Dialogue, Problem, Text, read
@@ -37,6 +42,7 @@ class Params:
     """The block `evaluate`."""
 
     settings: Settings
+    canvas: CanvasSettings = field(default_factory=CanvasSettings)
     benchmarks: list[str] = field(default_factory=list)  # files of data/benchmarks/ to score: HumanEval, MBPP, BFCL
     sandbox: SandboxConfig = block("sandbox")
 
@@ -59,8 +65,8 @@ def run(
     """Measure `model` and write the three files."""
     settings = params.settings
     sets = [brought.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
-    loaded, tokenizer = checkpoint.load(model)
-    subject = Subject(loaded.train(False), tokenizer, settings, job.seed)
+    masked = read_config(model).attention != "causal"
+    subject = canvas_subject(model, params, job.seed) if masked else causal_subject(model, settings, job.seed)
     texts = held_out(text)
     prose, told, unseen = split_texts(texts)
     sources = held_out(code)
@@ -83,6 +89,12 @@ def run(
     if sets:
         completes = model.name in brought.COMPLETES
         plan["benchmarks"] = lambda: brought.score(subject, sets, completes=completes, sandbox=sandbox)
+    if isinstance(subject, CanvasSubject):
+        plan = {
+            "code": lambda: canvases.documents(subject, sources[: settings.documents]),
+            "problems": lambda: canvases.with_orders(solve(subject, asked, sandbox), subject, asked),
+            "quality": lambda: solve(subject, asked, sandbox, canvases.quality),
+        }
     numbers: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     with progress(total=len(plan), desc=job.name, unit="suite") as bar:
@@ -97,11 +109,28 @@ def run(
     write_curve(curves, curve_rows(numbers))
 
 
-def solve(subject: Subject, problems: list[Problem], sandbox: Callable[[], Judge]) -> Result:
-    """The problems suite, or why it was skipped."""
+def causal_subject(model: Path, settings: Settings, seed: int) -> Subject:
+    """A causal model, to be measured."""
+    loaded, tokenizer = checkpoint.load(model)
+    return Subject(loaded.train(False), tokenizer, settings, seed)
+
+
+def canvas_subject(model: Path, params: Params, seed: int) -> CanvasSubject:
+    """A masked-diffusion model, to be measured."""
+    loaded, tokenizer = denoisers.load(model)
+    return CanvasSubject(
+        loaded.train(False).trunk, tokenizer, params.settings, seed, denoiser=loaded, canvas=params.canvas
+    )
+
+
+def solve(
+    subject: Any, problems: list[Problem], sandbox: Callable[[], Judge],
+    suite: Callable[[Any, list[Problem], Judge], Result] = suites.solved,
+) -> Result:  # fmt: skip
+    """A suite of problems, or why it was skipped."""
     try:
         with sandbox() as judge:
-            return suites.solved(subject, problems, judge)
+            return suite(subject, problems, judge)
     except ConfigError as error:
         say(f"problems are skipped: {error}")
         return Result({"skipped": "skipped: no sandbox"})
@@ -128,7 +157,7 @@ def split_texts(texts: list[Text]) -> tuple[list[Text], list[Text], list[Text]]:
 
 
 def curve_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    """pass@k against k, where there are samples."""
+    """pass@k against k, where there are samples; of a masked-diffusion model pass@1 against forward passes."""
     found = []
     for k in suites.PASS_AT:
         value = numbers.get("problems", {}).get(f"pass_at_{k}")
@@ -136,6 +165,10 @@ def curve_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
             found.append({"step": k, "curve": "pass_at_k", "value": value,
                           "low": numbers["problems"][f"pass_at_{k}_low"],
                           "high": numbers["problems"][f"pass_at_{k}_high"]})  # fmt: skip
+    for name, one in numbers.get("quality", {}).items():
+        if isinstance(one, dict):
+            found.append({"step": one["forwards"], "curve": f"quality: {name}", "value": one["pass_at_1"],
+                          "low": one["pass_at_1_low"], "high": one["pass_at_1_high"]})  # fmt: skip
     return found
 
 
@@ -146,6 +179,7 @@ if __name__ == "__main__":
                 "dialogues": "data/dialogues", "problems": "data/problems", "benchmarks": str(BENCHMARKS)},
         outs={"summary": "metrics/eval/{item}.json", "items": "metrics/eval/{item}.jsonl",
               "curves": "metrics/eval/{item}.csv"},
-        items=("language", "code", "tools", "lora", "dpo", "grpo", "rlhf"),
+        items=("language", "code", "tools", "lora", "dpo", "grpo", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo",
+               "diffusion_grpo"),
         metrics=None,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.generation.canvas_cache import CanvasCache
 from pipeline.generation.sampling import Sampling, choose
-from pipeline.model.denoiser import Denoiser, Noised, allowed_logits
+from pipeline.model.denoiser import Denoiser, Noised, Traits, allowed_logits
 from pipeline.streams import masking
 from pipeline.streams.batch import PADDING
 
@@ -155,7 +155,7 @@ def denoise(
                 ]
                 _Batch(model, rows, settings).uncover()
                 for row in rows:
-                    found[row.index] = _generation(row, model.traits.fill)
+                    found[row.index] = _generation(row, model.traits)
     finally:
         model.train(was_training)
     return [one for one in found if one is not None]
@@ -167,9 +167,9 @@ def _row(index: int, prompt: list[int], seed: int, length: int, mask: int) -> _R
     )
 
 
-def _generation(row: _Row, fill: int) -> Generation:
-    canvas = np.where(row.masked, fill, row.tokens)
-    ends = np.flatnonzero(canvas == fill)
+def _generation(row: _Row, traits: Traits) -> Generation:
+    canvas = np.where(row.masked, traits.fill, row.tokens)
+    ends = np.flatnonzero(np.isin(canvas, (traits.fill, *traits.ends)))
     end = int(ends[0]) if len(ends) else len(canvas)
     return Generation(
         canvas[:end].tolist(), canvas.tolist(), "stop" if len(ends) else "length", row.forwards, row.steps
@@ -221,7 +221,7 @@ class _Batch:
                 for row, own, part in zip(rows, places, logits, strict=True):
                     row.forwards += 1
                     self._step(row, own, part, count, end - begin)
-                    row.done = settings.early_stop and _ended(row, self.model.traits.fill)
+                    row.done = settings.early_stop and _ended(row, self.model.traits)
 
     def _counts(self, steps: int) -> Iterator[int]:
         """How many tokens stand uncovered or are to be uncovered at each step; -1: all that are sure enough."""
@@ -343,9 +343,9 @@ class _Batch:
         return torch.special.entr(probabilities).sum(-1).neg().cpu().numpy()
 
 
-def _ended(row: _Row, fill: int) -> bool:
-    """Whether everything up to the first end of turn is uncovered."""
-    ends = np.flatnonzero(~row.masked & (row.tokens == fill))
+def _ended(row: _Row, traits: Traits) -> bool:
+    """Whether everything up to the first end of an answer is uncovered."""
+    ends = np.flatnonzero(~row.masked & np.isin(row.tokens, (traits.fill, *traits.ends)))
     return len(ends) > 0 and not row.masked[: ends[0]].any()
 
 

@@ -34,9 +34,10 @@ class Traits:
     banned: tuple[int, ...]  # ids that are never predicted; the mask is one of them
     shift: bool  # the state at place i - 1 predicts token i
     block_size: int = 0  # tokens that it denoises together, from the left block by block; 0: all
+    ends: tuple[int, ...] = ()  # ids that end an answer besides the fill: the end of a turn, where something else fills
 
     def __post_init__(self) -> None:
-        assert self.mask in self.banned and self.fill not in self.banned, self
+        assert self.mask in self.banned and not {self.fill, *self.ends} & set(self.banned), self
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def sample(
     found = []
     for (prompt, number), one in zip(asked, given, strict=True):
         finished = one.stop == "stop"
-        ids = [*one.ids, model.traits.fill] if finished else list(one.ids)
+        ids = list(one.canvas[: len(one.ids) + finished])  # its end is one of them
         text = tokenizer.decode(one.ids)
         found.append(
             CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, tuple(one.canvas), one.forwards)

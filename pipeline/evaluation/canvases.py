@@ -1,0 +1,151 @@
+"""What a masked-diffusion model is measured by, beside the causal models: the same problems, judged alike, and its own curves.
+
+    problems   pass@k of programs written on a canvas, by group                     suites.solved, with another way to answer
+    code       an upper bound of bits per byte of held-out sources
+    quality    pass@1 against forward passes: tokens a step, thresholds, caches
+    order      how autoregressive its decoding is
+
+A completion costs forward passes over prompt and canvas; `flops_per_answer` says how many operations that is, so that a model that
+decodes token by token can be given as many tries (`suites.solved` of the control has its pass@k).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pipeline.device import generator, stable_hash
+from pipeline.evaluation import code as code_evaluation
+from pipeline.evaluation import likelihood_masked, suites
+from pipeline.evaluation.intervals import paired_difference, wilson
+from pipeline.evaluation.suites import Result, Subject
+from pipeline.generation.denoising import Denoising, Generation, denoise, global_ar, local_ar, order_of
+from pipeline.generation.sampling import Completion
+from pipeline.model.denoiser import Denoiser
+from pipeline.sandbox.judge import Judge
+from pipeline.streams.records import Problem, Text
+
+PER_STEP = (1, 2, 4, 8)  # tokens
+THRESHOLDS = (0.7, 0.8, 0.9, 0.95)
+AR_WITHIN = (1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanvasSettings:
+    """The keys of the block `evaluate` that masked-diffusion models have."""
+
+    canvas: int = 96  # tokens of a completion
+    canvas_block: int = 32  # tokens that thresholds and caches uncover together
+    canvas_problems: int = 100  # problems of the curve of quality against steps
+    elbo_draws: int = 8  # masks of each window for bits per byte
+
+    def __post_init__(self) -> None:
+        if (
+            min(self.canvas, self.canvas_block, self.canvas_problems, self.elbo_draws) < 1
+            or self.canvas % self.canvas_block
+        ):
+            raise ValueError("canvas, canvas_block, canvas_problems, elbo_draws: expected at least 1, and canvas_block a divisor of canvas")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CanvasSubject(Subject):
+    """A masked-diffusion model under test; `model` is its trunk."""
+
+    denoiser: Denoiser
+    canvas: CanvasSettings
+    told: list[Generation] = field(default_factory=list)  # of the last `complete`
+
+    def complete(
+        self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
+    ) -> dict[str, Completion]:
+        """One completion for each prompt on a canvas of its own length, a token a step; `tokens` is the causal models'."""
+        settings = Denoising(length=self.canvas.canvas, steps=self.canvas.canvas, temperature=temperature,
+                             top_p=self.settings.top_p if temperature else 1.0, block=self.denoiser.traits.block_size or None)  # fmt: skip
+        found = self.generate(suite, prompts, settings, sample)
+        self.told[:] = found.values()
+        return {name: Completion(one.ids, [], one.stop) for name, one in found.items()}
+
+    def generate(
+        self, suite: str, prompts: dict[str, list[int]], settings: Denoising, sample: int = 0
+    ) -> dict[str, Generation]:
+        """A canvas for each prompt that leaves room for it, by id."""
+        room = self.model.config.max_context - settings.length
+        fitting = {name: ids for name, ids in prompts.items() if 0 < len(ids) <= room}
+        seeds = [stable_hash(self.seed, suite, name, sample) % 2**63 for name in fitting]
+        done = denoise(self.denoiser, list(fitting.values()), settings, seeds)
+        return dict(zip(fitting, done, strict=True))
+
+
+def documents(subject: CanvasSubject, texts: Sequence[Text]) -> Result:
+    """An upper bound of bits per byte over whole documents."""
+    result = Result()
+    scored = likelihood_masked.bounds(subject.denoiser, subject.tokenizer, [t.text for t in texts], draws=subject.canvas.elbo_draws,
+                                      context=subject.settings.context)  # fmt: skip
+    result.numbers |= {"documents": len(scored.documents), "left_out": scored.left_out}
+    if scored.documents:
+        bits = [d.nats / math.log(2) for d in scored.documents]
+        result.measure("bpb_bound", subject.bootstrap(bits, [d.bytes for d in scored.documents]))
+    return result
+
+
+def ways(canvas: int, block: int) -> dict[str, Denoising]:
+    """The settings that quality is measured at, by name; the first one is what the others are compared with."""
+    plain = Denoising(length=canvas, steps=canvas)
+    found = {f"{n} a step": replace(plain, steps=canvas // n) for n in PER_STEP if canvas % n == 0}
+    by_block = replace(plain, block=block)
+    found |= {f"threshold {t}": replace(by_block, threshold=t) for t in THRESHOLDS}
+    return found | {
+        f"threshold 0.9, {cache} cache": replace(by_block, threshold=0.9, cache=cache) for cache in ("prefix", "dual")
+    }
+
+
+def quality(subject: CanvasSubject, problems: Sequence[Problem], judge: Judge) -> Result:
+    """Greedy pass@1 against forward passes; each way beside one token a step, problem by problem."""
+    result, canvas = Result(), subject.canvas
+    if subject.denoiser.traits.block_size:
+        canvas = replace(canvas, canvas_block=subject.denoiser.traits.block_size)
+    problems = problems[: canvas.canvas_problems]
+    prompts = {p.id: suites.user(subject.tokenizer, p.question) for p in problems}
+    first: list[float] = []
+    for name, settings in ways(canvas.canvas, canvas.canvas_block).items():
+        if subject.denoiser.traits.block_size:
+            settings = replace(settings, block=canvas.canvas_block)
+            if settings.threshold is None and settings.steps < settings.blocks:
+                continue
+        done = subject.generate("quality", prompts, settings)
+        asked = [p for p in problems if p.id in done]
+        if not asked:
+            return result
+        texts = [[subject.tokenizer.decode(done[p.id].ids)] for p in asked]
+        passed = [float(one.verdict == "passed") for one in code_evaluation.judge_answers(judge, asked, texts)]
+        first = first or passed
+        lost = paired_difference((first, None), (passed, None), generator=generator("quality", subject.seed))
+        share, part = wilson(int(sum(passed)), len(passed)), Result()
+        part.measure("pass_at_1", share)
+        part.measure("gain", lost)
+        part.numbers |= {"forwards": float(np.mean([one.forwards for one in done.values()])), "n": len(passed)}
+        result.numbers[name] = part.numbers
+    return result
+
+
+def with_orders(result: Result, subject: CanvasSubject, problems: Sequence[Problem]) -> Result:
+    """The result of the problems, with the AR-ness of the last completions, how they ended, and what one costs."""
+    told = [one for one in subject.told if one.steps]
+    if told:
+        own: dict[str, float] = {"no_end": float(np.mean([one.stop == "length" for one in told])),
+                                 "forwards": float(np.mean([one.forwards for one in told]))}  # fmt: skip
+        for k in AR_WITHIN:
+            for name, measure in (("local", local_ar), ("global", global_ar)):
+                own[f"{name}_ar_{k}"] = float(np.mean([measure(order_of(one.steps), k) for one in told]))
+        prompts = [suites.user(subject.tokenizer, problem.question) for problem in problems]
+        result.numbers |= {"decoding": own | {"flops_per_answer": flops_per_answer(subject, prompts)}}
+    return result
+
+
+def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]]) -> float:
+    """Operations of a completion at one token a step: 2 a weight for each place of each pass, and attention's."""
+    config, canvas = subject.denoiser.config, subject.canvas.canvas
+    lengths = np.array([len(prompt) + canvas for prompt in prompts], dtype=np.float64)
+    attention = 4 * config.layers * config.heads * config.head_dim * lengths
+    return float((canvas * lengths * (2 * config.matmul_parameters + attention)).mean())
