@@ -28,15 +28,11 @@ LLADA = {
 
 
 def checkpoint(
-    folder: Path, tokenizer: Tokenizer, values: dict[str, Any], *, drop: tuple[str, ...] = ()
+    folder: Path, tokenizer: Tokenizer, values: dict[str, Any], *, mask: str = "<|mask|>"
 ) -> dict[str, Tensor]:
-    """A directory with random weights; control tokens of `drop` are unknown to its tokenizer."""
+    """A directory with random weights, whose tokenizer says `mask` in the place of our mask."""
     folder.mkdir()
-    state = json.loads(tokenizer.serialized)
-    state["added_tokens"] = [entry for entry in state["added_tokens"] if entry["content"] not in drop]
-    for content in drop:
-        state["model"]["vocab"].pop(content, None)
-    (folder / "tokenizer.json").write_text(json.dumps(state))
+    (folder / "tokenizer.json").write_text(tokenizer.serialized.replace("<|mask|>", mask))
     rows, generator = tokenizer.vocab_size, torch.Generator().manual_seed(0)
     ids = {
         "mask_token_id": tokenizer.mask,
