@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline import checkpoint, denoisers, device
+from pipeline.generation import traces
+from pipeline.generation.traces import Asked
 from pipeline.learning import first_steps_masked, objectives, objectives_masked, scoring, scoring_masked
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss, Term
@@ -21,10 +23,12 @@ from pipeline.learning.settings_masked import DiffusionConfig
 from pipeline.model.denoiser import Denoiser
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
+from pipeline.streams import records
 from pipeline.streams.batch import TokenBatch
 from pipeline.streams.corpus import CorpusStream
-from pipeline.streams.examples import ExampleStream, PlainExamples
+from pipeline.streams.examples import ExampleStream, PlainExamples, encoded
 from pipeline.streams.noised import Noise, NoisedBatch, WindowStream
+from pipeline.streams.records import Problem
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.work import Job
 
@@ -51,7 +55,7 @@ class Params:
             raise ValueError(f"block_size: expected a divisor of max_new_tokens ({self.fit.max_new_tokens}), got {self.noise.block_size}")  # fmt: skip
 
 
-def run(params: Params, job: Job, *, base: Path, code: Path, problems: Path, out: Path, control: Path) -> None:
+def run(params: Params, job: Job, *, base: Path, code: Path, problems: Path, out: Path, control: Path, trace: Path) -> None:
     """Train both models and save the directories `out` and `control`."""
     config = params.fit
     causal, tokenizer = checkpoint.load(base)
@@ -86,6 +90,8 @@ def run(params: Params, job: Job, *, base: Path, code: Path, problems: Path, out
         fit(causal, PlainExamples(examples, tokenizer), causal_loss, config.tuning,
             phases.begin("control_sft", prefix="control/"))  # fmt: skip
     denoisers.save(out, model, tokenizer, job.lineage)
+    traces.write([out / "trace.json", trace], model, tokenizer, held_out(problems, tokenizer), length=traced(params),
+                 block=params.noise.block_size or None)  # fmt: skip
     checkpoint.save(control, causal, tokenizer, job.lineage)
 
 
@@ -95,6 +101,18 @@ def begin(params: Params, causal: Transformer, tokenizer: Tokenizer, seed: int) 
         return denoisers.from_scratch(causal, tokenizer, device.generator("diffusion", seed),
                                       block_size=params.noise.block_size)  # fmt: skip
     return denoisers.from_causal(causal, tokenizer)
+
+
+def held_out(problems: Path, tokenizer: Tokenizer) -> list[Asked]:
+    """The problems of the validation split, as prompts."""
+    found = records.read(problems / "val.jsonl", Problem)
+    return [Asked(problem.id, problem.question, encoded(problem, tokenizer).prompt) for problem in found if problem.answer]
+
+
+def traced(params: Params) -> int:
+    """The canvas of the trace: a short one, of whole blocks."""
+    size = params.noise.block_size or 1
+    return max(size, min(traces.CANVAS, params.fit.max_new_tokens) // size * size)
 
 
 def masked_loss(model: Denoiser, batch: NoisedBatch, *, per: str) -> Loss:
@@ -114,4 +132,4 @@ def causal_loss(model: Transformer, batch: TokenBatch) -> Loss:
 
 if __name__ == "__main__":
     main(run, inputs={"base": "models/code", "code": "data/tokens/code", "problems": "data/problems"},
-         outs={"out": "models/diffusion", "control": "models/diffusion_control"}, trains=True)  # fmt: skip
+         outs={"out": "models/diffusion", "control": "models/diffusion_control", "trace": "metrics/traces/diffusion.json"}, trains=True)  # fmt: skip

@@ -15,6 +15,8 @@ import torch
 
 from pipeline import denoisers, device
 from pipeline.evaluation import pairs_masked
+from pipeline.generation import traces
+from pipeline.generation.traces import Asked
 from pipeline.learning import first_steps, objectives_masked, reference, reference_masked, scoring_masked
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
@@ -55,7 +57,7 @@ class Params:
                 raise ValueError(f"{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
 
 
-def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None:
+def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: Path) -> None:
     """Align `base` with the pairs and save the model directory `out`."""
     hardware = device.hardware(job.runtime.precision)
     model, start = reference_masked.begin(base, params.adapter, job.seed, hardware)
@@ -77,6 +79,9 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     after = pairs_masked.elbos(model, splits["test"], tokenizer.pad, hardware)
     job.report(test=pairs_masked.measure(splits["test"], before, after, job.seed, beta=params.beta))
     denoisers.save(out, model, tokenizer, job.lineage)
+    asked = [Asked(e.pair.id, str(e.pair.prompt[-1].get("content", "")), e.chosen.ids[: int(np.argmax(e.chosen.trained))].tolist())
+             for e in splits["test"].pairs]  # fmt: skip
+    traces.write([out / "trace.json", trace], model, tokenizer, asked)
 
 
 def stored(stream: NoisedPairs, frozen: torch.nn.Module, job: Job, places: int, where: torch.device) -> None:
@@ -107,4 +112,4 @@ def loss(model: Denoiser, batch: Drawn, *, params: Params) -> Loss:
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/diffusion", "pairs": "data/preferences"}, outs={"out": "models/diffusion_dpo"}, trains=True)  # fmt: skip
+    main(run, inputs={"base": "models/diffusion", "pairs": "data/preferences"}, outs={"out": "models/diffusion_dpo", "trace": "metrics/traces/diffusion_dpo.json"}, trains=True)  # fmt: skip

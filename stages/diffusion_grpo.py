@@ -14,7 +14,9 @@ from typing import Any
 
 from pipeline import denoisers, device
 from pipeline.evaluation import frontier, solving
+from pipeline.generation import traces
 from pipeline.generation.denoising import Denoising
+from pipeline.generation.traces import Asked
 from pipeline.learning import first_steps_masked, objectives_policy, reference, reference_masked, scoring_masked
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
@@ -94,7 +96,7 @@ class Params:
                            beta=self.beta, kl_in="loss")  # fmt: skip
 
 
-def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path) -> None:
+def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path, trace: Path) -> None:
     """Train the policy on what its code does, save the model directory `out`."""
     config, method = params.fit, params.method
     hardware = device.hardware(job.runtime.precision)
@@ -133,6 +135,8 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         held_out.write_samples(samples)
         job.report(**reference.finish(start), **told, prompts=len(prompts), alarms=alarms.of(job.tracker.rows))
     denoisers.save(out, model, start.tokenizer, job.lineage)
+    shown = [Asked(prompt.id, getattr(prompt.record, "question", ""), prompt.ids) for prompt in held]
+    traces.write([out / "trace.json", trace], model, start.tokenizer, shown, length=config.max_new_tokens)
 
 
 def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: Params) -> Loss:
@@ -147,5 +151,6 @@ def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: P
 
 if __name__ == "__main__":
     main(run, inputs={"base": "models/diffusion", "problems": "data/problems"},
-         outs={"out": "models/diffusion_grpo", "samples": "metrics/samples/diffusion_grpo.jsonl"}, trains=True,
+         outs={"out": "models/diffusion_grpo", "samples": "metrics/samples/diffusion_grpo.jsonl",
+               "trace": "metrics/traces/diffusion_grpo.json"}, trains=True,
          cuttable=False)  # fmt: skip

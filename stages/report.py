@@ -17,7 +17,9 @@ from pipeline.report.headlines import short
 from pipeline.tracking import write_json
 from pipeline.work import Job
 
-MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf")  # that have a line in `dvc metrics show`
+# that have a line in `dvc metrics show`
+MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo",
+          "diffusion_grpo")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
