@@ -55,7 +55,9 @@ class Params:
             raise ValueError(f"block_size: expected a divisor of max_new_tokens ({self.fit.max_new_tokens}), got {self.noise.block_size}")  # fmt: skip
 
 
-def run(params: Params, job: Job, *, base: Path, code: Path, problems: Path, out: Path, control: Path, trace: Path) -> None:
+def run(
+    params: Params, job: Job, *, base: Path, code: Path, problems: Path, out: Path, control: Path, trace: Path
+) -> None:
     """Train both models and save the directories `out` and `control`."""
     config = params.fit
     causal, tokenizer = checkpoint.load(base)
@@ -106,7 +108,9 @@ def begin(params: Params, causal: Transformer, tokenizer: Tokenizer, seed: int) 
 def held_out(problems: Path, tokenizer: Tokenizer) -> list[Asked]:
     """The problems of the validation split, as prompts."""
     found = records.read(problems / "val.jsonl", Problem)
-    return [Asked(problem.id, problem.question, encoded(problem, tokenizer).prompt) for problem in found if problem.answer]
+    return [
+        Asked(problem.id, problem.question, encoded(problem, tokenizer).prompt) for problem in found if problem.answer
+    ]
 
 
 def traced(params: Params) -> int:

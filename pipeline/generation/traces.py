@@ -34,7 +34,10 @@ def write(paths: Sequence[Path], model: Denoiser, tokenizer: Tokenizer, asked: S
     settings = Denoising(length=length, steps=length, block=block)
     fitting = [one for one in asked if len(one.ids) <= model.config.max_context - length][:PROMPTS]
     found = denoise(model, [one.ids for one in fitting], settings, [0] * len(fitting))
-    told = {"settings": asdict(settings), "prompts": [row(one, done, tokenizer) for one, done in zip(fitting, found, strict=True)]}
+    told = {
+        "settings": asdict(settings),
+        "prompts": [row(one, done, tokenizer) for one, done in zip(fitting, found, strict=True)],
+    }
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(told, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -42,6 +45,7 @@ def write(paths: Sequence[Path], model: Denoiser, tokenizer: Tokenizer, asked: S
 
 def row(asked: Asked, done: Generation, tokenizer: Tokenizer) -> dict[str, Any]:
     """One prompt's part of a trace."""
+
     def text(id_: int) -> str:
         return tokenizer.decode([id_], skip_special=False)
 

@@ -16,14 +16,17 @@ from typing import Any
 import jinja2
 
 from pipeline import work
-from pipeline.report import charts
+from pipeline.report import charts, denoising
 from pipeline.report.headlines import HEADLINES, Headline, lookup
 
 ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "lora", "dpo", "grpo",
-         "reward", "rlhf", "deploy")  # fmt: skip
+         "reward", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo", "diffusion_grpo", "deploy")  # fmt: skip
 LIKELIHOOD = ("language", "code", "tools", "lora")  # stages whose loss is nats per token
 # What a model was made from, and so is compared with; lora does the work of tools, so it is compared with it.
-BASES = {"code": "language", "tools": "code", "lora": "tools", "dpo": "tools", "grpo": "tools", "rlhf": "tools"}
+# The masked-diffusion model is compared with its control: the causal model that read the same.
+BASES = {"code": "language", "tools": "code", "lora": "tools", "dpo": "tools", "grpo": "tools", "rlhf": "tools",
+         "diffusion_control": "code", "diffusion": "diffusion_control", "diffusion_dpo": "diffusion",
+         "diffusion_grpo": "diffusion"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Run:
     curves: dict[str, list[dict[str, str]]]  # name -> rows of metrics/<name>.csv
     evaluations: dict[str, dict[str, Any]]  # model -> metrics/eval/<model>.json
     items: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # model -> rows of metrics/eval/<model>.jsonl
+    traces: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> metrics/traces/<model>.json
 
 
 def read(metrics: Path) -> Run:
@@ -49,10 +53,12 @@ def read(metrics: Path) -> Run:
         if path.is_file():
             with path.open(encoding="utf-8", newline="") as file:
                 curves[name] = list(csv.DictReader(file))
-    models = [name for name in stages if (metrics / "eval" / f"{name}.json").is_file()]
+    models = [name for name in ORDER if (metrics / "eval" / f"{name}.json").is_file()]  # a stage may make two
     evaluations = {m: json.loads((metrics / "eval" / f"{m}.json").read_text(encoding="utf-8")) for m in models}
     items = {m: _jsonl(metrics / "eval" / f"{m}.jsonl") for m in models}
-    return Run(stages, curves, evaluations, items)
+    traces = {m: json.loads(path.read_text(encoding="utf-8"))
+              for m in models if (path := metrics / "traces" / f"{m}.json").is_file()}  # fmt: skip
+    return Run(stages, curves, evaluations, items, traces)
 
 
 def known(name: str) -> bool:
@@ -92,7 +98,7 @@ def figures(run: Run) -> list[dict[str, Any]]:
             found.append(
                 {"title": title, "svg": svg, "head": ["step", *(s.name for s in series)], "rows": thinned(series)}
             )
-    found += alignment(run)
+    found += alignment(run) + denoising.figures(run.evaluations)
     for headline in HEADLINES:
         if not headline.chart:
             continue
@@ -251,4 +257,5 @@ def render(metrics: Path) -> str:
         run=run, table=table(run), figures=figures(run), lineage=lineage(run), costs=costs(run), samples=samples(run),
         details={name: flat(numbers) for name, numbers in run.stages.items()},
         evaluations={name: flat(numbers) for name, numbers in run.evaluations.items()},
+        traces=[denoising.shown(model, trace) for model, trace in run.traces.items()],
     )  # fmt: skip

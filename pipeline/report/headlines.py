@@ -45,8 +45,12 @@ HEADLINES = (
         ("code", "bpb"), "Source code", "bits per byte, lower is better", "bits per byte", False, "code_bpb", True
     ),
     Headline(
-        ("code", "bpb_bound"), "Source code, upper bound", "bits per byte, lower is better", "bits per byte", False,
-        "code_bpb_bound"
+        ("code", "bpb_bound"),
+        "Source code, upper bound",
+        "bits per byte, lower is better",
+        "bits per byte",
+        False,
+        "code_bpb_bound",
     ),
     Headline(("problems", "parse_rate"), "Answers whose code parses", "share of problems", "share", True, "parse"),
     Headline(
