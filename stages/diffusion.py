@@ -5,10 +5,12 @@
 
 First windows of code under masks, while attention grows from causal to full; then problems, of which only the answers are masked.
 The control is the causal model on the same windows and examples under cross-entropy, so that both have read as much. `init:
-scratch` starts from fresh weights, `block_size` makes a block-diffusion model of them (arXiv:2503.09573).
+scratch` starts from fresh weights, `block_size` makes a block-diffusion model of them (arXiv:2503.09573); `init: pretrained` takes a
+published checkpoint (Dream, DiffuCoder, LLaDA) with its own tokenizer.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pipeline import checkpoint, denoisers, device
@@ -20,7 +22,8 @@ from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.phases import Phases
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings_masked import DiffusionConfig
-from pipeline.model.denoiser import Denoiser
+from pipeline.model import published as checkpoints
+from pipeline.model.denoiser import Denoiser, Traits
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
 from pipeline.streams import records
@@ -32,14 +35,15 @@ from pipeline.streams.records import Problem
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.work import Job
 
-INITS = ("code", "scratch")
+INITS = ("code", "scratch", "pretrained")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
     """The block `diffusion`; its training keys are those of DiffusionConfig."""
 
-    init: str = "code"  # the causal model; or scratch: fresh weights in its shape
+    init: str = "code"  # the causal model; scratch: fresh weights in its shape; pretrained: the checkpoint below
+    pretrained: str = "data/pretrained"  # a directory with Dream's, DiffuCoder's or LLaDA's weights and tokenizer.json
     noise: Noise = field(default_factory=Noise)
     fit: DiffusionConfig
 
@@ -56,53 +60,71 @@ class Params:
 
 
 def run(
-    params: Params, job: Job, *, base: Path, code: Path, problems: Path, out: Path, control: Path, trace: Path
-) -> None:
+    params: Params, job: Job, *, base: Path, code: Path, problems: Path, out: Path, control: Path, trace: Path,
+    published: Path | None = None,
+) -> None:  # fmt: skip
     """Train both models and save the directories `out` and `control`."""
     config = params.fit
-    causal, tokenizer = checkpoint.load(base)
-    model = begin(params, causal, tokenizer, job.seed)
-    anneal = config.anneal_steps if params.init == "code" else 0
-    corpus = CorpusStream(code, tokenizer, context=config.context, tokens_per_step=config.tokens_per_step, seed=job.seed,
-                          cache=job.folder.parent) if config.adapt_steps else None  # fmt: skip
-    windows = corpus and WindowStream(corpus, params.noise, name=code.name, seed=job.seed, anneal_steps=anneal,
-                                      byte_lengths=tokenizer.byte_lengths)  # fmt: skip
-    examples = ExampleStream(problems, tokenizer, model.traits, params.noise, rows=config.sft_examples, seed=job.seed,
-                             max_prompt=config.max_prompt, max_new=config.max_new_tokens,
-                             norm=config.sft_norm) if config.sft_epochs else None  # fmt: skip
+    causal, theirs = checkpoint.load(base)
+    model, tokenizer = begin(params, causal, theirs, published, job.seed)
+    streams = Streams.of(params, job, code, problems, tokenizer, model.traits)
+    same = streams if theirs.hash == tokenizer.hash else Streams.of(params, job, code, problems, theirs, denoisers.traits(theirs, shift=True))  # fmt: skip
     per = "tokens" if config.sft_norm == "tokens" else "rows"
     phases = Phases(job)
-    if windows:
+    if streams.windows:
         gate = first_steps_masked.first_scratch(model.config.vocab_size) if params.init == "scratch" else None
-        fit(
-            model,
-            windows,
-            adapt_loss,
-            config.adapting,
-            phases.begin("adapt"),
-            watchers=Watchers(first=gate),
-            last=False,
-        )
-    if examples:
-        fit(model, examples, lambda m, b: masked_loss(m, b, per=per), config.tuning, phases.begin("sft"), last=False)
-    if corpus:
-        fit(causal, corpus, causal_loss, config.adapting, phases.begin("control_adapt", prefix="control/"),
-            last=not examples)  # fmt: skip
-    if examples:
-        fit(causal, PlainExamples(examples, tokenizer), causal_loss, config.tuning,
+        fit(model, streams.windows, adapt_loss, config.adapting, phases.begin("adapt"), watchers=Watchers(first=gate),
+            last=False)  # fmt: skip
+    if streams.examples:
+        fit(model, streams.examples, partial(masked_loss, per=per), config.tuning, phases.begin("sft"), last=False)
+    if same.corpus:
+        fit(causal, same.corpus, causal_loss, config.adapting, phases.begin("control_adapt", prefix="control/"),
+            last=not same.examples)  # fmt: skip
+    if same.examples:
+        fit(causal, PlainExamples(same.examples, theirs), causal_loss, config.tuning,
             phases.begin("control_sft", prefix="control/"))  # fmt: skip
     denoisers.save(out, model, tokenizer, job.lineage)
     traces.write([out / "trace.json", trace], model, tokenizer, held_out(problems, tokenizer), length=traced(params),
                  block=params.noise.block_size or None)  # fmt: skip
-    checkpoint.save(control, causal, tokenizer, job.lineage)
+    checkpoint.save(control, causal, theirs, job.lineage)
 
 
-def begin(params: Params, causal: Transformer, tokenizer: Tokenizer, seed: int) -> Denoiser:
-    """The model that is trained."""
+@dataclass(frozen=True)
+class Streams:
+    """What a model of a tokenizer reads; a part that is left out is None."""
+
+    corpus: CorpusStream | None
+    windows: WindowStream | None
+    examples: ExampleStream | None
+
+    @classmethod
+    def of(
+        cls, params: Params, job: Job, code: Path, problems: Path, tokenizer: Tokenizer, traits: Traits
+    ) -> "Streams":
+        """Raises ModelError where the tokens of code are another tokenizer's, DataError."""
+        config, corpus, windows, examples = params.fit, None, None, None
+        if config.adapt_steps:
+            corpus = CorpusStream(code, tokenizer, context=config.context, tokens_per_step=config.tokens_per_step,
+                                  seed=job.seed, cache=job.folder.parent)  # fmt: skip
+            anneal = config.anneal_steps if params.init == "code" else 0
+            windows = WindowStream(corpus, params.noise, name=code.name, seed=job.seed, anneal_steps=anneal,
+                                   byte_lengths=tokenizer.byte_lengths)  # fmt: skip
+        if config.sft_epochs:
+            examples = ExampleStream(problems, tokenizer, traits, params.noise, rows=config.sft_examples, seed=job.seed,
+                                     max_prompt=config.max_prompt, max_new=config.max_new_tokens, norm=config.sft_norm)  # fmt: skip
+        return cls(corpus, windows, examples)
+
+
+def begin(
+    params: Params, causal: Transformer, tokenizer: Tokenizer, published: Path | None, seed: int
+) -> tuple[Denoiser, Tokenizer]:
+    """The model that is trained, and its tokenizer."""
+    if published is not None:
+        return checkpoints.load(published)
     if params.init == "scratch":
         return denoisers.from_scratch(causal, tokenizer, device.generator("diffusion", seed),
-                                      block_size=params.noise.block_size)  # fmt: skip
-    return denoisers.from_causal(causal, tokenizer)
+                                      block_size=params.noise.block_size), tokenizer  # fmt: skip
+    return denoisers.from_causal(causal, tokenizer), tokenizer
 
 
 def held_out(problems: Path, tokenizer: Tokenizer) -> list[Asked]:
@@ -136,4 +158,5 @@ def causal_loss(model: Transformer, batch: TokenBatch) -> Loss:
 
 if __name__ == "__main__":
     main(run, inputs={"base": "models/code", "code": "data/tokens/code", "problems": "data/problems"},
-         outs={"out": "models/diffusion", "control": "models/diffusion_control", "trace": "metrics/traces/diffusion.json"}, trains=True)  # fmt: skip
+         outs={"out": "models/diffusion", "control": "models/diffusion_control", "trace": "metrics/traces/diffusion.json"},
+         chosen=lambda params: {"published": params.pretrained} if params.init == "pretrained" else {}, trains=True)  # fmt: skip

@@ -22,9 +22,11 @@ from tests.server import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf")
+MASKED = ("diffusion", "diffusion_dpo", "diffusion_grpo")
 ALL = {"code_versions", "stage_corpus", "stage_tasks", "stage_tokenizer", "stage_encode@text", "stage_encode@code",
        *(f"stage_{model}" for model in MODELS), *(f"stage_evaluate@{model}" for model in MODELS), "stage_reward",
-       "stage_deploy", "stage_report"}  # fmt: skip
+       "stage_deploy", "stage_report", *(f"stage_{model}" for model in MASKED),
+       *(f"stage_evaluate@{model}" for model in (*MASKED, "diffusion_control"))}  # fmt: skip
 ALIGNED = {f"{stage}{model}" for model in ("dpo", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
 AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_report"}
 AFTER_TOOLS = {"stage_tools", "stage_evaluate@tools", "stage_reward", "stage_deploy", *ALIGNED, *AFTER_RLHF}
@@ -53,7 +55,7 @@ def test_a_second_repro_runs_nothing_and_git_sees_no_artefact(repository: Reposi
 
 
 def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: Repository) -> None:
-    for model in (*MODELS, "reward", "deploy"):
+    for model in (*MODELS, "reward", "deploy", *MASKED, "diffusion_control"):
         names = {p.name for p in (repository.folder / "models" / model).iterdir()}
         assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "lineage.json"} <= names
     page = (repository.folder / "reports/index.html").read_text()
@@ -63,6 +65,10 @@ def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: 
         numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
         assert numbers["text"]["bpb"] > 0
         assert numbers["problems"]["n"] > 0
+    for model in MASKED:
+        numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
+        assert numbers["code"]["bpb_bound"] > 0 and numbers["problems"]["decoding"]["forwards"] > 0
+        assert f"<h3>{model}</h3>" in page  # its trace
 
 
 def test_one_block_reruns_its_stage_and_what_follows_and_comes_back_from_the_run_cache(repository: Repository) -> None:
