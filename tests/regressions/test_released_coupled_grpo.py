@@ -1,0 +1,159 @@
+"""Ten defects of DiffuCoder's released training code (apple/ml-diffucoder), each a test; no flag brings one back."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.learning.objectives_policy import kl_k3
+from pipeline.learning.ranks import Ranks
+from pipeline.learning.scoring_masked import coupled_logprobs
+from pipeline.model.transformer import Transformer
+from pipeline.reinforcement.canvases import CanvasRollouts, Coupling
+from pipeline.reinforcement.rewards import Resources, Scorer
+from pipeline.reinforcement.rollout import Method, Rollout, RolloutConfig
+from pipeline.sandbox.judge import Judge, SandboxConfig, Verdict
+from pipeline.streams import masking
+from pipeline.text.tokenizer import Tokenizer
+from tests import masked_workspace
+from tests.masked_workspace import arguments
+from tests.test_coupled import answer, scored
+from tests.test_denoiser import model
+from tests.workspace import Workspace, command
+
+COUPLING = Coupling(seed=0, inner=2, fill=2)
+
+
+@pytest.fixture
+def masked(
+    tmp_path: Path, byte_tokenizer: Tokenizer, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> Workspace:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
+    return masked_workspace.make(tmp_path, byte_tokenizer, tiny_model)
+
+
+def filled(rows: int = 4, inner: int = 2) -> CanvasRollouts:
+    """A stream between two fills."""
+    config = RolloutConfig(prompts=1, samples=rows, iterations=1, epochs=inner, minibatches=1, max_prompt=8, max_new_tokens=6,
+                           learning_rate=1e-3)  # fmt: skip
+    nothing: Any = None
+    method = Method(sample=nothing, score=nothing, annotate=nothing, estimate=nothing)
+    stream = CanvasRollouts([answer().prompt], config, method, pad=1, seed=0, ranks=Ranks("fp32", "."))
+    stream.coupling = replace(COUPLING, inner=inner)
+    flat = {"advantages": np.ones(4), **{f"old/{n}": np.zeros(4) for n in range(inner)}}
+    stream.rollouts = [Rollout(answer(sample=n), nothing, dict(flat)) for n in range(rows)]
+    return stream
+
+
+def test_1_each_inner_iteration_has_masks_of_its_own_which_accumulation_shares() -> None:
+    """There the index of the masks was the count of micro-batches: two of accumulation and two iterations used one mask twice."""
+    stream = filled()
+    whole = [stream.batch(step, 0, np.arange(4)) for step in (0, 1)]
+    assert not torch.equal(whole[0].first, whole[1].first) and not torch.equal(whole[0].times, whole[1].times)
+    for step, batch in enumerate(whole):
+        halves = [stream.batch(step, 0, np.array(rows)) for rows in ((0, 1), (2, 3))]
+        assert torch.equal(torch.cat([half.first for half in halves]), batch.first)
+        assert torch.equal(torch.cat([half.times for half in halves]), batch.times)
+
+
+def test_2_scoring_resets_no_global_generator() -> None:
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+
+    before = states()
+    COUPLING.scores(model(), [answer(sample=n) for n in range(3)], 0, torch.device("cpu"))
+    assert states() == before
+
+
+def test_3_a_token_whose_number_equals_the_time_is_hidden_in_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking, "uniforms", lambda key, count: np.full(count, 0.5))  # t = 0.5
+    batch = COUPLING.batch([answer()], 0)
+    _, first, second = batch.inputs
+    assert not first.masks.any() and torch.equal(second.masks, batch.canvas)
+
+
+def test_4_one_inner_iteration_with_a_divergence_runs(masked: Workspace) -> None:
+    ended = command("diffusion_grpo", arguments("diffusion_grpo", {"epochs": 1, "beta": 0.1, "ref_sync": 0}))
+    assert ended.code == 0, ended.said
+    assert any(row.get("kl_loss") for row in masked.curve("diffusion_grpo"))
+
+
+def test_5_it_evaluates_while_it_trains(masked: Workspace) -> None:
+    ended = command("diffusion_grpo", arguments("diffusion_grpo", {"eval_steps": 2}))
+    assert ended.code == 0, ended.said
+    assert [row["step"] for row in masked.curve("diffusion_grpo") if row.get("kl_held_out")] == ["0", "2", "4"]
+
+
+def test_6_padding_to_the_left_the_right_or_none_scores_alike() -> None:
+    alone = COUPLING.batch([answer()], 0)
+    expected = coupled_logprobs(model().train(False), alone)
+    for left, right in ((0, 5), (5, 0)):
+
+        def padded(x: Tensor, value: int, left: int = left, right: int = right) -> Tensor:
+            return torch.nn.functional.pad(x, (left, right), value=value)
+
+        wide = replace(alone, tokens=padded(alone.tokens, 9), documents=padded(alone.documents, -1),
+                       positions=padded(alone.positions, 0), canvas=padded(alone.canvas, 0), counted=padded(alone.counted, 0),
+                       first=padded(alone.first, 0))  # fmt: skip
+        torch.testing.assert_close(coupled_logprobs(model().train(False), wide), expected, atol=1e-5, rtol=0)
+
+
+def test_7_divergence_and_clipping_are_those_of_each_row() -> None:
+    """There a mask of [B, 1, L] spread them to [B, B, L]."""
+    batch = COUPLING.batch([answer(sample=n) for n in range(3)], 0)
+    own = model().train(False)
+    with torch.no_grad():
+        now = coupled_logprobs(own, batch)
+    moved = torch.tensor([0.9, -0.9, 0.1]).repeat_interleave(4)  # ratios below, above, and within 0.5 to 1.5
+    signs = torch.tensor([-1.0, 1.0, 1.0]).repeat_interleave(4)
+    told = scored(own, batch, now + moved, signs, now - moved)
+    ratio = (-moved).exp()
+    assert float(told.metrics["clip_ratio/low_mean"][0]) == float(((ratio < 0.5) & (signs < 0)).sum()) == 4
+    assert float(told.metrics["clip_ratio/high_mean"][0]) == float(((ratio > 1.5) & (signs > 0)).sum()) == 4
+    assert abs(float(told.metrics["kl"][0]) - float(kl_k3(now, now - moved).sum())) < 1e-4
+    assert {count for _, count in (told.metrics["kl"], told.metrics["ratio"])} == {12}
+
+
+@pytest.mark.parametrize("inner", [1, 4])
+def test_8_what_a_step_keeps_does_not_grow_with_the_inner_iterations(inner: int) -> None:
+    """There the logits of all 3 inputs of all inner iterations were alive at once."""
+    sizes: list[int] = []
+    own = model().train(True)
+    known = {p.untyped_storage().data_ptr() for p in own.parameters()}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in known:
+            sizes.append(x.numel())
+        return x
+
+    stream = filled(inner=inner)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        coupled_logprobs(own, stream.batch(0, 0, np.arange(4)))
+    assert sum(sizes) < 0.2 * 4 * 9 * 24  # less than a fifth of one input's logits
+
+
+def test_9_a_test_that_takes_too_long_fails_alone_and_a_lost_judge_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = [{"args": f"[{n}]", "expected": str(n + 1), "visible": False} for n in range(4)]
+    slow = "```python\ndef f(x):\n    while x == 2:\n        pass\n    return x + 1\n```"
+    asked = replace(
+        answer(), text=slow, prompt=replace(answer().prompt, record=replace(answer().prompt.record, tests=tests))
+    )
+    with Judge(SandboxConfig(), 1) as judge:
+        scorer = Scorer({"code": 2.0}, Resources(max_new_tokens=64, judge=judge))
+        assert scorer([asked])[0].total == 2.0 * 3 / 4
+
+        gone = Verdict(verdict="unscorable", reason="harness", passed=0, total=4, score=None, results=[])
+        monkeypatch.setattr(judge, "judge", lambda programs: [gone for _ in programs])
+        assert scorer([asked])[0].total is None
+
+
+def test_10_each_completion_has_a_time_of_its_own() -> None:
+    stream = filled()
+    times = torch.cat([stream.batch(step, 0, np.arange(4)).times for step in (0, 1)])
+    assert len(set(times.tolist())) == 8
