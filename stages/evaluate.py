@@ -125,12 +125,12 @@ def canvas_subject(model: Path, params: Params, seed: int) -> CanvasSubject:
 
 def solve(
     subject: Any, problems: list[Problem], sandbox: Callable[[], Judge],
-    suite: Callable[[Any, list[Problem], Judge], Result] = suites.solved,
+    suite: Callable[[Any, list[Problem], Judge], Result] | None = None,
 ) -> Result:  # fmt: skip
-    """A suite of problems, or why it was skipped."""
+    """A suite of problems (none: `suites.solved`), or why it was skipped."""
     try:
         with sandbox() as judge:
-            return suite(subject, problems, judge)
+            return (suite or suites.solved)(subject, problems, judge)
     except ConfigError as error:
         say(f"problems are skipped: {error}")
         return Result({"skipped": "skipped: no sandbox"})

@@ -211,6 +211,7 @@ def read_blocks(stage: str) -> set[str]:
         source = field.metadata.get("from")
         if source is None:
             names |= {stage, "scale", f"scale:{stage}"}
+            names |= {"preset:*"} if Path("conf/preset", stage).is_dir() else set()
             continue
         which, _, key = source.partition(".")
         if which in stage_names(Path()):

@@ -25,6 +25,7 @@ from pipeline.model.denoiser import Denoiser, Traits
 from pipeline.model.pretrained import TABLES, grown
 from pipeline.model.transformer import Transformer
 from pipeline.text.adoption import adopt
+from pipeline.text.control import BEGINS, END_OF_TEXT, MASKS, PADS, TURN_ENDS
 from pipeline.text.tokenizer import Tokenizer
 
 LLADA_SIZES = {
@@ -37,10 +38,6 @@ LLADA_BLOCK = {
     "attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm", "ff_proj": "mlp.gate_proj",
     "up_proj": "mlp.up_proj", "ff_out": "mlp.down_proj",
 }  # fmt: skip
-MASKS = ("<|mask|>", "<|mdm_mask|>")
-BEGINS = ("<|beginoftext|>", "<|startoftext|>")
-PADS = ("<|pad|>", "<|endoftext|>")
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 
 
 @dataclass(frozen=True)
@@ -149,10 +146,10 @@ def traits(folder: Path, told: Published, tokenizer: Tokenizer, fresh: tuple[int
             f"{folder}: expected a mask token in the tokenizer ({' or '.join(MASKS)}), found none; config.json names "
             f"{told.ids['mask']}"
         )
-    fill = told.ids["eos"] if told.ids["eos"] in own.values() else own.get("<|endoftext|>", tokenizer.turn_end)
+    fill = told.ids["eos"] if told.ids["eos"] in own.values() else own.get(END_OF_TEXT, tokenizer.turn_end)
     assert fill is not None
     turn = known(TURN_ENDS)
-    pad, begin = known(PADS[:1]), known(BEGINS)
+    pad, begin = known(PADS), known(BEGINS)
     spare = {tokenizer.pad, tokenizer.mask} & set(fresh)  # ours that it does not know
     banned = {id_ for id_ in (mask, begin, pad, *spare) if id_ is not None and id_ != fill}
     ends = {id_ for id_ in (turn, tokenizer.turn_end) if id_ is not None and id_ != fill}

@@ -95,7 +95,7 @@ def elbo_draws(key: int, length: int, draws: int, *, stratified: bool = True) ->
     else:
         table = numbers.reshape(draws, 1 + length)
         counts = np.minimum(1 + np.floor(length * table[:, 0]).astype(np.int64), length)
-        rest = table[:, 1:].reshape(-1)
+        rest = np.delete(table, 0, axis=1).reshape(-1)
     masks = np.stack([subset(row, int(k)) for row, k in zip(rest.reshape(draws, length), counts, strict=True)])
     return Draws(masks, length / counts)
 
