@@ -43,13 +43,15 @@ class Params:
     timesteps: str = "stratified"  # numbers of masks spread evenly over the passes; or independent
     dpo_reduction: str = "sum"  # of an answer's tokens; or mean
     kinds: list[str] = field(default_factory=list)  # of pairs, for example [code]; []: all
+    eval_draws: int = 8  # masked passes over which the likelihood of a held-out answer is the mean
     adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
     fit: PairConfig
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        if self.diffusion_steps < 1:
-            raise ValueError(f"diffusion_steps: expected at least 1 masked pass, got {self.diffusion_steps}")
+        for name in ("diffusion_steps", "eval_draws"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1 masked pass, got {getattr(self, name)}")
         if self.beta <= 0 or self.sft_weight < 0:
             raise ValueError(f"expected beta > 0 and sft_weight >= 0, got {self.beta} and {self.sft_weight}")
         for name, options in {"timesteps": ("stratified", "independent"), "dpo_reduction": objectives_masked.REDUCTIONS}.items():  # fmt: skip
@@ -71,12 +73,12 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
                          stratified=params.timesteps == "stratified")  # fmt: skip
     with start.reference.model(hardware.device) as frozen, hardware.autocast():
         stored(stream, frozen, job, config.resolve_steps(stream.tokens_per_epoch) * config.pairs, hardware.device)
-    before = pairs_masked.elbos(model, splits["test"], tokenizer.pad, hardware)
+    before = pairs_masked.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
     start.reference.release()
     gate = first_steps.first_dpo(float(np.log(2)), hardware.precision)
     fit(model, stream, partial(loss, params=params), config, job, watchers=Watchers(first=gate))
     job.report(**reference.finish(start), dropped={name: dict(split.dropped) for name, split in splits.items()})
-    after = pairs_masked.elbos(model, splits["test"], tokenizer.pad, hardware)
+    after = pairs_masked.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
     job.report(test=pairs_masked.measure(splits["test"], before, after, job.seed, beta=params.beta))
     denoisers.save(out, model, tokenizer, job.lineage)
     asked = [Asked(e.pair.id, str(e.pair.prompt[-1].get("content", "")), e.chosen.ids[: int(np.argmax(e.chosen.trained))].tolist())

@@ -86,6 +86,14 @@ def test_a_key_of_dpo_changes_what_it_should(masked: Workspace, key: str, value:
     assert before != after
 
 
+def test_held_out_pairs_are_measured_by_as_many_masks_as_asked(masked: Workspace) -> None:
+    found = []
+    for draws in (1, 4):
+        ran(masked, "diffusion_dpo", eval_draws=draws)
+        found.append(masked.numbers("diffusion_dpo")["test"]["margin"])
+    assert found[0] != found[1]
+
+
 def test_pairs_of_some_kinds_alone_are_read(masked: Workspace) -> None:
     ran(masked, "diffusion_dpo", kinds=["story"])
     assert masked.numbers("diffusion_dpo")["test"]["n"] == 6

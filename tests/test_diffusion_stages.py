@@ -228,6 +228,7 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
 
 
 @pytest.mark.parametrize(("stage", "changes", "message"), [
+    ("diffusion_dpo", {"eval_draws": 0}, "eval_draws: expected at least 1 masked pass, got 0"),
     ("diffusion_dpo", {"diffusion_steps": 0}, "diffusion_steps: expected at least 1 masked pass, got 0"),
     ("diffusion_dpo", {"timesteps": "even"}, "timesteps: expected one of stratified, independent, got 'even'"),
     ("diffusion_dpo", {"dpo_reduction": "max"}, "dpo_reduction: expected one of sum, mean"),
