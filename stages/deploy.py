@@ -5,7 +5,7 @@
 A Hugging Face directory with card and checksums; of a causal model in it GGUF files for llama.cpp and its relatives, Ollama's
 Modelfile and, if asked for, ONNX. Each is read back and compared on a probe text; a difference beyond what its number format
 explains fails the stage, so what is published always answers as the model that was evaluated. At the end a real server is asked six
-times. A reward model and a bidirectional one are exported as directories alone; the latter the server does not take yet.
+times. A reward model and a masked-diffusion one are exported as directories alone: no other program runs the latter.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeline import checkpoint
 from pipeline.export import card, gguf, huggingface, ollama, onnx, smoke
+from pipeline.model.denoiser import Denoiser
 from pipeline.model.transformer import Transformer
 from pipeline.params import main
 from pipeline.text.tokenizer import Tokenizer
@@ -53,24 +54,24 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     huggingface.export(model, tokenizer, lineage, out)
     proofs: Proofs = {"huggingface": huggingface.verify(model, tokenizer, out)}
     shown = None
-    if isinstance(model, Transformer) and model.config.attention == "causal":
+    if isinstance(model, Transformer):
         proofs |= write_others(params, model, tokenizer, out, name)
         shown = f"gguf/{name}-{params.gguf[-1]}.gguf" if params.gguf else None
     elif params.gguf or params.onnx:
         say(
-            f"stage_deploy: {params.model} writes no text from left to right, so no GGUF, no ONNX and no Modelfile is made"
+            f"stage_deploy: {params.model} writes no text from left to right: no GGUF, no ONNX and no Modelfile is made"
         )
     if shown is not None:
         ollama.write(out / "ollama/Modelfile", f"../{shown}", model.config.max_context, temperature=0.7)
     data = {
         corpus: json.loads(path.read_text(encoding="utf-8")) for corpus, path in {"text": text, "code": code}.items()
     }
-    card.write(out, card.Exported(name=name, model=model, tokenizer=tokenizer, parity=proofs, lineage=lineage, made_by=made_by,
+    trunk = model.trunk if isinstance(model, Denoiser) else model
+    card.write(out, card.Exported(name=name, model=trunk, tokenizer=tokenizer, parity=proofs, lineage=lineage, made_by=made_by,
                                   data=data, gguf=shown, onnx=(out / "onnx").is_dir()))  # fmt: skip
     huggingface.seal(out)  # last: the sums are of everything
-    served = model.config.attention == "causal"
-    calls = smoke.check(out, model, tokenizer) if served else 0
-    job.report(model=params.model, parameters=model.num_parameters(), parity=proofs, smoke_calls=calls)
+    calls = smoke.check(out, trunk, tokenizer)
+    job.report(model=params.model, parameters=trunk.num_parameters(), parity=proofs, smoke_calls=calls)
 
 
 def write_others(params: Params, model: Transformer, tokenizer: Tokenizer, out: Path, name: str) -> Proofs:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pipeline.generation import denoising
-from pipeline.generation.denoising import Denoising, Generation, Step, denoise, global_ar, local_ar, order_of
+from pipeline.generation.arness import global_ar, local_ar, order_of
+from pipeline.generation.denoising import Denoising, Generation, Step, denoise
 from pipeline.model.transformer import Transformer
 from tests.masked_fixture import MASK, SEQUENCES, STATES, L, table
 from tests.test_denoiser import SHAPE, model
@@ -194,7 +195,8 @@ def test_random_order_sampling_has_the_law_that_enumeration_says() -> None:
     numbers = {sequence: n for n, sequence in enumerate(SEQUENCES)}
     for first in range(0, 40_000, 1000):
         rows = [denoising._row(n, [0], first + n, L, MASK) for n in range(1000)]
-        denoising._Batch(own, rows, settings).uncover()
+        for _ in denoising._Batch(own, rows, settings).uncover():
+            pass
         for row in rows:
             seen[numbers[tuple(row.tokens.tolist())]] += 1
     exact = np.array([order_probability(table(1), sequence) for sequence in SEQUENCES])

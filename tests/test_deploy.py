@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import checkpoint
+from pipeline import checkpoint, denoisers
 from pipeline.errors import InputError, ModelError
 from pipeline.export import card, onnx
 from pipeline.model.heads import RewardModel
@@ -137,7 +136,7 @@ def test_a_reward_model_is_a_directory_alone(
     reward: RewardModel, corpora: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = deployed(deploy.Params(model="reward"), tmp_path / "reward", tmp_path / "out", corpora)
-    assert "reward writes no text from left to right, so no GGUF, no ONNX and no Modelfile" in capsys.readouterr().err
+    assert "reward writes no text from left to right: no GGUF, no ONNX and no Modelfile" in capsys.readouterr().err
     assert not {name for name in files_of(tmp_path / "out") if name.startswith(("gguf", "onnx", "ollama"))}
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
@@ -152,18 +151,28 @@ def test_a_reward_model_is_a_directory_alone(
         assert fact in text, fact
 
 
-def test_a_bidirectional_model_has_the_honest_sentence_and_no_gguf(
+def test_a_masked_diffusion_model_has_the_honest_sentence_and_no_gguf(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
-    model = Transformer(replace(tiny_model.config, attention="bidirectional"), torch.Generator().manual_seed(0))
-    checkpoint.save(tmp_path / "diffusion", model, byte_tokenizer, {})
+    model = denoisers.from_causal(tiny_model, byte_tokenizer)
+    denoisers.save(tmp_path / "diffusion", model, byte_tokenizer, {})
     told = deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
-    assert told["smoke_calls"] == 0
+    assert told["smoke_calls"] == 6
     assert not {name for name in files_of(tmp_path / "out") if name.startswith(("gguf", "onnx", "ollama"))}
     text = (tmp_path / "out/README.md").read_text()
     assert "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`." in text
     assert "transformers import" not in text and "llama-cli" not in text and "@" not in text
-    assert checkpoint.load_any(tmp_path / "out")[0].config == model.config
+    again, _ = denoisers.load(tmp_path / "out")
+    assert again.config == model.config and again.traits == model.traits
+
+
+@pytest.mark.slow
+def test_a_real_server_is_asked_for_canvases(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    denoisers.save(tmp_path / "diffusion", denoisers.from_causal(tiny_model, byte_tokenizer), byte_tokenizer, {})
+    told = deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
+    assert told["smoke_calls"] == 6
 
 
 def test_a_model_with_code_in_its_directory_is_not_deployed(

@@ -20,7 +20,8 @@ from pipeline.evaluation import code as code_evaluation
 from pipeline.evaluation import likelihood_masked, suites
 from pipeline.evaluation.intervals import paired_difference, wilson
 from pipeline.evaluation.suites import Result, Subject
-from pipeline.generation.denoising import Denoising, Generation, denoise, global_ar, local_ar, order_of
+from pipeline.generation.arness import global_ar, local_ar, order_of
+from pipeline.generation.denoising import Denoising, Generation, denoise
 from pipeline.generation.sampling import Completion
 from pipeline.model.denoiser import Denoiser
 from pipeline.sandbox.judge import Judge

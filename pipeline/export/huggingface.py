@@ -14,14 +14,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline import checkpoint
+from pipeline import checkpoint, denoisers
 from pipeline.errors import GateError, ModelError
 from pipeline.export import parity
+from pipeline.model.config import read_config
+from pipeline.model.denoiser import Denoiser
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.work import sha256
 
+Exportable = Transformer | RewardModel | Denoiser
 SUMS = "SHA256SUMS"
 INPUTS = [
     "input_ids",
@@ -90,7 +93,7 @@ def _check_sums(folder: Path) -> None:
             raise ModelError(f"{path}: {SUMS} does not name it; delete it, or {SUMS} if you added it on purpose")
 
 
-def load(folder: Path) -> tuple[Transformer | RewardModel, Tokenizer]:
+def load(folder: Path) -> tuple[Exportable, Tokenizer]:
     """The model of a directory, whatever kind it says it is. Raises ModelError as `check` and `checkpoint.load`."""
     check(folder)
     try:
@@ -98,13 +101,17 @@ def load(folder: Path) -> tuple[Transformer | RewardModel, Tokenizer]:
     except FileNotFoundError as error:
         raise ModelError(f"{folder / 'config.json'} is missing: {folder} is not a model directory") from error
     reward = bool(said) and str(said[0]).endswith("ForSequenceClassification")
-    return checkpoint.load_reward(folder) if reward else checkpoint.load_any(folder)
+    if reward:
+        return checkpoint.load_reward(folder)
+    return checkpoint.load(folder) if read_config(folder).attention == "causal" else denoisers.load(folder)
 
 
-def export(model: Transformer | RewardModel, tokenizer: Tokenizer, lineage: dict[str, Any], out: Path) -> None:
+def export(model: Exportable, tokenizer: Tokenizer, lineage: dict[str, Any], out: Path) -> None:
     """Write the directory, without its card."""
     if isinstance(model, RewardModel):
         checkpoint.save_reward(out, model, tokenizer, lineage)
+    elif isinstance(model, Denoiser):
+        denoisers.save(out, model, tokenizer, lineage)
     else:
         checkpoint.save(out, model, tokenizer, lineage)
     path = out / "tokenizer_config.json"
@@ -119,7 +126,7 @@ def seal(out: Path) -> None:
     (out / SUMS).write_text(sums, encoding="utf-8")
 
 
-def verify(model: Transformer | RewardModel, tokenizer: Tokenizer, out: Path) -> dict[str, float | int]:
+def verify(model: Exportable, tokenizer: Tokenizer, out: Path) -> dict[str, float | int]:
     """Read `out` back and compare it with `model`. Raises GateError when anything differs. See `parity.Found`."""
     again, their_tokenizer = load(out)
     text = parity.probe()
@@ -128,6 +135,11 @@ def verify(model: Transformer | RewardModel, tokenizer: Tokenizer, out: Path) ->
         raise GateError(f"{out}: the exported tokenizer splits the probe differently or does not give it back")
     if isinstance(model, RewardModel) and isinstance(again, RewardModel):
         return parity.check_rewards(model, again, ids, out)
-    if isinstance(model, RewardModel) or isinstance(again, RewardModel):
+    if type(model) is not type(again):
         raise GateError(f"{out}: read back, it is a {type(again).__name__}, exported was a {type(model).__name__}")
+    if isinstance(model, Denoiser) and isinstance(again, Denoiser):
+        if again.traits != model.traits:
+            raise GateError(f"{out}: read back, its traits are {again.traits}, exported were {model.traits}")
+        model, again = model.trunk, again.trunk
+    assert isinstance(model, Transformer) and isinstance(again, Transformer)
     return parity.check(parity.compare(model, parity.Ours(again), ids), "huggingface", out)

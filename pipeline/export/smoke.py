@@ -60,7 +60,7 @@ def check(folder: Path, model: Transformer | RewardModel, tokenizer: Tokenizer) 
         log = Path(scratch) / "log"
         try:
             with _serving(folder, tokenizer, Path(scratch), log) as door:
-                calls = _reward_calls(door, model) if isinstance(model, RewardModel) else _causal_calls(door, model)
+                calls = _calls(door, model)
         except (GateError, httpx.HTTPError, json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
             what = str(error) if isinstance(error, GateError) else repr(error)
             last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
@@ -112,6 +112,35 @@ def _listed(door: Door, kind: str, model: Transformer | RewardModel) -> None:
 def _tokenized(door: Door) -> None:
     ids = door.ask("/tokenize", {"prompt": TEXT})["tokens"]
     _expect(ids == door.tokenizer.encode(TEXT), "/tokenize", "the tokenizer's ids", ids)
+
+
+def _calls(door: Door, model: Transformer | RewardModel) -> int:
+    if isinstance(model, RewardModel):
+        return _reward_calls(door, model)
+    return _causal_calls(door, model) if model.config.attention == "causal" else _masked_calls(door, model)
+
+
+def _masked_calls(door: Door, model: Transformer) -> int:
+    _listed(door, "diffusion", model)
+    said = _said(door)
+    _streamed(door, said)
+    _uncovered(door)
+    _tokenized(door)
+    refused = door.ask("/v1/completions", {"prompt": TEXT}, status=400)["error"]
+    _expect(refused["code"] == "wrong_kind", "/v1/completions", "the error wrong_kind", refused)
+    return 6
+
+
+def _uncovered(door: Door) -> None:
+    """Steps of a canvas: each one leaves fewer masks than the one before."""
+    path = "/v1/chat/completions"
+    body = {"model": door.name, "messages": TALK, "max_completion_tokens": SAID, "temperature": 0, "stream": True,
+            "stream_options": {"include_denoising": True}}  # fmt: skip
+    with door.client.stream("POST", path, json=body) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    steps = [chunk["denoising"] for chunk in map(json.loads, events) if "denoising" in chunk]
+    masks = [step["tokens"].count(None) for step in steps if step["offset"] == 0]
+    _expect(bool(masks) and masks == sorted(set(masks), reverse=True), path, "canvases with fewer masks each", masks)
 
 
 def _causal_calls(door: Door, model: Transformer) -> int:

@@ -128,6 +128,27 @@ def denoise(
     Raises ValueError for an empty prompt, one that leaves no room for the canvas, unequal numbers of seeds, or other blocks than
     the model was trained on.
     """
+    _check(model, prompts, settings, seeds)
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # alike in length, little padding
+    found: list[Generation | None] = [None] * len(prompts)
+    was_training = model.training
+    model.train(False)
+    try:
+        for first in range(0, len(order), batch_rows):
+            chosen = order[first : first + batch_rows]
+            rows = [
+                _row(index, list(prompts[index]), seeds[index], settings.length, model.traits.mask) for index in chosen
+            ]
+            for _ in _Batch(model, rows, settings).uncover():
+                pass
+            for row in rows:
+                found[row.index] = _generation(row, model.traits)
+    finally:
+        model.train(was_training)
+    return [one for one in found if one is not None]
+
+
+def _check(model: Denoiser, prompts: Sequence[Sequence[int]], settings: Denoising, seeds: Sequence[int]) -> None:
     if not isinstance(model, Denoiser):
         raise ValueError(
             "a causal model is decoded from the left (generation/sampling.py); expected a masked-diffusion one"
@@ -141,24 +162,29 @@ def denoise(
         if not 0 < len(prompt) <= context - settings.length:
             raise ValueError(f"prompt {index} has {len(prompt)} tokens; expected 1 to {context - settings.length}: the context "
                              f"of {context} less the canvas")  # fmt: skip
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # alike in length, little padding
-    found: list[Generation | None] = [None] * len(prompts)
-    was_training = model.training
-    model.train(False)
-    try:
-        with torch.no_grad():
-            for first in range(0, len(order), batch_rows):
-                chosen = order[first : first + batch_rows]
-                rows = [
-                    _row(index, list(prompts[index]), seeds[index], settings.length, model.traits.mask)
-                    for index in chosen
-                ]
-                _Batch(model, rows, settings).uncover()
-                for row in rows:
-                    found[row.index] = _generation(row, model.traits)
-    finally:
-        model.train(was_training)
-    return [one for one in found if one is not None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A canvas after a step."""
+
+    step: int  # from 1
+    steps: int  # at most
+    tokens: tuple[int | None, ...]  # None: masked
+    sure: tuple[float, ...]  # probability of each token when it was committed; 0 of a mask
+
+
+def stepwise(model: Denoiser, prompt: Sequence[int], settings: Denoising, seed: int) -> Iterator[Progress]:
+    """One canvas behind a prompt, a step at a time; at the end it is `denoise`'s. Raises as `denoise`; `model` is not training."""
+    _check(model, [prompt], settings, [seed])
+    row = _row(0, list(prompt), seed, settings.length, model.traits.mask)
+    sure = [0.0] * settings.length
+    for number, _ in enumerate(_Batch(model, [row], settings).uncover(), 1):
+        sure = [0.0 if masked else old for masked, old in zip(row.masked, sure, strict=True)]
+        for place, _, likely in row.steps[-1].committed:
+            sure[place] = likely
+        tokens = tuple(None if masked else int(token) for masked, token in zip(row.masked, row.tokens, strict=True))
+        yield Progress(number, settings.steps, tokens, tuple(sure))
 
 
 def _row(index: int, prompt: list[int], seed: int, length: int, mask: int) -> _Row:
@@ -200,8 +226,9 @@ class _Batch:
         table = torch.from_numpy(np.stack(blocks)).to(self.device)
         return (table[:, :, None] >= table[:, None, :])[:, None]
 
-    def uncover(self) -> None:
-        """Until no mask is left, or all rows have ended."""
+    @torch.no_grad()
+    def uncover(self) -> Iterator[None]:
+        """Until no mask is left, or all rows have ended; a step at a time."""
         settings = self.settings
         shares = (
             masking.balanced(settings.steps, settings.blocks) if settings.threshold is None else itertools.repeat(0)
@@ -216,12 +243,13 @@ class _Batch:
                 if count == 0:
                     continue  # nothing would change: the next forward pass gives the same
                 asked = self._asked(rows, begin, end)
-                places, logits = self._forward(rows, asked, begin, end, fresh)
+                logits = self._forward(rows, asked, begin, end, fresh)
                 fresh = False
-                for row, own, part in zip(rows, places, logits, strict=True):
+                self._step(rows, asked, logits, count)
+                for row in rows:
                     row.forwards += 1
-                    self._step(row, own, part, count, end - begin)
                     row.done = settings.early_stop and _ended(row, self.model.traits)
+                yield
 
     def _counts(self, steps: int) -> Iterator[int]:
         """How many tokens stand uncovered or are to be uncovered at each step; -1: all that are sure enough."""
@@ -239,10 +267,8 @@ class _Batch:
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
-    def _forward(
-        self, rows: list[_Row], asked: list[np.ndarray], begin: int, end: int, fresh: bool
-    ) -> tuple[list[np.ndarray], list[Tensor]]:
-        """The asked places of each row, and their logits (n, V)."""
+    def _forward(self, rows: list[_Row], asked: list[np.ndarray], begin: int, end: int, fresh: bool) -> Tensor:
+        """Logits (N, V) of the asked places of each row, one row after another."""
         ids = np.full((len(rows), self.length), self.model.traits.fill, dtype=np.int64)
         documents = np.full(ids.shape, PADDING, dtype=np.int32)
         wanted = np.zeros(ids.shape, dtype=bool)
@@ -260,10 +286,8 @@ class _Batch:
             noised = Noised(
                 tokens, none, torch.from_numpy(documents).to(self.device), positions, sight=sight, asked=where
             )
-            logits = self.model.logits(noised)
-        else:
-            logits = self._cached(self.cache, rows, tokens, where, begin, end, fresh)
-        return asked, list(logits.split([len(places) for places in asked]))
+            return self.model.logits(noised)
+        return self._cached(self.cache, rows, tokens, where, begin, end, fresh)
 
     def _numbers(self, rows: list[_Row]) -> list[int]:
         return [number for number, row in enumerate(self.rows) if any(row is one for one in rows)]
@@ -288,25 +312,27 @@ class _Batch:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _step(self, row: _Row, places: np.ndarray, logits: Tensor, count: int, size: int) -> None:
-        """Choose a token for each place, and commit the surest."""
+    def _step(self, rows: list[_Row], places: list[np.ndarray], logits: Tensor, count: int) -> None:
+        """Choose a token for each asked place (N of all rows; `logits` (N, V)), and commit each row's surest."""
         settings = self.settings
-        numbers = (row.noise.random_raw(2 * len(row.tokens)) >> np.uint64(11)) * masking.WORDS
-        chance, lots = numbers[: len(row.tokens)][places], numbers[len(row.tokens) :][places]
+        numbers = [(row.noise.random_raw(2 * len(row.tokens)) >> np.uint64(11)) * masking.WORDS for row in rows]
+        chance = np.concatenate([own[: len(row.tokens)][part] for own, row, part in zip(numbers, rows, places)])
+        lots = np.concatenate([own[len(row.tokens) :][part] for own, row, part in zip(numbers, rows, places)])
         sampling = Sampling(1, temperature=settings.temperature, top_p=settings.top_p)
-        tokens = choose(logits, torch.from_numpy(chance), sampling)[0].cpu().numpy()
-        tokens = np.where(row.masked[places], tokens, row.tokens[places])  # p2 looks at committed ones too
-        probabilities = self._probabilities(logits)
-        sure = (
-            probabilities.gather(1, torch.from_numpy(tokens).to(probabilities.device)[:, None]).squeeze(1).cpu().numpy()
-        )
-        score = self._score(probabilities, sure, lots)
-        best = np.argsort(-score, kind="stable")
-        if settings.threshold is not None:
-            chosen = np.union1d(best[:1], np.flatnonzero(sure >= settings.threshold))
-        else:
-            chosen = np.sort(best[:count])
-        self._commit(row, places, tokens, sure, chosen)
+        chosen = choose(logits, torch.from_numpy(chance), sampling)[0].cpu().numpy()
+        masked = np.concatenate([row.masked[part] for row, part in zip(rows, places)])
+        held = np.concatenate([row.tokens[part] for row, part in zip(rows, places)])
+        tokens = np.where(masked, chosen, held)  # p2 looks at committed ones too
+        sure, score = self._confidence(logits, torch.from_numpy(tokens).to(logits.device), lots)
+        cuts = np.cumsum([len(part) for part in places])[:-1]
+        each = zip(rows, places, np.split(tokens, cuts), np.split(sure, cuts), np.split(score, cuts), strict=True)
+        for row, part, said, likely, order in each:
+            best = np.argsort(-order, kind="stable")
+            if settings.threshold is not None:
+                taken = np.union1d(best[:1], np.flatnonzero(likely >= settings.threshold))
+            else:
+                taken = np.sort(best[:count])
+            self._commit(row, part, said, likely, taken)
 
     def _commit(self, row: _Row, places: np.ndarray, tokens: np.ndarray, sure: np.ndarray, chosen: np.ndarray) -> None:
         new = [n for n in chosen.tolist() if row.masked[places[n]]]
@@ -319,62 +345,31 @@ class _Batch:
         told = [(int(places[n]), int(tokens[n]), float(sure[n])) for n in new]
         row.steps.append(Step(told, [int(places[n]) for n in gone]))
 
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        """(n, V) float64: what confidence is read from."""
-        settings, wide = self.settings, logits.double()
-        if settings.confidence == "raw" or settings.temperature == 0:
-            return wide.softmax(-1)
-        found = (wide / settings.temperature).softmax(-1)
-        falling, places = found.sort(-1, descending=True)
-        outside = falling.cumsum(-1) - falling >= settings.top_p
-        found = found.scatter(1, places, falling.masked_fill(outside, 0.0))
-        return found / found.sum(-1, keepdim=True)
+    def _confidence(self, logits: Tensor, tokens: Tensor, lots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The probabilities (N,) of the tokens, and how early each place is uncovered (N,)."""
+        settings, wide = self.settings, logits if logits.dtype == torch.float64 else logits.float()
+        if settings.confidence == "tempered" and settings.temperature:
+            wide = self._tempered(wide)
+        total = wide.logsumexp(-1, keepdim=True)
+        sure = (wide.gather(1, tokens[:, None]) - total).exp().squeeze(1).double().cpu().numpy()
+        if settings.order == "low_confidence":
+            return sure, sure
+        if settings.order == "random":
+            return sure, lots
+        if settings.order == "margin":
+            two = (wide.topk(2, -1).values - total).exp()
+            return sure, (two[:, 0] - two[:, 1]).double().cpu().numpy()
+        return sure, torch.special.entr((wide - total).exp()).sum(-1).neg().double().cpu().numpy()
 
-    def _score(self, probabilities: Tensor, sure: np.ndarray, lots: np.ndarray) -> np.ndarray:
-        """How early each place is uncovered, (n,)."""
-        order = self.settings.order
-        if order == "low_confidence":
-            return sure
-        if order == "random":
-            return lots
-        if order == "margin":
-            two = probabilities.topk(2, -1).values
-            return (two[:, 0] - two[:, 1]).cpu().numpy()
-        return torch.special.entr(probabilities).sum(-1).neg().cpu().numpy()
+    def _tempered(self, wide: Tensor) -> Tensor:
+        """Logits (N, V) after temperature and top_p."""
+        wide = wide / self.settings.temperature
+        falling, places = wide.softmax(-1).sort(-1, descending=True)
+        outside = falling.cumsum(-1) - falling >= self.settings.top_p
+        return wide.masked_fill(torch.zeros_like(outside).scatter(1, places, outside), float("-inf"))
 
 
 def _ended(row: _Row, traits: Traits) -> bool:
     """Whether everything up to the first end of an answer is uncovered."""
     ends = np.flatnonzero(~row.masked & np.isin(row.tokens, (traits.fill, *traits.ends)))
     return len(ends) > 0 and not row.masked[: ends[0]].any()
-
-
-# -- in which order ------------------------------------------------------------------------------------------------------
-
-
-def order_of(steps: Sequence[Step]) -> list[int]:
-    """The places of a canvas in the order in which they were uncovered for good, those of one step from the left."""
-    when: dict[int, int] = {}
-    for number, step in enumerate(steps):
-        when |= {place: number for place, *_ in step.committed}
-    return sorted(when, key=lambda place: (when[place], place))
-
-
-def local_ar(order: Sequence[int], k: int) -> float:
-    """AR-ness local@k: the share of tokens p before which p - 1, ..., p - k were uncovered, each one step before the last.
-
-    Places before the completion count as uncovered in time (DiffuCoder, arXiv:2506.20639, section 3.1). `order` is a permutation.
-    """
-    hits = 0
-    for at, place in enumerate(order):
-        hits += all(place < back or (at >= back and order[at - back] == place - back) for back in range(1, k + 1))
-    return hits / len(order)
-
-
-def global_ar(order: Sequence[int], k: int) -> float:
-    """AR-ness global@k: the share of tokens that were among the k leftmost masks when they were uncovered."""
-    left, hits = sorted(order), 0
-    for place in order:
-        hits += place in left[:k]
-        left.remove(place)
-    return hits / len(order)

@@ -161,7 +161,10 @@ def allowed_logits(hidden: Tensor, table: Tensor, banned: Collection[int]) -> Te
     """Logits (n, V), at least float32, of states (n, D) under the head's matrix (V, D); -inf for the banned ids."""
     logits = functional.linear(hidden, table)
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return wide.index_fill(-1, torch.tensor(sorted(banned), device=wide.device), float("-inf"))
+    never = torch.tensor(sorted(banned), device=wide.device)
+    return (
+        wide.index_fill(-1, never, float("-inf")) if wide.requires_grad else wide.index_fill_(-1, never, float("-inf"))
+    )
 
 
 def logprobs(hidden: Tensor, table: Tensor, targets: Tensor, banned: Collection[int]) -> Tensor:

@@ -168,7 +168,7 @@ def _openai(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request, owner: str = Depends(service.keys.asker)) -> Response:
         """An assistant's turn."""
-        served, engine = service.catalogue.engine(body.model)
+        served, engine = service.catalogue.writer(body.model)
         refuse_when_full(engine)
         talk = await chats.understand(body, served, engine, owner)
         return await _answer(

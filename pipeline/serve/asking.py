@@ -18,8 +18,9 @@ from types import TracebackType
 
 from pipeline.errors import InputError
 from pipeline.serve.answers import Assembler, Delta
-from pipeline.serve.engine import Ended, Engine, EngineStopped, Event, QueueFull, Request, Said, Ticket
 from pipeline.serve.faults import ApiFault
+from pipeline.serve.loop import Loop
+from pipeline.serve.request import Denoised, Ended, EngineStopped, Event, QueueFull, Request, Said, Ticket
 
 LOG = logging.getLogger(__name__)
 MOST_UNREAD, UNREAD_SECONDS = 256, 2.0
@@ -53,7 +54,7 @@ class Finished:
     reason: str
 
 
-def refuse_when_full(engine: Engine) -> None:
+def refuse_when_full(engine: Loop) -> None:
     """Raises ApiFault 429 before any work was done for a request that would find no place."""
     if len(engine.waiting) >= engine.queue + engine.rows - engine.busy:
         raise ApiFault(
@@ -63,6 +64,14 @@ def refuse_when_full(engine: Engine) -> None:
 
 def unheard(_: Event) -> None:
     """The listener of a request that was not submitted yet."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An answer's canvas after a step."""
+
+    index: int
+    shown: Denoised
 
 
 class Ping:
@@ -117,7 +126,7 @@ class Answers:
     """The answers to a request: submitted on entering, heard by iteration, given up on leaving."""
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], assemblers: Sequence[Assembler], *, n: int = 1
+        self, engine: Loop, requests: Sequence[Request], assemblers: Sequence[Assembler], *, n: int = 1
     ) -> None:
         """`n` requests in a row have the same prompt. Their listeners are set here."""
         self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
@@ -173,7 +182,7 @@ class Answers:
                 self._queue.put_nowait(Ping())
         self._timer = self._loop.call_later(PING_SECONDS - silent, self._ping)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta] | Finished | Ping]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta] | Frame | Finished | Ping]:
         """What is new, until all have ended. Raises ApiFault where one of them failed."""
         while any(end is None for end in self.ends):
             told = await self._queue.get()
@@ -189,6 +198,9 @@ class Answers:
                     yield index, delta
                 if assembler.stopped:
                     self._tickets[index].cancel()
+                continue
+            if isinstance(event, Denoised):
+                yield Frame(index, event)
                 continue
             self.ends[index] = event
             if not assembler.stopped and event.reason not in ("stop", "length"):

@@ -113,7 +113,7 @@ def speak(
     def hear(event: Event) -> None:
         if isinstance(event, Said):
             said.append(event)
-        else:
+        elif isinstance(event, Ended):
             ends.append(event)
 
     ticket = engine.submit(

@@ -1,7 +1,8 @@
 """POST /v1/chat/completions: a conversation in, one assistant's turn or several out, whole or as a stream of chunks.
 
 The order of a stream is OpenAI's: a delta with the role; deltas of content or of calls; an empty one with the reason it ended; where
-asked for, a chunk without choices that holds the counts; [DONE]. Extensions: `return_token_ids` adds the prompt's ids to the first
+asked for, a chunk without choices that holds the counts; [DONE]. A masked-diffusion model says what stands to the left of its first
+mask; with stream_options.include_denoising each step's canvas is a chunk too. Extensions: `return_token_ids` adds the prompt's ids to the first
 chunk of all, the answer's ids to each choice, and `id` to each log-probability.
 """
 
@@ -9,7 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.device import stable_hash
@@ -17,11 +18,12 @@ from pipeline.errors import InputError
 from pipeline.generation.sampling import Sampling
 from pipeline.serve import calls
 from pipeline.serve.answers import Assembler, Delta
-from pipeline.serve.asking import Answers, Finished, Ping, unheard
-from pipeline.serve.engine import Engine, Request, Said
+from pipeline.serve.asking import Answers, Finished, Frame, Ping, unheard
 from pipeline.serve.faults import ApiFault, dumps
+from pipeline.serve.loop import Loop
 from pipeline.serve.models import Served
-from pipeline.serve.protocol import ChatBody
+from pipeline.serve.protocol import ChatBody, Generation
+from pipeline.serve.request import Request, Said
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -32,7 +34,7 @@ class Talk:
 
     body: ChatBody
     served: Served
-    engine: Engine
+    engine: Loop
     prompt: list[int]
     requests: list[Request]
     id: str
@@ -52,9 +54,13 @@ class Talk:
         }  # fmt: skip
 
 
-async def understand(body: ChatBody, served: Served, engine: Engine, owner: str) -> Talk:
+async def understand(body: ChatBody, served: Served, engine: Loop, owner: str) -> Talk:
     """Render the prompt, make the grammar, count the budget. Raises ApiFault."""
-    tokenizer = served.tokenizer
+    tokenizer, masked = served.tokenizer, served.kind == "diffusion"
+    if masked:
+        refuse_of_canvases(body)
+    else:
+        refuse_frames(body, served)
     messages = [message.plain() for message in body.messages]
     tools = [tool.plain() for tool in body.tools or []]
     try:
@@ -63,18 +69,39 @@ async def understand(body: ChatBody, served: Served, engine: Engine, owner: str)
         raise ApiFault(400, str(error), param="messages") from None
     budget = room(prompt, served, body.budget, "messages")
     constraints = await calls.constraints(body, served, budget)
-    bias = known(body.biases, served) | banned(tokenizer, with_calls=bool(tools) and body.tool_choice != "none")
+    bias = (
+        {}
+        if masked
+        else known(body.biases, served) | banned(tokenizer, with_calls=bool(tools) and body.tool_choice != "none")
+    )
     if body.ignore_eos:
         bias |= dict.fromkeys((tokenizer.turn_end, tokenizer.end_of_text), -math.inf)
     requests = [
         Request(
             ids=prompt, sampling=sampling(body.temperature, body.top_p, body.top_k, budget), seed=seed, listener=unheard,
             stop=(tokenizer.turn_end, tokenizer.end_of_text), bias=bias, top=(body.top_logprobs or 0) if body.logprobs else 0,
-            owner=owner, constraint=constraint,
+            owner=owner, constraint=constraint, frames=body.with_frames,
         )
         for seed, constraint in zip(seeds(body.seed, body.n or 1), constraints, strict=True)
     ]  # fmt: skip
     return Talk(body, served, engine, prompt, requests, f"chatcmpl-{secrets.token_hex(12)}", int(time.time()))
+
+
+def refuse_of_canvases(body: ChatBody) -> None:
+    """What a model that writes all places at once cannot do. Raises ApiFault."""
+    shaped = body.response_format is not None and body.response_format.type != "text"
+    asked = {
+        "logprobs": body.logprobs, "logit_bias": body.biases, "top_k": body.top_k, "ignore_eos": body.ignore_eos,
+        "response_format": shaped, "tool_choice": body.tool_choice not in (None, "none", "auto"),
+    }  # fmt: skip
+    if wrong := next((name for name, value in asked.items() if value), None):
+        raise ApiFault(400, f"{wrong}: a masked-diffusion model does not have it; leave it out, or ask a causal model", param=wrong, code="unsupported_parameter")  # fmt: skip
+
+
+def refuse_frames(body: Generation, served: Served) -> None:
+    """A causal model has no canvas to show. Raises ApiFault."""
+    if body.with_frames:
+        raise ApiFault(400, f"stream_options.include_denoising: {served.id!r} is a causal model, only a masked-diffusion one has canvases", param="stream_options")  # fmt: skip
 
 
 def room(prompt: list[int], served: Served, wanted: int | None, param: str) -> int:
@@ -126,7 +153,7 @@ async def whole(talk: Talk, answers: Answers) -> dict[str, Any]:
     async for event in answers:
         if isinstance(event, Finished):
             reasons[event.index] = reason(talk, answers, event)
-        elif not isinstance(event, Ping):
+        elif not isinstance(event, Ping | Frame):
             said[event[0]] += event[1].tokens
     choices = []
     for index, assembler in enumerate(answers.assemblers):
@@ -162,6 +189,8 @@ async def stream(talk: Talk, answers: Answers) -> AsyncIterator[bytes]:
         elif isinstance(event, Finished):
             ended = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": reason(talk, answers, event)}
             yield event_line(frame | {"choices": [ended]})
+        elif isinstance(event, Frame):
+            yield event_line(frame | {"choices": [], "denoising": {"index": event.index} | asdict(event.shown)})
         elif event[1].content or event[1].call or talk.body.logprobs or talk.body.return_token_ids:
             index, delta = event
             new = {"index": index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.serve.answers import Assembler
-from pipeline.serve.asking import Answers, Finished, Ping, Usage, unheard
-from pipeline.serve.chats import event_line, known, room, sampling, seeds, spelled
+from pipeline.serve.asking import Answers, Finished, Frame, Ping, Usage, unheard
+from pipeline.serve.chats import event_line, known, refuse_frames, room, sampling, seeds, spelled
 from pipeline.serve.engine import Engine, Request, Said
 from pipeline.serve.faults import ApiFault
 from pipeline.serve.models import Served
@@ -86,6 +86,7 @@ class Text:
 
 def understand(body: CompletionBody, served: Served, engine: Engine, owner: str) -> Text:
     """Encode the prompts and count the budget. Raises ApiFault."""
+    refuse_frames(body, served)
     tokenizer = served.tokenizer
     prompts = [_ids(prompt, body.suffix, served) for prompt in body.prompts]
     asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -126,7 +127,7 @@ async def whole(text: Text, answers: Answers) -> dict[str, Any]:
     async for event in answers:
         if isinstance(event, Finished):
             reasons[event.index] = event.reason
-        elif not isinstance(event, Ping):
+        elif not isinstance(event, Ping | Frame):
             said[event[0]] += event[1].tokens
     choices = []
     for index, finish in enumerate(reasons):
@@ -166,7 +167,7 @@ async def stream(text: Text, answers: Answers) -> AsyncIterator[bytes]:
         elif isinstance(event, Finished):
             ended = {"index": event.index, "text": "", "logprobs": None, "finish_reason": event.reason}
             yield event_line(text.frame() | {"choices": [ended]})
-        else:
+        elif not isinstance(event, Frame):
             index, delta = event
             new: dict[str, Any] = {"index": index, "text": delta.content, "logprobs": None, "finish_reason": None}
             for one in delta.tokens:

@@ -9,14 +9,9 @@ those who begin alike (`prefixes.py`). While few rows speak, each may say severa
 What a request says depends on (model, prompt, sampling, seed) alone: a token is chosen by one number of (seed, place), so neighbours,
 prefixes, drafts and cancelled requests change nothing but rounding (`generation/sampling.py`).
 
-A request that cannot be served fails alone; a fault of the loop fails all that are open and marks the engine dead (`alive`), until
-its owner restarts it. An owner has at most MOST_OF_ONE rows; beyond that, first come, first served.
+The thread, the queue and what becomes of faults are those of every engine (`loop.py`).
 """
 
-import logging
-import threading
-import time
-from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,23 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.errors import InputError
 from pipeline.generation.noise import uniforms
 from pipeline.generation.sampling import Sampling, choose
 from pipeline.model.transformer import Transformer
 from pipeline.serve.drafts import Drafter
+from pipeline.serve.loop import Loop, tell
 from pipeline.serve.prefixes import Slot, check_memory, take_row
 from pipeline.serve.request import Constraint, Ended, EngineStopped, Event, QueueFull, Request, Said, Stats, Ticket
 from pipeline.serve.rows import RowDecoder, Rows
 
 __all__ = ["Constraint", "Ended", "Engine", "EngineStopped", "Event", "QueueFull", "Request", "Said", "Stats", "Ticket"]
 
-LOG = logging.getLogger(__name__)
 CHUNK = 256  # prompt tokens of a row in one step
 DRAFT_ROWS = 2  # with more busy rows a step's arithmetic counts, not its reading, and guesses are not free
-MOST_OF_ONE = 8  # rows that one owner may have at a time
-IDLE_SECONDS = 0.5  # how often an idle loop looks whether it is to end
-COUNTED = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens")
 
 
 @dataclass(frozen=True)
@@ -54,8 +45,10 @@ class _Speaker:
     logits: Tensor
 
 
-class Engine:
+class Engine(Loop):
     """See the module. `with` runs the thread; without it nothing happens but by `step`."""
+
+    slots: list[Slot]
 
     def __init__(
         self, model: Transformer, *, rows: int = 8, queue: int = 32, drafts: bool = True, decoder: Callable[[int], Rows] | None = None
@@ -64,109 +57,20 @@ class Engine:
 
         Raises ValueError for a bidirectional model, InputError where the rows may take too much memory.
         """
-        if rows < 1 or queue < 0:
-            raise ValueError(f"expected rows >= 1 and queue >= 0, got {rows} and {queue}")
-        self.model, self.rows, self.queue, self.drafts = model.train(False), rows, queue, drafts
+        super().__init__(rows=rows, queue=queue, context=model.config.max_context, vocabulary=model.config.vocab_size)
+        self.model, self.drafts = model.train(False), drafts
         self.decoder_of = decoder or partial(RowDecoder, self.model)
         table = model.model.embed_tokens.weight
         check_memory(model.config, rows, table.dtype, table.device)
-        self._changed = threading.Condition()
-        self._counts: Counter[str] = Counter()
         self._ended = count(1)
         self._make()
 
-    def _make(self) -> None:
-        """Empty rows, an empty queue, a thread that has not begun."""
+    def _empty(self) -> None:
         self.decoder = self.decoder_of(self.rows)
         self.slots = [Slot() for _ in range(self.rows)]
-        self.waiting: deque[Ticket] = deque()
-        self.alive, self._stopping = True, False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def __enter__(self) -> "Engine":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        self._thread.join()
-
-    def restart(self) -> None:
-        """Run again after a fault of the loop, with an empty cache; the requests of before have had their "error".
-
-        From any thread but the engine's. Raises RuntimeError where the loop is not dead.
-        """
-        if self.alive:
-            raise RuntimeError("the engine is alive: only a dead one is restarted")
-        self._thread.join()
-        with self._changed:
-            self._make()
-            self._thread.start()
-
-    @property
-    def context(self) -> int:
-        """The longest prompt and answer together."""
-        return self.model.config.max_context
-
-    @property
-    def busy(self) -> int:
-        """Rows that speak."""
-        return sum(slot.ticket is not None for slot in self.slots)
-
-    def stats(self) -> Stats:
-        """Counts and gauges, from any thread."""
-        running = [len(slot.held) for slot in self.slots if slot.ticket is not None]
-        return Stats(
-            running=len(running), waiting=len(self.waiting), cache_share=sum(running) / (self.rows * self.context),
-            **{name: self._counts[name] for name in COUNTED},
-        )  # fmt: skip
-
-    def submit(self, request: Request) -> Ticket:
-        """Take a request in.
-
-        Raises InputError for one that can never be served, QueueFull for one that cannot be now, EngineStopped where none can.
-        """
-        vocabulary, num = self.model.config.vocab_size, len(request.ids)
-        if not 0 < num < self.context:
-            raise InputError(f"the prompt has {num} tokens; expected 1 to {self.context - 1}, the context less one")
-        if wrong := [id_ for id_ in (*request.ids, *request.bias) if not 0 <= id_ < vocabulary]:
-            raise InputError(f"token {wrong[0]} is not in the vocabulary of {vocabulary}")
-        ticket = Ticket(request)
-        with self._changed:
-            if not self.alive or self._stopping:
-                raise EngineStopped("the engine has stopped")
-            if len(self.waiting) >= self.queue + self.rows - self.busy:
-                raise QueueFull(f"{self.busy} requests run and {len(self.waiting)} wait")
-            self.waiting.append(ticket)
-            self._changed.notify()
-        return ticket
-
-    # -- the thread ----------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    while not (self._stopping or self._next() or self.busy):
-                        self._changed.wait(IDLE_SECONDS)
-                    if self._stopping:
-                        break
-                self.step()
-        except Exception:
-            LOG.exception("the engine's loop died")
-            self.alive = False
-        finally:
-            self._end_all("error" if not self.alive else "cancelled")
-
-    def step(self) -> None:
-        """Drop what is given up, let in what waits, feed each busy row, say what can be said."""
-        self._drop()
-        self._admit()
-        busy = [row for row, slot in enumerate(self.slots) if slot.ticket is not None]
-        if not busy:
-            return
+    def _advance(self, busy: list[int]) -> None:
+        """Feed each busy row, say what can be said."""
         pieces = [self.slots[row].ahead[:CHUNK] for row in busy]
         speaks = [len(piece) == len(self.slots[row].ahead) for row, piece in zip(busy, pieces)]
         guesses = [self._guess(row) if spoken and len(busy) <= DRAFT_ROWS else [] for row, spoken in zip(busy, speaks)]
@@ -188,36 +92,6 @@ class Engine:
             return []
         room = self.context - len(slot.held) - len(slot.ahead)
         return slot.drafter.guess(min(slot.remaining - 1, room))
-
-    def _drop(self) -> None:
-        now = time.monotonic()
-        for row, slot in enumerate(self.slots):
-            if slot.ticket is not None and (reason := _given_up(slot.ticket, now)):
-                self._end(row, reason)
-        with self._changed:
-            gone = [(ticket, reason) for ticket in self.waiting if (reason := _given_up(ticket, now))]
-            for ticket, _ in gone:
-                self.waiting.remove(ticket)
-        for ticket, reason in gone:
-            _tell(ticket, Ended(reason, len(ticket.request.ids), 0, 0))
-
-    def _admit(self) -> None:
-        while True:
-            with self._changed:
-                ticket = self._next() if self.busy < self.rows else None
-                if ticket is None:
-                    return
-                self.waiting.remove(ticket)
-            try:
-                self._begin(ticket)
-            except Exception as error:  # its own fault, whatever it is: the others go on
-                LOG.exception("a request could not begin")
-                _tell(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
-
-    def _next(self) -> Ticket | None:
-        """The first that waits and whose owner has not MOST_OF_ONE rows already: one key alone cannot hold a large server."""
-        running = Counter(slot.owner for slot in self.slots if slot.ticket is not None)
-        return next((ticket for ticket in self.waiting if running[ticket.request.owner] < MOST_OF_ONE), None)
 
     def _begin(self, ticket: Ticket) -> None:
         """Give a request a row."""
@@ -304,56 +178,19 @@ class Engine:
             slot.drafter.hear(token)
         top = logprobs.topk(min(request.top, len(logprobs))) if request.top else None
         pairs = () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        if not _tell(slot.ticket, Said(token, float(logprobs[token]), pairs)):
+        if not tell(slot.ticket, Said(token, float(logprobs[token]), pairs)):
             self._end(row, "error")
         elif slot.remaining == 0:
             self._end(row, "length")
-
-    def _fail(self, row: int, error: Exception) -> None:
-        """End a row by the fault of its own request."""
-        LOG.error("a request failed", exc_info=error)
-        self._end(row, "error", type(error).__name__)
-
-    def _request(self, row: int) -> Request:
-        ticket = self.slots[row].ticket
-        assert ticket is not None
-        return ticket.request
 
     def _end(self, row: int, reason: str, message: str = "") -> None:
         """Free a row; what it holds stays for whoever begins so."""
         slot = self.slots[row]
         ticket, slot.ticket, slot.ahead, slot.used = slot.ticket, None, [], next(self._ended)
         assert ticket is not None
-        _tell(ticket, Ended(reason, len(ticket.request.ids), slot.cached, slot.said, message))
-
-    def _end_all(self, reason: str) -> None:
-        with self._changed:
-            self._stopping = True
-            waiting = list(self.waiting)
-            self.waiting.clear()
-        for row, slot in enumerate(self.slots):
-            if slot.ticket is not None:
-                self._end(row, reason)
-        for ticket in waiting:
-            _tell(ticket, Ended(reason, len(ticket.request.ids), 0, 0))
+        tell(ticket, Ended(reason, len(ticket.request.ids), slot.cached, slot.said, message))
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
     """Parts one under another; one alone is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _given_up(ticket: Ticket, now: float) -> str:
-    """Why a request is to be dropped, or nothing."""
-    return "cancelled" if ticket.cancelled.is_set() else "timeout" if now > ticket.deadline else ""
-
-
-def _tell(ticket: Ticket | None, event: Event) -> bool:
-    """Call the listener; a listener that fails loses its own request alone."""
-    assert ticket is not None
-    try:
-        ticket.request.listener(event)
-    except Exception:
-        LOG.exception("a listener failed")
-        return False
-    return True

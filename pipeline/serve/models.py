@@ -1,9 +1,10 @@
 """The models that are served: loaded from their directories, each with an engine of its own.
 
-    models/rlhf    -> kind causal: chat and completions
-    models/reward  -> kind reward: /score
+    models/rlhf      -> kind causal: chat and completions
+    models/diffusion -> kind diffusion: chat
+    models/reward    -> kind reward: /score
 
-A model's name is its folder's. Models of other kinds are refused with the reason. Not here: which files a directory may hold
+A model's name is its folder's. Not here: which files a directory may hold
 (`export/huggingface.py`, `check`).
 """
 
@@ -17,14 +18,17 @@ from typing import Any
 
 import torch
 
-from pipeline import checkpoint
+from pipeline import checkpoint, denoisers
 from pipeline.errors import ConfigError, ModelError
 from pipeline.export import huggingface, quantize
 from pipeline.generation.constrain import Grammars
+from pipeline.model.config import read_config
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
+from pipeline.serve.canvas_engine import CanvasEngine
 from pipeline.serve.engine import Engine
 from pipeline.serve.faults import ApiFault
+from pipeline.serve.loop import Loop
 from pipeline.serve.onnx_engine import Export
 from pipeline.serve.options import Weights
 from pipeline.text import chat
@@ -38,7 +42,7 @@ class Served:
     """A model that answers."""
 
     id: str
-    kind: str  # causal, reward
+    kind: str  # causal, diffusion, reward
     stage: str  # that made it
     tokenizer: Tokenizer
     parameters: int
@@ -46,7 +50,7 @@ class Served:
     rows: int  # of the embedding: ids that the model knows
     fingerprint: str  # of the weights
     weights: str  # native, int8, onnx fp32, onnx int4
-    engine: Engine | None = None  # of a causal model
+    engine: Loop | None = None  # of a model that writes
     judge: RewardModel | None = None  # of a reward model
     _grammars: Grammars | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -111,10 +115,13 @@ def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | Non
         judge.train(False).requires_grad_(False)
         return Served(name, "reward", stage, tokenizer, judge.num_parameters(), judge.config.max_context, judge.config.vocab_size,
                       _fingerprint(judge), "native", judge=judge)  # fmt: skip
+    if read_config(folder).attention != "causal":
+        masked, tokenizer = denoisers.load(folder)
+        masked.train(False).requires_grad_(False)
+        return Served(name, "diffusion", stage, tokenizer, masked.trunk.num_parameters(), masked.config.max_context,
+                      masked.config.vocab_size, _fingerprint(masked.trunk), "native", engine=CanvasEngine(masked, rows=rows, queue=queue))  # fmt: skip
     model, tokenizer = checkpoint.load(folder)
     model.train(False).requires_grad_(False)
-    if model.config.attention != "causal":
-        raise ModelError(f"{folder}: expected a causal model or a reward model; this one reads both ways")
     if onnx:
         export = Export(folder / "onnx", model.config)
         held, fingerprint = f"onnx {export.kind}", f"fp_{export.fingerprint[:12]}"
@@ -138,18 +145,24 @@ class Catalogue:
     def __init__(self, served: Sequence[Served]) -> None:
         self.served = {one.id: one for one in served}
 
-    def find(self, name: str, kind: str | None = None) -> Served:
+    def find(self, name: str, *kinds: str) -> Served:
         """The model of that name. Raises ApiFault: 404 for an unknown one, 400 for one of another kind."""
         if name not in self.served:
             raise ApiFault(404, f"no model is called {name[:80]!r}; served: {', '.join(self.served)}", param="model", code="model_not_found")  # fmt: skip
         found = self.served[name]
-        if kind is not None and found.kind != kind:
-            have = [one.id for one in self.served.values() if one.kind == kind]
-            raise ApiFault(400, f"{name!r} is a {found.kind} model, expected a {kind} one: {', '.join(have) or 'none is served'}", param="model", code="wrong_kind")  # fmt: skip
+        if kinds and found.kind not in kinds:
+            have = [one.id for one in self.served.values() if one.kind in kinds]
+            raise ApiFault(400, f"{name!r} is a {found.kind} model, expected a {' or '.join(kinds)} one: {', '.join(have) or 'none is served'}", param="model", code="wrong_kind")  # fmt: skip
         return found
 
     def engine(self, name: str) -> tuple[Served, Engine]:
         """A causal model and its engine. Raises as `find`."""
         found = self.find(name, "causal")
+        assert isinstance(found.engine, Engine)
+        return found, found.engine
+
+    def writer(self, name: str) -> tuple[Served, Loop]:
+        """A causal or masked-diffusion model and its engine. Raises as `find`."""
+        found = self.find(name, "causal", "diffusion")
         assert found.engine is not None
         return found, found.engine

@@ -228,6 +228,11 @@ class Generation(Body):
         return {int(key): value for key, value in (self.logit_bias or {}).items()}
 
     @property
+    def with_frames(self) -> bool:
+        """Whether each step of a canvas is told: in a stream alone."""
+        return bool(self.stream and self.stream_options and self.stream_options.include_denoising)
+
+    @property
     def with_usage(self) -> bool:
         """Whether a stream ends with the counts."""
         return self.stream_options is not None and self.stream_options.include_usage

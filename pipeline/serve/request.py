@@ -1,6 +1,6 @@
 """What the engine is asked and what it answers: requests, their events, the constraints and counters around them.
 
-Request -> Engine.submit -> Ticket;   its listener hears Said, Said, ..., Ended
+Request -> Engine.submit -> Ticket;   its listener hears Said, Said, ..., Ended (of a masked-diffusion model also Denoised)
 """
 
 import threading
@@ -43,7 +43,17 @@ class Ended:
     message: str = ""
 
 
-Event = Said | Ended
+@dataclass(frozen=True)
+class Denoised:
+    """A canvas after a step of a masked-diffusion model."""
+
+    step: int  # from 1
+    steps: int
+    offset: int  # of its first place in the answer
+    tokens: tuple[int | None, ...]  # None: still masked
+
+
+Event = Said | Denoised | Ended
 
 
 class Constraint(Protocol):
@@ -76,6 +86,7 @@ class Request:
     owner: str = ""  # rows are shared between requests of one owner only
     seconds: float = 600.0  # from `submit` on
     constraint: Constraint | None = None
+    frames: bool = False  # tell each step of a canvas
 
 
 class Ticket:

@@ -1,0 +1,209 @@
+"""A thread that answers the requests of many users, some at a time: what every engine of the server is.
+
+    with Loop(...) as engine: engine.submit(Request) -> Ticket;  events come to the request's listener from the engine's thread
+
+A request that cannot be served fails alone; a fault of the loop fails all that are open and marks the engine dead (`alive`), until
+its owner restarts it. An owner has at most MOST_OF_ONE rows; beyond that, first come, first served. What a row does in a step is an
+engine's own: `engine.py` decodes from the left, `canvas_engine.py` uncovers canvases.
+"""
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.errors import InputError
+from pipeline.serve.request import Ended, EngineStopped, Event, QueueFull, Request, Stats, Ticket
+
+LOG = logging.getLogger(__name__)
+MOST_OF_ONE = 8  # rows that one owner may have at a time
+IDLE_SECONDS = 0.5  # how often an idle loop looks whether it is to end
+COUNTED = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens")
+
+
+class Loop(ABC):
+    """See the module. `with` runs the thread; without it nothing happens but by `step`."""
+
+    slots: Sequence[Any]  # of the rows; each with a `ticket` or None, an `owner`, and the tokens `held`
+
+    def __init__(self, *, rows: int, queue: int, context: int, vocabulary: int) -> None:
+        """Raises ValueError for numbers that cannot be."""
+        if rows < 1 or queue < 0:
+            raise ValueError(f"expected rows >= 1 and queue >= 0, got {rows} and {queue}")
+        self.rows, self.queue = rows, queue
+        self.context = context  # the longest prompt and answer together
+        self.vocabulary = vocabulary
+        self._changed = threading.Condition()
+        self._counts: Counter[str] = Counter()
+
+    @abstractmethod
+    def _empty(self) -> None:
+        """Make the rows anew."""
+
+    @abstractmethod
+    def _begin(self, ticket: Ticket) -> None:
+        """Give a request a row. Whatever is raised fails this request alone."""
+
+    @abstractmethod
+    def _advance(self, busy: list[int]) -> None:
+        """A step of the busy rows."""
+
+    @abstractmethod
+    def _end(self, row: int, reason: str, message: str = "") -> None:
+        """Free a row and tell why."""
+
+    def _make(self) -> None:
+        """Empty rows, an empty queue, a thread that has not begun."""
+        self._empty()
+        self.waiting: deque[Ticket] = deque()
+        self.alive, self._stopping = True, False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def __enter__(self) -> "Loop":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def restart(self) -> None:
+        """Run again after a fault of the loop, with an empty cache; the requests of before have had their "error".
+
+        From any thread but the engine's. Raises RuntimeError where the loop is not dead.
+        """
+        if self.alive:
+            raise RuntimeError("the engine is alive: only a dead one is restarted")
+        self._thread.join()
+        with self._changed:
+            self._make()
+            self._thread.start()
+
+    @property
+    def busy(self) -> int:
+        """Rows that speak."""
+        return sum(slot.ticket is not None for slot in self.slots)
+
+    def stats(self) -> Stats:
+        """Counts and gauges, from any thread."""
+        running = [len(slot.held) for slot in self.slots if slot.ticket is not None]
+        return Stats(
+            running=len(running), waiting=len(self.waiting), cache_share=sum(running) / (self.rows * self.context),
+            **{name: self._counts[name] for name in COUNTED},
+        )  # fmt: skip
+
+    def submit(self, request: Request) -> Ticket:
+        """Take a request in.
+
+        Raises InputError for one that can never be served, QueueFull for one that cannot be now, EngineStopped where none can.
+        """
+        num = len(request.ids)
+        if not 0 < num < self.context:
+            raise InputError(f"the prompt has {num} tokens; expected 1 to {self.context - 1}, the context less one")
+        if wrong := [id_ for id_ in (*request.ids, *request.bias) if not 0 <= id_ < self.vocabulary]:
+            raise InputError(f"token {wrong[0]} is not in the vocabulary of {self.vocabulary}")
+        ticket = Ticket(request)
+        with self._changed:
+            if not self.alive or self._stopping:
+                raise EngineStopped("the engine has stopped")
+            if len(self.waiting) >= self.queue + self.rows - self.busy:
+                raise QueueFull(f"{self.busy} requests run and {len(self.waiting)} wait")
+            self.waiting.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while not (self._stopping or self._next() or self.busy):
+                        self._changed.wait(IDLE_SECONDS)
+                    if self._stopping:
+                        break
+                self.step()
+        except Exception:
+            LOG.exception("the engine's loop died")
+            self.alive = False
+        finally:
+            self._end_all("error" if not self.alive else "cancelled")
+
+    def step(self) -> None:
+        """Drop what is given up, let in what waits, and advance the busy rows."""
+        self._drop()
+        self._admit()
+        if busy := [row for row, slot in enumerate(self.slots) if slot.ticket is not None]:
+            self._advance(busy)
+
+    def _drop(self) -> None:
+        now = time.monotonic()
+        for row, slot in enumerate(self.slots):
+            if slot.ticket is not None and (reason := _given_up(slot.ticket, now)):
+                self._end(row, reason)
+        with self._changed:
+            gone = [(ticket, reason) for ticket in self.waiting if (reason := _given_up(ticket, now))]
+            for ticket, _ in gone:
+                self.waiting.remove(ticket)
+        for ticket, reason in gone:
+            tell(ticket, Ended(reason, len(ticket.request.ids), 0, 0))
+
+    def _admit(self) -> None:
+        while True:
+            with self._changed:
+                ticket = self._next() if self.busy < self.rows else None
+                if ticket is None:
+                    return
+                self.waiting.remove(ticket)
+            try:
+                self._begin(ticket)
+            except Exception as error:  # its own fault, whatever it is: the others go on
+                LOG.exception("a request could not begin")
+                tell(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
+
+    def _next(self) -> Ticket | None:
+        """The first that waits and whose owner has not MOST_OF_ONE rows already: one key alone cannot hold a large server."""
+        running = Counter(slot.owner for slot in self.slots if slot.ticket is not None)
+        return next((ticket for ticket in self.waiting if running[ticket.request.owner] < MOST_OF_ONE), None)
+
+    def _fail(self, row: int, error: Exception) -> None:
+        """End a row by the fault of its own request."""
+        LOG.error("a request failed", exc_info=error)
+        self._end(row, "error", type(error).__name__)
+
+    def _request(self, row: int) -> Request:
+        ticket = self.slots[row].ticket
+        assert ticket is not None
+        return ticket.request
+
+    def _end_all(self, reason: str) -> None:
+        with self._changed:
+            self._stopping = True
+            waiting = list(self.waiting)
+            self.waiting.clear()
+        for row, slot in enumerate(self.slots):
+            if slot.ticket is not None:
+                self._end(row, reason)
+        for ticket in waiting:
+            tell(ticket, Ended(reason, len(ticket.request.ids), 0, 0))
+
+
+def _given_up(ticket: Ticket, now: float) -> str:
+    """Why a request is to be dropped, or nothing."""
+    return "cancelled" if ticket.cancelled.is_set() else "timeout" if now > ticket.deadline else ""
+
+
+def tell(ticket: Ticket | None, event: Event) -> bool:
+    """Call the listener; a listener that fails loses its own request alone."""
+    assert ticket is not None
+    try:
+        ticket.request.listener(event)
+    except Exception:
+        LOG.exception("a listener failed")
+        return False
+    return True

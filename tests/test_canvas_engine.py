@@ -1,0 +1,192 @@
+"""The engine of masked-diffusion models says what the sampler says, a canvas after another, and loses nobody for another's fault."""
+
+import math
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import denoisers
+from pipeline.device import stable_hash
+from pipeline.generation.denoising import Denoising, denoise
+from pipeline.generation.sampling import Sampling
+from pipeline.model.denoiser import Denoiser
+from pipeline.model.transformer import Transformer
+from pipeline.serve.canvas_engine import CanvasEngine
+from pipeline.serve.request import Denoised, Ended, Event, Request, Said, Ticket
+from pipeline.text.tokenizer import Tokenizer
+from tests.server import random_model
+
+CANVAS = 12
+
+
+class Heard(list[Event]):
+    """A listener, and what it heard."""
+
+    def __call__(self, event: Event) -> None:
+        assert self.end is None, "nothing is told behind the end"
+        self.append(event)
+
+    @property
+    def said(self) -> list[int]:
+        return [event.token for event in self if isinstance(event, Said)]
+
+    @property
+    def end(self) -> Ended | None:
+        return next((event for event in self if isinstance(event, Ended)), None)
+
+    @property
+    def frames(self) -> list[Denoised]:
+        return [event for event in self if isinstance(event, Denoised)]
+
+
+@pytest.fixture
+def model(byte_tokenizer: Tokenizer) -> Denoiser:
+    """Untrained; no end of turn is ever likely."""
+    made = denoisers.from_causal(random_model(byte_tokenizer), byte_tokenizer)
+    with torch.no_grad():
+        made.trunk.model.embed_tokens.weight[byte_tokenizer.turn_end] *= 0.0
+    return made
+
+
+def ask(engine: CanvasEngine, ids: list[int], tokens: int = CANVAS, seed: int = 0, warm: float = 0.0, **named: Any) -> tuple[Heard, Ticket]:  # fmt: skip
+    heard = Heard()
+    way = Sampling(tokens, temperature=warm, top_p=0.95 if warm else 1.0)
+    return heard, engine.submit(Request(ids=ids, sampling=way, seed=seed, listener=heard, **named))
+
+
+def finished(engine: CanvasEngine, *heard: Heard) -> None:
+    for _ in range(500):
+        if all(one.end for one in heard):
+            return
+        engine.step()
+    raise AssertionError("no end after 500 steps")
+
+
+def alone(model: Denoiser, ids: list[int], seed: int = 0, warm: float = 0.0, length: int = CANVAS) -> list[int]:
+    way = Denoising(length=length, steps=length, temperature=warm, top_p=0.95 if warm else 1.0)
+    return denoise(model, [ids], way, [seed])[0].canvas
+
+
+def test_each_request_hears_what_the_sampler_says(model: Denoiser) -> None:
+    engine = CanvasEngine(model, rows=3, canvas=CANVAS)
+    cases = [([20 + n, 30, 40 + n][: 1 + n % 3], n, 0.9 * (n % 2)) for n in range(10)]
+    heard = [ask(engine, ids, seed=seed, warm=warm)[0] for ids, seed, warm in cases]
+    finished(engine, *heard)
+    for (ids, seed, warm), one in zip(cases, heard, strict=True):
+        assert one.said == alone(model, ids, seed, warm)
+        assert one.end == Ended("length", len(ids), 0, CANVAS)
+    told = engine.stats()
+    assert (told.running, told.prompt_tokens, told.generated_tokens) == (
+        0,
+        sum(len(ids) for ids, *_ in cases),
+        10 * CANVAS,
+    )
+
+
+def test_what_is_said_stands_to_the_left_of_the_first_mask_and_never_changes(model: Denoiser) -> None:
+    engine = CanvasEngine(model, canvas=CANVAS)
+    heard, _ = ask(engine, [20, 21], frames=True)
+    finished(engine, heard)
+    assert [(frame.step, frame.steps, frame.offset) for frame in heard.frames] == [(n, CANVAS, 0) for n in range(1, CANVAS + 1)]  # fmt: skip
+    assert [frame.tokens.count(None) for frame in heard.frames] == list(range(CANVAS - 1, -1, -1))
+    said: list[int] = []
+    for event in heard:
+        if isinstance(event, Said):
+            said.append(event.token)
+            assert event.logprob <= 0 and math.isfinite(event.logprob)
+        elif isinstance(event, Denoised):
+            left = event.tokens[: event.tokens.index(None)] if None in event.tokens else event.tokens
+            assert list(left[: len(said)]) == said
+    assert said == list(heard.frames[-1].tokens)
+
+
+def test_an_answer_goes_on_on_another_canvas(model: Denoiser) -> None:
+    engine = CanvasEngine(model, canvas=CANVAS)
+    heard, _ = ask(engine, [20, 21], tokens=30, seed=5, warm=0.9, frames=True)
+    finished(engine, heard)
+    said, offsets = [], (0, CANVAS, 2 * CANVAS)
+    for offset in offsets:
+        said += alone(model, [20, 21, *said], stable_hash(5, "canvas", offset) if offset else 5, 0.9)
+    assert heard.said == said[:30] and heard.end == Ended("length", 2, 0, 30)
+    assert sorted({frame.offset for frame in heard.frames}) == list(offsets)
+
+
+def test_an_end_of_turn_ends_the_answer_as_soon_as_all_before_it_stands(model: Denoiser) -> None:
+    canvas = alone(model, [20, 21])
+    traits = replace(model.traits, ends=(canvas[4],))
+    ended = Denoiser(model.trunk, traits)
+    first = alone(ended, [20, 21]).index(canvas[4])
+    engine = CanvasEngine(ended, canvas=CANVAS)
+    heard, _ = ask(engine, [20, 21], tokens=60)
+    finished(engine, heard)
+    assert heard.said == canvas[:first] and heard.end == Ended("stop", 2, 0, first)
+    stopped, _ = ask(CanvasEngine(model, canvas=CANVAS), [20, 21])
+    engine = CanvasEngine(model, canvas=CANVAS)
+    stopped, _ = ask(engine, [20, 21], stop=(canvas[4],))
+    finished(engine, stopped)
+    assert stopped.said == canvas[:first] and stopped.end is not None and stopped.end.reason == "stop"
+
+
+def test_blocks_and_the_context_bound_a_canvas(model: Denoiser, byte_tokenizer: Tokenizer) -> None:
+    blocks = Denoiser(model.trunk, replace(model.traits, block_size=5))
+    assert CanvasEngine(blocks, canvas=CANVAS).canvas == 10 and CanvasEngine(blocks, canvas=3).canvas == 5
+    engine = CanvasEngine(blocks, canvas=CANVAS)
+    heard, _ = ask(engine, [20, 21], tokens=12)
+    finished(engine, heard)
+    assert len(heard.said) == 12
+    small: Transformer = random_model(byte_tokenizer, context=32)
+    tight = denoisers.from_causal(small, byte_tokenizer)
+    with torch.no_grad():
+        tight.trunk.model.embed_tokens.weight[byte_tokenizer.turn_end] *= 0.0
+    engine = CanvasEngine(tight, canvas=CANVAS)
+    heard, _ = ask(engine, list(range(20, 46)), tokens=100)
+    finished(engine, heard)
+    assert heard.end == Ended("length", 26, 0, 6)
+    engine = CanvasEngine(Denoiser(tight.trunk, replace(tight.traits, block_size=4)), canvas=CANVAS)
+    heard, _ = ask(engine, list(range(20, 46)), tokens=100)
+    finished(engine, heard)
+    assert heard.end == Ended("length", 26, 0, 4)  # what is left holds no whole block
+
+
+def test_a_request_that_is_given_up_says_no_more_and_frees_its_row(model: Denoiser) -> None:
+    engine = CanvasEngine(model, rows=1, canvas=CANVAS)
+    first, ticket = ask(engine, [20], tokens=60)
+    second, _ = ask(engine, [21])
+    for _ in range(4):
+        engine.step()
+    ticket.cancel()
+    count = len(first)
+    finished(engine, first, second)
+    assert first.end is not None and first.end.reason == "cancelled" and len(first) == count + 1
+    assert second.said == alone(model, [21])
+
+
+def test_a_listener_that_fails_loses_its_own_request_alone(model: Denoiser) -> None:
+    engine = CanvasEngine(model, rows=2, canvas=CANVAS)
+
+    def broken(event: Event) -> None:
+        raise RuntimeError("deaf")
+
+    engine.submit(Request(ids=[20], sampling=Sampling(8), seed=0, listener=broken))
+    engine.submit(Request(ids=[20], sampling=Sampling(8), seed=0, listener=broken, frames=True))
+    heard, _ = ask(engine, [21])
+    finished(engine, heard)
+    assert heard.said == alone(model, [21]) and engine.busy == 0
+
+
+def test_the_thread_answers_and_ends(model: Denoiser) -> None:
+    done = threading.Event()
+    with CanvasEngine(model, canvas=CANVAS) as engine:
+        heard = Heard()
+
+        def hear(event: Event) -> None:
+            heard(event)
+            if isinstance(event, Ended):
+                done.set()
+
+        engine.submit(Request(ids=[20], sampling=Sampling(CANVAS), seed=0, listener=hear))
+        assert done.wait(60)
+    assert heard.said == alone(model, [20])
