@@ -7,19 +7,21 @@ nowhere else; where there is none, the problems say "skipped: no sandbox". Test 
 MBPP, BFCL) are read before anything is measured, so that a wrong file stops the stage at once.
 
 A masked-diffusion model answers the same problems on canvases, and has measurements of its own (evaluation/canvases.py); what only
-decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked.
+decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas is uncovered by as many forward
+passes as it has tokens, so this is done in the precision of training, which `settings` tells.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 
-from pipeline import checkpoint, denoisers
+from pipeline import checkpoint, denoisers, device
 from pipeline.errors import ConfigError
 from pipeline.evaluation import benchmarks as brought
 from pipeline.evaluation import canvases, suites
@@ -89,7 +91,11 @@ def run(
     if sets:
         completes = model.name in brought.COMPLETES
         plan["benchmarks"] = lambda: brought.score(subject, sets, completes=completes, sandbox=sandbox)
+    said = asdict(settings)
+    hardware = device.hardware(job.runtime.precision)
     if isinstance(subject, CanvasSubject):
+        subject.denoiser.to(hardware.device)
+        asked, said = asked[: params.canvas.canvas_problems], asdict(subject.settings) | asdict(params.canvas) | {"precision": hardware.precision}  # fmt: skip
         plan = {
             "code": lambda: canvases.documents(subject, sources[: settings.documents]),
             "problems": lambda: canvases.with_orders(solve(subject, asked, sandbox), subject, asked),
@@ -100,11 +106,12 @@ def run(
     with progress(total=len(plan), desc=job.name, unit="suite") as bar:
         for name, suite in plan.items():
             bar.note(name)
-            result = suite()
+            with hardware.autocast() if masked else nullcontext():
+                result = suite()
             numbers[name.split()[0]] = numbers.get(name.split()[0], {}) | result.numbers
             rows += result.rows
             bar.update()
-    write_json(summary, {**numbers, "settings": asdict(settings) | {"seed": job.seed}, "lineage": job.lineage})
+    write_json(summary, {**numbers, "settings": said | {"seed": job.seed}, "lineage": job.lineage})
     items.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     write_curve(curves, curve_rows(numbers))
 
@@ -118,9 +125,8 @@ def causal_subject(model: Path, settings: Settings, seed: int) -> Subject:
 def canvas_subject(model: Path, params: Params, seed: int) -> CanvasSubject:
     """A masked-diffusion model, to be measured."""
     loaded, tokenizer = denoisers.load(model)
-    return CanvasSubject(
-        loaded.train(False).trunk, tokenizer, params.settings, seed, denoiser=loaded, canvas=params.canvas
-    )
+    settings = replace(params.settings, samples=params.canvas.canvas_samples)
+    return CanvasSubject(loaded.train(False).trunk, tokenizer, settings, seed, denoiser=loaded, canvas=params.canvas)
 
 
 def solve(

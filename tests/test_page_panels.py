@@ -257,7 +257,7 @@ def test_a_text_is_cut_as_the_tokenizer_cuts_it_and_its_controls_are_text(page: 
     assert page.locator("#template .special").count() == 0
 
 
-# denoising: no diffusion model can be served yet, so its card and its stream are recorded; the texts of the ids are the server's
+# denoising, drawn from a stream that is known in every step; the texts of the ids are the server's. A real one: test_page_denoising.py
 
 
 def test_denoising_is_drawn_step_by_step_and_replayed(browser: Any, server: Running, byte_tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from pipeline import denoisers
 from pipeline.generation.denoising import Denoising, denoise
+from pipeline.serve.models import never_said
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import Running, random_model, save_models, serving
@@ -49,6 +51,7 @@ def test_it_is_listed_as_what_it_is(server: Running) -> None:
 
 def test_an_answer_is_what_the_sampler_uncovers(server: Running, byte_tokenizer: Tokenizer) -> None:
     model = denoisers.from_causal(random_model(byte_tokenizer), byte_tokenizer)
+    model.traits = replace(model.traits, banned=tuple({*model.traits.banned, *never_said(byte_tokenizer)}))
     prompt = chat.render(byte_tokenizer, TALK, generation_prompt=True).ids
     expected = denoise(model, [prompt], Denoising(length=96, steps=96), [0])[0]
     found = asked(server, max_completion_tokens=40, return_token_ids=True, seed=7).json()

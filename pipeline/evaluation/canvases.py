@@ -38,15 +38,14 @@ class CanvasSettings:
 
     canvas: int = 96  # tokens of a completion
     canvas_block: int = 32  # tokens that thresholds and caches uncover together
-    canvas_problems: int = 100  # problems of the curve of quality against steps
+    canvas_problems: int = 100  # the first so many problems are answered
+    canvas_samples: int = 1  # of each problem at `temperature`, beside the greedy one
     elbo_draws: int = 8  # masks of each window for bits per byte
 
     def __post_init__(self) -> None:
-        if (
-            min(self.canvas, self.canvas_block, self.canvas_problems, self.elbo_draws) < 1
-            or self.canvas % self.canvas_block
-        ):
-            raise ValueError("canvas, canvas_block, canvas_problems, elbo_draws: expected at least 1, and canvas_block a divisor of canvas")  # fmt: skip
+        numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
+        if min(numbers) < 1 or self.canvas % self.canvas_block:
+            raise ValueError("canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1, and canvas_block a divisor of canvas")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,9 @@ class CanvasSubject(Subject):
     denoiser: Denoiser
     canvas: CanvasSettings
     told: list[Generation] = field(default_factory=list)  # of the last `complete`
+    known: dict[tuple[str, Denoising], Generation] = field(
+        default_factory=dict
+    )  # greedy ones: nothing is drawn for them
 
     def complete(
         self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
@@ -73,9 +75,12 @@ class CanvasSubject(Subject):
         """A canvas for each prompt that leaves room for it, by id."""
         room = self.model.config.max_context - settings.length
         fitting = {name: ids for name, ids in prompts.items() if 0 < len(ids) <= room}
-        seeds = [stable_hash(self.seed, suite, name, sample) % 2**63 for name in fitting]
-        done = denoise(self.denoiser, list(fitting.values()), settings, seeds)
-        return dict(zip(fitting, done, strict=True))
+        asked = [name for name in fitting if (name, settings) not in self.known]
+        seeds = [stable_hash(self.seed, suite, name, sample) % 2**63 for name in asked]
+        done = dict(zip(asked, denoise(self.denoiser, [fitting[name] for name in asked], settings, seeds), strict=True))
+        if settings.temperature == 0 and settings.order != "random":
+            self.known.update({(name, settings): one for name, one in done.items()})
+        return {name: done[name] if name in done else self.known[name, settings] for name in fitting}
 
 
 def documents(subject: CanvasSubject, texts: Sequence[Text]) -> Result:

@@ -318,8 +318,11 @@ class _Batch:
         numbers = [(row.noise.random_raw(2 * len(row.tokens)) >> np.uint64(11)) * masking.WORDS for row in rows]
         chance = np.concatenate([own[: len(row.tokens)][part] for own, row, part in zip(numbers, rows, places)])
         lots = np.concatenate([own[len(row.tokens) :][part] for own, row, part in zip(numbers, rows, places)])
-        sampling = Sampling(1, temperature=settings.temperature, top_p=settings.top_p)
-        chosen = choose(logits, torch.from_numpy(chance), sampling)[0].cpu().numpy()
+        if settings.temperature == 0:
+            chosen = logits.argmax(-1).cpu().numpy()
+        else:
+            sampling = Sampling(1, temperature=settings.temperature, top_p=settings.top_p)
+            chosen = choose(logits, torch.from_numpy(chance), sampling)[0].cpu().numpy()
         masked = np.concatenate([row.masked[part] for row, part in zip(rows, places)])
         held = np.concatenate([row.tokens[part] for row, part in zip(rows, places)])
         tokens = np.where(masked, chosen, held)  # p2 looks at committed ones too

@@ -21,7 +21,7 @@ from pipeline.serve.answers import Assembler, Delta
 from pipeline.serve.asking import Answers, Finished, Frame, Ping, unheard
 from pipeline.serve.faults import ApiFault, dumps
 from pipeline.serve.loop import Loop
-from pipeline.serve.models import Served
+from pipeline.serve.models import Served, never_said
 from pipeline.serve.protocol import ChatBody, Generation
 from pipeline.serve.request import Request, Said
 from pipeline.text import chat
@@ -128,12 +128,8 @@ def seeds(seed: int | None, count: int) -> list[int]:
 
 def banned(tokenizer: Tokenizer, *, with_calls: bool) -> dict[int, float]:
     """Control tokens that an assistant does not say; those of calls too where none may be made."""
-    never = (
-        tokenizer.pad, tokenizer.turn_start, tokenizer.mask, tokenizer.fim_prefix, tokenizer.fim_middle, tokenizer.fim_suffix,
-        tokenizer.fim_pad, tokenizer.tool_response, tokenizer.tool_response_end,
-    )  # fmt: skip
     calling = () if with_calls else (tokenizer.tool_call, tokenizer.tool_call_end)
-    return dict.fromkeys((*never, *calling), -math.inf)
+    return dict.fromkeys((*never_said(tokenizer), *calling), -math.inf)
 
 
 def known(biases: dict[int, float], served: Served) -> dict[int, float]:

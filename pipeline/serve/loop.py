@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from pipeline.errors import InputError
 from pipeline.serve.request import Ended, EngineStopped, Event, QueueFull, Request, Stats, Ticket
@@ -62,7 +62,7 @@ class Loop(ABC):
         self.alive, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def __enter__(self) -> "Loop":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

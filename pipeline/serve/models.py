@@ -12,7 +12,7 @@ import ctypes
 import platform
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,14 @@ def load(
     return loaded
 
 
+def never_said(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Control tokens that no assistant says."""
+    return (
+        tokenizer.pad, tokenizer.turn_start, tokenizer.mask, tokenizer.fim_prefix, tokenizer.fim_middle, tokenizer.fim_suffix,
+        tokenizer.fim_pad, tokenizer.tool_response, tokenizer.tool_response_end,
+    )  # fmt: skip
+
+
 def _give_back() -> None:
     """What loading and fusing freed, to the system: glibc would keep it, 230 of 680 MiB for an int8 model of 82 M parameters."""
     if platform.libc_ver()[0] == "glibc":
@@ -118,6 +126,8 @@ def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | Non
     if read_config(folder).attention != "causal":
         masked, tokenizer = denoisers.load(folder)
         masked.train(False).requires_grad_(False)
+        silent = {*masked.traits.banned, *never_said(tokenizer)}
+        masked.traits = replace(masked.traits, banned=tuple(sorted(silent)))
         return Served(name, "diffusion", stage, tokenizer, masked.trunk.num_parameters(), masked.config.max_context,
                       masked.config.vocab_size, _fingerprint(masked.trunk), "native", engine=CanvasEngine(masked, rows=rows, queue=queue))  # fmt: skip
     model, tokenizer = checkpoint.load(folder)
