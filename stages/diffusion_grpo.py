@@ -125,7 +125,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         )  # fmt: skip
         stream.coupling = coupling
         whole: Any = setting  # it samples and compares as a Setting does
-        held_out = solving.HeldOut(held, whole, judge, params.held_out)
+        held_out = solving.HeldOut(held, whole, judge, params.held_out, more=whole.variances)
         if params.ref_sync:
             stream.following = setting.follow(every=params.ref_sync, folder=job.folder)
         gate = first_steps_masked.first_policy(setting.precision)

@@ -1,5 +1,6 @@
 """Coupled-GRPO: the estimate by hand, its mean, the first inner step, and the released code's defects (specs: diffusion, 6)."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeline.model.denoiser import Noised
 from pipeline.reinforcement import canvases
 from pipeline.reinforcement.answers import Prompt
 from pipeline.reinforcement.canvases import CanvasAnswer, Coupling
+from pipeline.streams import masking
 from pipeline.streams.drawn import CoupledBatch
 from pipeline.streams.records import Problem
 from tests.test_denoiser import TRAITS, model
@@ -280,3 +282,16 @@ def test_the_variance_of_an_estimate_is_taken_over_the_inner_iterations() -> Non
     rollouts: Any = [One(0.0, 2.0), One(1.0, 1.0)]
     assert canvases.variance(rollouts, 2) == {"coupled/variance": 1.0}
     assert canvases.variance(rollouts, 1) == {}
+
+
+def test_masks_drawn_apart_have_the_coupled_ones_first_mask_and_rates() -> None:
+    keys = [masking.key(0, "coupled", str(n), 0) for n in range(400)]
+    seconds, rates, overlaps = [], [], 0
+    for key in keys:
+        coupled, apart = masking.coupled(key, 16), masking.apart(key, 16)
+        assert coupled.t == apart.t and (coupled.first == apart.first).all()
+        seconds.append(apart.second.mean())
+        rates.append(1 - apart.t)
+        overlaps += int((apart.first & apart.second).any())
+    assert abs(np.mean(seconds) - np.mean(rates)) < 4 * 0.5 / math.sqrt(400 * 16)
+    assert overlaps > 300  # some tokens stand under both masks, others under none

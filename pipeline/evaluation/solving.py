@@ -5,6 +5,7 @@ Every evaluation answers the same problems with the same seeds. At the end polic
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pipeline.reinforcement.rewards import judged
 from pipeline.reinforcement.setting import Setting
 from pipeline.sandbox.judge import Judge
 
+More = Callable[[list[Answer]], dict[str, float]]
 SHOWN = 16  # sample answers that are kept
 
 
@@ -36,7 +38,16 @@ class SolvingConfig:
 class HeldOut:
     """Held-out problems and how many of them the answers solve."""
 
-    def __init__(self, prompts: list[Prompt], setting: Setting, judge: Judge | None, config: SolvingConfig) -> None:
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        setting: Setting,
+        judge: Judge | None,
+        config: SolvingConfig,
+        more: More | None = None,
+    ) -> None:
+        """`more` is what else each evaluation tells of its answers."""
+        self.more = more
         self.prompts = sorted(prompts, key=lambda p: stable_hash("held out", p.id))[: config.eval_problems]
         self.setting, self.judge, self.config = setting, judge, config
 
@@ -49,7 +60,8 @@ class HeldOut:
             row |= {"gold": passed.value, "gold_low": passed.low, "gold_high": passed.high}
         kl, k3 = self.setting.divergence(answers)
         length = float(np.mean([len(answer.ids) for answer in answers]))
-        return row | {"kl_held_out": kl, "kl_k3": k3, "length": length}
+        row |= {"kl_held_out": kl, "kl_k3": k3, "length": length}
+        return row | (self.more(answers) if self.more else {})
 
     def report(self) -> dict[str, Any]:
         """The policy against its reference at the end, by group of problems."""

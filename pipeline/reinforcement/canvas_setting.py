@@ -7,6 +7,7 @@ scores of policy and reference under the same masks.
 import copy
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from pipeline.reinforcement.rewards import Resources
 from pipeline.reinforcement.setting import judge_or_none
 from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.work import Job
+
+COMPARED, DRAWS = 32, 8  # completions, and masks of each, from which `variances` tells
 
 
 class CanvasSetting:
@@ -97,6 +100,19 @@ class CanvasSetting:
         gaps = [torch.from_numpy(mine - theirs) for mine, theirs in pairs]
         k3 = [float(kl_k3(gap, torch.zeros_like(gap)).sum()) for gap in gaps]
         return float(np.mean([float(gap.sum()) for gap in gaps])), float(np.mean(k3))
+
+    def variances(self, given: Sequence[CanvasAnswer]) -> dict[str, float]:
+        """The variance of a completion's summed estimate over its masks, coupled and drawn apart; a mean over some completions."""
+        found, some = {}, given[:COMPARED]
+        for name, coupling in (
+            ("coupled", replace(self.coupling, shared_time=False)),
+            ("apart", replace(self.coupling, apart=True)),
+        ):
+            with self.hardware.autocast():
+                told = [coupling.scores(self.policy, some, draw, self.hardware.device) for draw in range(DRAWS)]
+            sums = np.array([[values.sum() for values in one] for one in told])
+            found[f"{name}/held_out_variance"] = float(sums.var(0, ddof=1).mean())
+        return found
 
     def resources(self, judge: Judge | None) -> Resources:
         """What the rewards may use."""

@@ -63,6 +63,7 @@ class Coupling:
     fill: int
     released: bool = False  # estimates as published: 1.5 times as large
     shared_time: bool = False  # one time for all completions of a step
+    apart: bool = False  # two masks that know nothing of each other, to compare with
 
     def batch(
         self, answers: Sequence[CanvasAnswer], iteration: int, *, old: Sequence[np.ndarray] = (), rows: int = 0,
@@ -73,7 +74,7 @@ class Coupling:
         width = max((len(answer.prompt.ids) + len(answer.canvas) for answer in answers), default=2)
         shape = (count, width)
         tokens, documents = np.full(shape, self.fill, dtype=np.int64), np.full(shape, PADDING, dtype=np.int32)
-        canvas, counted, first = (np.zeros(shape, dtype=bool) for _ in range(3))
+        canvas, counted, first, second = (np.zeros(shape, dtype=bool) for _ in range(4))
         times = np.full(count, 0.5, dtype=np.float32)
         for n, answer in enumerate(answers):
             begin, end = len(answer.prompt.ids), len(answer.prompt.ids) + len(answer.canvas)
@@ -81,7 +82,7 @@ class Coupling:
             documents[n, :end] = 0
             canvas[n, begin:end], counted[n, begin : begin + len(answer.ids)] = True, True
             masks = self.masks(answer, iteration)
-            first[n, begin:end], times[n] = masks.first, masks.t
+            first[n, begin:end], second[n, begin:end], times[n] = masks.first, masks.second, masks.t
         documents[len(answers) :, :2] = 0  # a row of padding must hold something
         positions = np.where(documents == 0, np.arange(width), 0)
         lengths = counted.sum(1)
@@ -90,13 +91,15 @@ class Coupling:
             row_of=torch.repeat_interleave(torch.arange(count), torch.from_numpy(lengths)),
             old=_line(old), arrays={name: _line(values) for name, values in (arrays or {}).items()},
             counts={"tokens": int(lengths.sum()), "sequences": len(answers), "positions": 3 * int((documents >= 0).sum())},
-            fresh=fresh,
+            fresh=fresh, second=torch.from_numpy(second) if self.apart else None,
         )  # fmt: skip
 
     def masks(self, answer: CanvasAnswer, iteration: int) -> masking.Coupled:
-        """The two masks of a completion's canvas, each token under exactly one."""
+        """The two masks of a completion's canvas, each token under exactly one (unless they are to be `apart`)."""
         key = masking.key(self.seed, "coupled", f"{answer.prompt.id}/{answer.sample}", iteration)
         shared = masking.key(self.seed, "coupled", "batch", iteration) if self.shared_time else None
+        if self.apart:
+            return masking.apart(key, len(answer.canvas))
         return masking.coupled(key, len(answer.canvas), shared)
 
     def scores(self, model: nn.Module, answers: Sequence[CanvasAnswer], iteration: int, where: torch.device) -> list[np.ndarray]:  # fmt: skip

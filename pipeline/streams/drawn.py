@@ -41,6 +41,7 @@ class CoupledBatch:
     arrays: dict[str, Tensor]  # (N,) float32 each: advantages, reference
     counts: dict[str, int] = field(default_factory=dict)
     fresh: bool = False  # the policy has not moved since the old scores
+    second: Tensor | None = None  # (B, T) bool; none: what `first` leaves of the canvas
 
     def to(self, device: torch.device | str) -> "CoupledBatch":
         """The same on another device."""
@@ -50,6 +51,6 @@ class CoupledBatch:
     @property
     def inputs(self) -> list[Noised]:
         """The three of them. The counted tokens under each mask are asked for, no others."""
-        second = self.canvas & ~self.first
+        second = self.canvas & ~self.first if self.second is None else self.second
         return [Noised(self.tokens, masks, self.documents, self.positions, asked=masks & self.counted)
                 for masks in (self.canvas, self.first, second)]  # fmt: skip

@@ -118,6 +118,12 @@ def coupled(key: int, length: int, shared: int | None = None) -> Coupled:
     return Coupled(t, first, ~first)
 
 
+def apart(key: int, length: int) -> Coupled:
+    """As `coupled`, but the second mask is drawn by itself, at rate 1 - t: what coupling is compared with, not trained by."""
+    t, first, _ = coupled(key, length)
+    return Coupled(t, first, uniforms(key, 1 + 2 * length)[1 + length :] < 1 - t)
+
+
 # -- what surrounds them -------------------------------------------------------------------------------------------------
 
 
