@@ -1,6 +1,6 @@
 """Masked-diffusion models on held-out problems: pass@1 against forward passes, and what a policy gained where its start was unsure.
 
-    python benchmarks/masked.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96] [--block 16]
+    python benchmarks/masked.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96] [--block 48]
     python benchmarks/masked.py gain models/diffusion models/diffusion_grpo data/problems/test.jsonl [--problems 400] [--steps 32]
 
 `quality`: greedy answers at 1, 2, 4, 8 tokens a step and by thresholds with and without caches, each beside one token a step on the
@@ -78,7 +78,7 @@ def main() -> None:
         if name == "gain":
             one.add_argument("other", type=Path)
         one.add_argument("file", type=Path)
-        for option, default in (("problems", 400), ("canvas", 96), ("block", 16), ("steps", 48), ("seed", 0)):
+        for option, default in (("problems", 400), ("canvas", 96), ("block", 48), ("steps", 48), ("seed", 0)):
             one.add_argument(f"--{option}", type=int, default=default)
         one.add_argument("--temperature", type=float, default=0.8)
         one.add_argument("--top-p", type=float, default=0.95)

@@ -232,6 +232,8 @@ def remedy(path: Path) -> str:
     if top == "data" and rest and rest[0] in made_by:
         return f"make it with: dvc repro stage_{made_by[rest[0]]}"
     if top == "models":
+        if rest[0] == "diffusion_control":  # the second model of its stage
+            return "make it with: dvc repro stage_diffusion"
         if Path(f"stages/{rest[0]}.py").is_file():
             return f"make it with: dvc repro stage_{rest[0]}"
         return f"models/ holds: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"

@@ -49,6 +49,7 @@ class Params:
     )
     frontier_problems: int = 1000  # that are tried for it
     denoising_steps: int  # forward passes of a completion, at most its length
+    threshold: float | None = None  # uncover all tokens of at least this probability at once: fewer passes than steps
     top_p: float = 1.0
     order: str = "entropy"  # which tokens are uncovered first
     denoising_schedule: str = "balanced"  # how many a step: balanced, or dream
@@ -87,7 +88,7 @@ class Params:
     def sampling(self) -> Denoising:
         """How completions are sampled."""
         return Denoising(length=self.fit.max_new_tokens, steps=self.denoising_steps, temperature=self.fit.temperature, top_p=self.top_p,
-                         order=self.order, schedule=self.denoising_schedule, confidence=self.confidence)  # fmt: skip
+                         order=self.order, schedule=self.denoising_schedule, confidence=self.confidence, threshold=self.threshold)  # fmt: skip
 
     @property
     def method(self) -> GroupMethod:

@@ -112,7 +112,7 @@ def params(**changes: Any) -> diffusion_grpo.Params:
 @pytest.mark.parametrize(("key", "value", "field", "expected"), [
     ("denoising_steps", 8, "steps", 8), ("top_p", 0.5, "top_p", 0.5), ("order", "margin", "order", "margin"),
     ("denoising_schedule", "dream", "schedule", "dream"), ("confidence", "tempered", "confidence", "tempered"),
-    ("temperature", 0.7, "temperature", 0.7), ("max_new_tokens", 48, "length", 48),
+    ("temperature", 0.7, "temperature", 0.7), ("max_new_tokens", 48, "length", 48), ("threshold", 0.9, "threshold", 0.9),
 ])  # fmt: skip
 def test_completions_are_sampled_as_the_block_says(
     key: str, value: Any, field: str, expected: Any, in_repository: Path

@@ -28,7 +28,8 @@ from pipeline.sandbox.judge import Judge
 from pipeline.streams.records import Problem, Text
 
 PER_STEP = (1, 2, 4, 8)  # tokens
-THRESHOLDS = (0.7, 0.8, 0.9, 0.95)
+THRESHOLDS = (0.7, 0.8, 0.9, 0.95, 0.99)
+CACHED = (0.9, 0.99)  # thresholds that are also measured with caches
 AR_WITHIN = (1, 2, 4)
 
 
@@ -101,9 +102,8 @@ def ways(canvas: int, block: int) -> dict[str, Denoising]:
     found = {f"{n} a step": replace(plain, steps=canvas // n) for n in PER_STEP if canvas % n == 0}
     by_block = replace(plain, block=block)
     found |= {f"threshold {t}": replace(by_block, threshold=t) for t in THRESHOLDS}
-    return found | {
-        f"threshold 0.9, {cache} cache": replace(by_block, threshold=0.9, cache=cache) for cache in ("prefix", "dual")
-    }
+    return found | {f"threshold {t}, {cache} cache": replace(by_block, threshold=t, cache=cache)
+                    for t in CACHED for cache in ("prefix", "dual")}  # fmt: skip
 
 
 def quality(subject: CanvasSubject, problems: Sequence[Problem], judge: Judge) -> Result:
