@@ -69,38 +69,24 @@ def run(
     sets = [brought.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
     masked = read_config(model).attention != "causal"
     subject = canvas_subject(model, params, job.seed) if masked else causal_subject(model, settings, job.seed)
-    texts = held_out(text)
-    prose, told, unseen = split_texts(texts)
-    sources = held_out(code)
+    texts, sources = held_out(text), held_out(code)
     talks = list(read(dialogues / "test.jsonl", Dialogue))
     asked = list(read(problems / "test.jsonl", Problem))
     sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
-    plan = {
-        "text": lambda: suites.documents(subject, prose[: settings.documents]),
-        "stories": lambda: suites.documents(subject, told[: settings.documents]),
-        "stories_held_out": lambda: suites.documents(subject, unseen[: settings.documents]),
-        "drills": lambda: suites.documents(subject, of_source(texts, drills.SOURCE)[: settings.documents]),
-        "transcripts": lambda: suites.documents(subject, of_source(texts, transcripts.SOURCE)[: settings.documents]),
-        "stories sampled": lambda: suites.sampled_stories(subject, told),
-        "code": lambda: suites.documents(subject, sources[: settings.documents]),
-        "code gaps": lambda: suites.gaps(subject, sources),
-        "problems": lambda: solve(subject, asked, sandbox),
-        "tools": lambda: suites.called(subject, [d for d in talks if d.kind == "tools"]),
-        "answers": lambda: suites.answered(subject, talks),
-    }
-    if sets:
-        completes = model.name in brought.COMPLETES
-        plan["benchmarks"] = lambda: brought.score(subject, sets, completes=completes, sandbox=sandbox)
-    said = asdict(settings)
-    hardware = device.hardware(job.runtime.precision)
+    said, hardware = asdict(settings), device.hardware(job.runtime.precision)
     if isinstance(subject, CanvasSubject):
         subject.denoiser.to(hardware.device)
-        asked, said = asked[: params.canvas.canvas_problems], asdict(subject.settings) | asdict(params.canvas) | {"precision": hardware.precision}  # fmt: skip
-        plan = {
-            "code": lambda: canvases.documents(subject, sources[: settings.documents]),
-            "problems": lambda: canvases.with_orders(solve(subject, asked, sandbox), subject, asked),
-            "quality": lambda: solve(subject, asked, sandbox, canvases.quality),
-        }
+        said = asdict(subject.settings) | asdict(params.canvas) | {"precision": hardware.precision}
+        if sets:
+            say(
+                f"{model.name}: {', '.join(params.benchmarks)} not scored: their prompts are for a model that decodes from the left"
+            )
+        plan = canvas_plan(subject, sources, asked[: params.canvas.canvas_problems], sandbox)
+    else:
+        plan = causal_plan(subject, texts, sources, talks, asked, sandbox)
+        if sets:
+            completes = model.name in brought.COMPLETES
+            plan["benchmarks"] = lambda: brought.score(subject, sets, completes=completes, sandbox=sandbox)
     numbers: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     with progress(total=len(plan), desc=job.name, unit="suite") as bar:
@@ -114,6 +100,38 @@ def run(
     write_json(summary, {**numbers, "settings": said | {"seed": job.seed}, "lineage": job.lineage})
     items.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     write_curve(curves, curve_rows(numbers))
+
+
+def causal_plan(
+    subject: Subject, texts: list[Text], sources: list[Text], talks: list[Dialogue], asked: list[Problem], sandbox: Callable[[], Judge]
+) -> dict[str, Callable[[], Result]]:  # fmt: skip
+    """What a causal model is measured by. Numbers of suites whose names begin alike stand together."""
+    most = subject.settings.documents
+    prose, told, unseen = split_texts(texts)
+    return {
+        "text": lambda: suites.documents(subject, prose[:most]),
+        "stories": lambda: suites.documents(subject, told[:most]),
+        "stories_held_out": lambda: suites.documents(subject, unseen[:most]),
+        "drills": lambda: suites.documents(subject, of_source(texts, drills.SOURCE)[:most]),
+        "transcripts": lambda: suites.documents(subject, of_source(texts, transcripts.SOURCE)[:most]),
+        "stories sampled": lambda: suites.sampled_stories(subject, told),
+        "code": lambda: suites.documents(subject, sources[:most]),
+        "code gaps": lambda: suites.gaps(subject, sources),
+        "problems": lambda: solve(subject, asked, sandbox),
+        "tools": lambda: suites.called(subject, [d for d in talks if d.kind == "tools"]),
+        "answers": lambda: suites.answered(subject, talks),
+    }
+
+
+def canvas_plan(
+    subject: CanvasSubject, sources: list[Text], asked: list[Problem], sandbox: Callable[[], Judge]
+) -> dict[str, Callable[[], Result]]:
+    """What a masked-diffusion model is measured by."""
+    return {
+        "code": lambda: canvases.documents(subject, sources[: subject.settings.documents]),
+        "problems": lambda: canvases.with_orders(solve(subject, asked, sandbox), subject, asked),
+        "quality": lambda: solve(subject, asked, sandbox, canvases.quality),
+    }
 
 
 def causal_subject(model: Path, settings: Settings, seed: int) -> Subject:

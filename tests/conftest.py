@@ -121,3 +121,15 @@ def page(browser: Any, server: Running) -> Iterator[Any]:
 
     with opened(browser, server.url) as found:
         yield found
+
+
+@pytest.fixture
+def masked(
+    tmp_path: Path, byte_tokenizer: Tokenizer, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> Workspace:
+    """A workspace with what the stages of masked diffusion read, and the working directory in it."""
+    from tests import masked_workspace
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
+    return masked_workspace.make(tmp_path, byte_tokenizer, tiny_model)

@@ -86,6 +86,18 @@ def test_each_request_hears_what_the_sampler_says(model: Denoiser) -> None:
     )
 
 
+def test_a_negative_seed_is_a_seed(model: Denoiser) -> None:
+    engine = CanvasEngine(model, canvas=CANVAS)
+    heard = [
+        ask(engine, [20, 21], seed=seed, warm=0.9, tokens=tokens)[0]
+        for seed in (-1, -(2**63))
+        for tokens in (CANVAS, 20)
+    ]
+    finished(engine, *heard)
+    assert all(one.end is not None and one.end.reason == "length" for one in heard)
+    assert heard[0].said == alone(model, [20, 21], 2**64 - 1, 0.9) == heard[1].said[:CANVAS] != heard[2].said
+
+
 def test_what_is_said_stands_to_the_left_of_the_first_mask_and_never_changes(model: Denoiser) -> None:
     engine = CanvasEngine(model, canvas=CANVAS)
     heard, _ = ask(engine, [20, 21], frames=True)

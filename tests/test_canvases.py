@@ -99,6 +99,16 @@ def test_a_completion_is_a_canvas_up_to_its_end(subject: CanvasSubject) -> None:
     assert hot == subject.complete("problems", prompts, tokens=4, temperature=1.0, sample=1)
 
 
+def test_a_greedy_answer_is_written_once(subject: CanvasSubject, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = {"a": [20, 21, 22]}
+    first = subject.complete("problems", prompts, tokens=4, temperature=0.0)
+    monkeypatch.setattr(canvases, "denoise", lambda _, asked, *rest: [1 / 0 for _ in asked])
+    again = subject.generate("quality", prompts, ways(16, 8)["1 a step"])
+    assert again["a"].ids == first["a"].ids
+    with pytest.raises(ZeroDivisionError):
+        subject.complete("problems", prompts, tokens=4, temperature=0.5)
+
+
 def test_quality_is_measured_against_passes_beside_one_token_a_step(
     subject: CanvasSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

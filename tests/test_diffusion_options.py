@@ -14,28 +14,16 @@ from pipeline.errors import DataError
 from pipeline.evaluation import frontier
 from pipeline.learning.phases import Phases
 from pipeline.learning.reference_masked import Following
-from pipeline.model.transformer import Transformer
 from pipeline.params import Settings, stage_params
 from pipeline.reinforcement.answers import Prompt
-from pipeline.text.tokenizer import Tokenizer
 from pipeline.tracking import Tracker
 from stages import diffusion_grpo
-from tests import masked_workspace
 from tests.conftest import ROOT
 from tests.masked_workspace import arguments
 from tests.test_coupled import PROBLEM
 from tests.test_denoiser import model
 from tests.test_fit import job
 from tests.workspace import Workspace, command
-
-
-@pytest.fixture
-def masked(
-    tmp_path: Path, byte_tokenizer: Tokenizer, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> Workspace:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
-    return masked_workspace.make(tmp_path, byte_tokenizer, tiny_model)
 
 
 def ran(masked: Workspace, stage: str, **changes: Any) -> list[dict[str, str]]:

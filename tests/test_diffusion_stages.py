@@ -15,10 +15,7 @@ import torch
 from pipeline import checkpoint, denoisers
 from pipeline.errors import ModelError
 from pipeline.learning import fit as fit_module
-from pipeline.model.transformer import Transformer
 from pipeline.streams import records
-from pipeline.text.tokenizer import Tokenizer
-from tests import masked_workspace
 from tests.masked_workspace import STAGES, arguments
 from tests.test_alignment_resume import DOOMED, Stopped
 from tests.test_published import DREAM, LLADA
@@ -26,15 +23,6 @@ from tests.test_published import checkpoint as checkpoint_of
 from tests.workspace import Ended, Workspace, command, pair
 
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
-
-
-@pytest.fixture
-def masked(
-    tmp_path: Path, byte_tokenizer: Tokenizer, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> Workspace:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
-    return masked_workspace.make(tmp_path, byte_tokenizer, tiny_model)
 
 
 def run(stage: str, **changes: Any) -> Ended:

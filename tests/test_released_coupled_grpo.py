@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,29 +12,17 @@ from torch import Tensor
 from pipeline.learning.objectives_policy import kl_k3
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.scoring_masked import coupled_logprobs
-from pipeline.model.transformer import Transformer
 from pipeline.reinforcement.canvases import CanvasRollouts, Coupling
 from pipeline.reinforcement.rewards import Resources, Scorer
 from pipeline.reinforcement.rollout import Method, Rollout, RolloutConfig
 from pipeline.sandbox.judge import Judge, SandboxConfig, Verdict
 from pipeline.streams import masking
-from pipeline.text.tokenizer import Tokenizer
-from tests import masked_workspace
 from tests.masked_workspace import arguments
 from tests.test_coupled import answer, scored
 from tests.test_denoiser import model
 from tests.workspace import Workspace, command
 
 COUPLING = Coupling(seed=0, inner=2, fill=2)
-
-
-@pytest.fixture
-def masked(
-    tmp_path: Path, byte_tokenizer: Tokenizer, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> Workspace:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
-    return masked_workspace.make(tmp_path, byte_tokenizer, tiny_model)
 
 
 def filled(rows: int = 4, inner: int = 2) -> CanvasRollouts:

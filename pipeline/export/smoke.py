@@ -53,6 +53,12 @@ class Door:
         _expect(answer.status_code == status, path, f"status {status}", f"{answer.status_code} {answer.text:.300}")
         return answer.json()
 
+    def events(self, body: dict[str, Any]) -> list[str]:
+        """What a chat's stream tells, a string each."""
+        asked = {"model": self.name, "messages": TALK, "max_completion_tokens": SAID, "temperature": 0, "stream": True}
+        with self.client.stream("POST", "/v1/chat/completions", json=asked | body) as answer:
+            return [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+
 
 def check(folder: Path, model: Transformer | RewardModel, tokenizer: Tokenizer) -> int:
     """Serve a directory and ask six times; the number of calls. Raises GateError."""
@@ -134,10 +140,7 @@ def _masked_calls(door: Door, model: Transformer) -> int:
 def _uncovered(door: Door) -> None:
     """Steps of a canvas: each one leaves fewer masks than the one before."""
     path = "/v1/chat/completions"
-    body = {"model": door.name, "messages": TALK, "max_completion_tokens": SAID, "temperature": 0, "stream": True,
-            "stream_options": {"include_denoising": True}}  # fmt: skip
-    with door.client.stream("POST", path, json=body) as answer:
-        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    events = door.events({"stream_options": {"include_denoising": True}})[:-1]
     steps = [chunk["denoising"] for chunk in map(json.loads, events) if "denoising" in chunk]
     masks = [step["tokens"].count(None) for step in steps if step["offset"] == 0]
     _expect(bool(masks) and masks == sorted(set(masks), reverse=True), path, "canvases with fewer masks each", masks)
@@ -173,9 +176,7 @@ def _said(door: Door) -> str:
 def _streamed(door: Door, said: str) -> None:
     """The same answer in pieces."""
     path = "/v1/chat/completions"
-    body = {"model": door.name, "messages": TALK, "max_completion_tokens": SAID, "temperature": 0, "stream": True}
-    with door.client.stream("POST", path, json=body) as answer:
-        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    events = door.events({})
     _expect(events[-1:] == ["[DONE]"], path, "a stream that ends with [DONE]", events[-1:])
     deltas = [choice["delta"] for event in events[:-1] for choice in json.loads(event)["choices"]]
     joined = "".join(delta.get("content") or "" for delta in deltas)

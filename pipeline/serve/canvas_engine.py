@@ -97,7 +97,7 @@ class CanvasEngine(Loop):
         way = Denoising(length=length, steps=length, temperature=request.sampling.temperature, top_p=request.sampling.top_p,
                         block=self.model.traits.block_size or None)  # fmt: skip
         seed = request.seed if not slot.offset else stable_hash(request.seed, "canvas", slot.offset)
-        return stepwise(self.model, slot.held, way, seed)
+        return stepwise(self.model, slot.held, way, seed % 2**64)  # OpenAI's may be negative
 
     def _say(self, row: int, seen: Progress) -> None:
         """Tell what stands to the left of the first mask, and see whether the answer ends."""
