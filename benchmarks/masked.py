@@ -2,6 +2,7 @@
 
     python benchmarks/masked.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96] [--block 48]
     python benchmarks/masked.py gain models/diffusion models/diffusion_grpo data/problems/test.jsonl [--problems 400] [--steps 32]
+        [--temperature 0.8] [--threshold 0.99]
 
 `quality`: greedy answers at 1, 2, 4, 8 tokens a step and by thresholds with and without caches, each beside one token a step on the
 same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes at no more than 2 points lost.
@@ -45,7 +46,7 @@ def subject(folder: Path, arguments: argparse.Namespace) -> CanvasSubject:
 def solved(asked: CanvasSubject, problems: list[Problem], samples: range, arguments: argparse.Namespace, judge: Judge) -> np.ndarray:  # fmt: skip
     """Whether each sample of each problem passes: (problems, samples) bool."""
     way = Denoising(length=arguments.canvas, steps=arguments.steps, temperature=arguments.temperature, top_p=arguments.top_p,
-                    block=asked.denoiser.traits.block_size or None)  # fmt: skip
+                    threshold=arguments.threshold, block=asked.denoiser.traits.block_size or None)  # fmt: skip
     prompts = {p.id: suites.user(asked.tokenizer, p.question) for p in problems}
     found = []
     for sample in samples:
@@ -82,6 +83,9 @@ def main() -> None:
             one.add_argument(f"--{option}", type=int, default=default)
         one.add_argument("--temperature", type=float, default=0.8)
         one.add_argument("--top-p", type=float, default=0.95)
+        one.add_argument(
+            "--threshold", type=float, help="gain: uncover all tokens of at least this probability at once"
+        )
         one.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     problems = list(read(arguments.file, Problem))[: arguments.problems]

@@ -215,7 +215,7 @@ class Run:
     def _update(self, totals: Totals, norm: float, rows: np.ndarray, batches: list[Any]) -> bool:
         """Apply the step's gradients, or do what the settings say about a step that went wrong; False after a rollback."""
         course, value = self.course, totals.value
-        why = totals.veto or verdict.fault(course, value, norm, self.config.on_spike)
+        why = totals.veto or verdict.fault(course, value, norm, self.config.on_spike, self.config.max_grad_norm)
         if not why:
             self.optimizers.step(self.config.factor(course.step, self.steps))
             self.scaler.update()

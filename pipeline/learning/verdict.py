@@ -3,7 +3,8 @@
     finite?  spike?  limit?   ->   apply, skip, stop, or roll back          (one verdict on all ranks: the numbers are global)
 
 A spike is a loss or gradient norm above mean + 6 max(std, 1 % of |mean|) of the last 128 applied steps (PaLM restarts before a spike and
-skips the batches around it: Chowdhery et al. 2022, arXiv:2204.02311, 5.1). A skipped step changes no weight and no moment; three in a
+skips the batches around it: Chowdhery et al. 2022, arXiv:2204.02311, 5.1). A loss less than 0.1 nats above the mean is none, nor is a
+norm that clipping leaves alone: a model that knows its data by heart has losses near 0 with rare, small jumps. A skipped step changes no weight and no moment; three in a
 row, or ten in a thousand steps, stop the run. A rollback goes back to the newest evaluated state at least 16 steps old, but never behind
 the rollback before, and never reads the batches from there to here again; where there is none yet the step is skipped, and after three
 rollbacks the run stops.
@@ -26,6 +27,7 @@ from pipeline.learning.course import Course
 HISTORY = 128  # applied steps that a spike is measured against
 DEVIATIONS = 6.0
 LEAST_SPREAD = 0.01  # of the mean
+LEAST_RISE = 0.1  # of a loss, in nats
 IN_ROW, WITHIN, IN_ALL = 3, 1000, 10
 BACK = 16  # steps that the state of a rollback is old at least
 ROLLBACKS = 3
@@ -34,17 +36,17 @@ ON_NONFINITE = ("skip", "stop", "rollback")
 ON_SPIKE = ("skip", "stop", "rollback", "ignore")
 
 
-def fault(course: Course, loss: float, norm: float, on_spike: str) -> str:
-    """What is wrong with a step; empty when its update may be made."""
+def fault(course: Course, loss: float, norm: float, on_spike: str, clip: float = 0.0) -> str:
+    """What is wrong with a step whose gradient is clipped to the norm `clip`; empty when its update may be made."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "not finite"
     if on_spike == "ignore" or len(course.applied) < HISTORY:
         return ""
-    for name, value, known in zip(
-        ("loss", "gradient norm"), (loss, norm), zip(*course.applied, strict=True), strict=True
-    ):
+    losses, norms = zip(*course.applied, strict=True)
+    for name, value, known in (("loss", loss, losses), ("gradient norm", norm, norms)):
         mean = statistics.fmean(known)
         limit = mean + DEVIATIONS * max(statistics.pstdev(known, mean), LEAST_SPREAD * abs(mean))
+        limit = max(limit, mean + LEAST_RISE if name == "loss" else clip)
         if value > limit:
             return f"a spike: {name} above {limit:.4g}, the mean of the last {HISTORY} steps being {mean:.4g}"
     return ""
