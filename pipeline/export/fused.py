@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from pipeline.model.attention import Layout
 from pipeline.model.config import ModelConfig
-from pipeline.model.transformer import Block, Body, Embedding, Linear, RMSNorm, Transformer, rope_tables
+from pipeline.model.layers import Block, Body, Embedding, Linear, RMSNorm, rope_tables
+from pipeline.model.transformer import Transformer
 
 FEW, MANY = 5, 64  # rows of a step of several users, or of a draft and its token
 

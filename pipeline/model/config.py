@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError
+from pipeline.model.memory_config import LEAK, MemoryConfig
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 # Its own type, so that a causal engine refuses a bidirectional model instead of answering nonsense.
@@ -41,6 +42,7 @@ class ModelConfig:
     qk_norm: bool = True  # RMSNorm on each query and key head, before RoPE; has no effect with `bias`
     norm_eps: float = 1e-6
     attention: str = "causal"  # or "bidirectional"
+    memory: MemoryConfig | None = None  # {rows, chapters, top_k, ...}: a bank that some layers read (memory.py)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_context"):
@@ -54,6 +56,12 @@ class ModelConfig:
             raise ValueError("model.rope_theta and model.norm_eps: expected positive numbers")
         if self.attention not in ("causal", "bidirectional"):
             raise ValueError(f"model.attention: expected causal or bidirectional, found {self.attention!r}")
+        if self.memory is not None:
+            self.memory.placed(self.layers)
+            if self.attention != "causal":
+                raise ValueError("model.memory: a model that sees both sides has none here; take causal attention")
+            if self.memory.leaky and not self.memory.allow_leak:
+                raise ValueError(f"model.memory.{LEAK}")
 
     @property
     def family(self) -> str:

@@ -1,0 +1,240 @@
+"""A memory: a bank of learnable rows in chapters, of which a text chooses a few and reads them by cross-attention.
+
+    u = mean of the normed states of a span that the unit may know      z = W u + b      p = softmax(z)
+    w_c = top_k p_c / (sum of p over the chosen) for chosen chapters, 1 for shared ones
+    x <- x + W_o attention(q = W_q norm(x), k = W_k m, v = W_v m), with ln w_c added to the logits of the rows of chapter c
+
+One softmax runs over all rows of the chosen and the shared chapters, so with all chapters chosen and equal p this is attention over
+the whole bank. W_o is zero at the start: the first step is the base model's. The idea is that of Tasmay-Tibrewal/Memory; there a
+text chooses from all of its positions, later ones too, so what it gains over a causal model cannot be told. Here a unit chooses from
+what stands before it (`memory_units.py`); the losses that spread the choice are in `learning/objectives_memory.py`.
+
+Not promised: positions in the bank (no RoPE), or an order of its rows. `top_k` chapters per unit, never per head.
+
+Shapes: N tokens, U units, L tokens of a unit, D width, M numbers of a bank's row, H query heads, K key heads, h head size, C routed
+and S shared chapters of T rows, k chosen.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+
+from pipeline.model.config import ModelConfig
+from pipeline.model.layers import Linear, RMSNorm
+from pipeline.model.memory_config import MemoryConfig
+from pipeline.model.memory_units import Units
+
+BANK_STD = 0.02  # of fresh rows and of the router
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What the units of a line chose in one layer."""
+
+    logits: Tensor  # (U, C) float32
+    chosen: Tensor  # (U, k) chapters, of 0 to C - 1
+    log_weights: Tensor  # (U, k) ln w of these
+
+    @property
+    def probabilities(self) -> Tensor:
+        """p, (U, C) float32."""
+        return self.logits.softmax(-1)
+
+
+@dataclass
+class Reading:
+    """What a forward pass is told about the memory, and what it tells of it by layer."""
+
+    trained: Tensor | None = None  # (B, T) bool, positions with a loss; routing by prompt asks for them
+    off: bool = False  # read nothing
+    choose: Callable[[int, Tensor], Tensor] | None = None  # of a layer and its logits (U, C): other chapters (U, k)
+    watch: bool = False  # measure what is read
+    routed: dict[int, Routed] = field(default_factory=dict)
+    measured: dict[int, dict[str, float]] = field(default_factory=dict)  # with `watch`
+
+
+class Memory(nn.Module):
+    """The banks and the layers' readers. Without a `generator` its weights are zero, to be loaded."""
+
+    def __init__(self, config: MemoryConfig, shape: ModelConfig, generator: torch.Generator | None = None) -> None:
+        """Raises ValueError where the placement or the heads do not fit the model."""
+        super().__init__()
+        self.config, self.shape = config, shape
+        layers = config.placed(shape.layers)
+        banks = config.banks(len(layers))
+        self.bank_of = dict(zip(layers, banks, strict=True))
+        self.bank = nn.ModuleList(Bank(config, shape.width) for _ in range(max(banks, default=-1) + 1))
+        self.reads = nn.ModuleDict({str(layer): Reader(config, shape) for layer in layers})
+        if generator is not None:
+            self.initialise(generator)
+
+    def read(self, layer: int, x: Tensor, units: Units, reading: Reading) -> Tensor:
+        """The stream (N, D) after the reading of a layer; unchanged where it does not read."""
+        if layer not in self.bank_of or reading.off or not len(units.places):
+            return x
+        reader, bank = self.of(layer)
+        normed = reader.norm(x)
+        choose = None if reading.choose is None else lambda logits: reading.choose(layer, logits)  # type: ignore[misc]
+        routed = reader.route(means(normed, units), choose)
+        reading.routed[layer] = routed
+        out = reader.o_proj(reader.attend(normed, units, routed, bank))
+        if reading.watch:
+            reading.measured[layer] = {"share": float(out.float().norm() / x.float().norm())}
+        return x + out
+
+    def of(self, layer: int) -> tuple["Reader", "Bank"]:
+        """The reader of a layer and its bank."""
+        reader, bank = self.reads[str(layer)], self.bank[self.bank_of[layer]]
+        assert isinstance(reader, Reader) and isinstance(bank, Bank)
+        return reader, bank
+
+    def num_parameters(self) -> int:
+        """All weights of banks and readers."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Fresh weights, drawn in the order of `state_dict()` on the generator's device.
+
+        Rows and routers normal with deviation 0.02, the second factor of a bank 1/sqrt(r), projections as the model's own, the way
+        out zero (of two factors the second), norms one, biases zero.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2 or name.endswith(("o_proj.weight", "o_proj.up.weight")):
+                parameter.fill_(0.0 if parameter.ndim > 1 or name.endswith("bias") else 1.0)
+                continue
+            std = BANK_STD if name.endswith(("rows", "router.weight")) else parameter.shape[1] ** -0.5
+            if name.endswith("proj.weight"):
+                std = self.shape.initializer_range
+            drawn = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
+            parameter.copy_(drawn)
+
+
+class Bank(nn.Module):
+    """N rows of M numbers."""
+
+    def __init__(self, config: MemoryConfig, width: int) -> None:
+        super().__init__()
+        narrow = config.bank_rank or width
+        self.rows = nn.Parameter(torch.zeros(config.rows, narrow))  # (N, M), or A of M = A B^T
+        self.factor = nn.Parameter(torch.zeros(width, narrow)) if config.storage == "factorised" else None  # B (D, r)
+
+    def forward(self, which: Tensor | None = None) -> Tensor:
+        """The rows (..., M) of these numbers (...); all without."""
+        rows = self.rows if which is None else self.rows[which]
+        return rows if self.factor is None else functional.linear(rows, self.factor)
+
+
+class Projection(nn.Module):
+    """up(down(x)): a matrix of low rank."""
+
+    def __init__(self, num_in: int, num_out: int, rank: int) -> None:
+        super().__init__()
+        self.down, self.up = Linear(num_in, rank), Linear(rank, num_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
+class Reader(nn.Module):
+    """What one layer has of the memory: its norm, its router, its projections."""
+
+    def __init__(self, config: MemoryConfig, shape: ModelConfig) -> None:
+        super().__init__()
+        self.config, self.heads, self.kv_heads = config, shape.heads, shape.kv_heads
+        narrow = config.bank_rank if config.storage == "reduced" else None
+        if narrow is not None and narrow % shape.heads:
+            raise ValueError(
+                f"memory.bank_rank: expected a multiple of the {shape.heads} heads with reduced storage, got {narrow}"
+            )
+        self.head_dim = shape.head_dim if narrow is None else narrow // shape.heads
+        inner, outer, row = self.heads * self.head_dim, self.kv_heads * self.head_dim, narrow or shape.width
+
+        def projection(num_in: int, num_out: int) -> nn.Module:
+            return Linear(num_in, num_out) if config.rank is None else Projection(num_in, num_out, config.rank)
+
+        self.norm = RMSNorm(shape.width, shape.norm_eps)
+        self.router = Linear(shape.width, config.chapters, bias=True)
+        self.q_proj, self.k_proj = projection(shape.width, inner), projection(row, outer)
+        self.v_proj, self.o_proj = projection(row, outer), projection(inner, shape.width)
+
+    def route(self, u: Tensor, choose: Callable[[Tensor], Tensor] | None = None) -> Routed:
+        """The chapters that units of means `u` (U, D) choose; of equal logits the lower number. In float32."""
+        with torch.autocast(u.device.type, enabled=False):
+            wide = torch.promote_types(u.dtype, torch.float32)
+            bias = self.router.bias
+            logits = functional.linear(u.to(wide), self.router.weight.to(wide), None if bias is None else bias.to(wide))
+        if choose is None:
+            chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.config.top_k]
+        else:
+            chosen = choose(logits.detach())
+        own = logits.gather(1, chosen)  # ln w = ln k + ln p - ln (sum of p over the chosen)
+        return Routed(logits, chosen, own.log_softmax(-1) + torch.tensor(float(chosen.shape[1])).log().to(own))
+
+    def attend(self, normed: Tensor, units: Units, routed: Routed, bank: Bank, projected: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
+        """What the tokens (N, D) read, (N, H * h): zeros for padding. `projected` keys and values of the whole bank (rows, K, h)."""
+        config = self.config
+        num, each = len(units.places), config.chapter_rows
+        q = self.q_proj(normed).unflatten(-1, (self.heads, self.head_dim))  # (N, H, h)
+        if projected is None and num * config.top_k >= config.chapters:
+            projected = self.projected(bank)
+        if units.sources is None and projected is not None:
+            out = self._masked(q[units.places[:, 0]], routed, *projected)
+        else:
+            shared = torch.arange(config.shared, device=q.device).expand(num, -1)
+            chapters = torch.cat([shared, config.shared + routed.chosen], 1)  # (U, S + k)
+            which = (chapters[..., None] * each + torch.arange(each, device=q.device)).flatten(1)  # (U, rows)
+            keys, values = (x[which] for x in projected) if projected else self.projected(bank, which)
+            weights = functional.pad(routed.log_weights, (config.shared, 0)).repeat_interleave(each, 1)  # (U, rows)
+            asked = functional.pad(q, (0, 0, 0, 0, 0, 1))[units.places]  # (U, L, H, h), zeros where a unit has fewer
+            out = self._joint(asked, keys, values, weights).flatten(0, 1)  # (U * L, H, h)
+        return functional.pad(out, (0, 0, 0, 0, 0, 1))[units.back].flatten(1)
+
+    def projected(self, bank: Bank, which: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values (..., K, h) of these rows of the bank, or of all."""
+        rows = bank(which)
+        return tuple(p(rows).unflatten(-1, (self.kv_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))  # pyright: ignore[reportReturnType]
+
+    def _joint(self, q: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+        """One softmax over all rows: q (U, L, H, h), keys and values (U, rows, K, h), ln w (U, rows) -> (U, L, H, h).
+
+        ln w travels as one more dimension of the keys, which every kernel of attention takes.
+        """
+        size = self.head_dim
+        with torch.autocast(
+            q.device.type, enabled=q.device.type != "cpu"
+        ):  # on a CPU attention in bf16 takes twice as long
+            if q.device.type == "cpu":
+                q, keys, values = (x if x.dtype == torch.float64 else x.float() for x in (q, keys, values))
+            extra = (weights.to(keys.dtype) * size**0.5)[..., None, None].expand(*keys.shape[:-1], 1)
+            q = functional.pad(q, (0, 1), value=1.0).transpose(1, 2)  # (U, H, L, h + 1)
+            keys, values = (self._grouped(x) for x in (torch.cat([keys, extra], -1), functional.pad(values, (0, 1))))
+            out = scaled_dot_product_attention(q, keys, values, scale=size**-0.5)
+        return out[..., :size].transpose(1, 2)
+
+    def _masked(self, q: Tensor, routed: Routed, keys: Tensor, values: Tensor) -> Tensor:
+        """The same for units of one token: q (U, H, h) and the whole bank (rows, K, h), not chosen rows left out -> (U, H, h)."""
+        config = self.config
+        wide = q.dtype if q.dtype == torch.float64 else torch.float32
+        mask = torch.full((len(q), config.chapters), float("-inf"), device=q.device, dtype=wide)
+        mask = mask.scatter(1, routed.chosen, routed.log_weights.to(wide))
+        mask = functional.pad(mask, (config.shared, 0)).repeat_interleave(config.chapter_rows, 1)  # (U, rows)
+        with torch.autocast(q.device.type, enabled=False):
+            q, keys, values = (x.to(wide)[None] for x in (q, keys, values))
+            out = scaled_dot_product_attention(q.transpose(1, 2), self._grouped(keys), self._grouped(values), attn_mask=mask[None, None])  # fmt: skip
+        return out[0].transpose(0, 1)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """(U, rows, K, h) -> (U, H, rows, h): each key head for its query heads."""
+        return x.transpose(1, 2).repeat_interleave(self.heads // self.kv_heads, 1)
+
+
+def means(normed: Tensor, units: Units) -> Tensor:
+    """u (U, D): the mean of the states (N, D) that each unit chooses from, zeros where it has none."""
+    if units.sources is None:
+        return normed[units.places[:, 0]]
+    return functional.pad(normed, (0, 0, 0, 1))[units.sources].sum(1) / units.counts
