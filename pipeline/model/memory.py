@@ -15,19 +15,23 @@ Shapes: N tokens, U units, L tokens of a unit, D width, M numbers of a bank's ro
 and S shared chapters of T rows, k chosen.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
+from pipeline.model import memory_state
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Linear, RMSNorm
 from pipeline.model.memory_config import MemoryConfig
-from pipeline.model.memory_units import Units
+from pipeline.model.memory_units import Units, cut
 
+Reads = Callable[[int, Tensor], Tensor]  # of a layer and the stream (N, D) behind it: the stream
 BANK_STD = 0.02  # of fresh rows and of the router
 
 
@@ -68,13 +72,26 @@ class Memory(nn.Module):
         banks = config.banks(len(layers))
         self.bank_of = dict(zip(layers, banks, strict=True))
         self.bank = nn.ModuleList(Bank(config, shape.width) for _ in range(max(banks, default=-1) + 1))
-        self.reads = nn.ModuleDict({str(layer): Reader(config, shape) for layer in layers})
+        self.readers = nn.ModuleDict({str(layer): Reader(config, shape) for layer in layers})
         if generator is not None:
             self.initialise(generator)
 
+    def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
+        """How a line reads whose `positions` (N,) count from 0 in each document; `padding` and `trained` (N,) bool.
+
+        Raises ValueError where routing by prompt is not told which positions have a loss.
+        """
+        config = self.config
+        units = cut(positions, routing=config.routing, window=config.window, padding=padding, trained=trained)
+        return lambda layer, x: self.read(layer, x, units, reading)
+
+    def going_on(self, layout: Any) -> Reads:
+        """How the new tokens of a growing cache read, see `memory_state.going_on`."""
+        return memory_state.going_on(self, layout)
+
     def read(self, layer: int, x: Tensor, units: Units, reading: Reading) -> Tensor:
         """The stream (N, D) after the reading of a layer; unchanged where it does not read."""
-        if layer not in self.bank_of or reading.off or not len(units.places):
+        if layer not in self.bank_of or not len(units.places):
             return x
         reader, bank = self.of(layer)
         normed = reader.norm(x)
@@ -88,7 +105,7 @@ class Memory(nn.Module):
 
     def of(self, layer: int) -> tuple["Reader", "Bank"]:
         """The reader of a layer and its bank."""
-        reader, bank = self.reads[str(layer)], self.bank[self.bank_of[layer]]
+        reader, bank = self.readers[str(layer)], self.bank[self.bank_of[layer]]
         assert isinstance(reader, Reader) and isinstance(bank, Bank)
         return reader, bank
 
@@ -173,7 +190,7 @@ class Reader(nn.Module):
         else:
             chosen = choose(logits.detach())
         own = logits.gather(1, chosen)  # ln w = ln k + ln p - ln (sum of p over the chosen)
-        return Routed(logits, chosen, own.log_softmax(-1) + torch.tensor(float(chosen.shape[1])).log().to(own))
+        return Routed(logits, chosen, own.log_softmax(-1) + math.log(chosen.shape[1]))
 
     def attend(self, normed: Tensor, units: Units, routed: Routed, bank: Bank, projected: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
         """What the tokens (N, D) read, (N, H * h): zeros for padding. `projected` keys and values of the whole bank (rows, K, h)."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from pipeline.model.cache import KVCache
-from pipeline.model.memory import Memory, Reader
 from pipeline.model.memory_units import Units, units
 
 
@@ -33,16 +32,21 @@ class Unit:
     places: np.ndarray  # in the line
 
 
-def going_on(memory: Memory, layout: Any) -> Callable[[int, Tensor], Tensor]:
-    """How the line of a growing cache reads; `layout` has `cache`, `rows`, `counts` and `past`, and the tokens are counted in.
+def going_on(memory: Any, layout: Any) -> Callable[[int, Tensor], Tensor]:
+    """How the line of a growing cache reads a `Memory`; `layout` has `cache`, `rows`, `counts` and `past`, and the tokens are counted in.
 
     Raises ValueError for routing by sequence: a text that is still to come cannot choose.
     """
     cache: KVCache = layout.cache
     if memory.config.leaky:
-        raise ValueError("memory: routing by sequence reads the whole text, so it cannot be decoded; train one that routes by chunk")
+        raise ValueError(
+            "memory: routing by sequence reads the whole text, so it cannot be decoded; train one that routes by chunk"
+        )
     where = cache.keys[0].device
-    own = [[past - cache.before(row) + i for i in range(count)] for row, count, past in zip(layout.rows, layout.counts, layout.past)]
+    own = [
+        [past - cache.before(row) + i for i in range(count)]
+        for row, count, past in zip(layout.rows, layout.counts, layout.past)
+    ]
     row_of = torch.tensor([row for row, places in zip(layout.rows, own) for _ in places], device=where)
     places = torch.tensor([place for some in own for place in some], device=where)
     cuts = _cuts(memory, layout)
@@ -85,7 +89,7 @@ def _means(cache: KVCache, layer: int, cuts: list[Unit], rows: Tensor, new: list
     return u
 
 
-def _cuts(memory: Memory, layout: Any) -> list[Unit]:
+def _cuts(memory: Any, layout: Any) -> list[Unit]:
     """The units of the new tokens, row by row."""
     cache, found, first = layout.cache, [], 0
     by_prompt, window = memory.config.routing == "prompt", memory.config.window

@@ -9,6 +9,7 @@ Here are places and numbers alone; `memory.py` has the states. A unit never cros
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ def _by_prompt(begins: np.ndarray, trained: np.ndarray, window: int) -> tuple[li
         for at in range(0, int(first), window):  # text before the first prompt, or all of it
             readers.append(document[at : min(at + window, int(first))])
             sources.append(document[max(0, at - window) : at])
-        for number, then in zip(asked, [*asked[1:], len(blocks)], strict=True):
+        for number, then in pairwise([*asked, len(blocks)]):
             end = blocks[then][0] if then < len(blocks) else len(document)
             readers.append(document[blocks[number][0] : end])
             sources.append(document[blocks[number]])

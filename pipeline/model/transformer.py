@@ -9,7 +9,7 @@ Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,12 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from pipeline.model import memory_state
 from pipeline.model.attention import Layout, Line, Masked, Padded, Rows, positions_in
 from pipeline.model.cache import Cached, KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Body, Linear, cpu_autocast, rope_tables
-from pipeline.model.memory import Memory, Reading
-from pipeline.model.memory_units import cut
+from pipeline.model.memory import Memory, Reading, Reads
 
-Reads = Callable[[int, Tensor], Tensor]  # of a layer and the stream (N, D) behind it: the stream
 EVEN_ROWS = 128  # so many different shapes at most below it, and multiples above
 Checkpointing = Literal["none", "full", "every_2", "selective"]
 KEPT = {  # by "selective": dear to compute and small to keep. A CPU's own attention (kernels.py) is computed again: its scores are not.
@@ -40,6 +37,22 @@ KEPT = {  # by "selective": dear to compute and small to keep. A CPU's own atten
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }  # fmt: skip
+
+
+class Beside(Protocol):
+    """What may stand beside the layers and change the stream behind each: a memory, or what it is compared with."""
+
+    def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
+        """For a line of tokens; as `Memory.reads`."""
+        ...
+
+    def going_on(self, layout: Any) -> Reads:
+        """For new tokens of a cache's rows; as `Memory.going_on`."""
+        ...
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Fresh weights."""
+        ...
 
 
 class Transformer(nn.Module):
@@ -59,7 +72,7 @@ class Transformer(nn.Module):
         self.model = Body(config)
         if not config.tied:
             self.lm_head = Linear(config.width, config.vocab_size)
-        self.memory = None if config.memory is None else Memory(config.memory, config)
+        self.memory: Beside | None = None if config.memory is None else Memory(config.memory, config)
         if generator is not None:
             self.initialise(generator)
 
@@ -141,7 +154,9 @@ class Transformer(nn.Module):
             places = places if positions is None else places[packed.computed]
         return self.line(ids, places, packed.layout, self._reads(places, None, packed.computed, reading)), packed
 
-    def _reads(self, positions: Tensor, padding: Tensor | None, kept: Tensor | None, reading: Reading | None) -> Reads | None:
+    def _reads(
+        self, positions: Tensor, padding: Tensor | None, kept: Tensor | None, reading: Reading | None
+    ) -> Reads | None:
         """How a line reads the memory, if there is one: `positions` (N,) of its tokens, `kept` (N,) their places in the batch."""
         if self.memory is None:
             return None
@@ -151,9 +166,7 @@ class Transformer(nn.Module):
         trained = None if told.trained is None else told.trained.flatten()
         if trained is not None and kept is not None:
             trained = trained[kept]
-        config = self.memory.config
-        units = cut(positions, routing=config.routing, window=config.window, padding=padding, trained=trained)
-        return lambda layer, x: self.memory.read(layer, x, units, told)  # pyright: ignore[reportOptionalMemberAccess]
+        return self.memory.reads(positions, padding, trained, told)
 
     def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None) -> Tensor:
         """The layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
@@ -161,7 +174,7 @@ class Transformer(nn.Module):
         `read` makes of each layer's stream (N, D) what it is after the memory; rows of a cache go on reading by themselves.
         """
         if self.memory is not None and read is None:
-            read = memory_state.going_on(self.memory, layout)
+            read = self.memory.going_on(layout)
         tokens, missing = len(ids), uneven(self.model.embed_tokens.weight, len(ids))
         if missing:
             ids, positions = functional.pad(ids, (0, missing)), functional.pad(positions, (0, missing))
