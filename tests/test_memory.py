@@ -344,6 +344,9 @@ def test_a_row_that_is_cut_back_goes_on_as_if_it_had_never_been_longer() -> None
             cache.own[0] = length
             found = [model(ids[:, at : at + 1], cache=cache) for at in range(length, 30)]
             torch.testing.assert_close(torch.cat(found, 1), full[:, length:], rtol=1e-5, atol=1e-5)
+            model(other[:, 10:], cache=cache)
+            cache.own[0] = length  # and at once, over units that the row was in before
+            torch.testing.assert_close(model(ids[:, length:], cache=cache), full[:, length:], rtol=1e-5, atol=1e-5)
 
 
 def test_routing_by_sequence_cannot_be_decoded() -> None:

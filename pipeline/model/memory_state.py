@@ -30,6 +30,7 @@ class Unit:
     begin: int
     end: int
     places: np.ndarray  # in the line
+    begun: bool  # some of its tokens came before
 
 
 def going_on(memory: Any, layout: Any) -> Callable[[int, Tensor], Tensor]:
@@ -51,7 +52,7 @@ def going_on(memory: Any, layout: Any) -> Callable[[int, Tensor], Tensor]:
     places = torch.tensor([place for some in own for place in some], device=where)
     cuts = _cuts(memory, layout)
     num = len(places)
-    new = [number for number, unit in enumerate(cuts) if cache.unit_of[unit.row] != unit.number or unit.number == 0]
+    new = [at for at, unit in enumerate(cuts) if not unit.begun or cache.unit_of[unit.row] != unit.number]
     for unit in cuts:
         cache.unit_of[unit.row] = unit.number
     if memory.config.routing == "token":
@@ -99,10 +100,10 @@ def _cuts(memory: Any, layout: Any) -> list[Unit]:
         asked = cache.asked_of(row) if by_prompt else 0
         line = np.arange(first, first + count)
         if asked:
-            found.append(Unit(row, 0, 0, asked, line))
+            found.append(Unit(row, 0, 0, asked, line, begun=past > 0))
         else:
             for number in range(past // window, (past + count - 1) // window + 1):
                 inside = (past + np.arange(count)) // window == number
-                found.append(Unit(row, number, max(0, number - 1) * window, number * window, line[inside]))
+                found.append(Unit(row, number, max(0, number - 1) * window, number * window, line[inside], begun=past > number * window))  # fmt: skip
         first += count
     return found
