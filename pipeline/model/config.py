@@ -22,6 +22,8 @@ from pipeline.model.memory_config import LEAK, MemoryConfig
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 # Its own type, so that a causal engine refuses a bidirectional model instead of answering nonsense.
 BIDIRECTIONAL = "stagecoach_mdm"
+# Nor one that has a memory: beside config.json lie memory.json and memory.safetensors (memory_files.py).
+REMEMBERING = "stagecoach_memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +131,16 @@ class ModelConfig:
             config["base_model_type"] = self.family  # what the tensors' names and shapes follow
         return config
 
+    def to_hf_remembering(self, dtype: str = "float32") -> dict[str, Any]:
+        """The same of a causal model with something beside its layers, which `memory.json` describes."""
+        names = {"architectures": ["StagecoachMemory"], "model_type": REMEMBERING, "base_model_type": self.family}
+        return self.to_hf(dtype) | names
+
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
         """Read a `config.json`. Raises ModelError naming the key that this model cannot follow."""
         kind = config.get("model_type")
-        family = config.get("base_model_type", "qwen3") if kind == BIDIRECTIONAL else kind
+        family = config.get("base_model_type", "qwen3") if kind in (BIDIRECTIONAL, REMEMBERING) else kind
         if family not in FAMILIES:
             raise ModelError(f"config.json: model_type {kind!r} is unknown here; expected one of {', '.join(FAMILIES)}")
         _refuse_strangers(config, family)

@@ -103,10 +103,10 @@ class Memory(nn.Module):
             reading.measured[layer] = {"share": float(out.float().norm() / x.float().norm())}
         return x + out
 
-    def of(self, layer: int) -> tuple["Reader", "Bank"]:
-        """The reader of a layer and its bank."""
+    def of(self, layer: int) -> tuple["Reader", nn.Module]:
+        """The reader of a layer and its bank: a `Bank`, or one in few bits (quantised_bank.py)."""
         reader, bank = self.readers[str(layer)], self.bank[self.bank_of[layer]]
-        assert isinstance(reader, Reader) and isinstance(bank, Bank)
+        assert isinstance(reader, Reader)
         return reader, bank
 
     def num_parameters(self) -> int:
@@ -192,7 +192,7 @@ class Reader(nn.Module):
         own = logits.gather(1, chosen)  # ln w = ln k + ln p - ln (sum of p over the chosen)
         return Routed(logits, chosen, own.log_softmax(-1) + math.log(chosen.shape[1]))
 
-    def attend(self, normed: Tensor, units: Units, routed: Routed, bank: Bank, projected: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
+    def attend(self, normed: Tensor, units: Units, routed: Routed, bank: nn.Module, projected: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
         """What the tokens (N, D) read, (N, H * h): zeros for padding. `projected` keys and values of the whole bank (rows, K, h)."""
         config = self.config
         num, each = len(units.places), config.chapter_rows
@@ -211,7 +211,7 @@ class Reader(nn.Module):
             out = self._joint(asked, keys, values, weights).flatten(0, 1)  # (U * L, H, h)
         return functional.pad(out, (0, 0, 0, 0, 0, 1))[units.back].flatten(1)
 
-    def projected(self, bank: Bank, which: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def projected(self, bank: nn.Module, which: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values (..., K, h) of these rows of the bank, or of all."""
         rows = bank(which)
         return tuple(p(rows).unflatten(-1, (self.kv_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))  # pyright: ignore[reportReturnType]
