@@ -35,7 +35,9 @@ def test_a_steady_loss_may_move_by_six_hundredths_of_itself() -> None:
 
 
 def test_what_is_small_in_itself_is_no_spike() -> None:
-    known_by_heart = settled(loss=3e-4, norm=0.01, spread=1e-4)  # as the causal control of stage_diffusion is at the end of 8 passes
+    known_by_heart = settled(
+        loss=3e-4, norm=0.01, spread=1e-4
+    )  # as the causal control of stage_diffusion is at the end of 8 passes
     assert verdict.fault(known_by_heart, 0.0135, 0.5, "skip", clip=1.0) == ""
     assert "a spike: loss above 0.1003" in verdict.fault(known_by_heart, 0.101, 0.5, "skip", clip=1.0)
     assert "a spike: gradient norm above 1," in verdict.fault(known_by_heart, 0.0135, 1.01, "skip", clip=1.0)
