@@ -1,16 +1,18 @@
 """Masked-diffusion models on held-out problems: pass@1 against forward passes, and what a policy gained where its start was unsure.
 
     python benchmarks/masked.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96] [--block 48]
-    python benchmarks/masked.py gain models/diffusion models/diffusion_grpo data/problems/test.jsonl [--problems 400] [--steps 32]
-        [--temperature 0.8] [--threshold 0.99]
+    python benchmarks/masked.py gain models/diffusion data/problems/test.jsonl models/diffusion_grpo [models/other_seed ...]
+        [--problems 400] [--steps 32] [--temperature 0.8] [--threshold 0.99]
 
 `quality`: greedy answers at 1, 2, 4, 8 tokens a step and by thresholds with and without caches, each beside one token a step on the
 same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes at no more than 2 points lost.
-`gain`: problems that the first model solves in 20 to 80 % of 16 samples; both models on 16 other samples of these. Goal: at least 5
-points on at least 64 problems. Numbers are JSON on standard output; a file of them is kept with --out.
+`gain`: problems that the first model solves in 20 to 80 % of 16 samples; it and the others on 16 other samples of these. Goal: at least
+5 points on at least 64 problems. Numbers are JSON on standard output; a file of them is kept with --out. With --samples FILE a run of
+`gain` that was stopped, or gets one more model, asks nothing twice.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -29,6 +31,7 @@ from pipeline.evaluation.intervals import paired_difference  # noqa: E402
 from pipeline.generation.denoising import Denoising  # noqa: E402
 from pipeline.sandbox.judge import Judge, SandboxConfig  # noqa: E402
 from pipeline.streams.records import Problem, read  # noqa: E402
+from pipeline.work import write_atomically  # noqa: E402
 
 SAMPLES, LOW, HIGH = 16, 0.2, 0.8
 
@@ -38,35 +41,69 @@ def subject(folder: Path, arguments: argparse.Namespace) -> CanvasSubject:
     model, tokenizer = denoisers.load(folder)
     settings = suites.Settings(documents=1, stories=1, problems=arguments.problems, samples=1, dialogues=1, gaps=1, max_new_tokens=1,
                                story_tokens=1, temperature=arguments.temperature, top_p=arguments.top_p, context=512, bootstrap=10_000)  # fmt: skip
-    canvas = CanvasSettings(canvas=arguments.canvas, canvas_block=arguments.block, canvas_problems=arguments.problems)
+    canvas = CanvasSettings(
+        canvas=arguments.canvas,
+        canvas_block=getattr(arguments, "block", arguments.canvas),
+        canvas_problems=arguments.problems,
+    )
     model.train(False).to(device.hardware().device)
     return CanvasSubject(model.trunk, tokenizer, settings, arguments.seed, denoiser=model, canvas=canvas)
 
 
-def solved(asked: CanvasSubject, problems: list[Problem], samples: range, arguments: argparse.Namespace, judge: Judge) -> np.ndarray:  # fmt: skip
-    """Whether each sample of each problem passes: (problems, samples) bool."""
-    way = Denoising(length=arguments.canvas, steps=arguments.steps, temperature=arguments.temperature, top_p=arguments.top_p,
-                    threshold=arguments.threshold, block=asked.denoiser.traits.block_size or None)  # fmt: skip
-    prompts = {p.id: suites.user(asked.tokenizer, p.question) for p in problems}
-    found = []
-    for sample in samples:
-        done = asked.generate("gain", prompts, way, sample)
-        texts = [[asked.tokenizer.decode(done[p.id].ids)] for p in problems]
-        found.append([one.verdict == "passed" for one in code.judge_answers(judge, problems, texts)])
-        print(f"sample {sample}: {np.mean(found[-1]):.3f} of {len(problems)} pass", file=sys.stderr, flush=True)
-    return np.array(found).T
+class Samples:
+    """Which samples of a model passed, kept in a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.found: dict[str, list[bool]] = json.loads(path.read_text()) if path and path.is_file() else {}
+
+    def of(self, folder: Path, problems: list[Problem], samples: range, arguments: argparse.Namespace, judge: Judge) -> np.ndarray:  # fmt: skip
+        """Whether each sample of each problem passes: (problems, samples) bool."""
+        asked = subject(folder, arguments)
+        way = Denoising(length=arguments.canvas, steps=arguments.steps, temperature=arguments.temperature, top_p=arguments.top_p,
+                        threshold=arguments.threshold, block=asked.denoiser.traits.block_size or None)  # fmt: skip
+        prompts = {p.id: suites.user(asked.tokenizer, p.question) for p in problems}
+        model, which, found = fingerprint(folder), hash_of("".join(prompts)), []
+        for sample in samples:
+            key = f"{model} {which} {way} {arguments.seed} {sample}"
+            if key not in self.found:
+                done = asked.generate("gain", prompts, way, sample)
+                texts = [[asked.tokenizer.decode(done[p.id].ids)] for p in problems]
+                self.found[key] = [one.verdict == "passed" for one in code.judge_answers(judge, problems, texts)]
+                if self.path:
+                    write_atomically(self.path, json.dumps(self.found))
+            found.append(self.found[key])
+            print(
+                f"{folder} sample {sample}: {np.mean(found[-1]):.3f} of {len(problems)} pass",
+                file=sys.stderr,
+                flush=True,
+            )
+        return np.array(found).T
+
+
+def hash_of(text: str) -> str:
+    """Short, of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def fingerprint(folder: Path) -> str:
+    """Short, of a model's weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
 def gain(arguments: argparse.Namespace, problems: list[Problem], judge: Judge) -> dict[str, Any]:
-    """The second model beside the first one on problems that the first one solves sometimes."""
-    before, after = (subject(folder, arguments) for folder in (arguments.model, arguments.other))
-    rates = solved(before, problems, range(SAMPLES), arguments, judge).mean(1)
+    """The other models beside the first one on problems that the first one solves sometimes."""
+    samples = Samples(arguments.samples)
+    rates = samples.of(arguments.model, problems, range(SAMPLES), arguments, judge).mean(1)
     unsure = [p for p, rate in zip(problems, rates, strict=True) if LOW <= rate <= HIGH]
-    others = range(SAMPLES, 2 * SAMPLES)
-    first, second = (solved(one, unsure, others, arguments, judge).mean(1) for one in (before, after))
-    moved = paired_difference((first.tolist(), None), (second.tolist(), None), generator=device.generator("gain", 0))  # fmt: skip
-    return {"problems": len(problems), "chosen": len(unsure), "rate_of_all": float(rates.mean()), "before": float(first.mean()),
-            "after": float(second.mean()), "gain": moved.value, "gain_low": moved.low, "gain_high": moved.high}  # fmt: skip
+    more = range(SAMPLES, 2 * SAMPLES)
+    first = samples.of(arguments.model, unsure, more, arguments, judge).mean(1)
+    found: dict[str, Any] = {"problems": len(problems), "chosen": len(unsure), "rate_of_all": float(rates.mean()), "before": float(first.mean())}  # fmt: skip
+    for other in arguments.others:
+        second = samples.of(other, unsure, more, arguments, judge).mean(1)
+        moved = paired_difference((first.tolist(), None), (second.tolist(), None), generator=device.generator("gain", 0))  # fmt: skip
+        found[str(other)] = {"after": float(second.mean()), "gain": moved.value, "gain_low": moved.low, "gain_high": moved.high}  # fmt: skip
+    return found
 
 
 def main() -> None:
@@ -76,11 +113,14 @@ def main() -> None:
     for name in ("quality", "gain"):
         one = commands.add_parser(name)
         one.add_argument("model", type=Path)
-        if name == "gain":
-            one.add_argument("other", type=Path)
         one.add_argument("file", type=Path)
-        for option, default in (("problems", 400), ("canvas", 96), ("block", 48), ("steps", 48), ("seed", 0)):
+        if name == "gain":
+            one.add_argument("others", type=Path, nargs="+")
+            one.add_argument("--samples", type=Path)
+        for option, default in (("problems", 400), ("canvas", 96), ("steps", 48), ("seed", 0)):
             one.add_argument(f"--{option}", type=int, default=default)
+        if name == "quality":
+            one.add_argument("--block", type=int, default=48)
         one.add_argument("--temperature", type=float, default=0.8)
         one.add_argument("--top-p", type=float, default=0.95)
         one.add_argument(
@@ -95,12 +135,9 @@ def main() -> None:
             found: dict[str, Any] = canvases.quality(subject(arguments.model, arguments), problems, judge).numbers
         else:
             found = gain(arguments, problems, judge)
-    settings = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(arguments).items()
-        if name != "out"
-    }
-    text = json.dumps({"settings": settings, "seconds": round(time.perf_counter() - began, 1)} | found, indent=2)
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "samples")}
+    told = {"settings": settings, "seconds": round(time.perf_counter() - began, 1)} | found
+    text = json.dumps(told, indent=2, default=str)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
