@@ -186,6 +186,8 @@ class Run:
         evened = self.ranks.evened(batches)
         for micro, (batch, mine) in enumerate(evened):
             device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
+            if self.watchers.micro:
+                self.watchers.micro(micro, mine)
             with self.ranks.no_sync(self.model, skip=micro < len(evened) - 1):
                 with self.hardware.autocast():
                     loss = self.loss(self.model, device.move(batch, self.hardware.device, pin=self.pin))

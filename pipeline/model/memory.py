@@ -100,7 +100,8 @@ class Memory(nn.Module):
         reading.routed[layer] = routed
         out = reader.o_proj(reader.attend(normed, units, routed, bank))
         if reading.watch:
-            reading.measured[layer] = {"share": float(out.float().norm() / x.float().norm())}
+            reading.measured[layer] = {"read_share": float(out.float().norm() / x.float().norm()),
+                                       "row_entropy": reader.row_entropy(normed, units, routed, bank)}  # fmt: skip
         return x + out
 
     def of(self, layer: int) -> tuple["Reader", nn.Module]:
@@ -211,6 +212,29 @@ class Reader(nn.Module):
             out = self._joint(asked, keys, values, weights).flatten(0, 1)  # (U * L, H, h)
         return functional.pad(out, (0, 0, 0, 0, 0, 1))[units.back].flatten(1)
 
+    @torch.no_grad()
+    def row_entropy(self, normed: Tensor, units: Units, routed: Routed, bank: nn.Module) -> float:
+        """Mean entropy of the attention over the rows that a unit chose, over its largest value."""
+        q = self.q_proj(normed).unflatten(-1, (self.heads, self.head_dim)).float()  # (N, H, h)
+        keys, _ = self.projected(bank)
+        keys = keys.float().repeat_interleave(self.heads // self.kv_heads, 1)  # (rows, H, h)
+        weights = self._dense(routed)  # (U, rows)
+        unit_of = units.back // units.places.shape[1]
+        kept = unit_of < len(units.places)
+        scores = torch.einsum("nhd,mhd->nhm", q[kept], keys) * self.head_dim**-0.5 + weights[unit_of[kept], None]
+        logs = scores.log_softmax(-1)
+        entropy = -(logs.exp() * logs.clamp_min(-1e4)).sum(-1)
+        most = (self.config.shared + self.config.top_k) * self.config.chapter_rows
+        return float(entropy.mean() / math.log(max(2, most)))
+
+    def _dense(self, routed: Routed) -> Tensor:
+        """ln w of every row of the bank, -inf where it is not chosen: (U, rows) float32 at least."""
+        config, logs = self.config, routed.log_weights
+        wide = torch.promote_types(logs.dtype, torch.float32)
+        mask = torch.full((len(logs), config.chapters), float("-inf"), device=logs.device, dtype=wide)
+        mask = mask.scatter(1, routed.chosen, logs.to(wide))
+        return functional.pad(mask, (config.shared, 0)).repeat_interleave(config.chapter_rows, 1)
+
     def projected(self, bank: nn.Module, which: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values (..., K, h) of these rows of the bank, or of all."""
         rows = bank(which)
@@ -235,14 +259,11 @@ class Reader(nn.Module):
 
     def _masked(self, q: Tensor, routed: Routed, keys: Tensor, values: Tensor) -> Tensor:
         """The same for units of one token: q (U, H, h) and the whole bank (rows, K, h), not chosen rows left out -> (U, H, h)."""
-        config = self.config
-        wide = q.dtype if q.dtype == torch.float64 else torch.float32
-        mask = torch.full((len(q), config.chapters), float("-inf"), device=q.device, dtype=wide)
-        mask = mask.scatter(1, routed.chosen, routed.log_weights.to(wide))
-        mask = functional.pad(mask, (config.shared, 0)).repeat_interleave(config.chapter_rows, 1)  # (U, rows)
+        mask = self._dense(routed)
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         with torch.autocast(q.device.type, enabled=False):
             q, keys, values = (x.to(wide)[None] for x in (q, keys, values))
-            out = scaled_dot_product_attention(q.transpose(1, 2), self._grouped(keys), self._grouped(values), attn_mask=mask[None, None])  # fmt: skip
+            out = scaled_dot_product_attention(q.transpose(1, 2), self._grouped(keys), self._grouped(values), attn_mask=mask[None, None].to(wide))  # fmt: skip
         return out[0].transpose(0, 1)
 
     def _grouped(self, x: Tensor) -> Tensor:
