@@ -216,9 +216,11 @@ def test_an_answer_chooses_from_its_prompt_and_text_without_one_goes_by_chunks()
     assert spans(units.sources, 17) == [[], [0, 1], [3, 4], [7, 8], [10], [], [14, 15]]
 
 
-def test_routing_by_prompt_asks_where_the_losses_are() -> None:
-    with pytest.raises(ValueError, match="needs to know which positions have a loss"):
-        opened(memory(routing="prompt"))(tokens(1, 9))
+def test_where_no_prompt_is_known_routing_by_prompt_goes_by_chunks() -> None:
+    by_prompt, by_chunk = (opened(memory(routing=routing), seed=4) for routing in ("prompt", "chunk"))
+    ids = tokens(2, 30)
+    assert torch.equal(by_prompt(ids), by_chunk(ids))
+    assert not torch.equal(by_prompt(ids, reading=Reading(trained=asked(2, 30, 12))), by_chunk(ids))
 
 
 def test_padding_belongs_to_no_unit() -> None:

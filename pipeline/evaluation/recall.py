@@ -34,10 +34,10 @@ class Recall:
 
     def measure(self) -> dict[str, Any]:
         """Exact match with its interval, and by attribute."""
-        low, high = wilson(int(self.right.sum()), len(self.right))
+        share = wilson(int(self.right.sum()), len(self.right))
         attributes = np.array([one.fact.attribute for one in self.asked])
         each = {str(name): float(self.right[attributes == name].mean()) for name in np.unique(attributes)}
-        return {"n": len(self.right), "exact_match": float(self.right.mean()), "exact_match_low": low, "exact_match_high": high} | each  # fmt: skip
+        return {"n": len(self.right), "exact_match": share.value, "exact_match_low": share.low, "exact_match_high": share.high} | each  # fmt: skip
 
 
 def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[Asked]:

@@ -53,7 +53,7 @@ class Routed:
 class Reading:
     """What a forward pass is told about the memory, and what it tells of it by layer."""
 
-    trained: Tensor | None = None  # (B, T) bool, positions with a loss; routing by prompt asks for them
+    trained: Tensor | None = None  # (B, T) bool, positions with a loss, for routing by prompt; None: all
     off: bool = False  # read nothing
     choose: Callable[[int, Tensor], Tensor] | None = None  # of a layer and its logits (U, C): other chapters (U, k)
     watch: bool = False  # measure what is read
@@ -77,10 +77,7 @@ class Memory(nn.Module):
             self.initialise(generator)
 
     def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
-        """How a line reads whose `positions` (N,) count from 0 in each document; `padding` and `trained` (N,) bool.
-
-        Raises ValueError where routing by prompt is not told which positions have a loss.
-        """
+        """How a line reads whose `positions` (N,) count from 0 in each document; `padding` and `trained` (N,) bool."""
         config = self.config
         units = cut(positions, routing=config.routing, window=config.window, padding=padding, trained=trained)
         return lambda layer, x: self.read(layer, x, units, reading)

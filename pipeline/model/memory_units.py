@@ -36,7 +36,7 @@ def cut(
 ) -> Units:
     """Units of a line: `positions` (N,) count from 0 in each document; `padding` and `trained` (N,) bool.
 
-    Raises ValueError where routing by prompt is not told which positions have a loss.
+    `trained` are positions with a loss; without it all have one, so that routing by prompt goes by chunks.
     """
     where, num = positions.device, len(positions)
     own = positions.cpu().numpy()
@@ -52,11 +52,9 @@ def cut(
         back[kept] = torch.arange(len(kept))
         return Units(kept[:, None].to(where), None, back.to(where))
     if routing == "prompt":
-        if trained is None:
-            raise ValueError(
-                "memory: routing by prompt needs to know which positions have a loss; give `trained`, or decode with a cache"
-            )
-        readers, sources = _by_prompt(begins, trained.cpu().numpy(), window)
+        readers, sources = _by_prompt(
+            begins, np.ones(num, dtype=bool) if trained is None else trained.cpu().numpy(), window
+        )
     elif routing == "sequence":
         readers = sources = _pieces(np.flatnonzero(begins), num)
     else:
