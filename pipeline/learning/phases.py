@@ -44,6 +44,7 @@ class PhaseTracker:
         self._whole, self._name, self._offset, self._prefix = whole, name, offset, prefix
         self._before = list(whole.rows)  # of the phases before
         self.rows: list[dict[str, Number]] = []
+        self._counted = 0  # tokens that the stage's number holds of this phase
         self.speed: dict[str, Any] = whole.speed.setdefault(name, {})
 
     @property
@@ -76,8 +77,17 @@ class PhaseTracker:
             self._whole.rows = self._before + named
 
     def report(self, **numbers: Any) -> None:
-        """Final numbers of this phase, under its name."""
-        self._whole.final.setdefault(self._name, {}).update(numbers)
+        """Final numbers of this phase, under its name; those of phases without a prefix are the stage's headlines too.
+
+        Of these the last one's best evaluation counts, and the tokens of all.
+        """
+        own = self._whole.final.setdefault(self._name, {})
+        own.update(numbers)
+        if self._prefix:
+            return
+        before = self._whole.final.get("tokens", 0) - self._counted
+        self._counted = int(own.get("tokens", 0))
+        self._whole.final |= {"tokens": before + self._counted} | ({"best": own["best"]} if "best" in own else {})
 
     def flush(self) -> None:
         """As the stage's."""
