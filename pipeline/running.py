@@ -224,16 +224,19 @@ def _check_inputs(inputs: dict[str, Path], optional: tuple[str, ...]) -> None:
             raise InputError(f"{path} does not exist; {remedy(path)}")
 
 
+SECOND = {"diffusion_control": "stage_diffusion", "memory_baseline": "stage_memory"}  # models beside their stage's own
+
+
 def remedy(path: Path) -> str:
     """What to do about a missing input: the `dvc repro` that makes it, by the layout of the graph."""
     top, *rest = path.parts
     made_by = {"raw": "corpus", "tokenizer": "tokenizer", "tokens": "encode", "dialogues": "tasks", "problems": "tasks",
-               "preferences": "tasks"}  # fmt: skip
+               "preferences": "tasks", "facts": "tasks"}  # fmt: skip
     if top == "data" and rest and rest[0] in made_by:
         return f"make it with: dvc repro stage_{made_by[rest[0]]}"
     if top == "models":
-        if rest[0] == "diffusion_control":  # the second model of its stage
-            return "make it with: dvc repro stage_diffusion"
+        if rest[0] in SECOND:
+            return f"make it with: dvc repro {SECOND[rest[0]]}"
         if Path(f"stages/{rest[0]}.py").is_file():
             return f"make it with: dvc repro stage_{rest[0]}"
         return f"models/ holds: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"

@@ -8,7 +8,7 @@ end are facts in a wording that was not trained, facts that nobody has seen, and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,14 +102,17 @@ def run(params: Params, job: Job, *, base: Path, facts: Path, code: Path, out: P
     )
     loss = partial(memory_loss, choices=choices, weights=params.router)
     fit(model, stream.both, loss, config, phases.begin("memory"), watchers=watchers, last=False)
-    fit(wider, stream.both, plain_loss, config, phases.begin("baseline", prefix="baseline/"), watchers=Watchers(gradients_at=1))  # fmt: skip
+    rates = {
+        name: rate for name, rate in config.learning_rates.items() if name not in ("bank", "router")
+    }  # it has none
+    fit(wider, stream.both, plain_loss, replace(config, learning_rates=rates), phases.begin("baseline", prefix="baseline/"), watchers=Watchers(gradients_at=1))  # fmt: skip
     settled(model, params, digest)
     settled(wider, params, digest)
     told = use.diagnostics(model, [*stream.facts, *stream.code], device.hardware(job.runtime.precision), seed=job.seed)
     for complaint in use.verdicts(told, params.memory.chapters):
         say(f"warning: {complaint}")
     after = {name: examined(one, tokenizer, slices, asked, params) for name, one in (("memory", model), ("baseline", wider))}  # fmt: skip
-    job.report(router=use.summary(told), leaky=params.memory.leaky, layers=shape, trained_parameters=size)
+    job.report(router=use.summary(told), leaky=int(params.memory.leaky), layers=shape, trained_parameters=size)
     job.report(**compared({"base": before} | after))
     if params.quantise != "none":
         job.report(quantised=narrowed(model, stream.code, params))
@@ -129,7 +132,7 @@ class Read:
 def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokenizer) -> Read:
     """Raises DataError."""
     config = params.fit
-    sizes = {"context": config.context, "tokens_per_step": config.tokens_per_step, "seed": job.seed}
+    sizes: dict[str, Any] = {"context": config.context, "tokens_per_step": config.tokens_per_step, "seed": job.seed}
     known = FactStream(facts, tokenizer, **sizes)
     text = CorpusStream(code, tokenizer, cache=job.folder.parent, **sizes)
     both = UnitStream(MixtureStream([(params.facts_weight, known), (params.code_weight, text)]), params.memory)
@@ -138,10 +141,13 @@ def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokeni
 
 
 def begun(model: Transformer, config: MemoryConfig | WiderConfig, params: Params, seed: int) -> Any:
-    """Put a memory, or what it is compared with, beside the model; freeze what is not to be trained."""
+    """Put a memory, or what it is compared with, beside the model; freeze what is not to be trained. Raises ConfigError where it does not fit."""
     if params.adapter is not None:
         lora.attach(model, params.adapter, device.generator("adapter", seed))
-    beside = memory_files.attach(model, config, device.generator("memory", seed))
+    try:
+        beside = memory_files.attach(model, config, device.generator("memory", seed))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if params.adapter is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name or name.startswith(memory_files.PREFIX))

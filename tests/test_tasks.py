@@ -24,7 +24,7 @@ from pipeline.work import Job, StopRequest
 from stages import tasks
 from stages.tasks import Params
 
-PARAMS = Params(dialogues=100, problems=60, rl_problems=8, pairs=30, test_items=10, label_noise=0.0,
+PARAMS = Params(dialogues=100, problems=60, rl_problems=8, pairs=30, services=4, test_items=10, label_noise=0.0,
                 data=DataConfig(source="machine"), sandbox=SandboxConfig())  # fmt: skip
 KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair}
 Made = dict[str, Any]  # kind -> split -> records, and "report"

@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeline.errors import DataError
 from pipeline.evaluation.intervals import wilson
+from pipeline.evaluation.suites import Result, Subject
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.transformer import Transformer
 from pipeline.streams import records
@@ -45,6 +46,18 @@ def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[Asked]:
     if not path.is_file():
         raise DataError(f"{path}: expected facts here, found none; run dvc repro stage_tasks")
     return [encoded(fact, tokenizer) for fact in records.read(path, Fact)][:most]
+
+
+def known(subject: Subject, folder: Path) -> Result:
+    """The suite: facts that were trained in other words, and as `control` facts that nobody has seen."""
+    numbers: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    for split in ("test", "control"):
+        asked = questions(folder / f"{split}.jsonl", subject.tokenizer, subject.settings.problems)
+        found = recall(subject.model, subject.tokenizer, asked)
+        numbers |= found.measure() if split == "test" else {split: found.measure()}
+        rows += [{"suite": "facts", "id": f"{split}/{one.fact.id}", "exact_match": bool(right)} for one, right in zip(asked, found.right, strict=True)]  # fmt: skip
+    return Result(numbers, rows)
 
 
 def recall(model: Transformer, tokenizer: Tokenizer, asked: Sequence[Asked]) -> Recall:

@@ -116,6 +116,7 @@ class MemoryConfig:
             raise ModelError(f"memory: {unknown[0]} is unknown here; expected some of {', '.join(sorted(names))}")
         try:
             layers = values.get("layers", "last_2")
-            return cls(**values | {"layers": layers if isinstance(layers, str) else tuple(layers)})
+            told: dict[str, Any] = values | {"layers": layers if isinstance(layers, str) else tuple(layers)}
+            return cls(**told)
         except (TypeError, ValueError) as error:
             raise ModelError(str(error)) from error

@@ -20,13 +20,13 @@ from pipeline.report import charts, denoising
 from pipeline.report.headlines import HEADLINES, Headline, lookup
 
 ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "lora", "dpo", "grpo",
-         "reward", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo", "diffusion_grpo", "deploy")  # fmt: skip
+         "reward", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo", "diffusion_grpo", "memory", "memory_baseline", "deploy")  # fmt: skip
 LIKELIHOOD = ("language", "code", "tools", "lora")  # stages whose loss is nats per token
 # What a model was made from, and so is compared with; lora does the work of tools, so it is compared with it.
 # The masked-diffusion model is compared with its control: the causal model that read the same.
 BASES = {"code": "language", "tools": "code", "lora": "tools", "dpo": "tools", "grpo": "tools", "rlhf": "tools",
          "diffusion_control": "code", "diffusion": "diffusion_control", "diffusion_dpo": "diffusion",
-         "diffusion_grpo": "diffusion"}  # fmt: skip
+         "diffusion_grpo": "diffusion", "memory_baseline": "code", "memory": "memory_baseline"}  # fmt: skip
 
 
 @dataclass(frozen=True)
