@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.errors import ModelError
+from pipeline.export import gguf
+from pipeline.export.fused import Fused
+from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.memory import Memory, Reader, Reading, Routed
 from pipeline.model.memory_config import MemoryConfig
 from pipeline.model.memory_units import cut
 from pipeline.model.transformer import Transformer
+from pipeline.serve.engine import Engine
+from pipeline.text.tokenizer import Tokenizer
+from tests.test_engine import ask, finished
 
 NANO = ModelConfig(vocab_size=4096, width=192, layers=6, heads=3, kv_heads=1, head_dim=64, d_ff=512, max_context=1024,
                    rope_theta=1e4, tied=True)  # fmt: skip
@@ -422,3 +429,27 @@ def test_the_way_in_bf16_is_close_to_float32() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             narrow = model(ids)
     assert (wide - narrow.float()).abs().max() < 0.05 * wide.abs().max()
+
+
+# -- served -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routing", ["chunk", "token", "prompt"])
+def test_the_engine_says_what_the_sampler_says(routing: str) -> None:
+    """With drafts, rows that begin alike, and prompts longer than a step takes: everything that cuts rows back."""
+    model = opened(memory(routing=routing, layers="all"), shape=replace(TINY, max_context=512))
+    start = tokens(1, 300)[0].tolist()
+    prompts = [start, [*start[:40], *start[:9]], [*start[:200], 5, 6, 7], start[:23] * 4, start, start[:30]]
+    engine = Engine(Fused(model), rows=2, queue=8)
+    way = Sampling(max_new_tokens=20)
+    heard = [ask(engine, ids, way)[0] for ids in prompts]
+    finished(engine, *heard)
+    expected = generate(model, prompts, way, stop=(), seeds=[0] * len(prompts))
+    assert [one.ids for one in heard] == [one.ids for one in expected]
+    cached = [one.end.cached_tokens for one in heard if one.end is not None]
+    assert any(cached) is (routing != "prompt")
+
+
+def test_an_export_that_would_drop_the_memory_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(ModelError, match=r"llama\.cpp has no memory beside the layers"):
+        gguf.write(tmp_path / "m.gguf", opened(memory()), byte_tokenizer, "", kind="f16", name="m")

@@ -48,6 +48,11 @@ class KVCache:
         self.banks: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a memory's bank, by layer
 
     @property
+    def reads_at_once(self) -> bool:
+        """Whether a prompt must come whole: it is what chooses from the memory."""
+        return self.config.memory is not None and self.config.memory.routing == "prompt"
+
+    @property
     def capacity(self) -> int:
         """Positions allocated for each row."""
         return self.keys[0].shape[3]

@@ -8,7 +8,7 @@ The parameters carry Hugging Face's names (`model.layers.0.self_attn.q_proj.weig
 Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off unless set.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import torch
@@ -52,6 +52,10 @@ class Beside(Protocol):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Fresh weights."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As `nn.Module.parameters`."""
         ...
 
 
