@@ -61,7 +61,7 @@ class Samples:
         """Whether each sample of each problem passes: (problems, samples) bool."""
         asked = subject(folder, arguments)
         way = Denoising(length=arguments.canvas, steps=arguments.steps, temperature=arguments.temperature, top_p=arguments.top_p,
-                        threshold=arguments.threshold, block=asked.denoiser.traits.block_size or None)  # fmt: skip
+                        threshold=arguments.threshold, order=arguments.order, block=asked.denoiser.traits.block_size or None)  # fmt: skip
         prompts = {p.id: suites.user(asked.tokenizer, p.question) for p in problems}
         model, which, found = fingerprint(folder), hash_of("".join(prompts)), []
         for sample in samples:
@@ -123,6 +123,11 @@ def main() -> None:
             one.add_argument("--block", type=int, default=48)
         one.add_argument("--temperature", type=float, default=0.8)
         one.add_argument("--top-p", type=float, default=0.95)
+        one.add_argument(
+            "--order",
+            default="entropy",
+            help="gain: which tokens are uncovered first; stage_diffusion_grpo samples by entropy",
+        )
         one.add_argument(
             "--threshold", type=float, help="gain: uncover all tokens of at least this probability at once"
         )

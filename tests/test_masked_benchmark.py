@@ -52,7 +52,9 @@ def test_samples_that_are_kept_are_not_asked_again(monkeypatch: pytest.MonkeyPat
     folder, judge = tmp_path / "model", Any
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
-    arguments = argparse.Namespace(canvas=8, steps=8, temperature=1.0, top_p=1.0, threshold=None, seed=0)
+    arguments = argparse.Namespace(
+        canvas=8, steps=8, temperature=1.0, top_p=1.0, threshold=None, order="entropy", seed=0
+    )
     problems = [problem("a"), problem("b")]
     path = tmp_path / "samples.json"
     found = masked.Samples(path).of(folder, problems, range(2), arguments, judge)  # type: ignore[arg-type]

@@ -87,7 +87,8 @@ class PhaseTracker:
             return
         before = self._whole.final.get("tokens", 0) - self._counted
         self._counted = int(own.get("tokens", 0))
-        self._whole.final |= {"tokens": before + self._counted} | ({"best": own["best"]} if "best" in own else {})
+        said = {"tokens": before + self._counted} if "tokens" in own else {}
+        self._whole.final |= said | ({"best": own["best"]} if "best" in own else {})
 
     def flush(self) -> None:
         """As the stage's."""
