@@ -128,7 +128,7 @@ class Transformer(nn.Module):
 
     def _encode(
         self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None,
-        reading: Reading | None,
+        reading: Reading | None = None,
     ) -> tuple[Tensor, Line | None]:  # fmt: skip
         """Hidden states (N, D) of the tokens that are computed, and which these are; None: all B * T."""
         batch, time = input_ids.shape
