@@ -1,0 +1,7 @@
+"""Stagecoach: a code assistant of one's own, trained stage by stage as a DVC graph."""
+
+import os
+
+# Read when torch is loaded. At warnings, c10d prints a C++ stack when machine 0 leaves the exit barrier first, which is no fault;
+# what is one is raised, and said once by who knows it.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -137,6 +137,28 @@ def test_two_machines_train_one_model_and_a_killed_worker_ends_both(
     assert all((found[name] - expected[name]).abs().max() <= 1e-6 for name in expected)
 
 
+LEFT = """import pipeline, subprocess, sys, threading
+from datetime import timedelta
+from torch import distributed
+host = "from torch.distributed import TCPStore; store = TCPStore('127.0.0.1', %s, is_master=True, wait_for_workers=False); print(flush=True); sys.stdin.read()"
+process = subprocess.Popen([sys.executable, "-c", "import os, sys; " + host % sys.argv[1] + "; os._exit(0)"],
+                           stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+process.stdout.readline()
+store = distributed.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+threading.Timer(1, process.stdin.close).start()
+try:
+    store.wait(["never"])
+except distributed.DistNetworkError:
+    print("told")
+"""
+
+
+def test_a_store_that_is_gone_is_an_exception_and_no_stack_of_c10d() -> None:
+    """Of two machines that end well, the first may leave their exit barrier before the second has its answer."""
+    told = subprocess.run([sys.executable, "-c", LEFT, str(free_port())], capture_output=True, text=True, timeout=300)
+    assert (told.returncode, told.stdout, told.stderr) == (0, "told\n", "")
+
+
 @pytest.mark.parametrize(("stage", "text"), [("rlhf", "which FSDP2 has cut: expected DDP"), ("grpo", "ddp.yaml")])
 def test_stages_that_sample_from_what_they_train_refuse_fsdp2_before_they_load_anything(
     stage: str, text: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
