@@ -185,6 +185,15 @@ def test_units_of_one_token_are_gathered_or_masked_alike() -> None:
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 
 
+def test_plain_products_are_what_the_kernel_says() -> None:
+    model = opened(memory(), double=True)
+    reader, _ = model.memory.of(1)  # type: ignore[union-attr, operator]
+    generator = torch.Generator().manual_seed(3)
+    q, keys, values = (torch.randn(5, num, heads, 8, generator=generator, dtype=torch.float64) for num, heads in ((7, 4), (9, 2), (9, 2)))  # fmt: skip
+    weights = torch.randn(5, 9, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(reader._products(q, keys, values, weights), reader._kernel(q, keys, values, weights), rtol=0, atol=1e-12)  # pyright: ignore[reportPrivateUsage]  # fmt: skip
+
+
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: storage["storage"])
 def test_a_bank_projected_once_reads_as_rows_gathered_first(storage: dict[str, Any]) -> None:
     model = opened(memory(rows=96, chapters=11, layers=(1,), **storage), double=True)

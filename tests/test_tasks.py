@@ -145,7 +145,7 @@ def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fak
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         made(tmp_path / name, small, seed=seed)
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a/out").rglob("*.jsonl"))
-    assert len(files) == 10
+    assert len(files) == 14
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
     assert all(
         (tmp_path / "a" / f).read_bytes() != (tmp_path / "c" / f).read_bytes() for f in files if "problems" in str(f)

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.evaluation.intervals import wilson
 from pipeline.evaluation.suites import Result, Subject
-from pipeline.generation.sampling import Sampling, generate
+from pipeline.generation.sampling import Completion, Sampling, generate
 from pipeline.model.transformer import Transformer
 from pipeline.streams import records
 from pipeline.streams.facts import Asked, encoded
@@ -31,6 +31,7 @@ class Recall:
     """Which answers were right."""
 
     asked: list[Asked]
+    said: list[Completion]
     right: np.ndarray  # (n,) bool
 
     def measure(self) -> dict[str, Any]:
@@ -50,14 +51,17 @@ def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[Asked]:
 
 def known(subject: Subject, folder: Path) -> Result:
     """The suite: facts that were trained in other words, and as `control` facts that nobody has seen."""
-    numbers: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
+    result = Result()
     for split in ("test", "control"):
         asked = questions(folder / f"{split}.jsonl", subject.tokenizer, subject.settings.problems)
         found = recall(subject.model, subject.tokenizer, asked)
-        numbers |= found.measure() if split == "test" else {split: found.measure()}
-        rows += [{"suite": "facts", "id": f"{split}/{one.fact.id}", "exact_match": bool(right)} for one, right in zip(asked, found.right, strict=True)]  # fmt: skip
-    return Result(numbers, rows)
+        result.numbers |= found.measure() if split == "test" else {split: found.measure()}
+        for one, said, right in zip(asked, found.said, found.right, strict=True):
+            text = subject.tokenizer.decode(said.ids)
+            result.item(
+                "facts", f"{split}/{one.fact.id}", said, text, expected=one.fact.answer, exact_match=bool(right)
+            )
+    return result
 
 
 def recall(model: Transformer, tokenizer: Tokenizer, asked: Sequence[Asked]) -> Recall:
@@ -65,4 +69,4 @@ def recall(model: Transformer, tokenizer: Tokenizer, asked: Sequence[Asked]) -> 
     longest = max((len(one.answer) for one in asked), default=1) + MORE
     said = generate(model, [one.prompt for one in asked], Sampling(max_new_tokens=longest), stop={tokenizer.end_of_text}, seeds=[0] * len(asked))  # fmt: skip
     right = [one.ids == asked[n].answer[:-1] and one.stop == "stop" for n, one in enumerate(said)]
-    return Recall(list(asked), np.array(right, dtype=bool))
+    return Recall(list(asked), said, np.array(right, dtype=bool))

@@ -32,7 +32,7 @@ from pipeline.model.memory_config import MemoryConfig
 from pipeline.model.memory_units import Units, cut
 
 Reads = Callable[[int, Tensor], Tensor]  # of a layer and the stream (N, D) behind it: the stream
-BANK_STD = 0.02  # of fresh rows and of the router
+ROUTER_STD = 0.02  # of its fresh weights
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,20 @@ class Memory(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         """Fresh weights, drawn in the order of `state_dict()` on the generator's device.
 
-        Rows and routers normal with deviation 0.02, the second factor of a bank 1/sqrt(r), projections as the model's own, the way
+        Rows normal with deviation `bank_std`, routers with 0.02, the second factor of a bank 1/sqrt(r), projections as the model's own, the way
         out zero (of two factors the second), norms one, biases zero.
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2 or name.endswith(("o_proj.weight", "o_proj.up.weight")):
                 parameter.fill_(0.0 if parameter.ndim > 1 or name.endswith("bias") else 1.0)
                 continue
-            std = BANK_STD if name.endswith(("rows", "router.weight")) else parameter.shape[1] ** -0.5
+            std = (
+                self.config.bank_std
+                if name.endswith("rows")
+                else ROUTER_STD
+                if name.endswith("router.weight")
+                else parameter.shape[1] ** -0.5
+            )
             if name.endswith("proj.weight"):
                 std = self.shape.initializer_range
             drawn = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
@@ -194,7 +200,7 @@ class Reader(nn.Module):
         """What the tokens (N, D) read, (N, H * h): zeros for padding. `projected` keys and values of the whole bank (rows, K, h)."""
         config = self.config
         num, each = len(units.places), config.chapter_rows
-        q = self.q_proj(normed).unflatten(-1, (self.heads, self.head_dim))  # (N, H, h)
+        q = self.queries(normed)
         if projected is None and num * config.top_k >= config.chapters:
             projected = self.projected(bank)
         if units.sources is None and projected is not None:
@@ -202,8 +208,13 @@ class Reader(nn.Module):
         else:
             shared = torch.arange(config.shared, device=q.device).expand(num, -1)
             chapters = torch.cat([shared, config.shared + routed.chosen], 1)  # (U, S + k)
-            which = (chapters[..., None] * each + torch.arange(each, device=q.device)).flatten(1)  # (U, rows)
-            keys, values = (x[which] for x in projected) if projected else self.projected(bank, which)
+            if projected:
+                keys, values = (
+                    x.unflatten(0, (-1, each))[chapters].flatten(1, 2) for x in projected
+                )  # (U, rows, K, h)
+            else:
+                which = (chapters[..., None] * each + torch.arange(each, device=q.device)).flatten(1)  # (U, rows)
+                keys, values = self.projected(bank, which)
             weights = functional.pad(routed.log_weights, (config.shared, 0)).repeat_interleave(each, 1)  # (U, rows)
             asked = functional.pad(q, (0, 0, 0, 0, 0, 1))[units.places]  # (U, L, H, h), zeros where a unit has fewer
             out = self._joint(asked, keys, values, weights).flatten(0, 1)  # (U * L, H, h)
@@ -212,7 +223,7 @@ class Reader(nn.Module):
     @torch.no_grad()
     def row_entropy(self, normed: Tensor, units: Units, routed: Routed, bank: nn.Module) -> float:
         """Mean entropy of the attention over the rows that a unit chose, over its largest value."""
-        q = self.q_proj(normed).unflatten(-1, (self.heads, self.head_dim)).float()  # (N, H, h)
+        q = self.queries(normed).float()
         keys, _ = self.projected(bank)
         keys = keys.float().repeat_interleave(self.heads // self.kv_heads, 1)  # (rows, H, h)
         weights = self._dense(routed)  # (U, rows)
@@ -232,27 +243,44 @@ class Reader(nn.Module):
         mask = mask.scatter(1, routed.chosen, logs.to(wide))
         return functional.pad(mask, (config.shared, 0)).repeat_interleave(config.chapter_rows, 1)
 
+    def queries(self, normed: Tensor) -> Tensor:
+        """(N, H, h)."""
+        import os
+
+        return self._normed(self.q_proj(normed).unflatten(-1, (self.heads, self.head_dim))) * float(
+            os.environ.get("SHARP", "1")
+        )
+
     def projected(self, bank: nn.Module, which: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values (..., K, h) of these rows of the bank, or of all."""
         rows = bank(which)
-        return tuple(p(rows).unflatten(-1, (self.kv_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))  # pyright: ignore[reportReturnType]
+        keys, values = (p(rows).unflatten(-1, (self.kv_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        return self._normed(keys), values
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Of size one a number, with `qk_norm`; it has no weights."""
+        return functional.rms_norm(x, (self.head_dim,), eps=self.norm.eps) if self.config.qk_norm else x
 
     def _joint(self, q: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
-        """One softmax over all rows: q (U, L, H, h), keys and values (U, rows, K, h), ln w (U, rows) -> (U, L, H, h).
+        """One softmax over all rows: q (U, L, H, h), keys and values (U, rows, K, h), ln w (U, rows) -> (U, L, H, h)."""
+        return (self._products if q.device.type == "cpu" else self._kernel)(q, keys, values, weights)
 
-        ln w travels as one more dimension of the keys, which every kernel of attention takes.
-        """
+    def _products(self, q: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+        """Plain products: units are short, and a kernel of attention takes three times as long on a CPU."""
+        together = q.transpose(1, 2).reshape(len(q), self.kv_heads, -1, self.head_dim)  # (U, K, H / K * L, h)
+        scores = (together * self.head_dim**-0.5) @ keys.permute(0, 2, 3, 1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        shares = (scores.to(wide) + weights.to(wide)[:, None, None]).softmax(-1)
+        out = shares.to(values.dtype) @ values.transpose(1, 2)
+        return out.reshape(len(q), self.heads, -1, self.head_dim).transpose(1, 2)
+
+    def _kernel(self, q: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+        """ln w travels as one more dimension of the keys, which every kernel of attention takes."""
         size = self.head_dim
-        with torch.autocast(
-            q.device.type, enabled=q.device.type != "cpu"
-        ):  # on a CPU attention in bf16 takes twice as long
-            if q.device.type == "cpu":
-                q, keys, values = (x if x.dtype == torch.float64 else x.float() for x in (q, keys, values))
-            extra = (weights.to(keys.dtype) * size**0.5)[..., None, None].expand(*keys.shape[:-1], 1)
-            q = functional.pad(q, (0, 1), value=1.0).transpose(1, 2)  # (U, H, L, h + 1)
-            keys, values = (self._grouped(x) for x in (torch.cat([keys, extra], -1), functional.pad(values, (0, 1))))
-            out = scaled_dot_product_attention(q, keys, values, scale=size**-0.5)
-        return out[..., :size].transpose(1, 2)
+        extra = (weights.to(keys.dtype) * size**0.5)[..., None, None].expand(*keys.shape[:-1], 1)
+        q = functional.pad(q, (0, 1), value=1.0).transpose(1, 2)  # (U, H, L, h + 1)
+        keys, values = (self._grouped(x) for x in (torch.cat([keys, extra], -1), functional.pad(values, (0, 1))))
+        return scaled_dot_product_attention(q, keys, values, scale=size**-0.5)[..., :size].transpose(1, 2)
 
     def _masked(self, q: Tensor, routed: Routed, keys: Tensor, values: Tensor) -> Tensor:
         """The same for units of one token: q (U, H, h) and the whole bank (rows, K, h), not chosen rows left out -> (U, H, h)."""

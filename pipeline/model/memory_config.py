@@ -30,6 +30,10 @@ class MemoryConfig:
         "full"  # full: rows of the model's width; factorised: a product of two; reduced: narrow rows, read as they are
     )
     bank_rank: int | None = None  # numbers of a row of factorised and reduced
+    bank_std: float = (
+        0.02  # deviation of fresh rows; at 0.02 attention begins even over all rows and is slow to part them
+    )
+    qk_norm: bool = False  # norm queries and keys, without weights: rows stand apart from the first step on
     rank: int | None = None  # of the four projections of a reading layer; None: whole matrices
     layers: str | tuple[int, ...] = "last_2"  # that read: all, none, first_3, last_2, every_4, or a list from 0
     share: str = "all"  # which layers have one bank: all, each (its own), or every_2 in turn
@@ -41,6 +45,8 @@ class MemoryConfig:
         for name in ("rows", "chapters", "top_k", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"memory.{name}: expected at least 1, got {getattr(self, name)}")
+        if not self.bank_std > 0:
+            raise ValueError(f"memory.bank_std: expected above 0, got {self.bank_std}")
         if self.shared < 0:
             raise ValueError(f"memory.shared: expected at least 0, got {self.shared}")
         if self.rows % (self.shared + self.chapters):
