@@ -1,6 +1,6 @@
 """Stage memory: a memory beside a frozen model, and a wider model of as many weights to compare it with.
 
-    models/code + data/facts + data/tokens/code -> models/memory, models/memory_baseline
+    models/code + data/facts + data/tokens/code -> models/memory, models/memory_baseline, metrics/routing/memory.json (evaluation/routing.py)
 
 Both learn the same batches: invented facts, with a loss on the answers, and code. Half of what a memory gains may be its weights and
 not its form, so `baseline` has a parallel SwiGLU at the same layers instead, its way out zero at the start as the memory's. Asked at the
@@ -18,7 +18,7 @@ import torch
 from pipeline import checkpoint, device
 from pipeline.errors import ConfigError, GateError
 from pipeline.evaluation import memory as use
-from pipeline.evaluation import recall
+from pipeline.evaluation import recall, routing
 from pipeline.evaluation.intervals import paired_difference
 from pipeline.learning import objectives, objectives_memory, reference, scoring
 from pipeline.learning.fit import fit
@@ -40,7 +40,7 @@ from pipeline.streams.facts import Asked, FactStream
 from pipeline.streams.mixture import MixtureStream
 from pipeline.streams.units import UnitBatch, UnitStream
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.tracking import say
+from pipeline.tracking import say, write_json
 from pipeline.work import Job
 
 BITS = {"none": 0, "int8": 8, "int4": 4}
@@ -75,8 +75,10 @@ class Params:
             raise ValueError("adapter, train_base: expected one of them; an adapter freezes the base")
 
 
-def run(params: Params, job: Job, *, base: Path, facts: Path, code: Path, out: Path, baseline: Path) -> None:
-    """Train both and save the model directories `out` and `baseline`."""
+def run(
+    params: Params, job: Job, *, base: Path, facts: Path, code: Path, out: Path, baseline: Path, routes: Path
+) -> None:
+    """Train both, save the model directories `out` and `baseline`, and write what chooses what into `routes`."""
     config = params.fit
     model, tokenizer = checkpoint.load(base)
     try:
@@ -114,6 +116,7 @@ def run(params: Params, job: Job, *, base: Path, facts: Path, code: Path, out: P
     after = {name: examined(one, tokenizer, slices, asked, params) for name, one in (("memory", model), ("baseline", wider))}  # fmt: skip
     job.report(router=use.summary(told), leaky=int(params.memory.leaky), layers=shape, trained_parameters=size)
     job.report(**compared({"base": before} | after))
+    write_json(routes, routing.routing(model, tokenizer, slices))
     if params.quantise != "none":
         job.report(quantised=narrowed(model, stream.code, params))
     checkpoint.save(out, model, tokenizer, job.lineage)
@@ -231,4 +234,4 @@ def narrowed(model: Transformer, batches: Sequence[UnitBatch], params: Params) -
 
 if __name__ == "__main__":
     main(run, inputs={"base": "models/code", "facts": "data/facts", "code": "data/tokens/code"},
-         outs={"out": "models/memory", "baseline": "models/memory_baseline"}, trains=True)  # fmt: skip
+         outs={"out": "models/memory", "baseline": "models/memory_baseline", "routes": "metrics/routing/memory.json"}, trains=True)  # fmt: skip

@@ -31,7 +31,7 @@ from pipeline.learning import sharding
 MOST_GATHERED = 2**28  # numbers of matrices that Muon orthogonalises together: a gibibyte in float32
 GROUPS = ("critic", "bank", "router", "memory", "lora", "embedding", "head", "norm_bias", "hidden", "base")
 ADDED = ("bank", "router", "memory", "lora")  # to a base model
-BY_MUON = ("hidden", "lora")
+BY_MUON = ("hidden", "lora", "memory", "bank")
 NO_DECAY = ("norm_bias", "bank", "router")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 

@@ -3,6 +3,7 @@
     u = mean of the normed states of a span that the unit may know      z = W u + b      p = softmax(z)
     w_c = top_k p_c / (sum of p over the chosen) for chosen chapters, 1 for shared ones
     x <- x + W_o attention(q = W_q norm(x), k = W_k m, v = W_v m), with ln w_c added to the logits of the rows of chapter c
+    qk_norm: q and k divided by their root mean square      gated: W_o (read * silu(W_g norm(x)))
 
 One softmax runs over all rows of the chosen and the shared chapters, so with all chapters chosen and equal p this is attention over
 the whole bank. W_o is zero at the start: the first step is the base model's. The idea is that of Tasmay-Tibrewal/Memory; there a
@@ -95,7 +96,7 @@ class Memory(nn.Module):
         choose = None if reading.choose is None else lambda logits: reading.choose(layer, logits)  # type: ignore[misc]
         routed = reader.route(means(normed, units), choose)
         reading.routed[layer] = routed
-        out = reader.o_proj(reader.attend(normed, units, routed, bank))
+        out = reader.out(normed, reader.attend(normed, units, routed, bank))
         if reading.watch:
             reading.measured[layer] = {"read_share": float(out.float().norm() / x.float().norm()),
                                        "row_entropy": reader.row_entropy(normed, units, routed, bank)}  # fmt: skip
@@ -182,6 +183,7 @@ class Reader(nn.Module):
         self.router = Linear(shape.width, config.chapters, bias=True)
         self.q_proj, self.k_proj = projection(shape.width, inner), projection(row, outer)
         self.v_proj, self.o_proj = projection(row, outer), projection(inner, shape.width)
+        self.gate_proj = projection(shape.width, inner) if config.gated else None
 
     def route(self, u: Tensor, choose: Callable[[Tensor], Tensor] | None = None) -> Routed:
         """The chapters that units of means `u` (U, D) choose; of equal logits the lower number. In float32."""
@@ -243,13 +245,13 @@ class Reader(nn.Module):
         mask = mask.scatter(1, routed.chosen, logs.to(wide))
         return functional.pad(mask, (config.shared, 0)).repeat_interleave(config.chapter_rows, 1)
 
+    def out(self, normed: Tensor, read: Tensor) -> Tensor:
+        """What is added to the stream (N, D) for what was read (N, H * h)."""
+        return self.o_proj(read if self.gate_proj is None else read * functional.silu(self.gate_proj(normed)))
+
     def queries(self, normed: Tensor) -> Tensor:
         """(N, H, h)."""
-        import os
-
-        return self._normed(self.q_proj(normed).unflatten(-1, (self.heads, self.head_dim))) * float(
-            os.environ.get("SHARP", "1")
-        )
+        return self._normed(self.q_proj(normed).unflatten(-1, (self.heads, self.head_dim)))
 
     def projected(self, bank: nn.Module, which: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values (..., K, h) of these rows of the bank, or of all."""

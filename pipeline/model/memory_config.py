@@ -34,6 +34,9 @@ class MemoryConfig:
         0.02  # deviation of fresh rows; at 0.02 attention begins even over all rows and is slow to part them
     )
     qk_norm: bool = False  # norm queries and keys, without weights: rows stand apart from the first step on
+    gated: bool = (
+        False  # multiply what is read by silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, eq. 3)
+    )
     rank: int | None = None  # of the four projections of a reading layer; None: whole matrices
     layers: str | tuple[int, ...] = "last_2"  # that read: all, none, first_3, last_2, every_4, or a list from 0
     share: str = "all"  # which layers have one bank: all, each (its own), or every_2 in turn

@@ -75,7 +75,7 @@ def going_on(memory: Any, layout: Any) -> Callable[[int, Tensor], Tensor]:
         else:
             cache.states[layer][row_of, places] = normed.to(cache.states[layer].dtype)
             u = _means(cache, layer, cuts, rows, new)
-        return x + reader.o_proj(reader.attend(normed, together, reader.route(u), bank, cache.banks[layer]))
+        return x + reader.out(normed, reader.attend(normed, together, reader.route(u), bank, cache.banks[layer]))
 
     return read
 
