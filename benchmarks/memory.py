@@ -33,6 +33,7 @@ from pipeline import checkpoint, device  # noqa: E402
 from pipeline.evaluation import memory as use  # noqa: E402
 from pipeline.evaluation import recall  # noqa: E402
 from pipeline.evaluation.intervals import paired_difference  # noqa: E402
+from pipeline.learning import remembering  # noqa: E402
 from pipeline.learning.fit import fit  # noqa: E402
 from pipeline.learning.objectives_memory import Choices  # noqa: E402
 from pipeline.learning.protocols import Watchers  # noqa: E402
@@ -195,9 +196,9 @@ class Workshop:
             )
             choices = Choices()
             loss = (
-                partial(stage.memory_loss, choices=choices, weights=self.params.router)
+                partial(remembering.memory_loss, choices=choices, weights=self.params.router)
                 if isinstance(one.config, MemoryConfig)
-                else stage.plain_loss
+                else remembering.plain_loss
             )
             fit(model, stream.both, loss, config, job, watchers=Watchers(micro=choices.begin, gradients_at=1))
         found = measured(model, tokenizer, stream.code, self.data / "facts", self.params.questions)

@@ -59,7 +59,7 @@ class ProductKeys(nn.Module):
 
     def __init__(self, config: ProductKeysConfig, shape: ModelConfig, generator: torch.Generator) -> None:
         super().__init__()
-        self.config, self.std = config, shape.initializer_range
+        self.config, self.std, self.added = config, shape.initializer_range, True
         self.values = nn.EmbeddingBag(config.keys**2, shape.width, mode="sum")
         self.readers = nn.ModuleDict({str(layer): Lookup(config, shape) for layer in config.layers})
         self.initialise(generator)

@@ -9,21 +9,17 @@ end are facts in a wording that was not trained, facts that nobody has seen, and
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from pipeline import checkpoint, device
 from pipeline.errors import ConfigError, GateError
 from pipeline.evaluation import memory as use
 from pipeline.evaluation import recall, routing
 from pipeline.evaluation.intervals import paired_difference
-from pipeline.learning import objectives, objectives_memory, reference, scoring
+from pipeline.learning import reference, remembering
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss, Term
-from pipeline.learning.objectives_memory import Choices, RouterWeights
+from pipeline.learning.objectives_memory import RouterWeights
 from pipeline.learning.phases import Phases
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import FitConfig
@@ -53,12 +49,11 @@ class Params:
 
     facts_weight: int = 1  # batches of facts
     code_weight: int = 1  # for so many of code
-    adapter: AdapterConfig | None = (
-        None  # {rank, alpha, ...}: adapters in the base train too, and are merged at the end
-    )
+    adapter: AdapterConfig | None = None  # {rank, ...}: adapters in the base train too, and are merged at the end
     train_base: bool = False  # the base trains too
     quantise: str = "none"  # the bank after training: none, int8, int4
     questions: int = 400  # of each kind that are asked at the end
+    baseline_learning_rate: float | None = None  # of the wider model; None: learning_rate
     memory: MemoryConfig
     router: RouterWeights
     fit: FitConfig
@@ -71,6 +66,8 @@ class Params:
             raise ValueError("facts_weight, code_weight, questions: expected at least 1")
         if self.quantise not in BITS:
             raise ValueError(f"quantise: expected one of {', '.join(BITS)}, got {self.quantise!r}")
+        if self.baseline_learning_rate is not None and not self.baseline_learning_rate > 0:
+            raise ValueError(f"baseline_learning_rate: expected above 0, got {self.baseline_learning_rate}")
         if self.adapter is not None and self.train_base:
             raise ValueError("adapter, train_base: expected one of them; an adapter freezes the base")
 
@@ -98,16 +95,13 @@ def run(
     assert isinstance(beside, Memory)
     size = beside.num_parameters()
     begun(wider, WiderConfig.like(params.memory, size, wider.config), params, job.seed)
-    choices = Choices()
-    watchers = Watchers(
-        micro=choices.begin, evaluate=partial(diagnosed, model, [*stream.facts, *stream.code], job), gradients_at=1
-    )
-    loss = partial(memory_loss, choices=choices, weights=params.router)
+    loss, watchers = remembering.watched_loss(model, [*stream.facts, *stream.code], params.router, job)
     fit(model, stream.both, loss, config, phases.begin("memory"), watchers=watchers, last=False)
     rates = {
         name: rate for name, rate in config.learning_rates.items() if name not in ("bank", "router")
     }  # it has none
-    fit(wider, stream.both, plain_loss, replace(config, learning_rates=rates), phases.begin("baseline", prefix="baseline/"), watchers=Watchers(gradients_at=1))  # fmt: skip
+    own = replace(config, learning_rate=params.baseline_learning_rate or config.learning_rate, learning_rates=rates)
+    fit(wider, stream.both, remembering.plain_loss, own, phases.begin("baseline", prefix="baseline/"), watchers=Watchers(gradients_at=1))  # fmt: skip
     settled(model, params, digest)
     settled(wider, params, digest)
     told = use.diagnostics(model, [*stream.facts, *stream.code], device.hardware(job.runtime.precision), seed=job.seed)
@@ -157,25 +151,6 @@ def begun(model: Transformer, config: MemoryConfig | WiderConfig, params: Params
     elif params.train_base:
         model.requires_grad_(True)
     return beside
-
-
-def memory_loss(model: Transformer, batch: UnitBatch, *, choices: Choices, weights: RouterWeights) -> Loss:
-    """Next tokens, and in training the router's losses."""
-    told = Reading(trained=batch.targets >= 0)
-    terms = [Term("loss", scoring.read_out(model, batch, objectives.next_token, told))]
-    if torch.is_grad_enabled():
-        terms += objectives_memory.router_terms(told.routed, choices.add(told.routed), weights)
-    return Loss(terms)
-
-
-def plain_loss(model: Transformer, batch: TokenBatch) -> Loss:
-    """The wider model's: next tokens."""
-    return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
-
-
-def diagnosed(model: Transformer, batches: Sequence[TokenBatch], job: Job, step: int) -> dict[str, float]:
-    """What is logged of the router at each evaluation."""
-    return use.diagnostics(model, batches, device.hardware(job.runtime.precision), seed=job.seed)
 
 
 def settled(model: Transformer, params: Params, digest: str) -> None:

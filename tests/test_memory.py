@@ -28,6 +28,7 @@ NANO = ModelConfig(vocab_size=4096, width=192, layers=6, heads=3, kv_heads=1, he
                    rope_theta=1e4, tied=True)  # fmt: skip
 TINY = replace(NANO, vocab_size=64, width=32, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=64, max_context=256)
 STORAGES: list[dict[str, Any]] = [{"storage": "full"}, {"storage": "factorised", "bank_rank": 16}, {"storage": "reduced", "bank_rank": 16}]  # fmt: skip
+FORMS: list[dict[str, Any]] = [*STORAGES, {"storage": "full", "gated": True, "qk_norm": True, "bank_std": 1.0}]
 
 
 def memory(**changes: Any) -> MemoryConfig:
@@ -185,6 +186,36 @@ def test_units_of_one_token_are_gathered_or_masked_alike() -> None:
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 
 
+def test_normed_queries_and_keys_are_blind_to_the_size_of_rows_and_a_gate_multiplies_what_is_read() -> None:
+    model = opened(memory(qk_norm=True, gated=True, layers=(1,)), double=True)
+    memory_ = model.memory
+    assert isinstance(memory_, Memory)
+    reader, bank = memory_.of(1)
+    normed = torch.randn(6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    units = cut(torch.arange(6), routing="chunk", window=8)
+    routed = reader.route(torch.zeros(1, 32, dtype=torch.float64))
+    keys, values = reader.projected(bank)
+    read = reader.attend(normed, units, routed, bank)
+    bank.rows.data *= 1000  # type: ignore[union-attr, operator]
+    larger, _ = reader.projected(bank)
+    torch.testing.assert_close(
+        larger.square().mean(-1), torch.ones(keys.shape[:-1], dtype=torch.float64), rtol=0, atol=1e-6
+    )
+    cosine = functional.cosine_similarity(larger, keys, dim=-1)
+    torch.testing.assert_close(cosine, torch.ones_like(cosine))
+    torch.testing.assert_close(reader.projected(bank)[1], 1000 * values)
+    assert reader.gate_proj is not None
+    gate = functional.silu(reader.gate_proj(normed))
+    torch.testing.assert_close(reader.out(normed, read), reader.o_proj(gate * read))
+
+
+def test_the_deviation_of_fresh_rows_is_as_said() -> None:
+    for std in (0.02, 1.0):
+        fresh = Memory(memory(rows=1200, bank_std=std), TINY, torch.Generator().manual_seed(0))
+        assert float(fresh.bank[0].rows.detach().std()) == pytest.approx(std, rel=0.02)  # type: ignore[union-attr, arg-type]
+        assert float(fresh.readers["1"].router.weight.detach().std()) == pytest.approx(0.02, rel=0.2)  # type: ignore[union-attr, arg-type]
+
+
 def test_plain_products_are_what_the_kernel_says() -> None:
     model = opened(memory(), double=True)
     reader, _ = model.memory.of(1)  # type: ignore[union-attr, operator]
@@ -314,7 +345,7 @@ def test_a_shape_survives_its_file_and_a_foreign_key_is_refused() -> None:
 # -- decoding, padding, packing, checkpointing ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: storage["storage"])
+@pytest.mark.parametrize("storage", FORMS, ids=lambda form: form["storage"] + "-gated" * ("gated" in form))
 @pytest.mark.parametrize("routing", ["chunk", "token", "prompt"])
 @pytest.mark.parametrize("prompt", [1, 7, 8, 9, 17])
 def test_cached_decoding_equals_the_full_pass(storage: dict[str, Any], routing: str, prompt: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from pipeline import checkpoint, device
 from pipeline.model.memory import Memory
@@ -178,3 +180,66 @@ def test_two_processes_learn_what_one_does(masked: Workspace) -> None:
         weights.append(masked.weights("memory"))
     for name, one in weights[0].items():
         torch.testing.assert_close(weights[1][name], one, rtol=1e-3, atol=1e-5)
+
+
+# -- a memory from the start -------------------------------------------------------------------------------------------
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 0, "width": 32, "layers": 3, "heads": 2, "kv_heads": 1, "head_dim": 16, "d_ff": 64, "max_context": 256,
+    "rope_theta": 10000.0, "tied": True,
+    "memory": {"rows": 24, "shared": 1, "chapters": 5, "top_k": 2, "layers": "last_1", "window": 16, "qk_norm": True, "bank_std": 1.0},
+}  # fmt: skip
+FROM_START: dict[str, Any] = {
+    "steps": 4, "tokens_per_step": 512, "context": 128, "optimizer": "muon", "learning_rate": 1e-2, "learning_rates": {"embedding": 0.02},
+    "warmup_steps": 0, "eval_steps": 2, "eval_tokens": 400, "publish": "last",
+}  # fmt: skip
+
+
+def from_start(masked: Workspace, stage: str, shape: dict[str, Any] = SHAPE, **changes: Any) -> Ended:
+    """Stage language or code of a model file that may have a memory."""
+    conf = masked.folder / "conf"
+    if conf.is_symlink():
+        source = conf.resolve()
+        conf.unlink()
+        shutil.copytree(source, conf)
+    (conf / "model/own.yaml").write_text(yaml.safe_dump(shape | {"vocab_size": masked.tokenizer.vocab_size}))
+    if not (masked.folder / "data/tokens/text").exists():
+        shutil.copytree(masked.folder / "data/tokens/code", masked.folder / "data/tokens/text")
+        masked.tokenizer.save(masked.folder / "data/tokenizer")
+    values = FROM_START | ({"induction_heads": False} if stage == "language" else {"text_weight": 1}) | changes
+    given = [f"{stage}.{key}={json.dumps(value)}" for key, value in values.items()]
+    return command(stage, ["model=own", "runtime.precision=fp32", *given])
+
+
+def test_a_model_file_with_a_memory_is_trained_and_goes_on_with_its_router(masked: Workspace) -> None:
+    shutil.rmtree(masked.folder / "models/code")
+    for stage in ("language", "code"):
+        ended = from_start(masked, stage)
+        assert ended.code == 0, ended.said
+        model = loaded(stage)
+        assert isinstance(model.memory, Memory) and model.memory.config.chapters == 5
+        rows = [row for row in masked.curve(stage) if row.get("memory/gain_bpb")]
+        assert len(rows) >= 2 and {f"memory/2/chapter/{n:02d}" for n in range(5)} <= rows[-1].keys()
+        assert all(
+            float(row["load_balance"]) > 0 and float(row["z"]) >= 0 for row in masked.curve(stage) if row["loss"]
+        )
+    before = [p.clone() for p in loaded("language").memory.parameters()]
+    assert any(not torch.equal(a, b) for a, b in zip(before, loaded("code").memory.parameters(), strict=True))
+
+
+def test_the_router_of_a_model_file_learns_from_its_losses(masked: Workspace) -> None:
+    spread = {}
+    for weight in (0.0, 10.0):
+        assert from_start(masked, "language", load_balance=weight, steps=12).code == 0
+        spread[weight] = loaded("language").memory.readers["2"].router.weight.detach().clone()
+    assert not torch.equal(spread[0.0], spread[10.0])
+
+
+def test_weights_of_a_router_that_is_not_there_are_refused(masked: Workspace) -> None:
+    ended = from_start(masked, "language", {k: v for k, v in SHAPE.items() if k != "memory"}, load_balance=0.1)
+    assert ended.code == 2 and "since the model has no memory" in ended.said
+
+
+def test_a_model_file_whose_memory_sees_the_future_is_refused(masked: Workspace) -> None:
+    ended = from_start(masked, "language", SHAPE | {"memory": SHAPE["memory"] | {"routing": "sequence"}})
+    assert ended.code == 2 and "a causal loss would see the future" in ended.said

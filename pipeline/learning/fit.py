@@ -206,7 +206,7 @@ class Run:
         """The gates of the first steps, before their update. A policy's first iterations may give nothing to learn from."""
         overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the scale is still being found
         if self.course.step == 0 and totals.terms:
-            gates.first_loss(totals.value, self.plain, from_scratch=self.from_scratch)
+            gates.first_loss(totals.values()["loss"], self.plain, from_scratch=self.from_scratch)
         due = self.postponed or self.course.step == self.watchers.gradients_at
         self.postponed = due and overflow
         if due and not overflow:

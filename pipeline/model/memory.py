@@ -69,6 +69,7 @@ class Memory(nn.Module):
         """Raises ValueError where the placement or the heads do not fit the model."""
         super().__init__()
         self.config, self.shape = config, shape
+        self.added = False  # to a model that has its weights, whose own are then one group of rates (optim.py)
         layers = config.placed(shape.layers)
         banks = config.banks(len(layers))
         self.bank_of = dict(zip(layers, banks, strict=True))

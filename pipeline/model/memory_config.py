@@ -26,17 +26,11 @@ class MemoryConfig:
     chapters: int  # C, of which a text reads some
     top_k: int  # how many; one alone would teach the router nothing
     shared: int = 0  # chapters besides, that every text reads
-    storage: str = (
-        "full"  # full: rows of the model's width; factorised: a product of two; reduced: narrow rows, read as they are
-    )
+    storage: str = "full"  # rows of the model's width; factorised: a product of two; reduced: narrow rows
     bank_rank: int | None = None  # numbers of a row of factorised and reduced
-    bank_std: float = (
-        0.02  # deviation of fresh rows; at 0.02 attention begins even over all rows and is slow to part them
-    )
-    qk_norm: bool = False  # norm queries and keys, without weights: rows stand apart from the first step on
-    gated: bool = (
-        False  # multiply what is read by silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, eq. 3)
-    )
+    bank_std: float = 0.02  # deviation of fresh rows; so small, attention begins even and parts the rows slowly
+    qk_norm: bool = False  # queries and keys of size one: rows stand apart from the first step on
+    gated: bool = False  # what is read times silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, 3)
     rank: int | None = None  # of the four projections of a reading layer; None: whole matrices
     layers: str | tuple[int, ...] = "last_2"  # that read: all, none, first_3, last_2, every_4, or a list from 0
     share: str = "all"  # which layers have one bank: all, each (its own), or every_2 in turn

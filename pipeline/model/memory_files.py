@@ -45,6 +45,7 @@ def attach(
         model.config = shape
     else:
         beside = Wider(config, model.config, generator)
+    beside.added = True
     model.memory = beside.to(where)
     return beside
 
@@ -83,6 +84,7 @@ def load(model: Transformer, folder: Path, base: str) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / SHAPE}: {error}") from error
     model.requires_grad_(True)
+    beside.added = False
     if told["bits"] and isinstance(beside, Memory):
         quantised(beside, told["bits"])
     try:

@@ -49,6 +49,7 @@ class Wider(nn.Module):
         if outside := [layer for layer in config.layers if not 0 <= layer < shape.layers]:
             raise ValueError(f"wider.layers: expected layers from 0 to {shape.layers - 1}, got {outside[0]}")
         self.config, self.shape = config, shape
+        self.added = True
         self.readers = nn.ModuleDict({str(layer): WiderLayer(config.width, shape) for layer in config.layers})
         if generator is not None:
             self.initialise(generator)
