@@ -4,7 +4,8 @@
 
 All are trained by `fit` on the same batches as stage memory, with its settings at `demo`: `memory` (ours), `wider` (a parallel SwiGLU), `lora`,
 `product_keys` (benchmarks/product_keys.py), once with as many trainable weights as the memory and once with as many products a token;
-and memories of 256, 1,024 and 4,096 rows. Of three rates each takes the one that is best on the validation wordings (first seed); told is
+and memories of 256, 1,024 and 4,096 rows. Of three rates each takes the one that is best on the validation wordings (first seed) and costs
+code at most 1 % of its bits; told is
 the test, whose wording and answers chose nothing. Each run is a file in --work, so that a run that was stopped goes on, and two
 processes may share the work (`--only`). Intervals: 95 %, over questions, of what the seeds make on average. Every row says trainable
 weights, products (FLOPs) and numbers read for a token beside those of the base; tokens/s is that of the forward pass, interleaved
@@ -50,6 +51,7 @@ from pipeline.tracking import Tracker, write_json  # noqa: E402
 from pipeline.work import Job, StopRequest  # noqa: E402
 from stages import memory as stage  # noqa: E402
 
+MOST_LOST = 0.01  # of the bits per byte of code
 RATES = {"muon": (3e-3, 6e-3, 1.2e-2), "adamw": (1.5e-3, 3e-3, 6e-3)}
 ROWS = (256, 1024, 4096)
 ROUNDS, SECONDS = 7, 0.5  # of the clock
@@ -160,13 +162,17 @@ class Workshop:
     runtime: Any
     work: Path
 
+    def key(self, one: Contender, seed: int, rate: float) -> str:
+        """What a run's result hangs on."""
+        params = self.params
+        told = [type(one.config).__name__, asdict(one.config), one.optimizer, rate, seed, asdict(params.fit), asdict(params.router),
+                params.facts_weight, params.code_weight, params.questions]  # fmt: skip
+        return json.dumps(told, sort_keys=True)
+
     def run(self, one: Contender, seed: int, rate: float) -> dict[str, Any]:
         """Train it, or read what an earlier run wrote."""
         settings = self.params.fit
-        told = json.dumps(
-            [type(one.config).__name__, asdict(one.config), one.optimizer, rate, seed, settings.steps, str(self.params)]
-        )
-        path = self.work / f"{device.stable_hash('memory', told):016x}.json"
+        path = self.work / f"{device.stable_hash('memory', self.key(one, seed, rate)):016x}.json"
         if path.is_file():
             return json.loads(path.read_text())
         model, tokenizer = checkpoint.load(self.base)
@@ -243,10 +249,14 @@ def clock(base: Path, one: Contender) -> float:
     return statistics.median([speed(beside) / speed(plain) for _ in range(ROUNDS)])
 
 
-def best_rate(shop: Workshop, one: Contender, seed: int) -> float:
-    """Of three rates the one that knows most facts in the validation wording; of equal ones the lower."""
-    known = {rate: statistics.mean(shop.run(one, seed, rate)["val"]) for rate in RATES[one.optimizer]}
-    return max(known, key=lambda rate: (known[rate], -rate))
+def best_rate(shop: Workshop, one: Contender, seed: int, code_bpb: float) -> float:
+    """Of three rates the one that knows most facts in the validation wording, and of equal ones the lower: among those that cost
+    code no more than MOST_LOST of the base's `code_bpb`, or else the one that costs least."""
+    runs = {rate: shop.run(one, seed, rate) for rate in RATES[one.optimizer]}
+    kept = {rate: run for rate, run in runs.items() if run["code_bpb"] <= (1 + MOST_LOST) * code_bpb}
+    if not kept:
+        return min(runs, key=lambda rate: runs[rate]["code_bpb"])
+    return max(kept, key=lambda rate: (statistics.mean(kept[rate]["val"]), -rate))
 
 
 def told(shop: Workshop, one: Contender, runs: list[dict[str, Any]], others: dict[str, list[float]], shape: ModelConfig) -> dict[str, Any]:  # fmt: skip
@@ -292,6 +302,10 @@ def main(given: list[str]) -> int:
     shop = Workshop(arguments.base, arguments.data, params, replace(runtime, save_minutes=1e6), arguments.work)
     arguments.work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = checkpoint.load(arguments.base)
+    code = stage.streams(
+        params, quiet_job(shop), arguments.data / "facts", arguments.data / "tokens/code", tokenizer
+    ).code
+    base = measured(model, tokenizer, code, arguments.data / "facts", params.questions)
     known, rates = contenders(params.memory, model.config), {}
     if arguments.only:
         known = {name: one for name, one in known.items() if any(name.startswith(word) for word in arguments.only)}
@@ -299,14 +313,10 @@ def main(given: list[str]) -> int:
     for name, one in known.items():
         kind = name.split(",")[0]
         leader = one if kind == name else contenders(params.memory, model.config)[kind]
-        rates[kind] = rates.get(kind) or best_rate(shop, leader, arguments.seeds[0])
+        rates[kind] = rates.get(kind) or best_rate(shop, leader, arguments.seeds[0], base["code_bpb"])
         runs[name] = [shop.run(one, seed, rates[kind]) for seed in arguments.seeds]
     if arguments.only:
         return 0
-    code = stage.streams(
-        params, quiet_job(shop), arguments.data / "facts", arguments.data / "tokens/code", tokenizer
-    ).code
-    base = measured(model, tokenizer, code, arguments.data / "facts", params.questions)
     others = {"memory": means(runs["memory"], "test")}
     rows = [
         {
