@@ -31,9 +31,9 @@ import torch  # noqa: E402
 
 from benchmarks.product_keys import ProductKeys, ProductKeysConfig  # noqa: E402
 from pipeline import checkpoint, device  # noqa: E402
-from pipeline.evaluation import memory as use  # noqa: E402
 from pipeline.evaluation import recall  # noqa: E402
 from pipeline.evaluation.intervals import paired_difference  # noqa: E402
+from pipeline.learning import memory_use as use  # noqa: E402
 from pipeline.learning import remembering  # noqa: E402
 from pipeline.learning.fit import fit  # noqa: E402
 from pipeline.learning.objectives_memory import Choices  # noqa: E402

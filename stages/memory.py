@@ -14,9 +14,9 @@ from typing import Any
 
 from pipeline import checkpoint, device
 from pipeline.errors import ConfigError, GateError
-from pipeline.evaluation import memory as use
 from pipeline.evaluation import recall, routing
 from pipeline.evaluation.intervals import paired_difference
+from pipeline.learning import memory_use as use
 from pipeline.learning import reference, remembering
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives_memory import RouterWeights

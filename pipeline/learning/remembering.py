@@ -12,7 +12,7 @@ import torch
 
 from pipeline import device
 from pipeline.errors import ConfigError
-from pipeline.evaluation import memory as use
+from pipeline.learning import memory_use as use
 from pipeline.learning import objectives, objectives_memory, scoring
 from pipeline.learning.objectives import Loss, Term
 from pipeline.learning.objectives_memory import Choices, RouterWeights
