@@ -116,6 +116,14 @@ def loaded_config() -> MemoryConfig:
     return MemoryConfig(rows=24, shared=1, chapters=5, top_k=2, layers="last_1", routing="prompt", window=16)
 
 
+def test_the_wider_model_may_have_a_rate_of_its_own(masked: Workspace) -> None:
+    same, _ = finished(masked)
+    other, _ = finished(masked, baseline_learning_rate=1e-4)
+    moved = {path for path in same if same[path] != other[path]}
+    assert "models/memory_baseline/memory.safetensors" in moved
+    assert "models/memory/memory.safetensors" not in moved
+
+
 def test_routing_by_sequence_is_refused_unless_asked_for_and_said_to_leak(masked: Workspace) -> None:
     ended = run(routing="sequence")
     assert ended.code == 2 and "a causal loss would see the future" in ended.said
@@ -126,7 +134,8 @@ def test_routing_by_sequence_is_refused_unless_asked_for_and_said_to_leak(masked
     ("changes", "complaint"),
     [({"rows": 25}, "expected a multiple of the 6 chapters"), ({"top_k": 6}, "expected at most 5"), ({"top_k": 1}, "learn nothing"),
      ({"layers": "last_9"}, "expected last_1 to last_2"), ({"quantise": "int2"}, "expected one of none, int8, int4"),
-     ({"questions": 0}, "expected at least 1"), ({"load_balance": -1.0}, "expected at least 0"),
+     ({"baseline_learning_rate": 0.0}, "baseline_learning_rate: expected above 0"),
+    ({"questions": 0}, "expected at least 1"), ({"load_balance": -1.0}, "expected at least 0"),
      ({"storage": "reduced", "bank_rank": 15}, "expected a multiple of"), ({"train_base": True, "adapter": {"rank": 1, "alpha": 1}}, "expected one of them"),
      ({"context": 8, "tokens_per_step": 512}, "tokens, more than context"), ({"context": 100000, "tokens_per_step": 100000}, "the model's context")],
 )  # fmt: skip
