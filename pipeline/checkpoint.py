@@ -9,8 +9,10 @@ so equal runs give equal bytes. `lineage.json` says which inputs and code made i
 Weights are float32, or what `save_precision` of their stage says; `load` gives float32 in any case.
 """
 
+import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from pipeline.errors import ModelError
-from pipeline.model import convert
-from pipeline.model.config import FAMILIES, ModelConfig, read_config
+from pipeline.model import convert, memory_files
+from pipeline.model.config import FAMILIES, REMEMBERING, ModelConfig, read_config
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
@@ -37,9 +39,16 @@ def save(
     Raises ModelError when the tokenizer has more ids, StagecoachError before writing when the disk is too full.
     """
     ids = {"pad_token_id": tokenizer.pad, "bos_token_id": None, "eos_token_id": tokenizer.turn_end}
-    state = {name: tensor.to(DTYPES[precision]) for name, tensor in model.state_dict().items()}
-    values = model.config.to_hf(str(DTYPES[precision]).removeprefix("torch.")) | ids
+    base, beside = memory_files.split(model.state_dict())
+    state = {name: tensor.to(DTYPES[precision]) for name, tensor in base.items()}
+    dtype = str(DTYPES[precision]).removeprefix("torch.")
+    values = (model.config.to_hf(dtype) if model.memory is None else model.config.to_hf_remembering(dtype)) | ids
     _save(folder, state, model.config, tokenizer, lineage, values)
+    if model.memory is not None:
+        assert isinstance(model.memory, torch.nn.Module)
+        memory_files.save(
+            folder, model.memory, {name: tensor.detach().cpu() for name, tensor in beside.items()}, state_digest(state)
+        )
     stops = {"eos_token_id": [tokenizer.turn_end, tokenizer.end_of_text], "pad_token_id": tokenizer.pad}
     _write(folder / "generation_config.json", {"do_sample": False} | stops)
 
@@ -114,7 +123,14 @@ def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
     check_vocabulary(config, tokenizer, folder)
     model = Transformer(config)
     convert.load_weights(model, folder)
+    if (folder / memory_files.SHAPE).is_file() or kind(folder) == REMEMBERING:
+        memory_files.load(model, folder, weights_digest(model))
     return model, tokenizer
+
+
+def kind(folder: Path) -> str:
+    """`model_type` of a directory's config.json."""
+    return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type"))
 
 
 def load_frozen(folder: Path) -> Transformer:
@@ -190,12 +206,15 @@ def weights_digest(model: torch.nn.Module, leave_out: str = "\0") -> str:
 
     Parameters whose names hold `leave_out` do not count (an adapter's, where the base is meant).
     """
-    import hashlib
+    return state_digest({name: parameter for name, parameter in model.named_parameters() if leave_out not in name})
 
+
+def state_digest(state: Mapping[str, Tensor]) -> str:
+    """The same of tensors by name; halves count as the floats that `load` makes of them."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if leave_out in name:
-            continue
+    for name, tensor in sorted(state.items()):
+        whole = tensor.detach().cpu()
+        whole = whole.float() if whole.dtype in (torch.bfloat16, torch.float16) else whole
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(whole.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -139,7 +139,7 @@ def render(config: PlanConfig, here: device.Hardware) -> str:
     machines += [(card * 10**9, work_of(config, "cuda", on_cards)) for card in CARDS]
     room = [[names[s], *(rows_in(config, s, work, total) for total, work in machines)] for s in asked]
     title = (
-        f"{config.model.num_parameters:,} parameters; rows of {config.tokens:,} tokens, micro-batch {config.micro_batch}, "
+        f"{footprint.full(config.model).trained:,} parameters; rows of {config.tokens:,} tokens, micro-batch {config.micro_batch}, "
         f"{config.optimizer}, gradient checkpointing {config.gradient_checkpointing}"
     )
     return "\n\n".join([

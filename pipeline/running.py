@@ -8,6 +8,7 @@ A finished key is only exported. An unfinished one goes on where it was. An out 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import errno
 import inspect
@@ -224,16 +225,19 @@ def _check_inputs(inputs: dict[str, Path], optional: tuple[str, ...]) -> None:
             raise InputError(f"{path} does not exist; {remedy(path)}")
 
 
+SECOND = {"diffusion_control": "stage_diffusion", "memory_baseline": "stage_memory"}  # models beside their stage's own
+
+
 def remedy(path: Path) -> str:
     """What to do about a missing input: the `dvc repro` that makes it, by the layout of the graph."""
     top, *rest = path.parts
     made_by = {"raw": "corpus", "tokenizer": "tokenizer", "tokens": "encode", "dialogues": "tasks", "problems": "tasks",
-               "preferences": "tasks"}  # fmt: skip
+               "preferences": "tasks", "facts": "tasks"}  # fmt: skip
     if top == "data" and rest and rest[0] in made_by:
         return f"make it with: dvc repro stage_{made_by[rest[0]]}"
     if top == "models":
-        if rest[0] == "diffusion_control":  # the second model of its stage
-            return "make it with: dvc repro stage_diffusion"
+        if rest[0] in SECOND:
+            return f"make it with: dvc repro {SECOND[rest[0]]}"
         if Path(f"stages/{rest[0]}.py").is_file():
             return f"make it with: dvc repro stage_{rest[0]}"
         return f"models/ holds: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"
@@ -323,16 +327,24 @@ def meanings(kind: Any) -> dict[str, str]:
 
 
 def _comments(kind: Any) -> dict[str, str]:
+    """Of each field the comments on its lines, and those that stand alone right above it."""
     source = textwrap.dedent(inspect.getsource(kind))
-    found: dict[str, str] = {}
-    name = ""
+    said: dict[int, str] = {}
+    alone: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        line = token.line.strip()
         if token.type == tokenize.COMMENT:
-            head = line.split(":")[0].strip()
-            name = head if head.isidentifier() else name
-            said = re.sub(r"^pyright: ignore\[\w+\]\s*#? *", "", token.string.lstrip("# "))
-            found[name] = f"{found.get(name, '')} {said}".strip()
+            text = re.sub(r"^pyright: ignore\[\w+\]\s*#? *", "", token.string.lstrip("# "))
+            said[token.start[0]] = "" if text == "fmt: skip" else text
+            alone |= {token.start[0]} if token.line.strip().startswith("#") else set()
+    found: dict[str, str] = {}
+    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    for field in body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            first = field.lineno
+            while first - 1 in alone:
+                first -= 1
+            texts = (said.get(line, "") for line in range(first, (field.end_lineno or first) + 1))
+            found[field.target.id] = " ".join(text for text in texts if text)
     return found
 
 

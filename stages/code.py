@@ -6,17 +6,15 @@ A share of the code pieces is cut in three and reordered so that the model learn
 the batches is the language stage's text, so that the stories are not forgotten.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline import checkpoint
-from pipeline.learning import objectives, scoring
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss, Term
+from pipeline.learning.objectives_memory import RouterWeights
+from pipeline.learning.remembering import next_tokens
 from pipeline.learning.settings import FitConfig
-from pipeline.model.transformer import Transformer
 from pipeline.params import main
-from pipeline.streams.batch import TokenBatch
 from pipeline.streams.corpus import CorpusStream
 from pipeline.streams.mixture import MixtureStream
 from pipeline.work import Job
@@ -24,11 +22,12 @@ from pipeline.work import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `code`; its training keys are those of FitConfig."""
+    """The block `code`; its keys are also those of FitConfig, and of RouterWeights."""
 
     fim_rate: float  # share of code pieces that become fill-in-the-middle
     code_weight: int  # batches of code
     text_weight: int  # for so many batches of text; 0: code only
+    router: RouterWeights = field(default_factory=RouterWeights)  # of a model with a memory
     fit: FitConfig
 
     def __post_init__(self) -> None:
@@ -48,11 +47,8 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
     stream = corpus(code, params.fim_rate)
     if params.text_weight:
         stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, 0.0))])
-
-    def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
-
-    fit(model, stream, loss, params.fit, job)
+    learnt, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)
+    fit(model, learnt, loss, params.fit, job, watchers=watchers)
     checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)
 
 

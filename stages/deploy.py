@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import checkpoint
+from pipeline.errors import ModelError
 from pipeline.export import card, gguf, huggingface, ollama, onnx, smoke
 from pipeline.model.denoiser import Denoiser
 from pipeline.model.transformer import Transformer
@@ -48,19 +49,21 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     if params.onnx is not None:
         onnx.need()
     model, tokenizer = huggingface.load(base)
+    if isinstance(model, Transformer) and model.config.memory is not None and model.config.memory.leaky:
+        raise ModelError(
+            f"{base}: this memory chooses by what is still to come (routing: sequence); it cannot write, train one that routes by chunk"
+        )
     name = f"stagecoach-{params.model}"
     made_by = checkpoint.lineage(base)
     lineage = job.lineage | {"model": params.model, "made_by": made_by.get("key", "elsewhere")}
     huggingface.export(model, tokenizer, lineage, out)
     proofs: Proofs = {"huggingface": huggingface.verify(model, tokenizer, out)}
     shown = None
-    if isinstance(model, Transformer):
+    if isinstance(model, Transformer) and model.memory is None:
         proofs |= write_others(params, model, tokenizer, out, name)
         shown = f"gguf/{name}-{params.gguf[-1]}.gguf" if params.gguf else None
     elif params.gguf or params.onnx:
-        say(
-            f"stage_deploy: {params.model} writes no text from left to right: no GGUF, no ONNX and no Modelfile is made"
-        )
+        say(f"stage_deploy: {params.model} {reason(model)}: no GGUF, no ONNX and no Modelfile is made")
     if shown is not None:
         ollama.write(out / "ollama/Modelfile", f"../{shown}", model.config.max_context, temperature=0.7)
     data = {
@@ -72,6 +75,13 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     huggingface.seal(out)  # last: the sums are of everything
     calls = smoke.check(out, trunk, tokenizer)
     job.report(model=params.model, parameters=trunk.num_parameters(), parity=proofs, smoke_calls=calls)
+
+
+def reason(model: huggingface.Exportable) -> str:
+    """Why no other program can run a model."""
+    if isinstance(model, Transformer):
+        return "has a memory beside its layers, which only our engine reads"
+    return "writes no text from left to right"
 
 
 def write_others(params: Params, model: Transformer, tokenizer: Tokenizer, out: Path, name: str) -> Proofs:

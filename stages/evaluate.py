@@ -24,7 +24,7 @@ import pyarrow.parquet
 from pipeline import checkpoint, denoisers, device
 from pipeline.errors import ConfigError
 from pipeline.evaluation import benchmarks as brought
-from pipeline.evaluation import canvases, suites
+from pipeline.evaluation import canvases, recall, suites
 from pipeline.evaluation.canvases import CanvasSettings, CanvasSubject
 from pipeline.evaluation.suites import Result, Settings, Subject
 from pipeline.model.config import read_config
@@ -62,7 +62,7 @@ class Params:
 
 def run(
     params: Params, job: Job, *, model: Path, text: Path, code: Path, dialogues: Path, problems: Path,
-    benchmarks: Path, summary: Path, items: Path, curves: Path,
+    facts: Path, benchmarks: Path, summary: Path, items: Path, curves: Path,
 ) -> None:  # fmt: skip
     """Measure `model` and write the three files."""
     settings = params.settings
@@ -84,6 +84,7 @@ def run(
         plan = canvas_plan(subject, sources, asked[: params.canvas.canvas_problems], sandbox)
     else:
         plan = causal_plan(subject, texts, sources, talks, asked, sandbox)
+        plan["facts"] = lambda: recall.known(subject, facts)
         if sets:
             completes = model.name in brought.COMPLETES
             plan["benchmarks"] = lambda: brought.score(subject, sets, completes=completes, sandbox=sandbox)
@@ -200,10 +201,10 @@ if __name__ == "__main__":
     main(
         run,
         inputs={"model": "models/{item}", "text": "data/raw/text", "code": "data/raw/code",
-                "dialogues": "data/dialogues", "problems": "data/problems", "benchmarks": str(BENCHMARKS)},
+                "dialogues": "data/dialogues", "problems": "data/problems", "facts": "data/facts", "benchmarks": str(BENCHMARKS)},
         outs={"summary": "metrics/eval/{item}.json", "items": "metrics/eval/{item}.jsonl",
               "curves": "metrics/eval/{item}.csv"},
         items=("language", "code", "tools", "lora", "dpo", "grpo", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo",
-               "diffusion_grpo"),
+               "diffusion_grpo", "memory", "memory_baseline"),
         metrics=None,
     )  # fmt: skip

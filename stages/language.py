@@ -8,14 +8,14 @@ weights from a Qwen3, Qwen2 or LLaMA checkpoint, whose tokenizer stage tokenizer
 those of scale `full`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.checkpoint import save
 from pipeline.device import generator
-from pipeline.learning import objectives, scoring
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss, Term
+from pipeline.learning.objectives_memory import RouterWeights
+from pipeline.learning.remembering import next_tokens
 from pipeline.learning.settings import FitConfig
 from pipeline.model import pretrained, source
 from pipeline.model.config import ModelConfig
@@ -23,7 +23,6 @@ from pipeline.model.induction import induction_heads, relate_variants
 from pipeline.model.source import Start
 from pipeline.model.transformer import Transformer
 from pipeline.params import group, main
-from pipeline.streams.batch import TokenBatch
 from pipeline.streams.corpus import CorpusStream
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.work import Job
@@ -31,11 +30,12 @@ from pipeline.work import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `language`; its training keys are those of FitConfig."""
+    """The block `language`; its keys are also those of FitConfig, and of RouterWeights."""
 
     base: Start
     induction_heads: bool  # fresh weights that can copy from the context (pipeline/model/induction.py); false: GPT-2's
     model: ModelConfig = group("model")
+    router: RouterWeights = field(default_factory=RouterWeights)  # of a model with a memory (`memory` in its file)
     fit: FitConfig
 
 
@@ -49,11 +49,8 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
         model, commit = pretrained.load(found.folder, text), found.commit
     stream = CorpusStream(tokens, text, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                           seed=job.seed, cache=job.folder.parent)  # fmt: skip
-
-    def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
-
-    fit(model, stream, loss, params.fit, job, from_scratch=params.base.scratch)
+    learnt, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)
+    fit(model, learnt, loss, params.fit, job, from_scratch=params.base.scratch, watchers=watchers)
     job.report(parameters=model.num_parameters())
     lineage = job.lineage | source.lineage(params.base, commit)
     save(out, model, text, lineage, precision=params.fit.save_precision)

@@ -19,7 +19,7 @@ from pipeline.work import Job
 
 # that have a line in `dvc metrics show`
 MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo",
-          "diffusion_grpo")  # fmt: skip
+          "diffusion_grpo", "memory", "memory_baseline")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

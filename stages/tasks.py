@@ -1,11 +1,12 @@
 """Stage tasks: conversations, programming problems and preference pairs, with known truth.
 
     data/raw, data/own, feedback/preferences.jsonl -> data/{dialogues,problems,preferences}/{train,val,test}.jsonl
+                                                   -> data/facts/{train,val,test,control}.jsonl
 
 `data: machine` generates all three. `data: files` and `data: hub` bring their own where they name some, and the rest is
 generated. Problems that are brought are tried in the sandbox: one whose tests cannot be judged, or whose own solution fails
 them, stops the stage (of the user's files) or leaves (of the hub's sets, up to `max_rejected`). Test items whose text stands in the training data are dropped here, so that no knob of this stage retrains the
-language model. Pairs that people gave on the web page join the training pairs.
+language model. Pairs that people gave on the web page join the training pairs. Facts are always invented.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from pipeline.params import block, group, main
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 from pipeline.streams import hub, readers, screening, sources
 from pipeline.streams.records import Dialogue, Pair, Problem, write
-from pipeline.synthesis import drills, preferences, programs, small_talk, stories, tool_choices, tools, wording
+from pipeline.synthesis import drills, facts, preferences, programs, small_talk, stories, tool_choices, tools, wording
 from pipeline.tracking import progress, say
 from pipeline.work import Job
 
@@ -42,14 +43,15 @@ class Params:
     problems: int  # programming problems with a known answer
     rl_problems: int  # problems for reinforcement learning: tests, no answer
     pairs: int  # preference pairs to train on
+    services: int  # that facts are invented about, four each, for the memory branch
     test_items: int  # held-out items of each kind; three times as many pairs, a third of each kind
     label_noise: float  # share of the training pairs whose answers are swapped
     data: sources.DataConfig = group("data")
     sandbox: SandboxConfig = block("sandbox")
 
     def __post_init__(self) -> None:
-        if min(self.dialogues, self.problems, self.rl_problems, self.pairs, self.test_items) < 1:
-            raise ValueError("dialogues, problems, rl_problems, pairs, test_items: expected at least 1")
+        if min(self.dialogues, self.problems, self.rl_problems, self.pairs, self.test_items, self.services) < 1:
+            raise ValueError("dialogues, problems, rl_problems, pairs, test_items, services: expected at least 1")
         if not 0 <= self.label_noise < 0.5:
             raise ValueError(f"label_noise: expected a share in [0, 0.5), got {self.label_noise}")
 
@@ -70,9 +72,9 @@ Splits = dict[str, list[Any]]  # train, val, test (and rl) -> records
 
 def run(
     params: Params, job: Job, *, own: Path, text: Path, code: Path, feedback: Path,
-    dialogues: Path, problems: Path, pairs: Path,
+    dialogues: Path, problems: Path, pairs: Path, known: Path,
 ) -> None:  # fmt: skip
-    """Write the three folders."""
+    """Write the four folders."""
     parts = job.folder / "parts"
     rows: dict[str, dict[str, int]] = {}  # what became of the rows that the user or the hub brought
     with progress(total=5, desc="tasks", unit="step") as bar:
@@ -91,7 +93,8 @@ def run(
         judged = _pairs(params, job) if brought["preferences"] is None else brought["preferences"]
         judged["train"] += _feedback(feedback, params.data, parts, rows)
         bar.update()
-    for folder, splits in ((dialogues, talks), (problems, made), (pairs, judged)):
+    invented = facts.facts(params.services, job.seed)
+    for folder, splits in ((dialogues, talks), (problems, made), (pairs, judged), (known, invented)):
         folder.mkdir(parents=True)
         for split, records in splits.items():
             write(folder / f"{split}.jsonl", records)
@@ -103,7 +106,7 @@ def run(
     if rows:
         job.report(rows=rows)
     job.report(
-        dialogues=_counts(talks), problems=_counts(made), preferences=_counts(judged), dropped_test_items=dropped,
+        dialogues=_counts(talks), problems=_counts(made), preferences=_counts(judged), facts=_counts(invented), dropped_test_items=dropped,
         kinds=dict(sorted(Counter(d.kind for d in talks["train"]).items())),
         chosen_is_longer=preferences.chosen_is_longer(judged["train"]),
     )  # fmt: skip
@@ -308,5 +311,10 @@ if __name__ == "__main__":
     main(
         run,
         inputs={"own": "data/own", "text": "data/raw/text", "code": "data/raw/code", "feedback": "feedback"},
-        outs={"dialogues": "data/dialogues", "problems": "data/problems", "pairs": "data/preferences"},
+        outs={
+            "dialogues": "data/dialogues",
+            "problems": "data/problems",
+            "pairs": "data/preferences",
+            "known": "data/facts",
+        },
     )

@@ -24,6 +24,7 @@ from pipeline.learning.settings import FitConfig
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
+from pipeline.model.memory_config import MemoryConfig
 from pipeline.model.transformer import Transformer
 from pipeline.params import Runtime
 from pipeline.streams.batch import TokenBatch
@@ -57,10 +58,11 @@ def status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def shape(*, width: int, layers: int, d_ff: int, vocab_size: int) -> ModelConfig:
+def shape(*, width: int, layers: int, d_ff: int, vocab_size: int, memory: dict[str, Any] | None = None) -> ModelConfig:
     """A model of heads of 64."""
+    own = None if memory is None else MemoryConfig(**memory)
     return ModelConfig(vocab_size=vocab_size, width=width, layers=layers, heads=width // 64, kv_heads=width // 64,
-                       head_dim=64, d_ff=d_ff, max_context=2048, rope_theta=1e4, tied=True)  # fmt: skip
+                       head_dim=64, d_ff=d_ff, max_context=2048, rope_theta=1e4, tied=True, memory=own)  # fmt: skip
 
 
 def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
@@ -82,7 +84,7 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
     model = Transformer(config, torch.Generator().manual_seed(0))
     if "adapter" in asked:
         lora.attach(model, AdapterConfig(**asked["adapter"]), torch.Generator())
-    Run(model, Random(config.vocab_size, rows), loss, fitting, job, True, Watchers()).go()
+    Run(model, Random(config.vocab_size, rows), loss, fitting, job, True, Watchers(gradients_at=1)).go()
 
 
 def main(asked: dict[str, Any]) -> None:

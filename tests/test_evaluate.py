@@ -18,7 +18,7 @@ from pipeline.params import Runtime
 from pipeline.report.headlines import HEADLINES, lookup
 from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.streams.records import Text, write
-from pipeline.synthesis import preferences, programs, stories, tools
+from pipeline.synthesis import facts, preferences, programs, stories, tools
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tracking import Tracker
 from pipeline.work import Job, StopRequest
@@ -102,7 +102,7 @@ def test_test_sets_that_nobody_watches_or_that_share_a_name_are_refused(names: l
 def test_a_wrong_test_set_stops_the_stage_before_the_model_is_read(tmp_path: Path) -> None:
     write_set(tmp_path / "wrong.jsonl", [{"text": "a story"}])
     paths: dict[str, Any] = dict.fromkeys(
-        ("model", "text", "code", "dialogues", "problems", "summary", "items", "curves"), tmp_path / "missing"
+        ("model", "text", "code", "dialogues", "problems", "facts", "summary", "items", "curves"), tmp_path / "missing"
     )
     job: Any = None
     with pytest.raises(DataError, match=r"wrong\.jsonl:1: expected a row of HumanEval"):
@@ -126,6 +126,8 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         [*tools.dialogues("test", 24, 1), preferences.story_dialogue("stories/gift/50")],
     )
     write(tmp_path / "problems/test.jsonl", programs.problems("test", 12, 1))
+    for split, known in facts.facts(4, 1).items():
+        write(tmp_path / f"facts/{split}.jsonl", known)
     write_set(tmp_path / "benchmarks/own/HumanEval.jsonl.gz", [HALF])
 
     def measured(name: str) -> list[bytes]:
@@ -138,7 +140,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         job = Job(stage="evaluate", item="m", key="k", seed=1, folder=tmp_path, workers=1, runtime=Runtime(),
                   tracker=Tracker("evaluate", tmp_path, {}, {}, quiet=True), lineage={"key": "k"}, stop=StopRequest())  # fmt: skip
         inputs: dict[str, Any] = {"model": tmp_path / "model", "text": text, "code": code}
-        inputs |= {"dialogues": tmp_path / "dialogues", "problems": tmp_path / "problems"}
+        inputs |= {name: tmp_path / name for name in ("dialogues", "problems", "facts")}
         params = replace(PARAMS, benchmarks=["data/benchmarks/own/HumanEval.jsonl.gz"])
         evaluate.run(params, job, **inputs, benchmarks=tmp_path / "benchmarks", **outs)
         return [path.read_bytes() for path in outs.values()]
@@ -156,6 +158,7 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
         "problems",
         "tools",
         "answers",
+        "facts",
         "benchmarks",
         "settings",
         "lineage",

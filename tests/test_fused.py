@@ -11,8 +11,9 @@ from pipeline.export.fused import FEW, MANY, Fused, FusedBlock, joined
 from pipeline.export.quantize import quantize
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.config import ModelConfig
+from pipeline.model.layers import Linear
 from pipeline.model.lora import AdapterConfig, attach
-from pipeline.model.transformer import Linear, Transformer
+from pipeline.model.transformer import Transformer
 from pipeline.serve.rows import NARROW, TOGETHER, RowDecoder
 
 BASE = ModelConfig(

@@ -23,10 +23,11 @@ from tests.server import serving
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf")
 MASKED = ("diffusion", "diffusion_dpo", "diffusion_grpo")
+SECOND = ("diffusion_control", "memory_baseline")  # beside the model of their stage
 ALL = {"code_versions", "stage_corpus", "stage_tasks", "stage_tokenizer", "stage_encode@text", "stage_encode@code",
        *(f"stage_{model}" for model in MODELS), *(f"stage_evaluate@{model}" for model in MODELS), "stage_reward",
-       "stage_deploy", "stage_report", *(f"stage_{model}" for model in MASKED),
-       *(f"stage_evaluate@{model}" for model in (*MASKED, "diffusion_control"))}  # fmt: skip
+       "stage_deploy", "stage_report", *(f"stage_{model}" for model in (*MASKED, "memory")),
+       *(f"stage_evaluate@{model}" for model in (*MASKED, "memory", *SECOND))}  # fmt: skip
 ALIGNED = {f"{stage}{model}" for model in ("dpo", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
 AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_report"}
 AFTER_TOOLS = {"stage_tools", "stage_evaluate@tools", "stage_reward", "stage_deploy", *ALIGNED, *AFTER_RLHF}
@@ -55,7 +56,7 @@ def test_a_second_repro_runs_nothing_and_git_sees_no_artefact(repository: Reposi
 
 
 def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: Repository) -> None:
-    for model in (*MODELS, "reward", "deploy", *MASKED, "diffusion_control"):
+    for model in (*MODELS, "reward", "deploy", *MASKED, "memory", *SECOND):
         names = {p.name for p in (repository.folder / "models" / model).iterdir()}
         assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "lineage.json"} <= names
     page = (repository.folder / "reports/index.html").read_text()

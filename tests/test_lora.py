@@ -16,8 +16,9 @@ from pipeline.generation.sampling import Decoder, Sampling, generate
 from pipeline.learning import gates, optim
 from pipeline.model import lora, lora_files
 from pipeline.model.config import ModelConfig
+from pipeline.model.layers import Linear
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
-from pipeline.model.transformer import Linear, Transformer
+from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "peft.json"

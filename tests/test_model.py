@@ -15,6 +15,7 @@ from pipeline.model import convert, kernels
 from pipeline.model.attention import Masked, positions_in
 from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
+from pipeline.model.memory_config import MemoryConfig
 from pipeline.model.transformer import Transformer
 
 CONFIG = ModelConfig(
@@ -236,11 +237,14 @@ def test_a_fresh_model_is_nearly_uniform() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_every_model_file_builds_and_counts_right(size: str) -> None:
     values = yaml.safe_load((Path(__file__).parents[1] / "conf" / "model" / f"{size}.yaml").read_text())
+    memory = MemoryConfig.from_json(values.pop("memory")) if "memory" in values else None
     config = ModelConfig(**values)
     with torch.device("meta"):
-        model = Transformer(config)
-    assert model.num_parameters() == config.num_parameters
-    matmuls = sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1 and "embed" not in n)
+        model = Transformer(replace(config, memory=memory))
+    beside = sum(p.numel() for n, p in model.named_parameters() if n.startswith("memory."))
+    assert model.num_parameters() == config.num_parameters + beside and bool(beside) == (memory is not None)
+    own = [(n, p) for n, p in model.named_parameters() if not n.startswith("memory.")]
+    matmuls = sum(p.numel() for n, p in own if p.ndim > 1 and "embed" not in n)
     head = config.vocab_size * config.width if config.tied else 0
     assert config.matmul_parameters == matmuls + head
     assert (

@@ -155,7 +155,7 @@ class Remembering(nn.Module):
         self.embed_tokens = nn.Embedding(5, 4)
         self.mlp = nn.Linear(4, 4)
         self.q_proj = nn.ModuleDict({"lora_A": nn.Linear(4, 2, bias=False), "lora_B": nn.Linear(2, 4, bias=False)})
-        self.memory = nn.ModuleDict({"bank": nn.Embedding(6, 4), "router": nn.Linear(4, 6, bias=False)})
+        self.memory = nn.ModuleDict({"bank": nn.Embedding(6, 4), "router": nn.Linear(4, 6, bias=False), "o_proj": nn.Linear(4, 4, bias=False)})  # fmt: skip
 
 
 def test_beside_adapters_and_memory_the_base_is_one_group_and_bank_and_router_follow_memory() -> None:
@@ -164,11 +164,11 @@ def test_beside_adapters_and_memory_the_base_is_one_group_and_bank_and_router_fo
     settings = OptimizerConfig(optimizer="adamw", learning_rate=1.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8,
                                learning_rates=rates)  # fmt: skip
     optimizers = Optimizers(model, settings, fast_bf16=False)
-    assert set(optimizers.members) == {"bank", "router", "lora", "base"}
-    assert optimizers.rates == {"bank": 2e-4, "router": 2e-4, "lora": 1e-4, "base": 1e-5}
+    assert set(optimizers.members) == {"bank", "router", "memory", "lora", "base"}
+    assert optimizers.rates == {"bank": 2e-4, "router": 2e-4, "memory": 2e-4, "lora": 1e-4, "base": 1e-5}
     decays = {g["name"]: g["weight_decay"] for g in optimizers.optimizers[0].param_groups if g["params"][0].ndim > 1}
-    assert decays == {"bank": 0.0, "router": 0.0, "lora": 0.1, "base": 0.1}
-    for name in ("bank", "router", "lora", "base"):
+    assert decays == {"bank": 0.0, "router": 0.0, "memory": 0.1, "lora": 0.1, "base": 0.1}
+    for name in ("bank", "router", "memory", "lora", "base"):
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.grad = None
@@ -177,6 +177,26 @@ def test_beside_adapters_and_memory_the_base_is_one_group_and_bank_and_router_fo
         optimizers.step(1.0)
         moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
         assert moved == set(optimizers.members[name]), name
+
+
+def remembering() -> nn.Module:
+    model = Remembering()
+    del model.q_proj
+    return model
+
+
+def test_a_memory_that_was_added_makes_the_base_one_group_and_one_of_the_model_s_own_does_not() -> None:
+    model = remembering()
+    assert set(groups(model)) == {"bank", "router", "memory", "embedding", "hidden", "norm_bias"}
+    model.memory.added = True
+    assert set(groups(model)) == {"bank", "router", "memory", "base"}
+
+
+def test_muon_takes_a_bank_and_the_matrices_of_a_memory_but_not_its_router() -> None:
+    settings = OptimizerConfig(optimizer="muon", learning_rate=1.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    muon, adamw = Optimizers(remembering(), settings, fast_bf16=False).optimizers
+    assert [g["name"] for g in muon.param_groups] == ["bank", "memory", "hidden"]
+    assert {g["name"] for g in adamw.param_groups} == {"router", "embedding", "norm_bias"}
 
 
 def test_layer_decay_is_gamma_to_the_distance_from_the_top() -> None:

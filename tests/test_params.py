@@ -143,6 +143,25 @@ def test_comments_beside_fields_are_their_meaning() -> None:
     assert meanings(Inner) == {"rate": "how fast", "steps": "how long"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    before: int = 1
+    # said above
+    above: int = 2
+    split: str = (
+        "long"  # said inside
+    )  # fmt: skip
+    last: int = 3  # the last one
+
+    def method(self) -> int:
+        """Comments of methods are no field's."""
+        return self.last  # nor this
+
+
+def test_a_comment_belongs_to_the_field_on_whose_lines_or_right_above_which_it_stands() -> None:
+    assert meanings(Told) == {"above": "said above", "split": "said inside", "last": "the last one"}
+
+
 def test_block_fields_read_other_blocks() -> None:
     assert block("sandbox").metadata["from"] == "sandbox"
 

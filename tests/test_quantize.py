@@ -11,7 +11,8 @@ from pipeline.export.fused import Product
 from pipeline.export.quantize import DIGITS, LEVELS, NARROW, Int8Linear, rounded
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.config import ModelConfig
-from pipeline.model.transformer import Linear, Transformer
+from pipeline.model.layers import Linear
+from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 from tests.test_fused import SHAPES, made
 

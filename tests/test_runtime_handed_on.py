@@ -125,7 +125,7 @@ def test_evaluate_judges_problems_and_test_sets_where_the_address_says(
     evaluate.run(
         replace(EVALUATE, benchmarks=["data/benchmarks/h.jsonl"]), at_work(workspace.folder / "work"),
         model=Path("models/tools"), text=empty, code=empty, dialogues=empty / "dialogues", problems=empty / "problems",
-        benchmarks=empty / "benchmarks", summary=empty / "m.json", items=empty / "m.jsonl", curves=empty / "m.csv",
+        facts=Path("data/facts"), benchmarks=empty / "benchmarks", summary=empty / "m.json", items=empty / "m.jsonl", curves=empty / "m.csv",
     )  # fmt: skip
     assert judges.made == [ASKED, ASKED]
 

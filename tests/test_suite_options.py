@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from pipeline import checkpoint
-from pipeline.evaluation import benchmarks, likelihood, suites
+from pipeline.evaluation import benchmarks, likelihood, recall, suites
 from pipeline.evaluation.intervals import Interval, ratio
 from pipeline.evaluation.suites import Result, Settings, Subject
 from pipeline.generation.sampling import Completion, Sampling
@@ -189,12 +189,13 @@ def measured(
     for name in ("documents", "sampled_stories", "gaps", "called", "answered", "solved"):
         monkeypatch.setattr(suites, name, taking(name))
     monkeypatch.setattr(evaluate, "Judge", NoJudge)
+    monkeypatch.setattr(recall, "known", lambda *_: Result())
     sources = [("docs", "docs"), ("trade", "trade"), (stories.HELD_OUT[0], "unseen"), (drills.SOURCE, "drill"),
                (transcripts.SOURCE, "call")]  # fmt: skip
     checkpoint.save(tmp_path / "model", tiny_model, byte_tokenizer, {})
     inputs: dict[str, Path] = {
         "model": tmp_path / "model", "dialogues": tmp_path / "dialogues", "problems": tmp_path / "problems",
-        "text": corpus(tmp_path / "text", [(source, f"{path}/{n}") for source, path in sources for n in range(5)]),
+        "facts": tmp_path / "facts", "text": corpus(tmp_path / "text", [(source, f"{path}/{n}") for source, path in sources for n in range(5)]),
         "code": corpus(tmp_path / "code", [("package", f"code/{n}") for n in range(5)]),
         "benchmarks": tmp_path / "benchmarks", "summary": tmp_path / "m.json", "items": tmp_path / "m.jsonl",
         "curves": tmp_path / "m.csv",

@@ -16,7 +16,7 @@ from pipeline.params import Runtime
 from pipeline.sandbox import servers
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
 from pipeline.streams import readers
-from pipeline.streams.records import Dialogue, Pair, Problem, read
+from pipeline.streams.records import Dialogue, Fact, Pair, Problem, read
 from pipeline.streams.sources import DataConfig
 from pipeline.synthesis import preferences, programs, stories, tools, wording
 from pipeline.tracking import Tracker
@@ -24,9 +24,9 @@ from pipeline.work import Job, StopRequest
 from stages import tasks
 from stages.tasks import Params
 
-PARAMS = Params(dialogues=100, problems=60, rl_problems=8, pairs=30, test_items=10, label_noise=0.0,
+PARAMS = Params(dialogues=100, problems=60, rl_problems=8, pairs=30, services=4, test_items=10, label_noise=0.0,
                 data=DataConfig(source="machine"), sandbox=SandboxConfig())  # fmt: skip
-KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair}
+KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair, "facts": Fact}
 Made = dict[str, Any]  # kind -> split -> records, and "report"
 
 
@@ -68,6 +68,7 @@ def made(folder: Path, params: Params = PARAMS, *, code: Iterable[str] = (), see
         "dialogues": folder / "out/dialogues",
         "problems": folder / "out/problems",
         "pairs": folder / "out/preferences",
+        "known": folder / "out/facts",
     }
     tasks.run(
         params,
@@ -101,6 +102,8 @@ def test_every_split_has_what_was_asked_for(usual: Made) -> None:
         "rl": 8,
     }
     assert {split: len(rows) for split, rows in usual["preferences"].items()} == {"train": 30, "val": 10, "test": 30}
+    facts = {split: len(rows) for split, rows in usual["facts"].items()}
+    assert facts["train"] == 4 * 4 * 3 and facts["val"] + facts["test"] == 4 * 4 and facts["control"] == 4
     assert usual["report"]["kinds"] == {"choice": 10, "code": 35, "copy": 5, "story": 5, "talk": 5, "tools": 40}
     assert usual["report"]["dropped_test_items"] == {"dialogues": 0, "problems": 0}
 
@@ -113,7 +116,7 @@ def test_every_stretch_of_the_dialogues_holds_the_six_kinds_in_their_shares(usua
 
 
 def test_splits_share_no_item(usual: Made) -> None:
-    for kind in ("dialogues", "problems", "preferences"):
+    for kind in ("dialogues", "problems", "preferences", "facts"):
         ids = [record.id for rows in usual[kind].values() for record in rows]
         assert len(ids) == len(set(ids)), kind
     keys = [(split, p.key) for split, rows in usual["problems"].items() for p in rows]
@@ -142,7 +145,7 @@ def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fak
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         made(tmp_path / name, small, seed=seed)
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a/out").rglob("*.jsonl"))
-    assert len(files) == 10
+    assert len(files) == 14
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
     assert all(
         (tmp_path / "a" / f).read_bytes() != (tmp_path / "c" / f).read_bytes() for f in files if "problems" in str(f)

@@ -1,6 +1,6 @@
 """A folder in which the stages of alignment run for real within a second: tiny models, a handful of pairs and problems.
 
-    models/{code,tools,reward}   data/{preferences,dialogues,problems}   params.yaml   conf -> ours
+    models/{code,tools,reward}   data/{preferences,dialogues,problems,facts}   params.yaml   conf -> ours
 
 `Workspace.command` is `python -m stages.<stage> key=value ...` in this process: the same parsing, keys, gates, exit codes and
 files.
@@ -24,6 +24,7 @@ from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.streams import records
 from pipeline.streams.records import Dialogue, Pair, Problem
+from pipeline.synthesis import facts
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
 
@@ -141,6 +142,8 @@ def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
     for split, first, count in (("train", 0, 20), ("val", 100, 4), ("test", 200, 6)):
         records.write(folder / f"data/preferences/{split}.jsonl", map(pair, range(first, first + count)))
         records.write(folder / f"data/dialogues/{split}.jsonl", map(dialogue, range(first, first + count)))
+    for split, known in facts.facts(12, 1).items():
+        records.write(folder / f"data/facts/{split}.jsonl", known)
     for split, first, count in (("rl", 0, 8), ("val", 100, 3)):
         records.write(folder / f"data/problems/{split}.jsonl", map(problem, range(first, first + count)))
     return Workspace(folder, tokenizer)

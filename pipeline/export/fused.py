@@ -19,7 +19,9 @@ from torch.nn import functional
 
 from pipeline.model.attention import Layout
 from pipeline.model.config import ModelConfig
-from pipeline.model.transformer import Block, Body, Embedding, Linear, RMSNorm, Transformer, rope_tables
+from pipeline.model.layers import Block, Body, Embedding, Linear, RMSNorm, rope_tables
+from pipeline.model.memory import Reads
+from pipeline.model.transformer import Transformer
 
 FEW, MANY = 5, 64  # rows of a step of several users, or of a draft and its token
 
@@ -33,6 +35,7 @@ class Fused(Transformer):
         config = self.config = model.config
         self.checkpointing, self.dropout, self.neftune_alpha = "none", 0.0, 0.0
         self.model = _FusedBody(model.model, config)
+        self.memory = model.memory  # read as it is, between the layers
         self.head = _around(model.model.embed_tokens.weight) if config.tied else joined(model.lm_head)
         cos, sin = rope_tables(torch.arange(config.max_context, device=self.head.weight.device), config)
         self.cos = nn.Buffer(torch.cat((cos, cos), -1), persistent=False)  # (context, 1, h)
@@ -40,12 +43,16 @@ class Fused(Transformer):
         self.train(False)
 
     @torch.no_grad()
-    def line(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None) -> Tensor:
         """As `Transformer.line`: `ids` and `positions` (N,) -> (N, D)."""
+        if self.memory is not None and read is None:
+            read = self.memory.going_on(layout)
         x = self.model.embed_tokens(ids)
         cos, sin = self.cos[positions], self.sin[positions]
         for index, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, layout, index)
+            if read is not None:
+                x = read(index, x)
         return self.model.norm(x)
 
     @torch.no_grad()
@@ -68,7 +75,8 @@ class Fused(Transformer):
 
     def num_parameters(self) -> int:
         """All weights of the model; a tied embedding counts once."""
-        return self.config.num_parameters
+        beside = 0 if self.memory is None else sum(p.numel() for p in self.memory.parameters())
+        return self.config.num_parameters + beside
 
 
 class FusedBlock(nn.Module):

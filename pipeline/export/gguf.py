@@ -52,6 +52,10 @@ def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str,
         raise ModelError(
             f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {found}; set deploy.gguf to []"
         )
+    if model.memory is not None:
+        raise ModelError(
+            "gguf: llama.cpp has no memory beside the layers and would read the base alone; set deploy.gguf to []"
+        )
     if config.family == "qwen2" and config.heads * config.head_dim != config.width:
         raise ModelError(
             f"gguf: llama.cpp reads qwen2 only where heads * head_dim is the width, found {config.heads} * {config.head_dim} and "

@@ -186,6 +186,8 @@ class Run:
         evened = self.ranks.evened(batches)
         for micro, (batch, mine) in enumerate(evened):
             device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
+            if self.watchers.micro:
+                self.watchers.micro(micro, mine)
             with self.ranks.no_sync(self.model, skip=micro < len(evened) - 1):
                 with self.hardware.autocast():
                     loss = self.loss(self.model, device.move(batch, self.hardware.device, pin=self.pin))
@@ -204,7 +206,7 @@ class Run:
         """The gates of the first steps, before their update. A policy's first iterations may give nothing to learn from."""
         overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the scale is still being found
         if self.course.step == 0 and totals.terms:
-            gates.first_loss(totals.value, self.plain, from_scratch=self.from_scratch)
+            gates.first_loss(totals.values()["loss"], self.plain, from_scratch=self.from_scratch)
         due = self.postponed or self.course.step == self.watchers.gradients_at
         self.postponed = due and overflow
         if due and not overflow:

@@ -19,6 +19,8 @@ The heap grows by a margin there, of which a quarter is touched at its peak, Muo
 gradients add up, a layer that is computed again finds only a part of the place that the layer before it had (LOST, measured), and
 what an adapter makes on its way leaves holes between what is kept (LEFT, measured).
 
+A memory's reads are counted (`reading_bytes`), within a fifth on a CPU.
+
 Not counted: the interpreter and its libraries (0.3 to 0.5 GB), CUDA's context, the caches of sampling. Not measured: CUDA.
 """
 
@@ -26,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from pipeline import device
@@ -35,6 +38,7 @@ from pipeline.model.attention import KEPT_PROBABILITIES
 from pipeline.model.config import ModelConfig
 from pipeline.model.kernels import QUERY_BLOCK
 from pipeline.model.lora import TARGETS, AdaptedLinear
+from pipeline.model.memory import Memory
 from pipeline.model.tiles import KEPT_REACH, TILE
 
 ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
@@ -116,7 +120,15 @@ def full(config: ModelConfig, *, head: bool = True) -> Weights:
     cast = config.matmul_parameters - (0 if head else table)
     trained = config.num_parameters - lost + (0 if head else config.width)
     twice, logits = (table if config.tied and head else 0), (table if head else 0)
-    return Weights(trained=trained, cast=cast, twice=twice, head=logits, hidden=matrices(config))
+    return Weights(trained=trained, cast=cast, twice=twice, head=logits, hidden=matrices(config)) + own_memory(config)
+
+
+def own_memory(config: ModelConfig) -> Weights:
+    """Those of a model's own memory."""
+    if config.memory is None:
+        return Weights(trained=0)
+    with torch.device("meta"):
+        return weights_of(nn.ModuleDict({"memory": Memory(config.memory, config)}))
 
 
 def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
@@ -265,7 +277,21 @@ def token_bytes(config: ModelConfig, work: Work) -> float:
     products = product_bytes(config, work) if work.checkpointing == "selective" else 0
     lost = LOST[work.precision] * again * max(0, kept - products) if work.kind == "cpu" else 0
     within = kept * (config.layers - again) + (entry + products) * again
-    return within + lost + kept + 8 * config.width + 4 * config.head_dim
+    return within + lost + kept + 8 * config.width + 4 * config.head_dim + reading_bytes(config, work)
+
+
+def reading_bytes(config: ModelConfig, work: Work) -> float:
+    """What the reads of a memory keep of one token: norm, queries and result; on a CPU the shares of all rows; keys and values of its unit."""
+    memory = config.memory
+    if memory is None:
+        return 0.0
+    size, cpu = (4 if work.precision == "fp32" else 2), work.kind == "cpu"
+    q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = (memory.shared + memory.top_k) * memory.chapter_rows
+    shares = config.heads * rows * (4 + (size if size == 2 else 0)) if cpu else 0
+    gathered = 2 * rows * k * size / (1 if memory.routing == "token" else memory.window)
+    each = (4 + size) * config.width + (3 if memory.gated else 2) * 2 * size * q + shares + gathered
+    return each * len(memory.placed(config.layers))
 
 
 def product_bytes(config: ModelConfig, work: Work) -> float:

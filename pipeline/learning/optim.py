@@ -1,15 +1,16 @@
 """Parameter groups by rule, and the optimisers: AdamW for all, or Muon for the hidden matrices and AdamW for the rest.
 
 First match wins (`group_of`): `critic` (all of PPO's value model), `bank`, `router`, `memory` (of a memory-augmented model), `lora`,
-`embedding` (tied too; rows of it that an adapter trains), `head`, `norm_bias` (fewer than two dimensions), `hidden`. Beside adapters or
-memory, what is trained of the base model is one group, `base`. No weight decay on `norm_bias`, `bank`, `router`, and on
+`embedding` (tied too; rows of it that an adapter trains), `head`, `norm_bias` (fewer than two dimensions), `hidden`. Beside adapters, or
+a memory that was added to it, what is trained of the base model is one group, `base`. No weight decay on `norm_bias`, `bank`, `router`, and on
 nothing else of fewer than two dimensions.
 
 Layer l of L (from 1) has its rate times gamma^(L-l) (`layer_decay`), an untied embedding gamma^L, head and tied embedding 1
 (ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146, 3.2, with a geometric rule).
 
 Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) is torch.optim.Muon's rule with `match_rms_adamw`, so AdamW's rates hold. It
-takes the matrices of `hidden` and, where adapters are trained, theirs. Ours differs
+takes the matrices of `hidden`, of adapters, and of a memory with its bank: in a bank all rows would else move together for long, since
+each has a like share of the first reads. Ours differs
 in two ways that leave the rule alone: matrices of one shape are orthogonalised together, and the iteration runs in fp32
 where bf16 is emulated (50 times slower there).
 
@@ -30,8 +31,7 @@ from pipeline.learning import sharding
 
 MOST_GATHERED = 2**28  # numbers of matrices that Muon orthogonalises together: a gibibyte in float32
 GROUPS = ("critic", "bank", "router", "memory", "lora", "embedding", "head", "norm_bias", "hidden", "base")
-ADDED = ("bank", "router", "memory", "lora")  # to a base model
-BY_MUON = ("hidden", "lora")
+BY_MUON = ("hidden", "lora", "memory", "bank")
 NO_DECAY = ("norm_bias", "bank", "router")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -81,7 +81,7 @@ def groups(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             found[group_of(name, parameter)][name] = parameter
-    if any(found[name] for name in ADDED):
+    if found["lora"] or any(getattr(module, "added", False) for module in model.modules()):
         for group in ("embedding", "head", "norm_bias", "hidden"):
             own = {name: p for name, p in found[group].items() if "lora_" not in name}
             found["base"] |= own

@@ -56,4 +56,7 @@ class Watchers:
     first: Callable[[Values], None] | None = None  # the first fill, loss and metrics, before an update
     evaluate: Callable[[int], Values] | None = None  # at step 0, every eval_steps, and at the end
     logged: Callable[[list[dict[str, Any]]], None] | None = None  # the curve, after each new row
+    micro: Callable[[int, bool], None] | None = (
+        None  # before each micro-batch of a step: its number, and whether it counts
+    )
     gradients_at: int | None = 0  # the step whose gradients must reach every group; a zero head lets none through at 0

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from pipeline.model.memory import Reading
 from pipeline.streams.batch import Tokens
 
 
@@ -19,15 +20,18 @@ def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
     return logits, batch.targets[chosen]
 
 
-def read_out(model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+def read_out(
+    model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Tensor], Tensor], reading: Reading | None = None
+) -> Tensor:
     """`loss` of the hidden states (N, D) at the N trained positions, the head's matrix (V, D) and the targets (N,).
 
-    It runs within the model's forward pass, in place of the head: a loss that forms logits piece by piece never holds them all.
+    `reading` is for a model with a memory, and tells what it chose. It runs within the model's forward pass, in place of the head: a loss that forms logits piece by piece never holds them all.
     """
     chosen = batch.targets >= 0
     targets = batch.targets[chosen]
+    told = {} if reading is None else {"reading": reading}
     return model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen,
-                 head=lambda hidden, table: loss(hidden, table, targets))  # fmt: skip
+                 head=lambda hidden, table: loss(hidden, table, targets), **told)  # fmt: skip
 
 
 def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,8 @@ PROMPT_BLOCK = 64  # and by which the cache of prompts grows: it is filled once
 class KVCache:
     """Keys and values of `rows` growing rows, and how many positions each holds.
 
-    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`.
+    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`. Of a model with
+    a memory also the normed states (R, S, D) of each layer that reads, and the mean (R, D) that a row's unit chose from (memory_state.py).
     """
 
     def __init__(
@@ -39,6 +40,17 @@ class KVCache:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
         self.values = [torch.zeros(rows, config.kv_heads, 0, config.head_dim, dtype=dtype, device=device)
                        for _ in range(config.layers)]  # fmt: skip
+        reading = [] if config.memory is None else config.memory.placed(config.layers)
+        self.states = {layer: torch.zeros(rows, 0, config.width, dtype=dtype, device=device) for layer in reading}
+        self.chose = {layer: torch.zeros(rows, config.width, dtype=dtype, device=device) for layer in reading}
+        self.unit_of = [-1] * rows  # whose mean `chose` holds
+        self.asked = [0] * rows  # positions of the block before the answer, of a memory that is routed by it
+        self.banks: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a memory's bank, by layer
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether a prompt must come whole: it is what chooses from the memory."""
+        return self.config.memory is not None and self.config.memory.routing == "prompt"
 
     @property
     def capacity(self) -> int:
@@ -65,6 +77,7 @@ class KVCache:
         more = min(-(-length // self.block) * self.block, most) - self.capacity
         self.keys = [pad(tensor, (0, more)) for tensor in self.keys]
         self.values = [pad(tensor, (0, 0, 0, more)) for tensor in self.values]
+        self.states = {layer: pad(tensor, (0, 0, 0, more)) for layer, tensor in self.states.items()}
 
     def room_for_prompts(self, count: int) -> list[int]:
         """Rows of `prompts` for `count` new ones: those that no row goes on from any more, and as many new ones as need be."""
@@ -79,6 +92,10 @@ class KVCache:
             store.prompt_of += [None] * more
             store.keys = [pad(tensor, (0, 0, 0, 0, 0, 0, 0, more)) for tensor in store.keys]
             store.values = [pad(tensor, (0, 0, 0, 0, 0, 0, 0, more)) for tensor in store.values]
+            store.states = {layer: pad(tensor, (0, 0, 0, 0, 0, more)) for layer, tensor in store.states.items()}
+            store.chose = {layer: pad(tensor, (0, 0, 0, more)) for layer, tensor in store.chose.items()}
+            store.unit_of += [-1] * more
+            store.asked += [0] * more
         for prompt in free[:count]:
             store.clear(prompt)
         return free[:count]
@@ -86,12 +103,16 @@ class KVCache:
     def clear(self, row: int, prompt: int | None = None) -> None:
         """Forget what a row holds; from now on it goes on from `prompt`, a row of `prompts`."""
         self.own[row], self.prompt_of[row] = 0, prompt
+        self.unit_of[row], self.asked[row] = -1, 0
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only `rows`, in this order, and the prompts that they go on from."""
         index = torch.tensor(rows, device=self.keys[0].device)
         self.keys = [tensor.index_select(0, index) for tensor in self.keys]
         self.values = [tensor.index_select(0, index) for tensor in self.values]
+        for held in (self.states, self.chose):
+            held.update({layer: tensor.index_select(0, index) for layer, tensor in held.items()})
+        self.unit_of, self.asked = ([own[row] for row in rows] for own in (self.unit_of, self.asked))
         self.own = [self.own[row] for row in rows]
         self.prompt_of = [self.prompt_of[row] for row in rows]
         if self.prompts is not None:
@@ -109,6 +130,20 @@ class KVCache:
             return k, v
         first_k, first_v = self.prompts.whole(layer, prompt)
         return torch.cat([first_k, k]), torch.cat([first_v, v])
+
+    def state(self, layer: int, row: int, begin: int, end: int) -> Tensor:
+        """Normed states (end - begin, D) at these positions of a row, of a layer that reads a memory."""
+        before = self.before(row)
+        own = self.states[layer][row, max(0, begin - before) : max(0, end - before)]
+        prompt = self.prompt_of[row]
+        if begin >= before or prompt is None or self.prompts is None:
+            return own
+        return torch.cat([self.prompts.state(layer, prompt, begin, min(end, before)), own])
+
+    def asked_of(self, row: int) -> int:
+        """Positions of the block before the row's answer."""
+        prompt = self.prompt_of[row]
+        return self.asked[row] if prompt is None or self.prompts is None else self.prompts.asked[prompt]
 
 
 class Cached:

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError
+from pipeline.model.memory_config import LEAK, MemoryConfig
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 # Its own type, so that a causal engine refuses a bidirectional model instead of answering nonsense.
 BIDIRECTIONAL = "stagecoach_mdm"
+# Nor one that has a memory: beside config.json lie memory.json and memory.safetensors (memory_files.py).
+REMEMBERING = "stagecoach_memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class ModelConfig:
     qk_norm: bool = True  # RMSNorm on each query and key head, before RoPE; has no effect with `bias`
     norm_eps: float = 1e-6
     attention: str = "causal"  # or "bidirectional"
+    memory: MemoryConfig | None = None  # {rows, chapters, top_k, ...}: a bank that some layers read (memory.py)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_context"):
@@ -54,6 +58,12 @@ class ModelConfig:
             raise ValueError("model.rope_theta and model.norm_eps: expected positive numbers")
         if self.attention not in ("causal", "bidirectional"):
             raise ValueError(f"model.attention: expected causal or bidirectional, found {self.attention!r}")
+        if self.memory is not None:
+            self.memory.placed(self.layers)
+            if self.attention != "causal":
+                raise ValueError("model.memory: a model that sees both sides has none here; take causal attention")
+            if self.memory.leaky and not self.memory.allow_leak:
+                raise ValueError(f"model.memory.{LEAK}")
 
     @property
     def family(self) -> str:
@@ -121,11 +131,16 @@ class ModelConfig:
             config["base_model_type"] = self.family  # what the tensors' names and shapes follow
         return config
 
+    def to_hf_remembering(self, dtype: str = "float32") -> dict[str, Any]:
+        """The same of a causal model with something beside its layers, which `memory.json` describes."""
+        names = {"architectures": ["StagecoachMemory"], "model_type": REMEMBERING, "base_model_type": self.family}
+        return self.to_hf(dtype) | names
+
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
         """Read a `config.json`. Raises ModelError naming the key that this model cannot follow."""
         kind = config.get("model_type")
-        family = config.get("base_model_type", "qwen3") if kind == BIDIRECTIONAL else kind
+        family = config.get("base_model_type", "qwen3") if kind in (BIDIRECTIONAL, REMEMBERING) else kind
         if family not in FAMILIES:
             raise ModelError(f"config.json: model_type {kind!r} is unknown here; expected one of {', '.join(FAMILIES)}")
         _refuse_strangers(config, family)

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
-from pipeline.model.transformer import Checkpointing, Linear
+from pipeline.model.layers import Linear
+from pipeline.model.transformer import Checkpointing
 
 
 class GuessingModel(nn.Module):

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig
-from pipeline.model.transformer import Checkpointing, Linear, Transformer
+from pipeline.model.layers import Linear
+from pipeline.model.transformer import Checkpointing, Transformer
 
 MIN_STD = 1e-3  # below it normalising would only magnify rounding
 

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import GateError, ModelError
-from pipeline.model.transformer import Embedding, Linear, Transformer
+from pipeline.model.layers import Embedding, Linear
+from pipeline.model.transformer import Transformer
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL = "all-linear"  # all of TARGETS; as in peft, not the head

@@ -8,8 +8,8 @@ The parameters carry Hugging Face's names (`model.layers.0.self_attn.q_proj.weig
 Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off unless set.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,11 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from pipeline.model import half, tiles
-from pipeline.model.attention import Documents, Layout, Line, Masked, Padded, Rows, documents_of, positions_in
+from pipeline.model.attention import Layout, Line, Masked, Padded, Rows, positions_in
 from pipeline.model.cache import Cached, KVCache
 from pipeline.model.config import ModelConfig
-from pipeline.model.kernels import rms_norm, rotate
+from pipeline.model.layers import Body, Linear, cpu_autocast, rope_tables
+from pipeline.model.memory import Memory, Reading, Reads
 
 EVEN_ROWS = 128  # so many different shapes at most below it, and multiples above
 Checkpointing = Literal["none", "full", "every_2", "selective"]
@@ -37,6 +37,26 @@ KEPT = {  # by "selective": dear to compute and small to keep. A CPU's own atten
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }  # fmt: skip
+
+
+class Beside(Protocol):
+    """What may stand beside the layers and change the stream behind each: a memory, or what it is compared with."""
+
+    def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
+        """For a line of tokens; as `Memory.reads`."""
+        ...
+
+    def going_on(self, layout: Any) -> Reads:
+        """For new tokens of a cache's rows; as `Memory.going_on`."""
+        ...
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Fresh weights."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As `nn.Module.parameters`."""
+        ...
 
 
 class Transformer(nn.Module):
@@ -56,6 +76,7 @@ class Transformer(nn.Module):
         self.model = Body(config)
         if not config.tied:
             self.lm_head = Linear(config.width, config.vocab_size)
+        self.memory: Beside | None = None if config.memory is None else Memory(config.memory, config)
         if generator is not None:
             self.initialise(generator)
 
@@ -68,13 +89,14 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         select: Tensor | None = None,
         head: Callable[[Tensor, Tensor], Tensor] | None = None,
+        reading: Reading | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of every position, or (n, V) of the n places where `select` (B, T) is True, row by row.
 
         The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work. With
         `head` the result is what it gives for the selected states (n, D) and the head's matrix (V, D), in place of their product.
         """
-        x, line = self._encode(input_ids, positions, documents, cache)
+        x, line = self._encode(input_ids, positions, documents, cache, reading)
         if select is None:
             return self.logits(_spread(x, line, input_ids))
         chosen = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
@@ -91,6 +113,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
+        reading: Reading | None = None,
     ) -> Tensor:
         """What the head reads, after the last norm: (B, T, D) for `input_ids` (B, T).
 
@@ -98,14 +121,15 @@ class Transformer(nn.Module):
         document). Negative ids are padding; what comes out there has no meaning. `positions` (B, T) count from 0 in
         each document, and are derived where they are not given. On a CPU, rows of one document that begin alike are
         computed once as far as they do. With a `cache` the T tokens follow what each of its B
-        rows holds. Raises ValueError where rows are longer than the context, a cache meets documents, or a row of
+        rows holds. `reading` tells a memory what to do, and is told what it did (memory.py). Raises ValueError where rows are longer than the context, a cache meets documents, or a row of
         `documents` comes back to an earlier id.
         """
-        return _spread(*self._encode(input_ids, positions, documents, cache), input_ids)
+        return _spread(*self._encode(input_ids, positions, documents, cache, reading), input_ids)
 
     def _encode(
-        self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None
-    ) -> tuple[Tensor, Line | None]:
+        self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None,
+        reading: Reading | None = None,
+    ) -> tuple[Tensor, Line | None]:  # fmt: skip
         """Hidden states (N, D) of the tokens that are computed, and which these are; None: all B * T."""
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
@@ -119,20 +143,42 @@ class Transformer(nn.Module):
         if documents is None:
             if positions is None:
                 positions = torch.arange(time, device=input_ids.device).expand(batch, time)
-            return self.line(input_ids.flatten(), positions.flatten(), Rows(batch, causal)), None
+            places, read = positions.flatten(), self._reads(positions.flatten(), None, None, reading)
+            return self.line(input_ids.flatten(), places, Rows(batch, causal), read), None
         if input_ids.device.type != "cpu" or self.compiled:
             positions = positions_in(documents) if positions is None else positions
-            return self.line(input_ids.flatten(), positions.flatten(), Masked.of(documents, causal)), None
+            places, read = positions.flatten(), self._reads(positions.flatten(), documents.flatten() < 0, None, reading)
+            return self.line(input_ids.flatten(), places, Masked.of(documents, causal), read), None
         # On a CPU: no mask, and the line holds the tokens that are not padding.
-        packed = Line.of(documents, causal, None if self._random else input_ids)
+        alone = self._random or self.memory is not None  # no tokens are computed once for several rows
+        packed = Line.of(documents, causal, None if alone else input_ids)
         ids, places = input_ids.flatten(), packed.positions if positions is None else positions.flatten()
         if packed.computed is not None:
             ids = ids[packed.computed]
             places = places if positions is None else places[packed.computed]
-        return self.line(ids, places, packed.layout), packed
+        return self.line(ids, places, packed.layout, self._reads(places, None, packed.computed, reading)), packed
 
-    def line(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """The layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm."""
+    def _reads(
+        self, positions: Tensor, padding: Tensor | None, kept: Tensor | None, reading: Reading | None
+    ) -> Reads | None:
+        """How a line reads the memory, if there is one: `positions` (N,) of its tokens, `kept` (N,) their places in the batch."""
+        if self.memory is None:
+            return None
+        told = Reading() if reading is None else reading
+        if told.off:
+            return lambda layer, x: x
+        trained = None if told.trained is None else told.trained.flatten()
+        if trained is not None and kept is not None:
+            trained = trained[kept]
+        return self.memory.reads(positions, padding, trained, told)
+
+    def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None) -> Tensor:
+        """The layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
+
+        `read` makes of each layer's stream (N, D) what it is after the memory; rows of a cache go on reading by themselves.
+        """
+        if self.memory is not None and read is None:
+            read = self.memory.going_on(layout)
         tokens, missing = len(ids), uneven(self.model.embed_tokens.weight, len(ids))
         if missing:
             ids, positions = functional.pad(ids, (0, missing)), functional.pad(positions, (0, missing))
@@ -144,6 +190,8 @@ class Transformer(nn.Module):
         cos, sin = rope_tables(positions, self.config)
         for index, layer in enumerate(self.model.layers):
             x = self._layer(layer, x, cos, sin, layout, index)
+            if read is not None:
+                x = torch.cat([read(index, x[:tokens]), x[tokens:]]) if missing else read(index, x)
         return self.model.norm(x[:tokens] if missing else x)
 
     def _layer(self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
@@ -207,6 +255,8 @@ class Transformer(nn.Module):
         are drawn on its device, in the order of `state_dict()`.
         """
         for name, parameter in self.named_parameters():
+            if name.startswith("memory."):
+                continue
             if parameter.ndim < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
@@ -214,6 +264,8 @@ class Transformer(nn.Module):
             std = self.config.initializer_range / ((2 * self.config.layers) ** 0.5 if into_stream else 1.0)
             drawn = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
             parameter.copy_(drawn)
+        if self.memory is not None:
+            self.memory.initialise(generator)
 
 
 def _keeping() -> Any:
@@ -223,11 +275,6 @@ def _keeping() -> Any:
 
 def _policy(_context: SelectiveCheckpointContext, operation: OpOverload, *_: object, **__: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def cpu_autocast(x: Tensor) -> bool:
-    """Whether matrix products of `x` run in half precision on a CPU."""
-    return x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
 
 
 def uneven(x: Tensor, rows: int) -> int:
@@ -242,158 +289,3 @@ def _spread(x: Tensor, line: Line | None, input_ids: Tensor) -> Tensor:
     if line is not None and line.kept is not None:
         x = x.new_zeros(input_ids.numel(), x.shape[-1]).index_copy(0, line.kept, x)
     return x.view(*input_ids.shape, -1)
-
-
-def rope_tables(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin (N, 1, h/2) in float32 for `positions` (N,): angle i is position / theta^(2i/h)."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=positions.device).float()
-    inverse = 1.0 / (config.rope_theta ** (exponents / config.head_dim))
-    angles = positions.float()[:, None, None] * inverse
-    return angles.cos(), angles.sin()
-
-
-class Embedding(nn.Embedding):
-    """`nn.Embedding` whose rows a tied head reads as `table`."""
-
-    @property
-    def table(self) -> Tensor:
-        return self.weight
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` that starts at zero: its weights are drawn by `Transformer.initialise`, or loaded."""
-
-    def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
-        super().__init__(num_in, num_out, bias=bias)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention; RoPE on queries and keys, after their head norms."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        size, heads, kv_heads = config.head_dim, config.heads, config.kv_heads
-        self.head_dim = size
-        self.q_proj = Linear(config.width, heads * size, config.bias)
-        self.k_proj = Linear(config.width, kv_heads * size, config.bias)
-        self.v_proj = Linear(config.width, kv_heads * size, config.bias)
-        self.o_proj = Linear(heads * size, config.width)
-        if config.head_norms:
-            self.q_norm = RMSNorm(size, config.norm_eps)
-            self.k_norm = RMSNorm(size, config.norm_eps)
-        self.head_norms = config.head_norms
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
-        """(N, D) -> (N, D)."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, H, h)
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, K, h)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        if cpu_autocast(x):
-            with torch.autocast("cpu", enabled=False):  # float32: attention in bf16 takes twice as long there
-                attended = self._attend(q.float(), k.float(), v.float(), cos, sin, layout, index)
-        else:
-            attended = self._attend(q, k, v, cos, sin, layout, index)
-        return self.o_proj(attended.flatten(-2))
-
-    @property
-    def plain(self) -> bool:
-        """Whether the projections are as they were made: no adapters, no biases."""
-        return all(type(x) is Linear and x.bias is None for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
-
-    def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
-        """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
-        matrices = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        joined = half.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
-        heads = len(self.q_proj.weight) // self.head_dim
-        norms = (self.q_norm.weight, self.k_norm.weight) if self.head_norms else None
-        plan = tiles.plan(documents.lengths, documents.causal, heads)
-        return half.product(half.attention(joined, cos, sin, norms, norm.eps, heads, plan), self.o_proj.weight)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
-        if self.head_norms:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        return layout.attend(q, k, v, index)
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.width, config.d_ff)
-        self.up_proj = Linear(config.width, config.d_ff)
-        self.down_proj = Linear(config.d_ff, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-    @property
-    def plain(self) -> bool:
-        """Whether the projections are as they were made: no adapters."""
-        return all(type(x) is Linear for x in (self.gate_proj, self.up_proj, self.down_proj))
-
-    def in_bf16(self, x: Tensor, norm: "RMSNorm") -> Tensor:
-        """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
-        joined = half.normed_product(x, norm.weight, norm.eps, self.gate_proj.weight, self.up_proj.weight)
-        return half.product(half.gated(joined), self.down_proj.weight)
-
-
-class Block(nn.Module):
-    """One layer: attention, then SwiGLU, each behind a norm and added to the stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.width, config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = SwiGLU(config)
-
-    @property
-    def plain(self) -> bool:
-        """Whether all projections are as they were made."""
-        return self.self_attn.plain and self.mlp.plain
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
-        """(N, D) -> (N, D)."""
-        by_hand = half.trains_in_bf16(x)
-        documents = documents_of(layout, len(x)) if by_hand and self.self_attn.plain else None
-        if documents is None:
-            attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
-        else:
-            attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, documents)
-        x = x + (functional.dropout(attended, dropout) if dropout else attended)
-        if by_hand and self.mlp.plain:
-            widened = self.mlp.in_bf16(x, self.post_attention_layernorm)
-        else:
-            widened = self.mlp(self.post_attention_layernorm(x))
-        return x + (functional.dropout(widened, dropout) if dropout else widened)
-
-
-class Body(nn.Module):
-    """All but the head; named as Hugging Face names it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        # Given, so that nn.Embedding draws nothing from the global generator.
-        table = torch.zeros(config.vocab_size, config.width)
-        self.embed_tokens = Embedding(config.vocab_size, config.width, _weight=table, _freeze=False)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.width, config.norm_eps)

@@ -16,17 +16,17 @@ from typing import Any
 import jinja2
 
 from pipeline import work
-from pipeline.report import charts, denoising
+from pipeline.report import charts, denoising, memory
 from pipeline.report.headlines import HEADLINES, Headline, lookup
 
 ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "lora", "dpo", "grpo",
-         "reward", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo", "diffusion_grpo", "deploy")  # fmt: skip
+         "reward", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo", "diffusion_grpo", "memory", "memory_baseline", "deploy")  # fmt: skip
 LIKELIHOOD = ("language", "code", "tools", "lora")  # stages whose loss is nats per token
 # What a model was made from, and so is compared with; lora does the work of tools, so it is compared with it.
 # The masked-diffusion model is compared with its control: the causal model that read the same.
 BASES = {"code": "language", "tools": "code", "lora": "tools", "dpo": "tools", "grpo": "tools", "rlhf": "tools",
          "diffusion_control": "code", "diffusion": "diffusion_control", "diffusion_dpo": "diffusion",
-         "diffusion_grpo": "diffusion"}  # fmt: skip
+         "diffusion_grpo": "diffusion", "memory_baseline": "code", "memory": "memory_baseline"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Run:
     evaluations: dict[str, dict[str, Any]]  # model -> metrics/eval/<model>.json
     items: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # model -> rows of metrics/eval/<model>.jsonl
     traces: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> metrics/traces/<model>.json
+    routes: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> metrics/routing/<model>.json
 
 
 def read(metrics: Path) -> Run:
@@ -56,9 +57,13 @@ def read(metrics: Path) -> Run:
     models = [name for name in ORDER if (metrics / "eval" / f"{name}.json").is_file()]  # a stage may make two
     evaluations = {m: json.loads((metrics / "eval" / f"{m}.json").read_text(encoding="utf-8")) for m in models}
     items = {m: _jsonl(metrics / "eval" / f"{m}.jsonl") for m in models}
-    traces = {m: json.loads(path.read_text(encoding="utf-8"))
-              for m in models if (path := metrics / "traces" / f"{m}.json").is_file()}  # fmt: skip
-    return Run(stages, curves, evaluations, items, traces)
+    traces, routes = (_by_model(metrics / folder) for folder in ("traces", "routing"))
+    return Run(stages, curves, evaluations, items, traces, routes)
+
+
+def _by_model(folder: Path) -> dict[str, dict[str, Any]]:
+    paths = {name: folder / f"{name}.json" for name in ORDER}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
 def known(name: str) -> bool:
@@ -98,7 +103,7 @@ def figures(run: Run) -> list[dict[str, Any]]:
             found.append(
                 {"title": title, "svg": svg, "head": ["step", *(s.name for s in series)], "rows": thinned(series)}
             )
-    found += alignment(run) + denoising.figures(run.evaluations)
+    found += alignment(run) + denoising.figures(run.evaluations) + memory.figures(run.curves.get("memory", []), thinned)
     for headline in HEADLINES:
         if not headline.chart:
             continue
@@ -258,4 +263,5 @@ def render(metrics: Path) -> str:
         details={name: flat(numbers) for name, numbers in run.stages.items()},
         evaluations={name: flat(numbers) for name, numbers in run.evaluations.items()},
         traces=[denoising.shown(model, trace) for model, trace in run.traces.items()],
+        memories=[{"model": model} | memory.shown(told) for model, told in run.routes.items()],
     )  # fmt: skip

@@ -82,6 +82,7 @@ HEADLINES = (
         False,
         "false_calls",
     ),
+    Headline(("facts", "exact_match"), "Facts by heart", "share of questions answered right", "share", True, "facts"),
 )
 
 

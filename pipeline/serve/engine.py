@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline.generation.noise import uniforms
 from pipeline.generation.sampling import Sampling, choose
+from pipeline.model.cache import KVCache
 from pipeline.model.transformer import Transformer
 from pipeline.serve.drafts import Drafter
 from pipeline.serve.loop import Loop, tell
@@ -71,7 +72,9 @@ class Engine(Loop):
 
     def _advance(self, busy: list[int]) -> None:
         """Feed each busy row, say what can be said."""
-        pieces = [self.slots[row].ahead[:CHUNK] for row in busy]
+        cache = self.decoder.cache
+        most = None if isinstance(cache, KVCache) and cache.reads_at_once else CHUNK
+        pieces = [self.slots[row].ahead[:most] for row in busy]
         speaks = [len(piece) == len(self.slots[row].ahead) for row, piece in zip(busy, pieces)]
         guesses = [self._guess(row) if spoken and len(busy) <= DRAFT_ROWS else [] for row, spoken in zip(busy, speaks)]
         wanted = [1 + len(guess) if spoken else 0 for spoken, guess in zip(speaks, guesses)]

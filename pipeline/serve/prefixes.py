@@ -52,16 +52,19 @@ def take_row(slots: Sequence[Slot], cache: KVCache | Lengths, ids: list[int], ow
     """(row, cached): the free row in which a prompt is to go on, whose first `cached` positions are those of the prompt."""
     free = [row for row, slot in enumerate(slots) if slot.ticket is None]
     common = {row: _common(slot.held, ids) for row, slot in enumerate(slots) if slot.owner == owner}
-    common = {row: found for row, found in common.items() if found >= SHARED}
+    whole = isinstance(cache, KVCache) and cache.reads_at_once
+    common = {row: found for row, found in common.items() if found >= SHARED and not whole}
     best = max(free, key=lambda row: (common.get(row, 0), -slots[row].used))
     cached = common.get(best, 0)
     donor = max(common, key=lambda row: common[row], default=best)
     if isinstance(cache, KVCache) and common.get(donor, 0) > cached:  # a busy row has more
         cached, best = common[donor], min(free, key=lambda row: slots[row].used)
-        for tensors, along in ((cache.keys, 2), (cache.values, 1)):
+        for tensors, along in ((cache.keys, 2), (cache.values, 1), (cache.states.values(), 0)):
             for tensor in tensors:
                 tensor[best].narrow(along, 0, cached).copy_(tensor[donor].narrow(along, 0, cached))
     cache.own[best] = cached
+    if isinstance(cache, KVCache):
+        cache.unit_of[best] = -1  # what the row's units chose from is another text's
     return best, cached
 
 

@@ -82,15 +82,26 @@ class Pair:
     truth: dict[str, Any] | None = None
 
 
-Record = TypeVar("Record", Text, Dialogue, Problem, Pair)
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A question about something that must be known by heart, with its answer."""
+
+    id: str
+    service: str  # what it is about
+    attribute: str  # what of it is asked; results are reported under it
+    question: str
+    answer: str
 
 
-def dumps(record: Text | Dialogue | Problem | Pair) -> str:
+Record = TypeVar("Record", Text, Dialogue, Problem, Pair, Fact)
+
+
+def dumps(record: Text | Dialogue | Problem | Pair | Fact) -> str:
     """One line of JSON without the line feed; key order is the dataclass's, so equal records give equal bytes."""
     return json.dumps(dataclasses.asdict(record), ensure_ascii=False)
 
 
-def write(path: Path, records: Iterable[Text | Dialogue | Problem | Pair]) -> int:
+def write(path: Path, records: Iterable[Text | Dialogue | Problem | Pair | Fact]) -> int:
     """Write records as JSONL (UTF-8, `\\n`) and return their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,8 +123,8 @@ class Placed(Transformer):
         draws = torch.Generator().manual_seed(1)
         self.places = torch.nn.Parameter(torch.randn(config.max_context, config.width, generator=draws))
 
-    def line(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        return super().line(ids, positions, layout) + self.places[positions]
+    def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Any = None) -> Tensor:
+        return super().line(ids, positions, layout, read) + self.places[positions]
 
 
 @pytest.fixture

@@ -1,0 +1,345 @@
+"""What a memory buys: facts learnt and code kept, beside what else so many weights, or so many products, can be spent on.
+
+    python benchmarks/memory.py models/code data [--steps 400] [--seeds 0 1 2] [--work DIR] [--only memory] [--out FILE]
+
+All are trained by `fit` on the same batches as stage memory, with its settings at `demo`: `memory` (ours), `wider` (a parallel SwiGLU), `lora`,
+`product_keys` (benchmarks/product_keys.py), once with as many trainable weights as the memory and once with as many products a token;
+and memories of 256, 1,024 and 4,096 rows. Of three rates each takes the one that is best on the validation wordings (first seed) and costs
+code at most 1 % of its bits; told is
+the test, whose wording and answers chose nothing. Each run is a file in --work, so that a run that was stopped goes on, and two
+processes may share the work (`--only`). Intervals: 95 %, over questions, of what the seeds make on average. Every row says trainable
+weights, products (FLOPs) and numbers read for a token beside those of the base; tokens/s is that of the forward pass, interleaved
+with the base's, as a ratio.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks.product_keys import ProductKeys, ProductKeysConfig  # noqa: E402
+from pipeline import checkpoint, device  # noqa: E402
+from pipeline.evaluation import recall  # noqa: E402
+from pipeline.evaluation.intervals import paired_difference  # noqa: E402
+from pipeline.learning import memory_use as use  # noqa: E402
+from pipeline.learning import remembering  # noqa: E402
+from pipeline.learning.fit import fit  # noqa: E402
+from pipeline.learning.objectives_memory import Choices  # noqa: E402
+from pipeline.learning.protocols import Watchers  # noqa: E402
+from pipeline.model import lora, memory_files  # noqa: E402
+from pipeline.model.config import ModelConfig  # noqa: E402
+from pipeline.model.lora import AdapterConfig  # noqa: E402
+from pipeline.model.memory import Memory, Reading  # noqa: E402
+from pipeline.model.memory_config import MemoryConfig  # noqa: E402
+from pipeline.model.transformer import Transformer  # noqa: E402
+from pipeline.model.wider import WiderConfig  # noqa: E402
+from pipeline.params import Settings, resolve  # noqa: E402
+from pipeline.text.tokenizer import Tokenizer  # noqa: E402
+from pipeline.tracking import Tracker, write_json  # noqa: E402
+from pipeline.work import Job, StopRequest  # noqa: E402
+from stages import memory as stage  # noqa: E402
+
+MOST_LOST = 0.01  # of the bits per byte of code
+RATES = {"muon": (3e-3, 6e-3, 1.2e-2), "adamw": (1.5e-3, 3e-3, 6e-3)}
+ROWS = (256, 1024, 4096)
+ROUNDS, SECONDS = 7, 0.5  # of the clock
+PASS = 2048  # tokens of a forward pass that is timed
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to be put beside the base, and what it costs."""
+
+    name: str
+    config: Any  # MemoryConfig, WiderConfig, AdapterConfig or ProductKeysConfig
+    parameters: int
+    flops: int  # of products, for a token
+    numbers_read: int  # weights and rows, for a token
+    optimizer: str = "muon"
+
+
+def contenders(config: MemoryConfig, shape: ModelConfig) -> dict[str, Contender]:
+    """The memory, others of as many weights (`wider`), others of as many products (`wider, equal FLOPs`), memories of other sizes."""
+    ours = of_memory("memory", config, shape)
+    found = [ours]
+    for suffix, target, cost in ((None, ours.parameters, "parameters"), (", equal FLOPs", ours.flops, "flops")):
+        for make in (of_wider, of_lora, of_product_keys):
+            best = closest(partial(make, suffix or "", config, shape), target, cost)
+            found.append(best)
+    for rows in ROWS:
+        if rows != config.rows:
+            found.append(of_memory(f"memory, {rows} rows", replace(config, rows=rows), shape))
+    return {one.name: one for one in found}
+
+
+def closest(make: Callable[[int], Contender | None], target: int, cost: str) -> Contender:
+    """Of sizes 1, 2, ... the one whose cost is nearest to `target`."""
+    best: Contender | None = None
+    for size in range(1, 4096):
+        one = make(size)
+        if one is None:
+            continue
+        if best is None or abs(getattr(one, cost) - target) < abs(getattr(best, cost) - target):
+            best = one
+        if getattr(one, cost) > 2 * target:
+            break
+    assert best is not None
+    return best
+
+
+def of_memory(name: str, config: MemoryConfig, shape: ModelConfig) -> Contender:
+    """Ours. Keys and values of the bank are projected once for many tokens, and the router is asked once a unit: not counted."""
+    memory = Memory(config, replace(shape, memory=config))
+    inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    rows, layers = (config.shared + config.top_k) * config.chapter_rows, len(config.placed(shape.layers))
+    matrices = (3 if config.gated else 2) * shape.width * inner
+    each = 2 * matrices + 4 * rows * inner
+    return Contender(name, config, memory.num_parameters(), layers * each, layers * (matrices + shape.width + 2 * rows * outer))  # fmt: skip
+
+
+def of_wider(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender:
+    """A SwiGLU of 4 * size behind each layer that reads."""
+    wider = WiderConfig(width=4 * size, layers=tuple(config.placed(shape.layers)))
+    weights = len(wider.layers) * (3 * wider.width * shape.width + shape.width)
+    return Contender(f"wider{suffix}", wider, weights, 2 * weights, weights)
+
+
+def of_lora(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender | None:
+    """Adapters of rank `size` on all matrices, as they are trained; merged they cost nothing."""
+    inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ends = 2 * (shape.width + inner) + 2 * (shape.width + outer) + 3 * (shape.width + shape.d_ff)
+    weights = shape.layers * ends * size
+    return Contender(
+        f"lora{suffix}",
+        AdapterConfig(rank=size, alpha=2.0 * size, targets=("all-linear",)),
+        weights,
+        2 * weights,
+        weights,
+    )
+
+
+def of_product_keys(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender | None:
+    """n half-keys a table; halves of a query of 16 numbers."""
+    if size < 8:
+        return None
+    keys = ProductKeysConfig(layers=tuple(config.placed(shape.layers)), keys=size, half=16, top_k=min(32, size))
+    return Contender(f"product_keys{suffix}", keys, keys.parameters(shape.width), keys.flops(shape.width), keys.numbers_read(shape.width), "adamw")  # fmt: skip
+
+
+def attached(model: Transformer, config: Any, seed: int) -> None:
+    """Put it beside the frozen base; only it is trained."""
+    generator = device.generator("memory", seed)
+    if isinstance(config, AdapterConfig):
+        lora.attach(model, config, generator)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    elif isinstance(config, ProductKeysConfig):
+        model.requires_grad_(False)
+        model.memory = ProductKeys(config, model.config, generator)
+    else:
+        memory_files.attach(model, config, generator)
+
+
+@dataclass
+class Workshop:
+    """Where the runs happen."""
+
+    base: Path
+    data: Path
+    params: stage.Params
+    runtime: Any
+    work: Path
+
+    def key(self, one: Contender, seed: int, rate: float) -> str:
+        """What a run's result hangs on."""
+        params = self.params
+        told = [type(one.config).__name__, asdict(one.config), one.optimizer, rate, seed, asdict(params.fit), asdict(params.router),
+                params.facts_weight, params.code_weight, params.questions]  # fmt: skip
+        return json.dumps(told, sort_keys=True)
+
+    def run(self, one: Contender, seed: int, rate: float) -> dict[str, Any]:
+        """Train it, or read what an earlier run wrote."""
+        settings = self.params.fit
+        path = self.work / f"{device.stable_hash('memory', self.key(one, seed, rate)):016x}.json"
+        if path.is_file():
+            return json.loads(path.read_text())
+        model, tokenizer = checkpoint.load(self.base)
+        attached(model, one.config, seed)
+        weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert weights == one.parameters, (one.name, weights, one.parameters)
+        rates = (
+            {"bank": rate, "router": self.params.fit.learning_rates.get("router", rate)}
+            if isinstance(one.config, MemoryConfig)
+            else {}
+        )
+        config = replace(
+            settings,
+            optimizer=one.optimizer,
+            learning_rate=rate,
+            learning_rates=rates,
+            eval_steps=10**6,
+            publish="last",
+        )
+        shape = one.config if isinstance(one.config, MemoryConfig) else self.params.memory
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(stage="memory", item=None, key="k", seed=seed, folder=Path(folder), workers=1, runtime=self.runtime,
+                      tracker=Tracker("memory", Path(folder), {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+            stream = stage.streams(
+                replace(self.params, memory=shape), job, self.data / "facts", self.data / "tokens/code", tokenizer
+            )
+            choices = Choices()
+            loss = (
+                partial(remembering.memory_loss, choices=choices, weights=self.params.router)
+                if isinstance(one.config, MemoryConfig)
+                else remembering.plain_loss
+            )
+            fit(model, stream.both, loss, config, job, watchers=Watchers(micro=choices.begin, gradients_at=1))
+        found = measured(model, tokenizer, stream.code, self.data / "facts", self.params.questions)
+        found |= {"name": one.name, "rate": rate, "seed": seed, "seconds": time.perf_counter() - began}
+        print(f"{one.name} seed {seed} rate {rate}: val {statistics.mean(found['val']):.3f} test {statistics.mean(found['test']):.3f} "
+              f"code {found['code_bpb']:.4f}, {found['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+        write_json(path, found)
+        return found
+
+
+def measured(model: Transformer, tokenizer: Tokenizer, code: Iterable[Any], facts: Path, most: int) -> dict[str, Any]:
+    """Which questions of each split are answered rightly, and bits per byte of code."""
+    model.train(False)
+    found: dict[str, Any] = {
+        kind: recall.recall(model, tokenizer, recall.questions(facts / f"{kind}.jsonl", tokenizer, most)).right.astype(int).tolist()
+        for kind in ("val", "test", "control")
+    }  # fmt: skip
+    known = recall.questions(facts / "train.jsonl", tokenizer, 10**6)[:: max(1, 1536 // most)]
+    found["trained_wordings"] = float(recall.recall(model, tokenizer, known).right.mean())
+    with torch.no_grad():
+        found["code_bpb"] = use.bits_per_byte(model, list(code), lambda batch: Reading(trained=batch.targets >= 0))
+    return found
+
+
+def clock(base: Path, one: Contender) -> float:
+    """Tokens/s of the forward pass over those of the base, the median of interleaved rounds."""
+    plain, _ = checkpoint.load(base)
+    beside, _ = checkpoint.load(base)
+    attached(beside, one.config, 0)
+    ids = torch.randint(0, plain.config.vocab_size, (PASS // 256, 256), generator=torch.Generator().manual_seed(0))
+
+    def speed(model: Transformer) -> float:
+        passes, began = 0, time.perf_counter()
+        with torch.no_grad(), device.hardware("bf16").autocast():
+            while (taken := time.perf_counter() - began) < SECONDS or not passes:
+                model(ids)
+                passes += 1
+        return passes / taken
+
+    for model in (plain, beside):
+        speed(model.train(False))
+    return statistics.median([speed(beside) / speed(plain) for _ in range(ROUNDS)])
+
+
+def best_rate(shop: Workshop, one: Contender, seed: int, code_bpb: float) -> float:
+    """Of three rates the one that knows most facts in the validation wording, and of equal ones the lower: among those that cost
+    code no more than MOST_LOST of the base's `code_bpb`, or else the one that costs least."""
+    runs = {rate: shop.run(one, seed, rate) for rate in RATES[one.optimizer]}
+    kept = {rate: run for rate, run in runs.items() if run["code_bpb"] <= (1 + MOST_LOST) * code_bpb}
+    if not kept:
+        return min(runs, key=lambda rate: runs[rate]["code_bpb"])
+    return max(kept, key=lambda rate: (statistics.mean(kept[rate]["val"]), -rate))
+
+
+def told(shop: Workshop, one: Contender, runs: list[dict[str, Any]], others: dict[str, list[float]], shape: ModelConfig) -> dict[str, Any]:  # fmt: skip
+    """A row of the table."""
+    own = means(runs, "test")
+    base = shape.flops_per_token(shop.params.fit.context) / 3  # of a forward pass
+    row: dict[str, Any] = {
+        "name": one.name, "optimizer": one.optimizer, "rate": runs[0]["rate"], "seeds": [r["seed"] for r in runs],
+        "parameters": one.parameters, "flops_per_token": one.flops, "flops_share_of_base": one.flops / base,
+        "bytes_read_per_token": 4 * one.numbers_read, "facts": statistics.mean(own), "facts_by_seed": [statistics.mean(r["test"]) for r in runs],
+        "control": statistics.mean(means(runs, "control")), "trained_wordings": statistics.mean(r["trained_wordings"] for r in runs),
+        "code_bpb": statistics.mean(r["code_bpb"] for r in runs), "tokens_per_second_of_base": clock(shop.base, one),
+    }  # fmt: skip
+    for name, values in others.items():
+        moved = paired_difference((own, None), (values, None), generator=device.generator("bench", 0))
+        row[f"{name}_over_it"] = {"value": moved.value, "low": moved.low, "high": moved.high}
+    return row
+
+
+def means(runs: list[dict[str, Any]], kind: str) -> list[float]:
+    """Of each question the share of seeds that knew it."""
+    return [statistics.mean(values) for values in zip(*(run[kind] for run in runs), strict=True)]
+
+
+def main(given: list[str]) -> int:
+    """Train what is missing, and print the table as JSON; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("base", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", default=None, help="names that begin so are trained, and no table is told")
+    parser.add_argument("--work", type=Path, default=Path(".work/memory_benchmark"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="*", default=[], help="of the block memory, memory.key=value")
+    arguments = parser.parse_intermixed_args(given)
+    torch.set_num_threads(1)
+    params, runtime = resolve(
+        stage.Params,
+        Settings(ROOT, [f"memory.steps={arguments.steps}", "runtime.save_steps=1000000", *arguments.overrides]),
+        "memory",
+    )
+    shop = Workshop(arguments.base, arguments.data, params, replace(runtime, save_minutes=1e6), arguments.work)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = checkpoint.load(arguments.base)
+    code = stage.streams(
+        params, quiet_job(shop), arguments.data / "facts", arguments.data / "tokens/code", tokenizer
+    ).code
+    base = measured(model, tokenizer, code, arguments.data / "facts", params.questions)
+    known, rates = contenders(params.memory, model.config), {}
+    if arguments.only:
+        known = {name: one for name, one in known.items() if any(name.startswith(word) for word in arguments.only)}
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for name, one in known.items():
+        kind = name.split(",")[0]
+        leader = one if kind == name else contenders(params.memory, model.config)[kind]
+        rates[kind] = rates.get(kind) or best_rate(shop, leader, arguments.seeds[0], base["code_bpb"])
+        runs[name] = [shop.run(one, seed, rates[kind]) for seed in arguments.seeds]
+    if arguments.only:
+        return 0
+    others = {"memory": means(runs["memory"], "test")}
+    rows = [
+        {
+            "name": "base",
+            "facts": statistics.mean(base["test"]),
+            "control": statistics.mean(base["control"]),
+            "code_bpb": base["code_bpb"],
+        }
+    ]
+    rows += [told(shop, one, runs[name], others, model.config) for name, one in known.items()]
+    result = {"steps": arguments.steps, "config": asdict(params.memory), "questions": len(base["test"]), "rows": rows}
+    text = json.dumps(result, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+def quiet_job(shop: Workshop) -> Job:
+    """A job of which only the folder matters."""
+    return Job(stage="memory", item=None, key="k", seed=0, folder=shop.work / "job", workers=1, runtime=shop.runtime,
+               tracker=Tracker("memory", shop.work, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

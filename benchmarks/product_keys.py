@@ -1,0 +1,126 @@
+"""A product-key memory beside a frozen model: what `benchmarks/memory.py` compares ours with.
+
+    q_h = halves of head h of W_q norm(x);  scores of value (i, j): q_h1 . K_h1[i] + q_h2 . K_h2[j]
+    the top k sums of the top k of each half, softmax, sum of their values over all heads
+    x <- x + W_o (sum * silu(W_g norm(x)))          W_o is zero at the start
+
+Product keys: Lample et al. 2019, arXiv:1907.05242, 3.1; gate and one table of values for all layers: Berges et al. 2024,
+arXiv:2412.09764, 3. Each token looks up by itself, so it is causal. Keys and rates as facebookresearch/memory has them: uniform in
+1/sqrt of their size, values normal with 1/sqrt of the width. Not taken over: query normalisation by batch, which is not causal.
+
+Shapes: N tokens, D width, H heads, h half of a query, n half-keys of a table (n * n values).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline.model.config import ModelConfig
+from pipeline.model.layers import Linear, RMSNorm
+from pipeline.model.memory import Reading, Reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductKeysConfig:
+    """Its shape. Raises ValueError."""
+
+    layers: tuple[int, ...]
+    keys: int  # n
+    half: int  # h
+    heads: int = 4
+    top_k: int = 32
+
+    def __post_init__(self) -> None:
+        if min(self.keys, self.half, self.heads) < 1 or not 1 <= self.top_k <= self.keys:
+            raise ValueError(f"product keys: expected positive sizes and top_k at most keys ({self.keys}), got {self}")
+
+    def parameters(self, width: int) -> int:
+        """Weights in all."""
+        each = width + width * self.heads * 2 * self.half + 2 * self.heads * self.keys * self.half + 2 * width * width
+        return len(self.layers) * each + self.keys**2 * width
+
+    def flops(self, width: int) -> int:
+        """Of products, for a token."""
+        query = 2 * width * self.heads * 2 * self.half
+        scores = 2 * self.heads * 2 * self.keys * self.half
+        return len(self.layers) * (query + scores + 2 * self.heads * self.top_k * width + 4 * width * width)
+
+    def numbers_read(self, width: int) -> int:
+        """Weights that a token reads."""
+        each = width + width * self.heads * 2 * self.half + 2 * self.heads * self.keys * self.half + 2 * width * width
+        return len(self.layers) * (each + self.heads * self.top_k * width)
+
+
+class ProductKeys(nn.Module):
+    """One table of values and a reader for each layer."""
+
+    def __init__(self, config: ProductKeysConfig, shape: ModelConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.config, self.std, self.added = config, shape.initializer_range, True
+        self.values = nn.EmbeddingBag(config.keys**2, shape.width, mode="sum")
+        self.readers = nn.ModuleDict({str(layer): Lookup(config, shape) for layer in config.layers})
+        self.initialise(generator)
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """As in the module."""
+        width, half = self.values.weight.shape[1], self.config.half
+        self.values.weight.normal_(0.0, width**-0.5, generator=generator)
+        for name, parameter in self.readers.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(1.0)
+            elif name.endswith("keys"):
+                parameter.uniform_(-(half**-0.5), half**-0.5, generator=generator)
+            elif name.endswith("o_proj.weight"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, self.std, generator=generator)
+
+    def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
+        """For a line of tokens; each by itself."""
+        return self._read
+
+    def going_on(self, layout: Any) -> Reads:
+        """For new tokens of a cache's rows; each by itself."""
+        return self._read
+
+    def _read(self, layer: int, x: Tensor) -> Tensor:
+        return x + self.readers[str(layer)](x, self.values) if str(layer) in self.readers else x
+
+    def num_parameters(self) -> int:
+        """All its weights."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class Lookup(nn.Module):
+    """Norm, queries, half-keys, gate and way out of one layer."""
+
+    def __init__(self, config: ProductKeysConfig, shape: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = RMSNorm(shape.width, shape.norm_eps)
+        self.q_proj = Linear(shape.width, config.heads * 2 * config.half)
+        self.keys = nn.Parameter(torch.zeros(2, config.heads, config.keys, config.half))
+        self.gate_proj, self.o_proj = Linear(shape.width, shape.width), Linear(shape.width, shape.width)
+        # Of sorted halves the sum at (i, j) is no less than those of (i + 1)(j + 1) places: others are never among the top k
+        ranks = [(i, j) for i in range(config.top_k) for j in range(config.top_k) if (i + 1) * (j + 1) <= config.top_k]
+        self.first, self.second = torch.tensor([i for i, _ in ranks]), torch.tensor([j for _, j in ranks])
+
+    def choose(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Values (N, H, k) of tokens (N, D), and their weights."""
+        config = self.config
+        q = self.q_proj(normed).float().unflatten(-1, (config.heads, 2, config.half))  # (N, H, 2, h)
+        best, which = torch.einsum("nhsd,shkd->nhsk", q, self.keys.float()).topk(config.top_k, dim=-1)  # (N, H, 2, k)
+        first, second = self.first, self.second
+        scores, places = (best[:, :, 0, first] + best[:, :, 1, second]).topk(config.top_k, dim=-1)
+        pairs = which[:, :, 0, first] * config.keys + which[:, :, 1, second]
+        return pairs.gather(2, places), scores.softmax(-1)
+
+    def forward(self, x: Tensor, values: nn.EmbeddingBag) -> Tensor:
+        normed = self.norm(x)
+        which, weights = self.choose(normed)
+        read = values(which.flatten(1), per_sample_weights=weights.flatten(1).to(values.weight.dtype))
+        return self.o_proj(read * functional.silu(self.gate_proj(normed)))

@@ -1,0 +1,117 @@
+"""A memory in a model directory, beside its base.
+
+    config.json             model_type stagecoach_memory, which no causal engine takes for the base alone
+    model.safetensors       the base, under Hugging Face's names
+    memory.safetensors      banks and readers; a bank in int8 or int4 as numbers and a scale a row
+    memory.json             its shape, and the digest of the base that it was trained on
+
+A memory on another base would read states that it has never seen, so `load` compares digests.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pipeline.errors import ModelError
+from pipeline.model.memory import Memory
+from pipeline.model.memory_config import MemoryConfig
+from pipeline.model.quantised_bank import QuantisedBank, quantised
+from pipeline.model.transformer import Transformer
+from pipeline.model.wider import Wider, WiderConfig
+
+WEIGHTS, SHAPE = "memory.safetensors", "memory.json"
+PREFIX = "memory."
+
+
+def attach(
+    model: Transformer, config: MemoryConfig | WiderConfig, generator: torch.Generator | None = None
+) -> Memory | Wider:
+    """Put a memory, or what it is compared with, beside the layers of a model that has its weights, and freeze these.
+
+    Raises ValueError where it does not fit the model.
+    """
+    assert model.memory is None, "the model has a memory already"
+    model.requires_grad_(False)
+    where = model.model.embed_tokens.weight.device
+    if isinstance(config, MemoryConfig):
+        shape = replace(model.config, memory=config)
+        beside: Memory | Wider = Memory(config, shape, generator)
+        model.config = shape
+    else:
+        beside = Wider(config, model.config, generator)
+    beside.added = True
+    model.memory = beside.to(where)
+    return beside
+
+
+def split(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A model's weights: those of the base, and those of the memory without their prefix."""
+    base = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
+    return base, {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
+
+
+def save(folder: Path, beside: nn.Module, weights: dict[str, Tensor], base: str) -> None:
+    """Write the two files of a memory whose base has the digest `base`."""
+    kind = "memory" if isinstance(beside, Memory) else "wider"
+    config: MemoryConfig | WiderConfig = beside.config  # type: ignore[assignment]
+    bits = next((bank.bits for bank in beside.modules() if isinstance(bank, QuantisedBank)), None)
+    told: dict[str, Any] = {"kind": kind, "config": config.to_json(), "base": base, "bits": bits}
+    if isinstance(config, MemoryConfig):
+        told["leaky"] = config.leaky
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"}
+    )
+    (folder / SHAPE).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load(model: Transformer, folder: Path, base: str) -> None:
+    """Attach the memory of a directory to its loaded base, whose digest is `base`. Raises ModelError naming file and reason."""
+    told = described(folder)
+    if told["base"] != base:
+        raise ModelError(
+            f"{folder / SHAPE}: this memory was trained on another base (digest {told['base'][:12]}, found {base[:12]}); put it beside "
+            "the model.safetensors that it came with, or train it anew: dvc repro stage_memory"
+        )
+    try:
+        config = MemoryConfig.from_json(told["config"]) if told["kind"] == "memory" else WiderConfig(width=told["config"]["width"], layers=tuple(told["config"]["layers"]))  # fmt: skip
+        beside = attach(model, config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{folder / SHAPE}: {error}") from error
+    model.requires_grad_(True)
+    beside.added = False
+    if told["bits"] and isinstance(beside, Memory):
+        quantised(beside, told["bits"])
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise ModelError(
+            f"{folder / WEIGHTS}: missing or damaged ({error}); build it again: dvc repro stage_memory"
+        ) from error
+    own = beside.state_dict()
+    if own.keys() != weights.keys() or any(own[name].shape != tensor.shape for name, tensor in weights.items()):
+        raise ModelError(
+            f"{folder / WEIGHTS}: its tensors are not those that {SHAPE} describes; build it again: dvc repro stage_memory"
+        )
+    beside.load_state_dict(weights)
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """What memory.json says. Raises ModelError."""
+    path = folder / SHAPE
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{path} is missing, but config.json speaks of a memory; build it again: dvc repro stage_memory"
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON ({error})") from error
+    if not isinstance(told, dict) or not {"kind", "config", "base", "bits"} <= told.keys():
+        raise ModelError(f"{path}: expected kind, config, base and bits")
+    return told

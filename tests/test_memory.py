@@ -1,0 +1,495 @@
+"""The memory's layers: what they may know, what they equal, how many weights they have, and decoding with them."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.errors import ModelError
+from pipeline.export import gguf
+from pipeline.export.fused import Fused
+from pipeline.generation.sampling import Sampling, generate
+from pipeline.model.cache import KVCache
+from pipeline.model.config import ModelConfig
+from pipeline.model.memory import Memory, Reader, Reading, Routed
+from pipeline.model.memory_config import MemoryConfig
+from pipeline.model.memory_units import cut
+from pipeline.model.transformer import Transformer
+from pipeline.serve.engine import Engine
+from pipeline.text.tokenizer import Tokenizer
+from tests.test_engine import ask, finished
+
+NANO = ModelConfig(vocab_size=4096, width=192, layers=6, heads=3, kv_heads=1, head_dim=64, d_ff=512, max_context=1024,
+                   rope_theta=1e4, tied=True)  # fmt: skip
+TINY = replace(NANO, vocab_size=64, width=32, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=64, max_context=256)
+STORAGES: list[dict[str, Any]] = [{"storage": "full"}, {"storage": "factorised", "bank_rank": 16}, {"storage": "reduced", "bank_rank": 16}]  # fmt: skip
+FORMS: list[dict[str, Any]] = [*STORAGES, {"storage": "full", "gated": True, "qk_norm": True, "bank_std": 1.0}]
+
+
+def memory(**changes: Any) -> MemoryConfig:
+    return MemoryConfig(**{"rows": 48, "chapters": 5, "shared": 1, "top_k": 2, "window": 8} | changes)
+
+
+def opened(config: MemoryConfig, *, shape: ModelConfig = TINY, seed: int = 0, double: bool = False) -> Transformer:
+    """A fresh model whose memory is read: its way out is not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(replace(shape, memory=config), generator)
+    for name, parameter in model.named_parameters():
+        if name.startswith("memory.") and ("o_proj" in name or "router" in name):
+            parameter.data.normal_(0, 0.3, generator=generator)
+    return (model.double() if double else model).train(False)
+
+
+def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, TINY.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def asked(rows: int, length: int, prompt: int) -> Tensor:
+    """Positions with a loss of rows that begin with a prompt."""
+    return (torch.arange(length) >= prompt).expand(rows, length)
+
+
+# -- what may be known ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routing", ["chunk", "token", "prompt"])
+@pytest.mark.parametrize("share", ["all", "each"])
+def test_later_tokens_change_no_bit_of_what_was_predicted_before(routing: str, share: str) -> None:
+    model = opened(memory(routing=routing, share=share, layers="all"))
+    ids, trained = tokens(2, 41), asked(2, 41, 12)
+    with torch.no_grad():
+        first = model(ids, reading=Reading(trained=trained))
+        for begin in (13, 16, 17, 24, 40):
+            other = ids.clone()
+            other[:, begin:] = (other[:, begin:] + 1) % TINY.vocab_size
+            again = model(other, reading=Reading(trained=trained))
+            since = 12 if routing == "prompt" else 0  # before the first loss a prompt may know itself
+            assert torch.equal(again[:, since:begin], first[:, since:begin])
+            assert not torch.equal(again[:, begin:], first[:, begin:])
+
+
+def test_routing_by_sequence_knows_the_future() -> None:
+    model = opened(memory(routing="sequence", allow_leak=True))
+    ids = tokens(2, 41)
+    other = ids.clone()
+    other[:, 30:] = (other[:, 30:] + 1) % TINY.vocab_size
+    with torch.no_grad():
+        assert not torch.equal(model(other)[:, :30], model(ids)[:, :30])
+
+
+def guess(routing: str, steps: int) -> list[float]:
+    """Losses of a small model on fresh uniform tokens, which nobody can know beforehand."""
+    shape = ModelConfig(vocab_size=16, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=64, max_context=8, rope_theta=1e4,
+                        tied=False, memory=MemoryConfig(rows=64, chapters=16, top_k=4, routing=routing, window=2, layers="all",
+                                                        allow_leak=routing == "sequence"))  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    model = Transformer(shape, generator)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0), []
+    for _ in range(steps):
+        ids = torch.randint(0, 16, (64, 9), generator=generator)
+        loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["chunk", "token"])
+def test_nobody_predicts_uniform_tokens(routing: str) -> None:
+    losses = torch.tensor(guess(routing, 600))
+    assert losses.unfold(0, 50, 1).mean(1).min() > math.log(16) - 0.02
+
+
+@pytest.mark.slow
+def test_but_routing_by_sequence_does() -> None:
+    assert sum(guess("sequence", 600)[-50:]) / 50 < math.log(16) - 0.1
+
+
+# -- what it equals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: storage["storage"])
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_fresh_memory_changes_no_bit_of_the_base(storage: dict[str, Any], rank: int | None) -> None:
+    base = Transformer(TINY, torch.Generator().manual_seed(0))
+    model = Transformer(
+        replace(TINY, memory=memory(rank=rank, layers="all", **storage)), torch.Generator().manual_seed(3)
+    )
+    model.load_state_dict(base.state_dict(), strict=False)
+    ids = tokens(2, 30)
+    documents = torch.tensor([[0] * 11 + [1] * 19, [0] * 25 + [-1] * 5], dtype=torch.int32)
+    for told in ({}, {"documents": documents}):
+        assert torch.equal(model(ids, **told), base(ids, **told))
+
+
+def dense(model: Transformer, layer: int, x: Tensor) -> Tensor:
+    """Attention over the whole bank, as a formula, of a memory without low rank."""
+    assert isinstance(model.memory, Memory)
+    reader, bank = model.memory.of(layer)
+    normed, rows = reader.norm(x), bank()
+    q, k, v = (p(y).unflatten(-1, (-1, reader.head_dim)) for p, y in ((reader.q_proj, normed), (reader.k_proj, rows), (reader.v_proj, rows)))  # fmt: skip
+    k, v = (y.repeat_interleave(reader.heads // reader.kv_heads, 1) for y in (k, v))
+    weights = (torch.einsum("nhd,mhd->hnm", q, k) / reader.head_dim**0.5).softmax(-1)
+    return x + reader.o_proj(torch.einsum("hnm,mhd->nhd", weights, v).flatten(1))
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: storage["storage"])
+@pytest.mark.parametrize("routing", ["chunk", "token"])
+def test_all_chapters_with_equal_p_are_attention_over_the_bank(storage: dict[str, Any], routing: str) -> None:
+    model = opened(memory(top_k=5, routing=routing, layers=(1,), **storage), double=True)
+    assert isinstance(model.memory, Memory)
+    reader, _ = model.memory.of(1)
+    for parameter in reader.router.parameters():
+        parameter.data.zero_()
+    x = torch.randn(29, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    units = cut(torch.arange(29), routing=routing, window=8)
+    torch.testing.assert_close(model.memory.read(1, x, units, Reading()), dense(model, 1, x), rtol=1e-12, atol=1e-12)
+
+
+def test_weights_scale_the_rows_of_their_chapters_in_one_softmax() -> None:
+    """By hand: chapters 2 and 0 chosen with p 0.5 and 0.3, one shared; w = 2 * 0.5 / 0.8, 2 * 0.3 / 0.8, 1."""
+    config = memory(rows=8, chapters=3, shared=1, top_k=2, layers=(0,))
+    model = opened(config, double=True)
+    assert isinstance(model.memory, Memory)
+    reader, bank = model.memory.of(0)
+    reader.router.weight.data.zero_()
+    reader.router.bias.data.copy_(torch.tensor([0.3, 0.2, 0.5], dtype=torch.float64).log())  # type: ignore[union-attr]
+    x = torch.randn(1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = model.memory.read(0, x, cut(torch.arange(1), routing="chunk", window=8), Reading())
+    normed = reader.norm(x)
+    which, w = [0, 1, 6, 7, 2, 3], torch.tensor([1.0, 1.0, 1.25, 1.25, 0.75, 0.75], dtype=torch.float64)
+    rows = bank.rows[which]
+    q = reader.q_proj(normed).view(4, 8)
+    k, v = (p(rows).view(6, 2, 8).repeat_interleave(2, 1) for p in (reader.k_proj, reader.v_proj))
+    mass = w * (torch.einsum("hd,mhd->hm", q, k) / 8**0.5).exp()
+    out = torch.einsum("hm,mhd->hd", mass / mass.sum(1, keepdim=True), v).flatten()
+    torch.testing.assert_close(found, x + reader.o_proj(out), rtol=1e-12, atol=1e-12)
+
+
+def test_units_of_one_token_are_gathered_or_masked_alike() -> None:
+    model = opened(memory(layers=(1,)), double=True)
+    assert isinstance(model.memory, Memory)
+    reader, bank = model.memory.of(1)
+    normed = torch.randn(29, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    masked = cut(torch.arange(29), routing="token", window=8)
+    gathered = replace(masked, sources=masked.places)
+    routed = reader.route(normed)
+    whole = reader.projected(bank)
+    first, second = (reader.attend(normed, units, routed, bank, whole) for units in (masked, gathered))
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+
+
+def test_normed_queries_and_keys_are_blind_to_the_size_of_rows_and_a_gate_multiplies_what_is_read() -> None:
+    model = opened(memory(qk_norm=True, gated=True, layers=(1,)), double=True)
+    memory_ = model.memory
+    assert isinstance(memory_, Memory)
+    reader, bank = memory_.of(1)
+    normed = torch.randn(6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    units = cut(torch.arange(6), routing="chunk", window=8)
+    routed = reader.route(torch.zeros(1, 32, dtype=torch.float64))
+    keys, values = reader.projected(bank)
+    read = reader.attend(normed, units, routed, bank)
+    bank.rows.data *= 1000  # type: ignore[union-attr, operator]
+    larger, _ = reader.projected(bank)
+    torch.testing.assert_close(
+        larger.square().mean(-1), torch.ones(keys.shape[:-1], dtype=torch.float64), rtol=0, atol=1e-6
+    )
+    cosine = functional.cosine_similarity(larger, keys, dim=-1)
+    torch.testing.assert_close(cosine, torch.ones_like(cosine))
+    torch.testing.assert_close(reader.projected(bank)[1], 1000 * values)
+    assert reader.gate_proj is not None
+    gate = functional.silu(reader.gate_proj(normed))
+    torch.testing.assert_close(reader.out(normed, read), reader.o_proj(gate * read))
+
+
+def test_the_deviation_of_fresh_rows_is_as_said() -> None:
+    for std in (0.02, 1.0):
+        fresh = Memory(memory(rows=1200, bank_std=std), TINY, torch.Generator().manual_seed(0))
+        assert float(fresh.bank[0].rows.detach().std()) == pytest.approx(std, rel=0.02)  # type: ignore[union-attr, arg-type]
+        assert float(fresh.readers["1"].router.weight.detach().std()) == pytest.approx(0.02, rel=0.2)  # type: ignore[union-attr, arg-type]
+
+
+def test_plain_products_are_what_the_kernel_says() -> None:
+    model = opened(memory(), double=True)
+    reader, _ = model.memory.of(1)  # type: ignore[union-attr, operator]
+    generator = torch.Generator().manual_seed(3)
+    q, keys, values = (torch.randn(5, num, heads, 8, generator=generator, dtype=torch.float64) for num, heads in ((7, 4), (9, 2), (9, 2)))  # fmt: skip
+    weights = torch.randn(5, 9, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(reader._products(q, keys, values, weights), reader._kernel(q, keys, values, weights), rtol=0, atol=1e-12)  # pyright: ignore[reportPrivateUsage]  # fmt: skip
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: storage["storage"])
+def test_a_bank_projected_once_reads_as_rows_gathered_first(storage: dict[str, Any]) -> None:
+    model = opened(memory(rows=96, chapters=11, layers=(1,), **storage), double=True)
+    assert isinstance(model.memory, Memory)
+    reader, bank = model.memory.of(1)
+    normed = torch.randn(9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    units = cut(torch.arange(9), routing="chunk", window=8)  # 2 units, fewer than C / k
+    routed = reader.route(normed[:2])
+    first, second = (reader.attend(normed, units, routed, bank, given) for given in (None, reader.projected(bank)))
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def spans(places: Tensor, num: int) -> list[list[int]]:
+    return [[place for place in row if place < num] for row in places.tolist()]
+
+
+def test_a_chunk_chooses_from_the_one_before_it_in_its_document() -> None:
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2])
+    units = cut(positions, routing="chunk", window=2)
+    assert units.sources is not None
+    assert spans(units.places, 10) == [[0, 1], [2, 3], [4], [5, 6], [7, 8], [9]]
+    assert spans(units.sources, 10) == [[], [0, 1], [2, 3], [], [], [7, 8]]
+    assert units.counts.flatten().tolist() == [1, 2, 2, 1, 1, 2]
+
+
+def test_an_answer_chooses_from_its_prompt_and_text_without_one_goes_by_chunks() -> None:
+    #            a document that begins with a loss, then a prompt   | prompt, answer, prompt, answer, a tail   | no loss at all
+    trained = [*(1, 1, 1, 0, 0, 1, 0), *(0, 0, 1, 0, 1, 1, 0), *(0, 0, 0)]
+    positions = [*range(7), *range(7), *range(3)]
+    units = cut(torch.tensor(positions), routing="prompt", window=2, trained=torch.tensor(trained, dtype=torch.bool))
+    assert units.sources is not None
+    assert spans(units.places, 17) == [[0, 1], [2], [3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13], [14, 15], [16]]
+    assert spans(units.sources, 17) == [[], [0, 1], [3, 4], [7, 8], [10], [], [14, 15]]
+
+
+def test_where_no_prompt_is_known_routing_by_prompt_goes_by_chunks() -> None:
+    by_prompt, by_chunk = (opened(memory(routing=routing), seed=4) for routing in ("prompt", "chunk"))
+    ids = tokens(2, 30)
+    assert torch.equal(by_prompt(ids), by_chunk(ids))
+    assert not torch.equal(by_prompt(ids, reading=Reading(trained=asked(2, 30, 12))), by_chunk(ids))
+
+
+def test_padding_belongs_to_no_unit() -> None:
+    positions, padding = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([True, True, False, False, False, True])
+    units = cut(positions, routing="chunk", window=4, padding=padding)
+    assert spans(units.places, 6) == [[2], [3, 4]] and units.back.tolist() == [4, 4, 0, 2, 3, 4]
+    alone = cut(positions, routing="token", window=4, padding=padding)
+    assert spans(alone.places, 6) == [[2], [3], [4]] and alone.back.tolist() == [3, 3, 0, 1, 2, 3]
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_parameter_counts_are_those_worked_out_by_hand() -> None:
+    assert Memory(memory(rows=1024, chapters=15, top_k=4), NANO).num_parameters() == 2 * (98_304 + 2_895 + 192) + 196_608 == 399_390  # fmt: skip
+    qwen = replace(NANO, width=1536, layers=28, heads=12, kv_heads=2, head_dim=128)
+    config = MemoryConfig(rows=2048, chapters=8, top_k=2, storage="factorised", bank_rank=256, rank=128,
+                          layers=(0, 1, 2, 3, 4, 23, 24, 25, 26, 27))  # fmt: skip
+    with torch.device("meta"):
+        assert Memory(config, qwen).num_parameters() == 10 * 1_245_184 + 917_504 + 122_960 + 15_360 == 13_507_664
+
+
+def test_banks_are_shared_as_said() -> None:
+    def banks(share: str) -> list[int]:
+        model = opened(memory(share=share, layers="all"))
+        assert isinstance(model.memory, Memory)
+        return list(model.memory.bank_of.values())
+
+    assert (banks("all"), banks("each"), banks("every_2")) == ([0, 0, 0], [0, 1, 2], [0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("layers", "placed"),
+    [("all", [0, 1, 2, 3, 4, 5]), ("first_2", [0, 1]), ("last_2", [4, 5]), ("every_3", [2, 5]), ("none", []), ((4, 1), [1, 4])],
+)  # fmt: skip
+def test_placement(layers: str | tuple[int, ...], placed: list[int]) -> None:
+    assert memory(layers=layers).placed(6) == placed
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [({"rows": 50}, "memory.rows: expected a multiple of the 6 chapters"), ({"top_k": 6}, "memory.top_k: expected at most 5"),
+     ({"top_k": 1}, "the router would learn nothing"), ({"layers": "middle"}, "memory.layers: expected all, none"),
+     ({"routing": "word"}, "memory.routing: expected one of chunk"), ({"storage": "sparse"}, "memory.storage: expected one of full"),
+     ({"storage": "factorised"}, "memory.bank_rank: expected a number"), ({"bank_rank": 8}, "memory.bank_rank: expected a number"),
+     ({"share": "some"}, "memory.share: expected all, each"), ({"rank": 0}, "memory.rank: expected at least 1"),
+     ({"window": 0}, "memory.window: expected at least 1"), ({"shared": -1}, "memory.shared: expected at least 0")],
+)  # fmt: skip
+def test_shapes_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        memory(**changes)
+
+
+def test_what_does_not_fit_the_model_is_refused() -> None:
+    for layers in ("last_7", (0, 6), (1, 1)):
+        with pytest.raises(ValueError, match=r"memory\.layers: expected"):
+            replace(NANO, memory=memory(layers=layers))
+    with pytest.raises(ValueError, match="a causal loss would see the future"):
+        replace(NANO, memory=memory(routing="sequence"))
+    with pytest.raises(ValueError, match="take causal attention"):
+        replace(NANO, memory=memory(), attention="bidirectional")
+    with pytest.raises(ValueError, match="expected a multiple of the 4 heads"):
+        Memory(memory(storage="reduced", bank_rank=18), TINY)
+
+
+def test_a_shape_survives_its_file_and_a_foreign_key_is_refused() -> None:
+    for config in (memory(), memory(layers=(0, 2), storage="reduced", bank_rank=16)):
+        assert MemoryConfig.from_json({**config.to_json(), "layers": list(config.layers) if isinstance(config.layers, tuple) else config.layers}) == config  # fmt: skip
+    with pytest.raises(ModelError, match="depth is unknown here"):
+        MemoryConfig.from_json(memory().to_json() | {"depth": 3})
+    with pytest.raises(ModelError, match="expected a multiple"):
+        MemoryConfig.from_json(memory().to_json() | {"rows": 47})
+
+
+# -- decoding, padding, packing, checkpointing ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", FORMS, ids=lambda form: form["storage"] + "-gated" * ("gated" in form))
+@pytest.mark.parametrize("routing", ["chunk", "token", "prompt"])
+@pytest.mark.parametrize("prompt", [1, 7, 8, 9, 17])
+def test_cached_decoding_equals_the_full_pass(storage: dict[str, Any], routing: str, prompt: int) -> None:
+    model = opened(memory(routing=routing, layers="all", **storage))
+    ids = tokens(2, 33)
+    with torch.no_grad():
+        full = model(ids, reading=Reading(trained=asked(2, 33, prompt - 1)))
+        for steps in ([1] * (33 - prompt), [8, 1, 33 - prompt - 9]):
+            cache = KVCache(model.config, 2, dtype=torch.float32, device=torch.device("cpu"))
+            parts, at = [model(ids[:, :prompt], cache=cache)], prompt
+            for step in steps:
+                parts.append(model(ids[:, at : at + step], cache=cache))
+                at += step
+            found = torch.cat(parts, 1)
+            since = 0 if routing != "prompt" else prompt - 1
+            torch.testing.assert_close(found[:, since:], full[:, since:], rtol=1e-5, atol=1e-5)
+            assert torch.equal(found[:, since:].argmax(-1), full[:, since:].argmax(-1))
+
+
+@pytest.mark.parametrize("routing", ["chunk", "prompt"])
+def test_rows_that_share_a_prompt_decode_as_alone(routing: str) -> None:
+    model = opened(memory(routing=routing, layers="all"))
+    ids = tokens(2, 30)
+    ids[1, :13] = ids[0, :13]
+    with torch.no_grad():
+        full = model(ids, reading=Reading(trained=asked(2, 30, 12)))
+        cache = KVCache(model.config, 2, dtype=torch.float32, device=torch.device("cpu"))
+        (place,) = cache.room_for_prompts(1)
+        assert cache.prompts is not None
+        model(ids[:1, :13], cache=cache.prompts)
+        for row in range(2):
+            cache.clear(row, place)
+        parts = [model(ids[:, at : at + 1], cache=cache) for at in range(13, 30)]
+    torch.testing.assert_close(torch.cat(parts, 1), full[:, 13:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_is_cut_back_goes_on_as_if_it_had_never_been_longer() -> None:
+    model = opened(memory(layers="all"))
+    ids, other = tokens(1, 30), tokens(1, 30, seed=5)
+    with torch.no_grad():
+        full = model(ids)
+        for length in (3, 8, 15, 16, 20):
+            cache = KVCache(model.config, 1, dtype=torch.float32, device=torch.device("cpu"))
+            model(torch.cat([ids[:, :length], other[:, length:29]], 1), cache=cache)
+            cache.own[0] = length
+            found = [model(ids[:, at : at + 1], cache=cache) for at in range(length, 30)]
+            torch.testing.assert_close(torch.cat(found, 1), full[:, length:], rtol=1e-5, atol=1e-5)
+            model(other[:, 10:], cache=cache)
+            cache.own[0] = length  # and at once, over units that the row was in before
+            torch.testing.assert_close(model(ids[:, length:], cache=cache), full[:, length:], rtol=1e-5, atol=1e-5)
+
+
+def test_routing_by_sequence_cannot_be_decoded() -> None:
+    model = opened(memory(routing="sequence", allow_leak=True))
+    cache = KVCache(model.config, 1, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        model(tokens(1, 3), cache=cache)
+
+
+@pytest.mark.parametrize("routing", ["chunk", "token", "prompt"])
+def test_padding_and_packing_change_no_logit(routing: str) -> None:
+    model = opened(memory(routing=routing, layers="all"), double=True)
+    one, two = tokens(1, 19, seed=3), tokens(1, 11, seed=4)
+    losses = {length: asked(1, length, 5) for length in (19, 11)}
+    with torch.no_grad():
+        alone = [model(ids, reading=Reading(trained=losses[ids.shape[1]])) for ids in (one, two)]
+        hidden = torch.zeros(1, 2, dtype=torch.int64)
+        ids = torch.cat([hidden, one, two, hidden], 1)
+        documents = torch.tensor([[-1] * 2 + [0] * 19 + [1] * 11 + [-2] * 2], dtype=torch.int32)
+        none = torch.zeros(1, 2, dtype=torch.bool)
+        trained = torch.cat([none, losses[19], losses[11], none], 1)
+        packed = model(ids, documents=documents, reading=Reading(trained=trained))
+    torch.testing.assert_close(packed[:, 2:21], alone[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(packed[:, 21:32], alone[1], rtol=1e-12, atol=1e-12)
+
+
+def gradients(model: Transformer, ids: Tensor, mode: Any) -> tuple[dict[str, Tensor], dict[int, Routed]]:
+    model.train().checkpointing = mode
+    model.zero_grad()
+    told = Reading()
+    model(ids, reading=told).square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, told.routed
+
+
+@pytest.mark.parametrize("mode", ["full", "every_2", "selective"])
+def test_layers_that_are_computed_again_choose_and_learn_the_same(mode: str) -> None:
+    model, ids = opened(memory(layers="all")), tokens(2, 30)
+    plain, chose = gradients(model, ids, "none")
+    again, chose_again = gradients(model, ids, mode)
+    assert plain.keys() == again.keys() and any("router" in name for name in plain)
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, again[name]), name
+    assert all(torch.equal(chose[layer].chosen, chose_again[layer].chosen) for layer in chose)
+
+
+def test_two_passes_before_a_backward() -> None:
+    model, (one, two) = opened(memory(layers="all")).train(), (tokens(2, 30), tokens(1, 17, seed=8))
+    apart: dict[str, Tensor] = {}
+    for ids in (one, two):
+        model.zero_grad()
+        model(ids).square().mean().backward()
+        apart = {name: p.grad + apart.get(name, 0) for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    first, second = model(one).square().mean(), model(two).square().mean()
+    (first + second).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, apart[name], rtol=1e-5, atol=1e-7)
+
+
+def test_of_equal_logits_the_lower_chapter_is_chosen() -> None:
+    reader = Reader(memory(), TINY)
+    assert reader.route(torch.zeros(3, 32)).chosen.tolist() == [[0, 1]] * 3
+    assert reader.route(torch.zeros(3, 32)).log_weights.tolist() == [[0.0, 0.0]] * 3
+
+
+def test_the_way_in_bf16_is_close_to_float32() -> None:
+    model, ids = opened(memory(layers="all")), tokens(4, 100)
+    with torch.no_grad():
+        wide = model(ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = model(ids)
+    assert (wide - narrow.float()).abs().max() < 0.05 * wide.abs().max()
+
+
+# -- served -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routing", ["chunk", "token", "prompt"])
+def test_the_engine_says_what_the_sampler_says(routing: str) -> None:
+    """With drafts, rows that begin alike, and prompts longer than a step takes: everything that cuts rows back."""
+    model = opened(memory(routing=routing, layers="all"), shape=replace(TINY, max_context=512))
+    start = tokens(1, 300)[0].tolist()
+    prompts = [start, [*start[:40], *start[:9]], [*start[:200], 5, 6, 7], start[:23] * 4, start, start[:30]]
+    engine = Engine(Fused(model), rows=2, queue=8)
+    way = Sampling(max_new_tokens=20)
+    heard = [ask(engine, ids, way)[0] for ids in prompts]
+    finished(engine, *heard)
+    expected = generate(model, prompts, way, stop=(), seeds=[0] * len(prompts))
+    assert [one.ids for one in heard] == [one.ids for one in expected]
+    cached = [one.end.cached_tokens for one in heard if one.end is not None]
+    assert any(cached) is (routing != "prompt")
+
+
+def test_an_export_that_would_drop_the_memory_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(ModelError, match=r"llama\.cpp has no memory beside the layers"):
+        gguf.write(tmp_path / "m.gguf", opened(memory()), byte_tokenizer, "", kind="f16", name="m")
