@@ -33,8 +33,8 @@ from benchmarks.product_keys import ProductKeys, ProductKeysConfig  # noqa: E402
 from pipeline import checkpoint, device  # noqa: E402
 from pipeline.evaluation import recall  # noqa: E402
 from pipeline.evaluation.intervals import paired_difference  # noqa: E402
+from pipeline.learning import footprint, remembering  # noqa: E402
 from pipeline.learning import memory_use as use  # noqa: E402
-from pipeline.learning import remembering  # noqa: E402
 from pipeline.learning.fit import fit  # noqa: E402
 from pipeline.learning.objectives_memory import Choices  # noqa: E402
 from pipeline.learning.protocols import Watchers  # noqa: E402
@@ -68,20 +68,38 @@ class Contender:
     flops: int  # of products, for a token
     numbers_read: int  # weights and rows, for a token
     optimizer: str = "muon"
+    adapter: AdapterConfig | None = None  # in the base besides
 
 
-def contenders(config: MemoryConfig, shape: ModelConfig) -> dict[str, Contender]:
-    """The memory, others of as many weights (`wider`), others of as many products (`wider, equal FLOPs`), memories of other sizes."""
+def contenders(config: MemoryConfig, shape: ModelConfig, adapter: AdapterConfig | None = None) -> dict[str, Contender]:
+    """The memory, others of as many weights (`wider`), others of as many products (`wider, equal FLOPs`), memories of other sizes.
+
+    With an `adapter` all but `lora` have it besides, and `lora` is as large as a memory with it.
+    """
+    extra = 0 if adapter is None else lora_weights(shape, adapter)
     ours = of_memory("memory", config, shape)
     found = [ours]
     for suffix, target, cost in ((None, ours.parameters, "parameters"), (", equal FLOPs", ours.flops, "flops")):
         for make in (of_wider, of_lora, of_product_keys):
-            best = closest(partial(make, suffix or "", config, shape), target, cost)
-            found.append(best)
+            more = extra * (2 if cost == "flops" else 1) if make is of_lora else 0
+            found.append(closest(partial(make, suffix or "", config, shape), target + more, cost))
     for rows in ROWS:
         if rows != config.rows:
             found.append(of_memory(f"memory, {rows} rows", replace(config, rows=rows), shape))
-    return {one.name: one for one in found}
+    return {one.name: beside_adapter(one, adapter, extra) for one in found}
+
+
+def beside_adapter(one: Contender, adapter: AdapterConfig | None, extra: int) -> Contender:
+    """The same with adapters of `extra` weights; adapters alone as they are."""
+    if adapter is None or isinstance(one.config, AdapterConfig):
+        return one
+    return replace(one, adapter=adapter, parameters=one.parameters + extra, flops=one.flops + 2 * extra, numbers_read=one.numbers_read + extra)  # fmt: skip
+
+
+def lora_weights(shape: ModelConfig, adapter: AdapterConfig) -> int:
+    """Weights of adapters."""
+    sizes = (sum(footprint.projections(shape)[name]) for name in adapter.modules)
+    return shape.layers * adapter.rank * sum(sizes)
 
 
 def closest(make: Callable[[int], Contender | None], target: int, cost: str) -> Contender:
@@ -118,16 +136,9 @@ def of_wider(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -
 
 def of_lora(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender | None:
     """Adapters of rank `size` on all matrices, as they are trained; merged they cost nothing."""
-    inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    ends = 2 * (shape.width + inner) + 2 * (shape.width + outer) + 3 * (shape.width + shape.d_ff)
-    weights = shape.layers * ends * size
-    return Contender(
-        f"lora{suffix}",
-        AdapterConfig(rank=size, alpha=2.0 * size, targets=("all-linear",)),
-        weights,
-        2 * weights,
-        weights,
-    )
+    adapter = AdapterConfig(rank=size, alpha=2.0 * size, targets=("all-linear",))
+    weights = lora_weights(shape, adapter)
+    return Contender(f"lora{suffix}", adapter, weights, 2 * weights, weights)
 
 
 def of_product_keys(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender | None:
@@ -138,18 +149,19 @@ def of_product_keys(suffix: str, config: MemoryConfig, shape: ModelConfig, size:
     return Contender(f"product_keys{suffix}", keys, keys.parameters(shape.width), keys.flops(shape.width), keys.numbers_read(shape.width), "adamw")  # fmt: skip
 
 
-def attached(model: Transformer, config: Any, seed: int) -> None:
+def attached(model: Transformer, one: Contender, seed: int) -> None:
     """Put it beside the frozen base; only it is trained."""
     generator = device.generator("memory", seed)
-    if isinstance(config, AdapterConfig):
-        lora.attach(model, config, generator)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-    elif isinstance(config, ProductKeysConfig):
+    adapter = one.config if isinstance(one.config, AdapterConfig) else one.adapter
+    if adapter is not None:
+        lora.attach(model, adapter, device.generator("adapter", seed))
+    if isinstance(one.config, ProductKeysConfig):
         model.requires_grad_(False)
-        model.memory = ProductKeys(config, model.config, generator)
-    else:
-        memory_files.attach(model, config, generator)
+        model.memory = ProductKeys(one.config, model.config, generator)
+    elif not isinstance(one.config, AdapterConfig):
+        memory_files.attach(model, one.config, generator)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or name.startswith(memory_files.PREFIX))
 
 
 @dataclass
@@ -165,7 +177,7 @@ class Workshop:
     def key(self, one: Contender, seed: int, rate: float) -> str:
         """What a run's result hangs on."""
         params = self.params
-        told = [type(one.config).__name__, asdict(one.config), one.optimizer, rate, seed, asdict(params.fit), asdict(params.router),
+        told = [type(one.config).__name__, asdict(one.config), one.adapter and asdict(one.adapter), one.optimizer, rate, seed, asdict(params.fit), asdict(params.router),
                 params.facts_weight, params.code_weight, params.questions]  # fmt: skip
         return json.dumps(told, sort_keys=True)
 
@@ -176,14 +188,13 @@ class Workshop:
         if path.is_file():
             return json.loads(path.read_text())
         model, tokenizer = checkpoint.load(self.base)
-        attached(model, one.config, seed)
+        attached(model, one, seed)
         weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert weights == one.parameters, (one.name, weights, one.parameters)
-        rates = (
-            {"bank": rate, "router": self.params.fit.learning_rates.get("router", rate)}
-            if isinstance(one.config, MemoryConfig)
-            else {}
-        )
+        fixed = settings.learning_rates  # of the router, and of adapters beside something
+        rates = {"bank": rate, "router": fixed.get("router", rate)} if isinstance(one.config, MemoryConfig) else {}
+        if one.adapter is not None:
+            rates["lora"] = fixed.get("lora", rate)
         config = replace(
             settings,
             optimizer=one.optimizer,
@@ -233,7 +244,7 @@ def clock(base: Path, one: Contender) -> float:
     """Tokens/s of the forward pass over those of the base, the median of interleaved rounds."""
     plain, _ = checkpoint.load(base)
     beside, _ = checkpoint.load(base)
-    attached(beside, one.config, 0)
+    attached(beside, one, 0)
     ids = torch.randint(0, plain.config.vocab_size, (PASS // 256, 256), generator=torch.Generator().manual_seed(0))
 
     def speed(model: Transformer) -> float:
@@ -306,13 +317,13 @@ def main(given: list[str]) -> int:
         params, quiet_job(shop), arguments.data / "facts", arguments.data / "tokens/code", tokenizer
     ).code
     base = measured(model, tokenizer, code, arguments.data / "facts", params.questions)
-    known, rates = contenders(params.memory, model.config), {}
+    known, rates = contenders(params.memory, model.config, params.adapter), {}
     if arguments.only:
         known = {name: one for name, one in known.items() if any(name.startswith(word) for word in arguments.only)}
     runs: dict[str, list[dict[str, Any]]] = {}
     for name, one in known.items():
         kind = name.split(",")[0]
-        leader = one if kind == name else contenders(params.memory, model.config)[kind]
+        leader = one if kind == name else contenders(params.memory, model.config, params.adapter)[kind]
         rates[kind] = rates.get(kind) or best_rate(shop, leader, arguments.seeds[0], base["code_bpb"])
         runs[name] = [shop.run(one, seed, rates[kind]) for seed in arguments.seeds]
     if arguments.only:

@@ -93,8 +93,11 @@ def run(
     beside = begun(model, params.memory, params, job.seed)
     wider, _ = checkpoint.load(base)
     assert isinstance(beside, Memory)
-    size = beside.num_parameters()
-    begun(wider, WiderConfig.like(params.memory, size, wider.config), params, job.seed)
+    begun(wider, WiderConfig.like(params.memory, beside.num_parameters(), wider.config), params, job.seed)
+    trained = {
+        name: sum(p.numel() for p in one.parameters() if p.requires_grad)
+        for name, one in (("memory", model), ("baseline", wider))
+    }
     loss, watchers = remembering.watched_loss(model, [*stream.facts, *stream.code], params.router, job)
     fit(model, stream.both, loss, config, phases.begin("memory"), watchers=watchers, last=False)
     rates = {
@@ -108,7 +111,7 @@ def run(
     for complaint in use.verdicts(told, params.memory.chapters):
         say(f"warning: {complaint}")
     after = {name: examined(one, tokenizer, slices, asked, params) for name, one in (("memory", model), ("baseline", wider))}  # fmt: skip
-    job.report(router=use.summary(told), leaky=int(params.memory.leaky), layers=shape, trained_parameters=size)
+    job.report(router=use.summary(told), leaky=int(params.memory.leaky), layers=shape, trained_parameters=trained)
     job.report(**compared({"base": before} | after))
     write_json(routes, routing.routing(model, tokenizer, slices))
     if params.quantise != "none":

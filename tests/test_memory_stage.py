@@ -67,7 +67,7 @@ def test_it_publishes_a_memory_and_a_wider_model_of_its_size_on_the_untouched_ba
     for name in ("base", "memory", "baseline"):
         assert told[name]["facts"]["n"] == told[name]["control"]["n"] == 6 and told[name]["code_bpb"] > 0
     assert told["over_baseline"]["says"] in ("more facts", "fewer facts", "no advantage found")
-    assert told["trained_parameters"] == sizes[0] and told["leaky"] == 0
+    assert told["trained_parameters"] == dict(zip(("memory", "baseline"), sizes, strict=True)) and told["leaky"] == 0
     last = [row for row in curve if row["memory/gain_bpb"]][-1]
     assert {f"memory/1/chapter/{n:02d}" for n in range(5)} <= last.keys() and float(
         last["memory/1/chapter_entropy"]

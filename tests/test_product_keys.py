@@ -4,6 +4,7 @@ import torch
 
 from benchmarks import memory as benchmark
 from benchmarks.product_keys import ProductKeys, ProductKeysConfig
+from pipeline.model.lora import AdapterConfig
 from pipeline.model.memory_config import MemoryConfig
 from tests.test_memory import NANO, TINY
 
@@ -56,3 +57,18 @@ def test_contenders_cost_what_the_memory_costs() -> None:
             assert abs(getattr(one, cost) / getattr(ours, cost) - 1) < 0.02, name
     assert {name for name in found if "rows" in name} == {"memory, 256 rows", "memory, 4096 rows"}
     assert found["memory, 4096 rows"].parameters - ours.parameters == 3072 * NANO.width
+
+
+def test_beside_an_adapter_all_have_it_and_adapters_alone_are_as_large() -> None:
+    config = MemoryConfig(rows=1024, chapters=63, shared=1, top_k=8, layers="all", gated=True)
+    adapter = AdapterConfig(rank=8, alpha=16, targets=("q_proj", "v_proj"))
+    plain, found = benchmark.contenders(config, NANO), benchmark.contenders(config, NANO, adapter)
+    extra = NANO.layers * 8 * ((192 + 192) + (192 + 64))  # a down and an up matrix each
+    for name, one in found.items():
+        if name.startswith("lora"):
+            assert one.adapter is None
+        else:
+            assert one.adapter == adapter and one.parameters == plain[name].parameters + extra
+            assert one.flops == plain[name].flops + 2 * extra
+    assert abs(found["lora"].parameters / found["memory"].parameters - 1) < 0.02
+    assert abs(found["lora, equal FLOPs"].flops / found["memory"].flops - 1) < 0.02
