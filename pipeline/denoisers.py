@@ -15,7 +15,7 @@ import torch
 
 from pipeline import checkpoint
 from pipeline.errors import ModelError
-from pipeline.model.config import read_config
+from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.denoiser import Denoiser, Traits
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
@@ -85,7 +85,8 @@ def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
 def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0) -> Denoiser:
     """A causal model that sees both sides from now on and keeps its shift; the mask starts as the mean embedding.
 
-    Gong et al. 2024 (DiffuLLaMA, arXiv:2410.17891), section 3. The weights are shared with nothing.
+    Gong et al. 2024 (DiffuLLaMA, arXiv:2410.17891), section 3. The weights are shared with nothing. Raises ModelError for a model
+    with a memory.
     """
     trunk = _seeing_both_sides(model)
     table = trunk.model.embed_tokens.weight
@@ -96,12 +97,21 @@ def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0
 def from_scratch(
     shape: Transformer, tokenizer: Tokenizer, generator: torch.Generator, *, block_size: int = 0
 ) -> Denoiser:
-    """Fresh weights in the shape of a model; nothing is shifted."""
-    trunk = Transformer(replace(shape.config, attention="bidirectional"), generator)
+    """Fresh weights in the shape of a model; nothing is shifted. Raises ModelError for one with a memory."""
+    trunk = Transformer(_both_sides(shape), generator)
     return Denoiser(trunk, traits(tokenizer, shift=False, block_size=block_size))
 
 
 def _seeing_both_sides(model: Transformer) -> Transformer:
-    trunk = Transformer(replace(model.config, attention="bidirectional"))
+    trunk = Transformer(_both_sides(model))
     trunk.load_state_dict(model.state_dict())
     return trunk
+
+
+def _both_sides(model: Transformer) -> ModelConfig:
+    if model.memory is not None:
+        raise ModelError(
+            "a masked-diffusion model cannot begin from a model with a memory, whose choices go from left to right; expected one without, such "
+            "as that of model: nano"
+        )
+    return replace(model.config, attention="bidirectional")

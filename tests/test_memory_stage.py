@@ -18,6 +18,7 @@ from pipeline.model.memory import Memory
 from pipeline.model.memory_config import MemoryConfig
 from pipeline.model.quantised_bank import QuantisedBank
 from pipeline.model.wider import Wider
+from tests import masked_workspace
 from tests.test_alignment_resume import DOOMED
 from tests.workspace import Ended, Workspace, command
 
@@ -234,6 +235,16 @@ def test_a_model_file_with_a_memory_is_trained_and_goes_on_with_its_router(maske
         )
     before = [p.clone() for p in loaded("language").memory.parameters()]
     assert any(not torch.equal(a, b) for a, b in zip(before, loaded("code").memory.parameters(), strict=True))
+
+
+def test_stages_that_a_model_with_a_memory_does_not_fit_say_so(masked: Workspace) -> None:
+    shutil.rmtree(masked.folder / "models/code")
+    for stage in ("language", "code"):
+        assert from_start(masked, stage).code == 0
+    ended = run()
+    assert ended.code == 2 and "the model has a memory already" in ended.said
+    ended = command("diffusion", masked_workspace.arguments("diffusion", {}))
+    assert ended.code == 2 and "cannot begin from a model with a memory" in ended.said
 
 
 def test_the_router_of_a_model_file_learns_from_its_losses(masked: Workspace) -> None:

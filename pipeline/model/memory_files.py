@@ -34,9 +34,10 @@ def attach(
 ) -> Memory | Wider:
     """Put a memory, or what it is compared with, beside the layers of a model that has its weights, and freeze these.
 
-    Raises ValueError where it does not fit the model.
+    Raises ValueError where it does not fit the model, and where this has one.
     """
-    assert model.memory is None, "the model has a memory already"
+    if model.memory is not None:
+        raise ValueError("the model has a memory already; expected one without, such as that of model: nano")
     model.requires_grad_(False)
     where = model.model.embed_tokens.weight.device
     if isinstance(config, MemoryConfig):
