@@ -1,19 +1,23 @@
-# make         set up and run the main job (dvc repro)      make test    set up and pass the tests
+# make         set up and run the main job: dvc repro, two stages side by side (JOBS=1: one after another)
+# make test    set up and pass the tests
 # make serve   OpenAI's API and a page for what was trained  make chat    talk to it in the terminal
 # make report  where the report card is                      make clients the API through five clients: docs/clients.md
+# make compare A=main B=workspace   what changed between two runs, why, and whether it is more than chance
+# make experiments   the experiments, a line each            make doctor  what this machine has, lacks and should do
 # make clean   remove the environment and unfinished work; models, data and the DVC cache stay
 
 PYTHON ?= python3
+JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: run test check setup serve chat report clients clean
+.PHONY: run test check setup serve chat report compare experiments doctor clients clean
 
 run: setup
 	python -m pipeline.params
-	dvc repro
+	python -m pipeline.launch -j $(JOBS)
 	@python -m pipeline.report.table
 
 setup: $(READY)
@@ -50,6 +54,18 @@ chat: setup
 
 report: setup
 	@echo "open reports/index.html"
+
+B ?= workspace
+
+compare: setup
+	@test -n "$(A)" || { echo "usage: make compare A=<commit, branch or experiment> [B=<the same, or workspace>]"; exit 2; }
+	@python -m pipeline.report.compare "$(A)" "$(B)"
+
+experiments: setup
+	@dvc exp show --only-changed --drop '.*(seconds|tokens)$$'
+
+doctor: setup
+	@python -m pipeline.doctor
 
 # An environment each: litellm pins openai below 3, and openai and ai want a newer Node than most systems have
 CLIENTS := .work/clients

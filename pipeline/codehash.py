@@ -18,7 +18,7 @@ from pathlib import Path
 
 PACKAGES = ("pipeline", "stages")
 IGNORED = frozenset(
-    f"pipeline.{name}" for name in ("codehash", "errors", "launch", "params", "running", "tracking", "work")
+    f"pipeline.{name}" for name in ("codehash", "errors", "launch", "params", "running", "tracking", "usage", "work")
 )
 
 

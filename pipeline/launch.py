@@ -306,17 +306,35 @@ def ready_stages(target: str | None) -> tuple[list[str], dict[str, set[str]]]:
     return sorted(waits), waits
 
 
+def by_urgency(waits: dict[str, set[str]]) -> list[str]:
+    """The stages, those with the longest chain of others behind them first; among equals by name."""
+    behind: dict[str, int] = {}
+
+    def measure(name: str) -> int:
+        if name not in behind:
+            behind[name] = 1 + max((measure(other) for other in waits if name in waits[other]), default=-1)
+        return behind[name]
+
+    return sorted(waits, key=lambda name: (-measure(name), name))
+
+
 def run_parallel(jobs: int, target: str | None) -> int:
-    """Run `dvc --wait-for-lock repro -s STAGE` for each ready stage, `jobs` at a time; the first failure's exit code."""
-    names, waits = ready_stages(target)
+    """Run `dvc --wait-for-lock repro -s STAGE` for each ready stage, `jobs` at a time; the first failure's exit code.
+
+    Stages that start side by side share the cores: without OMP_NUM_THREADS each gets as many threads as fall to it.
+    """
+    _, waits = ready_stages(target)
+    names, cores = by_urgency(waits), device.workers("auto")
     done: set[str] = set()
     running: dict[str, subprocess.Popen[bytes]] = {}
     code = 0
     while len(done) < len(names):
-        for name in names:
-            if not code and len(running) < jobs and name not in done and name not in running and waits[name] <= done:
-                command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "-s", name]
-                running[name] = subprocess.Popen(command)
+        free = jobs - len(running) if not code else 0
+        ready = [name for name in names if name not in done and name not in running and waits[name] <= done][:free]
+        threads = str(max(1, cores // max(1, len(running) + len(ready))))
+        for name in ready:
+            command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "-s", name]
+            running[name] = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads} | os.environ)
         if not running:
             return code
         try:

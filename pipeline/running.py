@@ -22,12 +22,15 @@ import time
 import tokenize
 import typing
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from pipeline import codehash, device, launch, tracking, work
+from pipeline import codehash, device, launch, tracking, usage, work
 from pipeline.errors import ConfigError, InputError, StagecoachError
 from pipeline.params import Runtime, Settings, Value, is_flat, parse_override, resolve, type_name
+
+ANY = ("*",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +42,10 @@ class Wiring:
 
     inputs: dict[str, str]
     outs: dict[str, str]
-    items: tuple[str, ...] = ()
+    items: tuple[str, ...] = ()  # of the matrix; ANY: whatever folder the inputs find
     optional: tuple[str, ...] = ()  # inputs that may be absent
     chosen: Callable[[Any], dict[str, str]] | None = None  # further inputs that only some parameters ask for
+    of_item: Callable[[str], tuple[str, ...]] | None = None  # which of the inputs an item reads; none: all of them
     metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
     trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
     cuttable: bool = True  # its model may lie cut over the processes (FSDP2)
@@ -101,7 +105,8 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of stage_deploy
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
     chosen = wiring.chosen(parameters) if wiring.chosen else {}
-    inputs = {key: Path(path.format(**names)) for key, path in wiring.inputs.items()}
+    read = wiring.of_item(item) if wiring.of_item and item else tuple(wiring.inputs)
+    inputs = {key: Path(wiring.inputs[key].format(**names)) for key in read}
     inputs |= {key: Path(path) for key, path in chosen.items()}
     _check_inputs(inputs, wiring.optional)
     name = f"{stage}@{item}" if item else stage
@@ -172,23 +177,26 @@ def _compute(
             work.remove(path)  # an out that a killed run left half-written
     if wiring.trains:
         job.stop.install()
-    try:
-        run(parameters, job, **inputs, **outs)
-    except BaseException as error:
-        job.tracker.abandon("KILLED" if isinstance(error, SystemExit | KeyboardInterrupt) else "FAILED")
-        raise
-    if device.rank() != 0:
+    with usage.measured(folder, start) if device.rank() == 0 else nullcontext() as used:
+        try:
+            run(parameters, job, **inputs, **outs)
+        except BaseException as error:
+            job.tracker.abandon("KILLED" if isinstance(error, SystemExit | KeyboardInterrupt) else "FAILED")
+            raise
+    if used is None:  # another rank
         return
     if wiring.metrics:
-        final = job.tracker.final | {"lineage": job.lineage}
+        told = dataclasses.asdict(parameters) | {"seed": job.seed}
+        final = job.tracker.final | {"lineage": job.lineage, "params": told}
         tracking.write_json(folder / "out" / wiring.metrics.format(**names), final)
     if wiring.trains:
         tracking.write_curve(folder / "out" / f"metrics/{names['name']}.csv", job.tracker.rows)
         tracking.write_json(folder / "out" / f"metrics/training/{names['name']}.json", job.tracker.headlines())
-    job.tracker.speed["seconds"] = round(time.monotonic() - start, 3)
+    job.tracker.speed |= used.totals()
     work.mark_finished(folder)
     work.drop_states(folder)
-    job.tracker.finish()
+    job.tracker.finish(used.samples)
+    work.remove(folder / "usage.json")  # speed.json has it now
     tracking.say(summary(job, time.monotonic() - start))
 
 
@@ -207,16 +215,20 @@ def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | 
     items = [text for text in argv if "=" not in text]
     overrides = [text for text in argv if "=" in text]
     if wiring.items:
-        if len(items) != 1 or items[0] not in wiring.items:
-            raise ConfigError(
-                f"usage: python -m stages.{stage} {{{'|'.join(wiring.items)}}} [key=value ...]; got {items}"
-            )
+        if len(items) != 1 or not (items[0] in wiring.items or (wiring.items == ANY and items[0].isidentifier())):
+            raise ConfigError(f"usage: python -m stages.{stage} {_choices(wiring)} [key=value ...]; got {items}")
         return items[0], overrides
     if items:
         raise ConfigError(f"usage: python -m stages.{stage} [key=value ...]; got {items[0]!r}")
     for text in overrides:
         parse_override(text)
     return None, overrides
+
+
+def _choices(wiring: Wiring) -> str:
+    if wiring.items == ANY:
+        return "MODEL"
+    return f"{{{'|'.join(wiring.items)}}}"
 
 
 def _check_inputs(inputs: dict[str, Path], optional: tuple[str, ...]) -> None:
@@ -305,7 +317,7 @@ def summary(job: work.Job, seconds: float) -> str:
 def help_text(module: Any, stage: str, wiring: Wiring) -> str:
     """What `--help` prints: the module's docstring, usage, every key."""
     settings = Settings(Path(), [])
-    item = f" {{{'|'.join(wiring.items)}}}" if wiring.items else ""
+    item = f" {_choices(wiring)}" if wiring.items else ""
     lines = [inspect.cleandoc(module.__doc__ or ""), "", f"usage: python -m stages.{stage}{item} [key=value ...]", ""]
     lines += ["inputs:", *(f"  {path}" for path in wiring.inputs.values())]
     lines += [

@@ -174,11 +174,12 @@ class Tracker:
         if self._mlflow is not None:
             self._mlflow.end(status)
 
-    def finish(self) -> None:
-        """Close the run: speed.json, MLflow's final metrics and status."""
+    def finish(self, system: Sequence[tuple[int, Mapping[str, float]]] = ()) -> None:
+        """Close the run: speed.json, MLflow's final metrics, system metrics (milliseconds, values) and status."""
         self._send(len(self.rows))
         if self._mlflow is not None:
             write_json(self.folder / "speed.json", self.speed)  # its device and clock belong to no out
+            self._mlflow.system(system)
             self._mlflow.finish(flatten(self.final) | {f"speed/{k}": v for k, v in flatten(self.speed).items()})
         if self._others is not None:
             self._others.finish()
@@ -192,6 +193,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def known_run(folder: Path) -> str:
+    """The id of the MLflow run of a work folder; empty where it has none."""
+    note = folder / NOTE
+    return json.loads(note.read_text())["run_id"] if note.is_file() else ""
+
+
+NOTE = "mlflow.json"
 WAIT = 120.0  # seconds
 DEFAULTS = {  # MLflow's own would retry for four minutes and warn at each try
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -248,18 +256,18 @@ class MlflowRun:
         self.client = client
 
     def _resume(self, client: Any) -> str:
-        note = self.folder / "mlflow.json"
-        if not note.is_file():
+        run_id = known_run(self.folder)
+        if not run_id:
             return ""
         from mlflow.exceptions import MlflowException
 
-        run_id = json.loads(note.read_text())["run_id"]
         try:
             client.update_run(run_id, status="RUNNING")
             names = client.get_run(run_id).data.metrics
         except MlflowException:  # the store was deleted or another one is in use now
             return ""
-        steps = [m.step for name in names for m in client.get_metric_history(run_id, name)]
+        curve = [name for name in names if not name.startswith("system/")]
+        steps = [m.step for name in curve for m in client.get_metric_history(run_id, name)]
         self._last_step = max(steps, default=-1)
         return run_id
 
@@ -267,7 +275,7 @@ class MlflowRun:
         from mlflow.entities import Param
 
         run = client.create_run(experiment, run_name=self.name, tags=self.tags)
-        (self.folder / "mlflow.json").write_text(json.dumps({"run_id": run.info.run_id}))
+        (self.folder / NOTE).write_text(json.dumps({"run_id": run.info.run_id}))
         params = [Param(k, str(v)[:500]) for k, v in sorted(flatten(self.parameters).items())]
         for first in range(0, len(params), 100):  # as many as one batch takes
             client.log_batch(run.info.run_id, params=params[first : first + 100])
@@ -293,16 +301,22 @@ class MlflowRun:
             return
         fresh = [row for row in fresh if int(row["step"]) > self._last_step]  # _resume may have moved it
         if fresh:
-            self._send([(k, v, int(row["step"])) for row in fresh for k, v in row.items() if k != "step"])
+            now = int(time.time() * 1000)
+            self._send([(k, v, now, int(row["step"])) for row in fresh for k, v in row.items() if k != "step"])
             self._last_step = int(fresh[-1]["step"])
 
-    def _send(self, values: list[tuple[str, Any, int]]) -> None:
+    def system(self, samples: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """How busy the machine was, under the names that MLflow's page draws as system metrics."""
+        if samples and self._ready():
+            self._send([(k, v, when, step) for step, (when, seen) in enumerate(samples) for k, v in seen.items()])
+
+    def _send(self, values: list[tuple[str, Any, int, int]]) -> None:
+        """(name, value, milliseconds, step) each."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
         metrics = [
-            Metric(k, float(v), now, step)
-            for k, v, step in values
+            Metric(k, float(v), when, step)
+            for k, v, when, step in values
             if isinstance(v, int | float) and math.isfinite(v)
         ]  # fmt: skip
         try:
@@ -320,7 +334,8 @@ class MlflowRun:
         """Final metrics under `final/`, and the status FINISHED."""
         if self._ready():
             last = max(self._last_step, 0)
-            self._send([(f"final/{k}", v, last) for k, v in final.items()])
+            now = int(time.time() * 1000)
+            self._send([(f"final/{k}", v, now, last) for k, v in final.items()])
             self.end("FINISHED")
 
     def end(self, status: str) -> None:

@@ -75,7 +75,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
         stored(stream, frozen, job, config.resolve_steps(stream.tokens_per_epoch) * config.pairs, hardware.device)
     before = pairs_masked.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
     start.reference.release()
-    gate = first_steps.first_dpo(float(np.log(2)), hardware.precision)
+    gate = first_steps.first_dpo(float(np.log(2)), hardware.precision, params.beta)
     fit(model, stream, partial(loss, params=params), config, job, watchers=Watchers(first=gate))
     job.report(**reference.finish(start), dropped={name: dict(split.dropped) for name, split in splits.items()})
     after = pairs_masked.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)

@@ -60,7 +60,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
 
     test = PairSplit(pairs / "test.jsonl", start.tokenizer, config.max_prompt, config.max_length)
     before = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)
-    gate = first_steps.first_dpo(losses.at_start, hardware.precision)
+    gate = first_steps.first_dpo(losses.at_start, hardware.precision, losses.beta)
     fit(start.policy, stream, loss, config, job, watchers=Watchers(first=gate))
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
     after = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)

@@ -1,10 +1,14 @@
 """Stage evaluate: the same measurements for every checkpoint, on held-out data, with intervals.
 
-    models/<model>, data/{raw,dialogues,problems,benchmarks} -> metrics/eval/<model>.{json,jsonl,csv}
+    models/<model>, data/{raw,dialogues,problems,facts,benchmarks} -> metrics/eval/<model>.{json,jsonl,csv}
+    models/reward, data/preferences                              -> the same
 
 json: the numbers. jsonl: a row per item with what the model answered. csv: curves. Generated code runs in the sandbox and
 nowhere else; where there is none, the problems say "skipped: no sandbox". Test sets that `benchmarks` names (HumanEval,
 MBPP, BFCL) are read before anything is measured, so that a wrong file stops the stage at once.
+
+A suite that is done is kept in the work folder under a digest of what it read: a killed evaluation goes on after it, and another
+file in `benchmarks` costs only itself.
 
 A masked-diffusion model answers the same problems on canvases, and has measurements of its own (evaluation/canvases.py); what only
 decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas is uncovered by as many forward
@@ -13,7 +17,6 @@ passes as it has tokens, so this is done in the precision of training, which `se
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +27,12 @@ import pyarrow.parquet
 from pipeline import checkpoint, denoisers, device
 from pipeline.errors import ConfigError
 from pipeline.evaluation import benchmarks as brought
-from pipeline.evaluation import canvases, recall, suites
+from pipeline.evaluation import canvases, kept, recall, rewarded, suites
 from pipeline.evaluation.canvases import CanvasSettings, CanvasSubject
 from pipeline.evaluation.suites import Result, Settings, Subject
 from pipeline.model.config import read_config
 from pipeline.params import block, main
+from pipeline.running import ANY
 from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.streams.records import Dialogue, Problem, Text, read
 from pipeline.synthesis import drills, stories, transcripts
@@ -37,6 +41,8 @@ from pipeline.work import Job
 
 FAMILIES = frozenset(stories.FAMILIES)
 BENCHMARKS = Path("data/benchmarks")
+DATA = {"text": "data/raw/text", "code": "data/raw/code", "dialogues": "data/dialogues", "problems": "data/problems",
+        "facts": "data/facts", "benchmarks": str(BENCHMARKS)}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +67,45 @@ class Params:
 
 
 def run(
-    params: Params, job: Job, *, model: Path, text: Path, code: Path, dialogues: Path, problems: Path,
-    facts: Path, benchmarks: Path, summary: Path, items: Path, curves: Path,
+    params: Params, job: Job, *, model: Path, summary: Path, items: Path, curves: Path, preferences: Path | None = None,
+    **data: Path,
 ) -> None:  # fmt: skip
     """Measure `model` and write the three files."""
+    if preferences is not None:  # a reward model reads pairs and nothing else
+        pairs = preferences / "test.jsonl"
+        plan: dict[str, Callable[[], Result]] = {"reward": lambda: rewarded.pairs_told(model, pairs)}
+        said, hardware = dict[str, Any](), device.hardware("fp32")
+    else:
+        plan, said, hardware = measurements(params, job, model, **data)
+    limits = said | {"sandbox": asdict(params.sandbox)}
+    numbers: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    with progress(total=len(plan), desc=job.name, unit="suite") as bar:
+        for name, suite in plan.items():
+            bar.note(name)
+            with hardware.autocast():
+                result = kept.suite(job, name, limits, suite)
+            numbers[name.split()[0]] = numbers.get(name.split()[0], {}) | result.numbers
+            rows += result.rows
+            bar.update()
+    write_json(summary, {**numbers, "settings": said | {"seed": job.seed}, "lineage": job.lineage})
+    items.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    write_curve(curves, curve_rows(numbers))
+
+
+def measurements(
+    params: Params,
+    job: Job,
+    model: Path,
+    *,
+    text: Path,
+    code: Path,
+    dialogues: Path,
+    problems: Path,
+    facts: Path,
+    benchmarks: Path,
+) -> tuple[dict[str, Callable[[], Result]], dict[str, Any], device.Hardware]:
+    """The suites of a model that writes, by name; the settings they are taken at; and what on."""
     settings = params.settings
     sets = [brought.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
     masked = read_config(model).attention != "causal"
@@ -73,8 +114,8 @@ def run(
     talks = list(read(dialogues / "test.jsonl", Dialogue))
     asked = list(read(problems / "test.jsonl", Problem))
     sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
-    said, hardware = asdict(settings), device.hardware(job.runtime.precision)
     if isinstance(subject, CanvasSubject):
+        hardware = device.hardware(job.runtime.precision)
         subject.denoiser.to(hardware.device)
         said = asdict(subject.settings) | asdict(params.canvas) | {"precision": hardware.precision}
         if sets:
@@ -82,25 +123,15 @@ def run(
                 f"{model.name}: {', '.join(params.benchmarks)} not scored: their prompts are for a model that decodes from the left"
             )
         plan = canvas_plan(subject, sources, asked[: params.canvas.canvas_problems], sandbox)
-    else:
-        plan = causal_plan(subject, texts, sources, talks, asked, sandbox)
-        plan["facts"] = lambda: recall.known(subject, facts)
-        if sets:
-            completes = model.name in brought.COMPLETES
-            plan["benchmarks"] = lambda: brought.score(subject, sets, completes=completes, sandbox=sandbox)
-    numbers: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    with progress(total=len(plan), desc=job.name, unit="suite") as bar:
-        for name, suite in plan.items():
-            bar.note(name)
-            with hardware.autocast() if masked else nullcontext():
-                result = suite()
-            numbers[name.split()[0]] = numbers.get(name.split()[0], {}) | result.numbers
-            rows += result.rows
-            bar.update()
-    write_json(summary, {**numbers, "settings": said | {"seed": job.seed}, "lineage": job.lineage})
-    items.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    write_curve(curves, curve_rows(numbers))
+        if model.name not in params.canvas.canvas_curve:
+            del plan["quality"]
+        return plan, said, hardware
+    plan = causal_plan(subject, texts, sources, talks, asked, sandbox)
+    plan["facts"] = lambda: recall.known(subject, facts)
+    completes = model.name in brought.COMPLETES
+    for one in sets:  # each for itself: another file costs no more than itself
+        plan[f"benchmarks {one.name}"] = partial(brought.score, subject, [one], completes=completes, sandbox=sandbox)
+    return plan, asdict(settings), device.hardware("fp32")
 
 
 def causal_plan(
@@ -110,13 +141,13 @@ def causal_plan(
     most = subject.settings.documents
     prose, told, unseen = split_texts(texts)
     return {
-        "text": lambda: suites.documents(subject, prose[:most]),
-        "stories": lambda: suites.documents(subject, told[:most]),
-        "stories_held_out": lambda: suites.documents(subject, unseen[:most]),
-        "drills": lambda: suites.documents(subject, of_source(texts, drills.SOURCE)[:most]),
-        "transcripts": lambda: suites.documents(subject, of_source(texts, transcripts.SOURCE)[:most]),
+        "text": lambda: suites.documents(subject, "text", prose[:most]),
+        "stories": lambda: suites.documents(subject, "stories", told[:most]),
+        "stories_held_out": lambda: suites.documents(subject, "stories_held_out", unseen[:most]),
+        "drills": lambda: suites.documents(subject, "drills", of_source(texts, drills.SOURCE)[:most]),
+        "transcripts": lambda: suites.documents(subject, "transcripts", of_source(texts, transcripts.SOURCE)[:most]),
         "stories sampled": lambda: suites.sampled_stories(subject, told),
-        "code": lambda: suites.documents(subject, sources[:most]),
+        "code": lambda: suites.documents(subject, "code", sources[:most]),
         "code gaps": lambda: suites.gaps(subject, sources),
         "problems": lambda: solve(subject, asked, sandbox),
         "tools": lambda: suites.called(subject, [d for d in talks if d.kind == "tools"]),
@@ -197,14 +228,18 @@ def curve_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def inputs_of(model: str) -> tuple[str, ...]:
+    """What a model of this name is measured on."""
+    return ("model", "preferences") if model == "reward" else ("model", *DATA)
+
+
 if __name__ == "__main__":
     main(
         run,
-        inputs={"model": "models/{item}", "text": "data/raw/text", "code": "data/raw/code",
-                "dialogues": "data/dialogues", "problems": "data/problems", "facts": "data/facts", "benchmarks": str(BENCHMARKS)},
+        inputs={"model": "models/{item}", **DATA, "preferences": "data/preferences"},
         outs={"summary": "metrics/eval/{item}.json", "items": "metrics/eval/{item}.jsonl",
               "curves": "metrics/eval/{item}.csv"},
-        items=("language", "code", "tools", "lora", "dpo", "grpo", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo",
-               "diffusion_grpo", "memory", "memory_baseline"),
+        items=ANY,
+        of_item=inputs_of,
         metrics=None,
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
     metrics/ -> reports/index.html, reports/headlines/<model>.json, reports/plots/*.svg
 
-The page holds results with intervals, curves, samples, lineage, time. It opens offline, on a phone and on paper. A
-model's headlines are its line in `dvc metrics show`; a model that is not evaluated has an empty one. The charts are for
+The page holds results with intervals, claims, curves, samples, lineage, time and cost, and beside the run that `baseline` names what
+changed. It opens offline, on a phone and on paper. A model's headlines are its line in `dvc metrics show`. The charts are for
 `dvc plots show`, which draws curves with a library from the web, and pictures without it.
 """
 
@@ -12,27 +12,40 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.params import main
-from pipeline.report import card, charts
+from pipeline.report import baseline, card, charts
+from pipeline.report.costs import Prices
 from pipeline.report.headlines import short
 from pipeline.tracking import write_json
 from pipeline.work import Job
 
-# that have a line in `dvc metrics show`
-MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo",
-          "diffusion_grpo", "memory", "memory_baseline")  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The report has no keys: everything that was measured is shown."""
+    """The block `report`."""
+
+    samples: int  # items of each suite whose answers are shown
+    baseline: str | None = None  # full hash of a commit to compare with; python -m pipeline.report.baseline pin sets it
+    prices: Prices | None = None  # what an hour costs: {core: 0.04, gpu: 2.5, currency: EUR}
+
+    def __post_init__(self) -> None:
+        if self.samples < 0:
+            raise ValueError(f"samples: expected at least 0, got {self.samples}")
+        if self.baseline is not None and not re.fullmatch(r"[0-9a-f]{40}", self.baseline):
+            raise ValueError(
+                f"baseline: expected the full hash of a commit, 40 hex digits, got {self.baseline!r}: a name would be an input that "
+                "nobody tracks; set it with python -m pipeline.report.baseline pin REV"
+            )
 
 
-def run(params: Params, job: Job, *, metrics: Path, out: Path, plots: Path, **headlines: Path) -> None:
-    """Write the page `out`, the folder `plots`, and each model's headlines."""
-    out.write_text(card.render(metrics), encoding="utf-8")
+def run(params: Params, job: Job, *, metrics: Path, out: Path, plots: Path, headlines: Path) -> None:
+    """Write the page `out`, the folder `plots`, and each model's headlines into the folder `headlines`."""
+    before = None if params.baseline is None else (params.baseline[:10], baseline.at(params.baseline))
+    page = card.render(metrics, samples_each=params.samples, prices=params.prices, baseline=before)
+    out.write_text(page, encoding="utf-8")
     measured = card.read(metrics)
-    for model, path in headlines.items():
-        write_json(path, short(measured.evaluations.get(model, {})))
+    headlines.mkdir()
+    for model, numbers in measured.evaluations.items():
+        write_json(headlines / f"{model}.json", short(numbers))
     plots.mkdir()
     for number, figure in enumerate(card.figures(measured)):
         words = re.findall(r"[a-z0-9]+", figure["title"].lower())
@@ -43,7 +56,6 @@ if __name__ == "__main__":
     main(
         run,
         inputs={"metrics": "metrics"},
-        outs={"out": "reports/index.html", "plots": "reports/plots"}
-        | {m: f"reports/headlines/{m}.json" for m in MODELS},
+        outs={"out": "reports/index.html", "plots": "reports/plots", "headlines": "reports/headlines"},
         metrics=None,
     )

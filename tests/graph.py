@@ -1,5 +1,6 @@
 """A scratch copy of the repository in which the graph runs at smoke scale: what the slow tests of DVC's behaviour share."""
 
+import fcntl
 import hashlib
 import os
 import re
@@ -10,6 +11,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[1]
 STEPS = "steps: null"
@@ -105,6 +110,28 @@ class Repository:
     def sha(self, model: str) -> str:
         """sha256 of a model's weights."""
         return hashlib.sha256((self.folder / "models" / model / "model.safetensors").read_bytes()).hexdigest()
+
+
+def copy_of_built(folder: Path, factory: "pytest.TempPathFactory") -> tuple[Repository, str]:
+    """A copy of the whole graph as its first `dvc repro` left it, committed, and what that command printed.
+
+    The graph is built once for all processes of pytest-xdist: the first that asks builds (five minutes), others wait.
+    """
+    base = factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "built"
+    shared.mkdir(exist_ok=True)
+    printed = shared / "repro.txt"  # stands when the repository beside it is complete
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not printed.exists():
+            shutil.rmtree(shared / "repository", ignore_errors=True)
+            repository = Repository.copy_of_ours(shared / "repository")
+            output = repository.dvc("repro")
+            repository.commit("built")
+            printed.write_text(output)
+    # `cp -a` keeps the hard links between cache and outs, which `shutil.copytree` does not
+    subprocess.run(["cp", "-a", str(shared / "repository"), str(folder)], check=True)
+    return Repository(folder), printed.read_text()
 
 
 def ran(output: str) -> set[str]:

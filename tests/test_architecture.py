@@ -12,12 +12,12 @@ FILES = sorted(p for folder in ("pipeline", "stages") for p in (ROOT / folder).r
 
 # from the ground up; a package may import those before it and its own floor
 FLOORS = [
-    {"errors", "params", "runtime", "running", "device", "launch", "tracking", "trackers", "work", "codehash"},
+    {"errors", "params", "runtime", "running", "device", "launch", "tracking", "trackers", "usage", "work", "codehash"},
     {"text"},
     {"model"},
     {"streams", "checkpoint", "denoisers"},
     {"synthesis"},
-    {"generation", "learning", "sandbox", "plan"},
+    {"generation", "learning", "sandbox", "plan", "doctor", "reference"},
     {"reinforcement", "export"},
     {"evaluation", "report"},
     {"serve", "stages"},

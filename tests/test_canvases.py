@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from pipeline.generation.traces import Asked
 from pipeline.learning.scoring_masked import enumerated, masked_logprobs
 from pipeline.model.denoiser import Denoiser, Noised
 from pipeline.model.transformer import Transformer
+from pipeline.params import Runtime
 from pipeline.report import denoising
+from pipeline.sandbox.judge import SandboxConfig
 from pipeline.streams.records import Text
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
@@ -107,6 +110,23 @@ def test_a_greedy_answer_is_written_once(subject: CanvasSubject, monkeypatch: py
     assert again["a"].ids == first["a"].ids
     with pytest.raises(ZeroDivisionError):
         subject.complete("problems", prompts, tokens=4, temperature=0.5)
+
+
+@pytest.mark.parametrize(("name", "curve"), [("diffusion", True), ("diffusion_grpo", False)])
+def test_only_the_models_that_are_named_are_measured_against_passes(
+    name: str, curve: bool, subject: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        evaluate, "read_config", lambda model: replace(subject.denoiser.config, attention="bidirectional")
+    )
+    monkeypatch.setattr(evaluate, "canvas_subject", lambda *_: subject)
+    monkeypatch.setattr(evaluate, "held_out", lambda corpus: [])
+    monkeypatch.setattr(evaluate, "read", lambda path, kind: [])
+    params = evaluate.Params(settings=subject.settings, canvas=subject.canvas, sandbox=SandboxConfig())
+    job = SimpleNamespace(seed=1, workers=1, runtime=Runtime())
+    data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "benchmarks"), tmp_path)
+    plan, _, _ = evaluate.measurements(params, job, tmp_path / name, **data)  # type: ignore[arg-type]
+    assert ("quality" in plan) == curve
 
 
 def test_quality_is_measured_against_passes_beside_one_token_a_step(

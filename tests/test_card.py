@@ -2,13 +2,12 @@
 
 import html
 import json
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from pipeline.report import card
+from pipeline.report import card, costs
 from pipeline.report.headlines import HEADLINES
 from tests import results
 
@@ -105,7 +104,7 @@ def test_every_headline_number_equals_its_file(metrics: Path, text: str) -> None
     files = [json.loads((metrics / "eval" / f"{m}.json").read_text()) for m in results.MODELS]
     rows = {row[0].strip(): row[1:] for row in page.rows if len(row) == 4}
     for headline in HEADLINES:
-        if headline.key in ("code_bpb_bound", "facts"):  # none of these models has one
+        if headline.key in ("code_bpb_bound", "facts", "pairs"):  # none of these models has one
             assert f"{headline.title} {headline.axis}" not in rows
             continue
         cells = rows[f"{headline.title} {headline.axis}"]
@@ -150,9 +149,14 @@ def test_time_comes_from_the_work_folder_of_the_key_or_was_elsewhere(metrics: Pa
     folder = tmp_path / ".work" / "language" / "00000005abcdef00"
     folder.mkdir(parents=True)
     (folder / "speed.json").write_text('{"seconds": 12.34, "tokens_per_second": 9000, "device": "a CPU"}')
-    costs = {row["stage"]: row for row in card.costs(card.read(metrics))}
-    assert (costs["language"]["seconds"], costs["language"]["device"]) == (12.34, "a CPU")
-    assert (costs["code"]["seconds"], costs["code"]["device"]) == (None, "built elsewhere")
+    (folder / "mlflow.json").write_text('{"run_id": "abc123"}')
+    found = {row.stage: row for row in costs.rows(card.read(metrics))}
+    assert (found["language"].speed["seconds"], found["language"].device, found["language"].mlflow) == (
+        12.34,
+        "a CPU",
+        "abc123",
+    )
+    assert (found["code"].speed, found["code"].device, found["code"].mlflow) == ({}, "built elsewhere", "")
 
 
 def test_stages_are_in_pipeline_order(metrics: Path) -> None:
@@ -162,7 +166,7 @@ def test_stages_are_in_pipeline_order(metrics: Path) -> None:
 
 
 def test_answers_to_one_item_stand_together(metrics: Path) -> None:
-    found = card.samples(card.read(metrics))
+    found = card.samples(card.read(metrics), 2)
     assert [(s["suite"], s["id"]) for s in found] == [
         ("stories", "stories/wish/50"), ("problems", "p-1"), ("tools", "t-1#2"), ("tools", "t-2#2")
     ]  # fmt: skip
@@ -174,4 +178,7 @@ def test_a_run_without_evaluations_or_without_anything_still_has_a_page(tmp_path
         path.unlink()
     assert "No model is evaluated yet." in card.render(metrics)
     (tmp_path / "empty").mkdir()
-    assert "0 stages built, 0 models" in re.sub(r"\s+", " ", card.render(tmp_path / "empty"))
+    empty = card.render(tmp_path / "empty")
+    assert (
+        "<b>0</b>stages built" in empty and "<b>0</b>models measured" in empty and "No model is evaluated yet." in empty
+    )

@@ -170,12 +170,19 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
     ) == (1, 2, 1)
     assert {"story_rate", "bpb", "left_out", "samples_left_out"} <= set(numbers["stories"])
     missing = [headline.path for headline in HEADLINES if lookup(numbers, headline) is None]
-    assert missing == [("code", "bpb_bound")], (
-        "what no suite writes would be a row that never appears; masked models write that one"
+    assert missing == [("code", "bpb_bound"), ("reward", "accuracy")], (
+        "what no suite writes would be a row that never appears; masked models and reward models write these"
     )
     assert (numbers["settings"]["seed"], numbers["settings"]["stories"], numbers["lineage"]) == (1, 3, {"key": "k"})
     assert (numbers["benchmarks"]["HumanEval"]["form"], numbers["benchmarks"]["HumanEval"]["n"]) == ("chat", 1)
     rows = [json.loads(line) for line in first[1].decode().split("\n") if line]
     assert {row["suite"] for row in rows} >= {"stories", "gaps", "benchmarks/HumanEval", "benchmarks/HumanEval/tests"}
-    assert all(row["stop"] in ("stop", "length", "") and len(row["output"]) <= 2000 for row in rows)
+    answered = [row for row in rows if "output" in row]
+    assert all(row["stop"] in ("stop", "length", "") and len(row["output"]) <= 2000 for row in answered)
+    assert {row["suite"] for row in rows if "bits" in row} == {"text", "stories", "stories_held_out", "code"}
+    for headline in HEADLINES:  # what is compared item by item is counted by the rows as the number counts it
+        if headline.rows is not None and lookup(numbers, headline) is not None:
+            counted = headline.counted(rows).values()
+            value = sum(top for top, _ in counted) / sum(bottom for _, bottom in counted)
+            assert value == pytest.approx(lookup(numbers, headline)["value"], rel=1e-3), headline.key  # type: ignore[index]
     assert first[2].decode().splitlines()[0].startswith("step,curve,high,low,value")

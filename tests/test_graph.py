@@ -1,6 +1,6 @@
 """The graph on a scratch repository at smoke scale: what an edit reruns, what comes back, what a kill costs.
 
-One repository is built once; each test leaves it as it found it.
+One repository is built once; each test leaves it as it found it. What a clone gets of it is in test_remotes.py.
 """
 
 import json
@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests import checkpoints
-from tests.graph import ROOT, Repository, ran
+from tests.graph import ROOT, Repository, copy_of_built, ran
 from tests.server import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -35,10 +35,8 @@ AFTER_TOOLS = {"stage_tools", "stage_evaluate@tools", "stage_reward", "stage_dep
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Repository:
-    repository = Repository.copy_of_ours(tmp_path_factory.mktemp("graph") / "repository")
-    output = repository.dvc("repro")
+    repository, output = copy_of_built(tmp_path_factory.mktemp("graph") / "repository", tmp_path_factory)
     assert ran(output) == ALL
-    repository.commit("built")
     return repository
 
 
@@ -279,18 +277,6 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def test_a_clone_pulls_from_the_remote_and_runs_nothing(repository: Repository, tmp_path: Path) -> None:
-    repository.dvc("remote", "modify", "--local", "store", "url", str(tmp_path / "store"))
-    repository.dvc("push", "-q")
-    subprocess.run(["git", "clone", "-q", str(repository.folder), str(tmp_path / "clone")], check=True)
-    clone = Repository(tmp_path / "clone")
-    clone.dvc("remote", "modify", "--local", "store", "url", str(tmp_path / "store"))
-    clone.dvc("pull", "-q")
-    assert clone.repro("--pull") == set()
-    assert clone.sha("deploy") == repository.sha("deploy")
-    assert clone.git("status", "--porcelain") == ""
 
 
 def test_parallel_stages_leave_a_clean_status(repository: Repository) -> None:

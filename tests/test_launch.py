@@ -276,9 +276,12 @@ class Repro:
     most: int
     codes: dict[str, int]
 
-    def __init__(self, command: list[str]) -> None:
+    threads: dict[str, str]
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
         assert command[1:-1] == ["-m", "dvc", "--wait-for-lock", "repro", "-s"]
         self.name, self.looks = command[-1], 0
+        Repro.threads[self.name] = env["OMP_NUM_THREADS"]
         Repro.started.append(self.name)
         Repro.alive += 1
         Repro.most = max(Repro.most, Repro.alive)
@@ -297,7 +300,7 @@ WAITS = {"a": set(), "b": {"a"}, "c": {"a"}, "d": {"a"}, "e": {"b", "c", "d"}}
 
 @pytest.fixture
 def repros(monkeypatch: pytest.MonkeyPatch) -> type[Repro]:
-    Repro.started, Repro.alive, Repro.most, Repro.codes = [], 0, 0, {}
+    Repro.started, Repro.alive, Repro.most, Repro.codes, Repro.threads = [], 0, 0, {}, {}
     monkeypatch.setattr(launch.subprocess, "Popen", Repro)
     monkeypatch.setattr(launch, "ready_stages", lambda target: (sorted(WAITS), WAITS))
     return Repro
@@ -307,6 +310,21 @@ def test_stages_start_when_what_they_wait_for_is_done(repros: type[Repro]) -> No
     assert launch.run_parallel(2, None) == 0
     assert (repros.started[0], repros.started[-1], sorted(repros.started)) == ("a", "e", ["a", "b", "c", "d", "e"])
     assert (repros.most, repros.alive) == (2, 0)
+
+
+def test_a_long_chain_goes_first_and_stages_side_by_side_share_the_cores(
+    repros: type[Repro], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = {"corpus": set(), "alone": {"corpus"}, "tools": {"corpus"}, "reward": {"tools"}, "rlhf": {"reward"}}
+    monkeypatch.setattr(launch, "ready_stages", lambda target: (sorted(waits), waits))
+    monkeypatch.setattr(launch.device, "workers", lambda asked: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch.by_urgency(waits) == ["corpus", "tools", "reward", "alone", "rlhf"]
+    assert launch.run_parallel(2, None) == 0
+    assert repros.started == ["corpus", "tools", "alone", "reward", "rlhf"]
+    assert (repros.threads["corpus"], repros.threads["tools"], repros.threads["alone"]) == ("4", "2", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launch.run_parallel(2, None) == 0 and set(repros.threads.values()) == {"3"}
 
 
 def test_after_a_failure_nothing_starts_and_its_code_is_ours(repros: type[Repro]) -> None:

@@ -46,6 +46,12 @@ def asked(rows: int, length: int, prompt: int) -> Tensor:
     return (torch.arange(length) >= prompt).expand(rows, length)
 
 
+def test_reading_counts_among_the_operations_of_a_token() -> None:
+    """By hand: two matrices of 32 x 32 a layer that reads, and 3 chapters of 8 rows under 4 heads of 8."""
+    bare, reading = (Transformer(replace(TINY, memory=m)) for m in (None, memory(layers="last_2")))
+    assert reading.flops_per_token(64) - bare.flops_per_token(64) == 2 * (6 * 2 * 32 * 32 + 12 * 4 * 8 * 3 * 8)
+
+
 # -- what may be known ------------------------------------------------------------------------------------------------
 
 

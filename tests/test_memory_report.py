@@ -57,7 +57,7 @@ def test_the_page_has_tables_maps_and_charts_of_a_memory(tmp_path: Path, monkeyp
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
     metrics = results.write(tmp_path / "metrics")
     assert "What chooses what" not in card.render(metrics)
-    (metrics / "memory.json").write_text('{"layers": [3]}')
+    (metrics / "memory.json").write_text(json.dumps({"layers": [3], "lineage": {"key": "k"}}))
     lines = [",".join(ROWS[0]), *(",".join(row.values()) for row in ROWS)]
     (metrics / "memory.csv").write_text("\n".join(lines) + "\n")
     (metrics / "routing").mkdir()

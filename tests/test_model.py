@@ -248,7 +248,7 @@ def test_every_model_file_builds_and_counts_right(size: str) -> None:
     head = config.vocab_size * config.width if config.tied else 0
     assert config.matmul_parameters == matmuls + head
     assert (
-        model.flops_per_token(512) == 6 * (matmuls + head) + 12 * config.layers * config.heads * config.head_dim * 512
+        config.flops_per_token(512) == 6 * (matmuls + head) + 12 * config.layers * config.heads * config.head_dim * 512
     )
     assert config.vocab_size % 64 == 0
     assert ModelConfig.from_hf(config.to_hf()) == config

@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.report import card
+from pipeline.report import baseline, card
+from pipeline.report.costs import Prices
 from pipeline.report.headlines import HEADLINES, lookup
+from pipeline.report.run import read
 from stages import report
 from tests import results
-
-MODELS = ("language", "code", "tools")
 
 
 @pytest.fixture
@@ -24,24 +24,24 @@ def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def written(metrics: Path, folder: Path) -> dict[str, Path]:
     job: Any = None
     folder.mkdir()
-    outs = {"out": folder / "index.html", "plots": folder / "plots"} | {m: folder / f"{m}.json" for m in MODELS}
-    report.run(report.Params(), job, metrics=metrics, **outs)
+    outs = {"out": folder / "index.html", "plots": folder / "plots", "headlines": folder / "headlines"}
+    report.run(report.Params(samples=2), job, metrics=metrics, **outs)
     assert sorted(folder.iterdir()) == sorted(outs.values())
     return outs
 
 
 def test_the_page_is_the_card(metrics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card, "render", lambda metrics: f"<p>é of {metrics.name}</p>")
+    monkeypatch.setattr(card, "render", lambda metrics, **_: f"<p>é of {metrics.name}</p>")
     assert written(metrics, tmp_path / "out")["out"].read_bytes() == f"<p>é of {metrics.name}</p>".encode()
 
 
-def test_each_model_has_its_headlines_and_one_that_is_not_evaluated_none(metrics: Path, tmp_path: Path) -> None:
+def test_each_model_has_its_headlines_and_one_that_is_not_evaluated_no_file(metrics: Path, tmp_path: Path) -> None:
     (metrics / "eval/code.json").unlink()
-    outs = written(metrics, tmp_path / "out")
-    assert json.loads(outs["code"].read_text()) == {}
+    lines = written(metrics, tmp_path / "out")["headlines"]
+    assert sorted(path.stem for path in lines.iterdir()) == ["language", "tools"]
     for model in ("language", "tools"):
         numbers = json.loads((metrics / f"eval/{model}.json").read_text())
-        line = json.loads(outs[model].read_text())
+        line = json.loads((lines / f"{model}.json").read_text())
         for headline in HEADLINES:
             measured = lookup(numbers, headline)
             assert line.get(headline.key) == (measured and round(measured["value"], 4))
@@ -56,3 +56,26 @@ def test_every_chart_of_the_page_is_a_picture_that_needs_nothing_else(metrics: P
         root = ElementTree.fromstring(path.read_text(encoding="utf-8"))
         assert root.tag == "{http://www.w3.org/2000/svg}svg" and int(root.attrib["width"]) > 0
         assert "http" not in path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "", 1)
+
+
+def test_samples_and_prices_of_the_block_reach_the_page_and_a_baseline_is_read_from_its_commit(
+    metrics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job: Any = None
+
+    def page(name: str, **keys: Any) -> str:
+        (tmp_path / name).mkdir()
+        outs = {key: tmp_path / name / key for key in ("out", "plots", "headlines")}
+        report.run(report.Params(**{"samples": 2} | keys), job, metrics=metrics, **outs)
+        return outs["out"].read_text()
+
+    plain = page("plain")
+    assert plain.count('class="answers"') == 4 and page("few", samples=1).count('class="answers"') == 3
+    assert "No price is set" in plain and "CHF" in page("priced", prices=Prices(core=1.0, currency="CHF"))
+    other = results.write(tmp_path / "before")
+    code = json.loads((other / "code.json").read_text())
+    (other / "code.json").write_text(json.dumps(code | {"lineage": code["lineage"] | {"key": "oldkey"}}))
+    asked: list[str] = []
+    monkeypatch.setattr(baseline, "at", lambda revision: asked.append(revision) or read(other))
+    text = page("compared", baseline="0123456789" * 4)
+    assert asked == ["0123456789" * 4] and "Against 0123456789" in text and "oldkey" in text and "Against" not in plain

@@ -133,7 +133,7 @@ def test_likelihoods_are_those_within_the_window(context: int, silent: Any) -> N
         likelihood.likelihood(subject.model, subject.tokenizer, [t.text for t in texts], context=window)
         for window in (16, 64)
     ]
-    found = suites.documents(subject, texts).numbers["bpb"]
+    found = suites.documents(subject, "text", texts).numbers["bpb"]
     assert [found == pytest.approx(one.bits_per_byte, rel=1e-6) for one in scored] == [context == 16, context == 64]
 
 
@@ -171,7 +171,8 @@ def measured(
     sandboxes: list[SandboxConfig] = []
 
     def taking(name: str) -> Any:
-        def suite(subject: Subject, items: Sequence[Any], *_: Any) -> Result:
+        def suite(subject: Subject, *given: Any) -> Result:
+            items: Sequence[Any] = next(part for part in given if not isinstance(part, str))
             found.append((name, [item.path if isinstance(item, Text) else item.id for item in items]))
             return Result({f"{name}/settings": subject.settings.documents})
 
@@ -223,6 +224,29 @@ def test_so_many_documents_of_each_kind_are_weighed(count: int, measured: Any, t
     assert written["settings"]["documents"] == written["text"]["documents/settings"] == count
 
 
+def test_a_suite_that_is_done_is_not_measured_again_and_another_test_set_costs_itself(
+    measured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scored: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / "data/benchmarks").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"data/benchmarks/{name}.jsonl").write_text(name)
+    monkeypatch.setattr(benchmarks, "load", lambda path: benchmarks.TestSet(path.stem, "mbpp"))
+    monkeypatch.setattr(benchmarks, "score", lambda subject, sets, **_: scored.append(sets[0].name) or Result({"n": 1}))
+    first = measured(benchmarks=["data/benchmarks/a.jsonl"])[0]
+    assert first and scored == ["a"]
+    assert measured(benchmarks=["data/benchmarks/a.jsonl", "data/benchmarks/b.jsonl"])[0] == []
+    assert scored == ["a", "b"]
+    (tmp_path / "data/benchmarks/a.jsonl").write_text("changed")
+    assert measured(benchmarks=["data/benchmarks/a.jsonl", "data/benchmarks/b.jsonl"])[0] == []
+    assert scored == ["a", "b", "a"]
+    assert len(measured(replace(SETTINGS, documents=2))[0]) == len(first)  # other settings are another measurement
+    for path in tmp_path.rglob("suites/*.json"):
+        path.write_text("{")  # damaged
+    assert measured(benchmarks=["data/benchmarks/a.jsonl"])[0] == first and scored == ["a", "b", "a", "a"]
+
+
 def test_problems_run_in_the_sandbox_of_its_block(measured: Any) -> None:
     config = SandboxConfig(preload=("json",))
     assert measured(sandbox=config)[1] == [config]
@@ -233,7 +257,7 @@ def test_the_test_sets_that_are_named_are_scored_and_no_others(
 ) -> None:
     loaded: list[Path] = []
     scored: list[Any] = []
-    monkeypatch.setattr(benchmarks, "load", lambda path: loaded.append(path) or path.name)
+    monkeypatch.setattr(benchmarks, "load", lambda path: loaded.append(path) or benchmarks.TestSet(path.name, "mbpp"))
 
     def score(subject: Subject, sets: list[Any], **_: Any) -> Result:
         scored.extend(sets)
@@ -243,7 +267,7 @@ def test_the_test_sets_that_are_named_are_scored_and_no_others(
     measured()
     assert loaded == scored == []
     measured(benchmarks=["data/benchmarks/b.jsonl"])
-    assert loaded == [tmp_path / "benchmarks/b.jsonl"] and scored == ["b.jsonl"]
+    assert loaded == [tmp_path / "benchmarks/b.jsonl"] and [one.name for one in scored] == ["b.jsonl"]
 
 
 @pytest.mark.parametrize(

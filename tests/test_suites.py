@@ -111,12 +111,12 @@ def test_a_prompt_without_room_is_left_out_and_counted(subject: Subject) -> None
 
 def test_bits_per_byte_are_those_of_the_documents(subject: Subject) -> None:
     texts = [text("a", "The pilot asked. " * 9), text("b", "def add(left, right):\n"), text("c", "né\n")]
-    result = suites.documents(subject, texts)
+    result = suites.documents(subject, "text", texts)
     scored = likelihood.likelihood(subject.model, subject.tokenizer, [t.text for t in texts], context=64)
     assert result.numbers["bpb"] == pytest.approx(scored.bits_per_byte)
     assert result.numbers["bpb_low"] <= result.numbers["bpb"] <= result.numbers["bpb_high"]
     assert (result.numbers["documents"], result.numbers["left_out"]) == (3, 0)
-    assert suites.documents(subject, []).numbers == {"documents": 0, "left_out": 0}
+    assert suites.documents(subject, "text", []).numbers == {"documents": 0, "left_out": 0}
 
 
 def test_stories_are_judged_by_the_checker_with_their_opening(scripted: Any) -> None:

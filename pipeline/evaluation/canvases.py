@@ -42,6 +42,9 @@ class CanvasSettings:
     canvas_problems: int = 100  # the first so many problems are answered
     canvas_samples: int = 1  # of each problem at `temperature`, beside the greedy one
     elbo_draws: int = 8  # masks of each window for bits per byte
+    canvas_curve: tuple[str, ...] = (
+        "diffusion",
+    )  # models whose quality is measured against forward passes too, the dearest part
 
     def __post_init__(self) -> None:
         numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
@@ -93,6 +96,7 @@ def documents(subject: CanvasSubject, texts: Sequence[Text]) -> Result:
     if scored.documents:
         bits = [d.nats / math.log(2) for d in scored.documents]
         result.measure("bpb_bound", subject.bootstrap(bits, [d.bytes for d in scored.documents]))
+        result.rows += suites.counted("code", "bound_bits", texts, scored)
     return result
 
 

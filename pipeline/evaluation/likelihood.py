@@ -41,6 +41,7 @@ class Likelihood:
 
     documents: list[Scored]
     left_out: int
+    places: list[int]  # of the documents among the texts that were given
 
     @property
     def bits_per_byte(self) -> float:
@@ -71,16 +72,17 @@ def likelihood(model: Transformer, tokenizer: Tokenizer, texts: Iterable[str], *
     """
     if context < 2 or context % 2 or context > model.config.max_context:
         raise ValueError(f"context: expected an even number from 2 to {model.config.max_context}, found {context}")
-    whole = [text for text in texts if text]
-    encoded, left_out = [], 0
-    for text, ids in zip(whole, tokenizer.encode_batch(whole)):
+    whole = [(place, text) for place, text in enumerate(texts) if text]
+    encoded, left_out, places = [], 0, []
+    for (place, text), ids in zip(whole, tokenizer.encode_batch([text for _, text in whole])):
         if _same_bytes(tokenizer, text, ids):
             encoded.append((ids, len(text.encode())))
+            places.append(place)
         else:
             left_out += 1
     nats = token_nats(model, [ids for ids, _ in encoded], start=tokenizer.end_of_text, context=context)
     scored = [Scored(fsum(n), len(ids), size) for n, (ids, size) in zip(nats, encoded)]
-    return Likelihood(scored, left_out)
+    return Likelihood(scored, left_out, places)
 
 
 def _same_bytes(tokenizer: Tokenizer, text: str, ids: list[int]) -> bool:

@@ -26,7 +26,8 @@ def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, conte
     """Estimated upper bounds of the documents' nats, by `draws` masks of each window. Raises ValueError as `likelihood`."""
     if context < 2 or context % 2 or context > model.config.max_context:
         raise ValueError(f"context: expected an even number from 2 to {model.config.max_context}, found {context}")
-    kept = [text for text in texts if text and tokenizer.decode(tokenizer.encode(text)) == text]
+    places = [n for n, text in enumerate(texts) if text and tokenizer.decode(tokenizer.encode(text)) == text]
+    kept = [texts[place] for place in places]
     encoded = tokenizer.encode_batch(kept)
     cut = [
         window for number, ids in enumerate(encoded) for window in windows(number, ids, tokenizer.end_of_text, context)
@@ -44,7 +45,7 @@ def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, conte
             nats[window.document] -= float(value)
     model.train(was_training)
     scored = [Scored(float(n), len(ids), len(text.encode())) for n, ids, text in zip(nats, encoded, kept, strict=True)]
-    return Likelihood(scored, len([text for text in texts if text]) - len(kept))
+    return Likelihood(scored, len([text for text in texts if text]) - len(kept), places)
 
 
 def drawn_windows(some: Sequence[Window], keys: Sequence[int], draws: int) -> Drawn:

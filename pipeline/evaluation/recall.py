@@ -58,9 +58,8 @@ def known(subject: Subject, folder: Path) -> Result:
         result.numbers |= found.measure() if split == "test" else {split: found.measure()}
         for one, said, right in zip(asked, found.said, found.right, strict=True):
             text = subject.tokenizer.decode(said.ids)
-            result.item(
-                "facts", f"{split}/{one.fact.id}", said, text, expected=one.fact.answer, exact_match=bool(right)
-            )
+            suite = "facts" if split == "test" else f"facts {split}"
+            result.item(suite, f"{split}/{one.fact.id}", said, text, reference=one.fact.answer, right=int(right))
     return result
 
 

@@ -41,14 +41,14 @@ class Settings:
 
     documents: int  # of each kind for bits per byte
     stories: int  # sampled from the openings of held-out stories
-    problems: int
+    problems: int  # held-out programming problems; facts, trained and untrained, as many of each
     samples: int  # answers to each problem besides the greedy one; 0: greedy only
-    dialogues: int
+    dialogues: int  # held-out conversations with tool calls, and half as many with answers in words
     gaps: int  # lines of held-out code to fill in
     max_new_tokens: int  # of an answer
     story_tokens: int  # of a story
     temperature: float  # of sampled answers and stories
-    top_p: float
+    top_p: float  # they are drawn from the most likely tokens that hold this share; 1: from all
     context: int  # window of the likelihoods
     bootstrap: int  # resamples of the items
 
@@ -115,8 +115,8 @@ class Result:
         self.rows.append(row | more)
 
 
-def documents(subject: Subject, texts: Sequence[Text]) -> Result:
-    """Bits per byte over whole documents."""
+def documents(subject: Subject, suite: str, texts: Sequence[Text]) -> Result:
+    """Bits per byte over whole documents; a row of `suite` for each, with its bits and bytes."""
     result = Result()
     scored = likelihood.likelihood(
         subject.model, subject.tokenizer, [t.text for t in texts], context=subject.settings.context
@@ -126,7 +126,16 @@ def documents(subject: Subject, texts: Sequence[Text]) -> Result:
         bits = [d.nats / math.log(2) for d in scored.documents]
         result.measure("bpb", subject.bootstrap(bits, [d.bytes for d in scored.documents]))
         result.numbers["perplexity"] = scored.perplexity
+        result.rows += counted(suite, "bits", texts, scored)
     return result
+
+
+def counted(suite: str, key: str, texts: Sequence[Text], scored: likelihood.Likelihood) -> list[dict[str, Any]]:
+    """What each document costs, for comparing two models document by document."""
+    return [
+        {"suite": suite, "id": texts[place].path, key: round(d.nats / math.log(2), 3), "bytes": d.bytes}
+        for place, d in zip(scored.places, scored.documents, strict=True)
+    ]
 
 
 def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
@@ -163,6 +172,8 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
             story,
             prompt=chosen[name],
             verdict=f"fails {failed}" if failed else "passes every clause",
+            right=int(not failed),
+            ended=int(completion.stop == "stop"),
         )
     result.measure("story_rate", wilson(sum(whole), len(whole)))
     result.measure("end_rate", wilson(sum(c.stop == "stop" for c in done.values()), len(done)))
@@ -196,7 +207,8 @@ def gaps(subject: Subject, texts: Sequence[Text]) -> Result:
     for path, completion in done.items():
         filled = tokenizer.decode(completion.ids)
         right = filled.strip("\n") == wanted[path].strip("\n")
-        result.item("gaps", path, completion, filled, reference=wanted[path], verdict="exact" if right else "differs")
+        verdict = "exact" if right else "differs"
+        result.item("gaps", path, completion, filled, reference=wanted[path], verdict=verdict, right=int(right))
     result.measure("fim_exact_match", wilson(sum(r["verdict"] == "exact" for r in result.rows), len(result.rows)))
     return result
 
@@ -257,9 +269,12 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Resul
     result.measure("parse_rate", wilson(sum(j.parses for j in judged), len(judged)))
     result.measure("format_rate", wilson(sum(j.formatted for j in judged), len(judged)))
     _references(result, problems, judged)
+    shares = code.pass_rows(sampled, 1)
     for problem, one in zip(problems, judged, strict=True):
+        more = {"sampled": shares[problem.id]} if problem.id in shares else {}
         result.item("problems", problem.id, greedy[problem.id], answers[problem.id], prompt=problem.question,
-                    verdict=one.verdict, score=one.score, group=problem.group)  # fmt: skip
+                    verdict=one.verdict, score=one.score, group=problem.group, right=int(one.verdict == "passed"),
+                    parses=int(one.parses), **more)  # fmt: skip
     return result
 
 
@@ -299,7 +314,7 @@ def called(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
     for (dialogue, turn), row, reply in zip(kept, rows, replies, strict=True):
         name = f"{dialogue.id}#{turn}"
         result.item("tools", name, done[name], reply, prompt=_last(dialogue.messages[:turn]), category=row["category"],
-                    tool=row["tool"], verdict="right" if row["valid"] else row["error"])  # fmt: skip
+                    tool=row["tool"], verdict="right" if row["valid"] else row["error"], right=int(row["valid"]))  # fmt: skip
     return result
 
 

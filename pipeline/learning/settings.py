@@ -28,7 +28,7 @@ class TrainingConfig(OptimizerConfig):
 
     optimizer: str = "adamw"  # adamw, or muon: Muon for the hidden matrices, AdamW for the rest
     learning_rate: float  # at the top of the schedule
-    weight_decay: float = 0.1
+    weight_decay: float = 0.1  # of matrices, times the learning rate; none on norms, biases, bank and router
     betas: tuple[float, ...] = (0.9, 0.95)  # AdamW's
     eps: float = 1e-8  # AdamW's
     max_grad_norm: float = 1.0  # the global gradient norm is clipped to this; 0 is off
@@ -37,7 +37,7 @@ class TrainingConfig(OptimizerConfig):
     cycles: int = 1  # of cosine_with_restarts
     decay_ratio: float = 0.2  # wsd: the share of steps that decays
     warmup_steps: int = 0  # at most one of these two
-    warmup_ratio: float = 0.0
+    warmup_ratio: float = 0.0  # the share of steps in which the rate rises to its top; warmup_steps: their number
     eval_steps: int = 500  # evaluate every so many steps, and at the end
     on_nonfinite: str = (
         "skip"  # a loss or norm that is no number: skip the update, stop, or rollback (learning/verdict.py)

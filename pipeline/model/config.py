@@ -32,7 +32,7 @@ class ModelConfig:
 
     vocab_size: int  # rows of the embedding; a multiple of 64 in our own models
     width: int  # of the residual stream
-    layers: int
+    layers: int  # blocks of attention and SwiGLU
     heads: int  # query heads
     kv_heads: int  # key and value heads; divides `heads`
     head_dim: int  # even; heads * head_dim need not equal width
@@ -42,7 +42,7 @@ class ModelConfig:
     tied: bool  # the head is the embedding
     bias: bool = False  # on q, k, v: the Qwen2 family, which has no head norms
     qk_norm: bool = True  # RMSNorm on each query and key head, before RoPE; has no effect with `bias`
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6  # RMSNorm's, added to the mean square
     attention: str = "causal"  # or "bidirectional"
     memory: MemoryConfig | None = None  # {rows, chapters, top_k, ...}: a bank that some layers read (memory.py)
 

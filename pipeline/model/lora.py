@@ -41,7 +41,7 @@ ROUNDING = 1e-5  # of the largest logit
 class AdapterConfig:
     """Which modules get an adapter, and its size. Raises ValueError."""
 
-    rank: int
+    rank: int  # of the update B A: rows of A, columns of B
     alpha: float  # the update is scaled by alpha / rank
     dropout: float = 0.0  # of what enters A, in training
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # or all-linear, alone

@@ -113,6 +113,16 @@ class Memory(nn.Module):
         """All weights of banks and readers."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def flops_per_token(self) -> int:
+        """FLOPs of training one token's reading, counted as `ModelConfig.flops_per_token` does; keys and values are a batch's, not a token's."""
+        total, rows = 0, (self.config.shared + self.config.top_k) * self.config.chapter_rows
+        for reader in self.readers.values():
+            assert isinstance(reader, Reader)
+            own = (reader.q_proj, reader.o_proj, reader.gate_proj)
+            weights = sum(p.numel() for part in own if part is not None for p in part.parameters())
+            total += 6 * weights + 12 * reader.heads * reader.head_dim * rows
+        return total
+
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         """Fresh weights, drawn in the order of `state_dict()` on the generator's device.

@@ -243,8 +243,9 @@ class Transformer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of one token, see `ModelConfig.flops_per_token`."""
-        return self.config.flops_per_token(context)
+        """Training FLOPs of one token, see `ModelConfig.flops_per_token`; with those of a memory's readers."""
+        reading = self.memory.flops_per_token() if isinstance(self.memory, Memory) else 0
+        return self.config.flops_per_token(context) + reading
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:

@@ -30,11 +30,11 @@ class PPOConfig:
     beta: float  # weight of the KL divergence from the reference in the reward, to begin with
     target_kl: float  # nats an answer; beta is moved towards it
     horizon: int  # answers over which it moves
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: float = 1.0  # discount of a reward for each token that it lies ahead
+    lam: float = 0.95  # GAE's lambda: 1 counts on the rewards that came, 0 on the critic
     clip: float = 0.2  # of the policy's ratio
-    value_clip: float = 0.2
-    value_weight: float = 0.1
+    value_clip: float = 0.2  # of a value's distance from what it was when sampled
+    value_weight: float = 0.1  # of the critic's loss beside the policy's
 
     def __post_init__(self) -> None:
         if self.beta < 0 or self.target_kl <= 0 or self.horizon < 1:

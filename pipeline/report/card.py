@@ -1,81 +1,24 @@
 """The report card: one self-contained page over the metrics of a run.
 
-    metrics/*.json, metrics/*.csv, metrics/eval/* (+ speed.json of the work directory) -> reports/index.html
+    metrics/*.json, metrics/*.csv, metrics/eval/* (+ speed.json of the work directory, + metrics of report.baseline) -> reports/index.html
 
-No script, no outside reference, no date: built twice it has equal bytes. jinja2 escapes everything, since what a model
-wrote is hostile. Times come from the work directory by key, and are "built elsewhere" when a stage was restored from a
-cache. Not promised: comparison with another commit (`dvc metrics diff`, `dvc exp show` give that).
+No script, no outside reference, no date: built twice it has equal bytes. jinja2 escapes everything, since what a model wrote is hostile.
+Times come from the work directory by key, and are "built elsewhere" when a stage was restored from a cache. A change is coloured only
+where chance does not explain it (report/differences.py). Not promised: other commits than the one that `report.baseline` names
+(`make compare A=... B=...` compares any two).
 """
 
-import csv
-import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from pipeline import work
-from pipeline.report import charts, denoising, memory
+from pipeline.report import charts, claims, costs, denoising, differences, graph, memory
+from pipeline.report.costs import Prices
 from pipeline.report.headlines import HEADLINES, Headline, lookup
+from pipeline.report.run import Run, flat, read
 
-ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "lora", "dpo", "grpo",
-         "reward", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo", "diffusion_grpo", "memory", "memory_baseline", "deploy")  # fmt: skip
 LIKELIHOOD = ("language", "code", "tools", "lora")  # stages whose loss is nats per token
-# What a model was made from, and so is compared with; lora does the work of tools, so it is compared with it.
-# The masked-diffusion model is compared with its control: the causal model that read the same.
-BASES = {"code": "language", "tools": "code", "lora": "tools", "dpo": "tools", "grpo": "tools", "rlhf": "tools",
-         "diffusion_control": "code", "diffusion": "diffusion_control", "diffusion_dpo": "diffusion",
-         "diffusion_grpo": "diffusion", "memory_baseline": "code", "memory": "memory_baseline"}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the metrics folder holds."""
-
-    stages: dict[str, dict[str, Any]]  # name -> metrics/<name>.json
-    curves: dict[str, list[dict[str, str]]]  # name -> rows of metrics/<name>.csv
-    evaluations: dict[str, dict[str, Any]]  # model -> metrics/eval/<model>.json
-    items: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # model -> rows of metrics/eval/<model>.jsonl
-    traces: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> metrics/traces/<model>.json
-    routes: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> metrics/routing/<model>.json
-
-
-def read(metrics: Path) -> Run:
-    """Everything below `metrics`, in pipeline order."""
-    stages = {
-        p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(metrics.glob("*.json")) if known(p.stem)
-    }
-    order = {name: number for number, name in enumerate(ORDER)}
-    stages = dict(sorted(stages.items(), key=lambda entry: (order.get(entry[0], len(order)), entry[0])))
-    curves = {}
-    for name in stages:
-        path = metrics / f"{name}.csv"
-        if path.is_file():
-            with path.open(encoding="utf-8", newline="") as file:
-                curves[name] = list(csv.DictReader(file))
-    models = [name for name in ORDER if (metrics / "eval" / f"{name}.json").is_file()]  # a stage may make two
-    evaluations = {m: json.loads((metrics / "eval" / f"{m}.json").read_text(encoding="utf-8")) for m in models}
-    items = {m: _jsonl(metrics / "eval" / f"{m}.jsonl") for m in models}
-    traces, routes = (_by_model(metrics / folder) for folder in ("traces", "routing"))
-    return Run(stages, curves, evaluations, items, traces, routes)
-
-
-def _by_model(folder: Path) -> dict[str, dict[str, Any]]:
-    paths = {name: folder / f"{name}.json" for name in ORDER}
-    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
-
-
-def known(name: str) -> bool:
-    """Whether a metrics file is one of the graph's: a stray file changes no report."""
-    return name in ORDER
-
-
-def _jsonl(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.split("\n") if line]  # splitlines would cut at U+2028 in an answer
 
 
 def curve(run: Run, column: str) -> list[charts.Series]:
@@ -159,65 +102,60 @@ def thinned(series: list[charts.Series], most: int = 24) -> list[list[str]]:
 
 
 def table(run: Run) -> list[dict[str, Any]]:
-    """A row per headline number: a cell per model, with interval and the change from the model that it was made from."""
+    """A row per headline number: a cell per model, with interval and the change from the model that it is compared with."""
     rows = []
     for headline in HEADLINES:
         cells = []
-        for model, numbers in run.evaluations.items():
-            base = run.evaluations.get(BASES.get(model, ""))
-            cells.append(_cell(headline, lookup(numbers, headline), lookup(base, headline) if base else None))
+        for model in run.evaluations:
+            after, before = differences.of_model(run, model), differences.of_model(run, run.bases.get(model, ""))
+            change = differences.change(headline, before, after) if before and after else None
+            cells.append(_cell(headline, lookup(run.evaluations[model], headline), change))
         if any(cell["value"] != "–" for cell in cells):
             rows.append({"headline": headline, "cells": cells})
     return rows
 
 
-def _cell(headline: Headline, measured: dict[str, float] | None, before: dict[str, float] | None) -> dict[str, str]:
+def _cell(headline: Headline, measured: dict[str, float] | None, change: differences.Change | None) -> dict[str, str]:
     if measured is None:
         return {"value": "–", "interval": "", "change": "", "kind": ""}
-    value = headline.show(measured["value"])
-    known = "low" in measured
-    wide = known and measured["low"] != measured["high"]
+    wide = "low" in measured and measured["low"] != measured["high"]
     interval = f"{headline.show(measured['low'])} to {headline.show(measured['high'])}" if wide else ""
-    if before is None:
-        return {"value": value, "interval": interval, "change": "", "kind": ""}
-    known = known and "low" in before
-    apart = known and (measured["low"] > before["high"] or measured["high"] < before["low"])  # only then it is coloured
-    up = measured["value"] > before["value"]
-    kind = ("better" if up == headline.higher_is_better else "worse") if apart else ""
-    difference = measured["value"] - before["value"]
-    return {"value": value, "interval": interval, "change": headline.show_change(difference), "kind": kind}
+    told = (
+        {"change": headline.show_change(change.after - change.before), "kind": change.kind}
+        if change
+        else {"change": "", "kind": ""}
+    )
+    return {"value": headline.show(measured["value"]), "interval": interval, **told}
 
 
 def lineage(run: Run) -> list[dict[str, Any]]:
-    """A row per stage: its work key, the hash of its code, what it was made from."""
+    """A row per stage: its work key, the hash of its code, what it was made from, its MLflow run where this machine has it."""
+    known = {one.stage: one.mlflow for one in costs.rows(run)}
     rows = []
     for name, numbers in run.stages.items():
-        facts = numbers.get("lineage", {})
-        rows.append(
-            {
-                "stage": name,
-                "key": facts.get("key", ""),
-                "code": facts.get("code", ""),
-                "inputs": facts.get("inputs", {}),
-            }
-        )
+        facts = numbers["lineage"]
+        rows.append({"stage": name, "key": facts.get("key", ""), "code": facts.get("code", ""), "inputs": facts.get("inputs", {}),
+                     "mlflow": known.get(name, "")})  # fmt: skip
     return rows
 
 
-def costs(run: Run) -> list[dict[str, Any]]:
-    """A row per stage with its time and speed, from the work directory of this machine."""
-    rows = []
-    for name, numbers in run.stages.items():
-        key = numbers.get("lineage", {}).get("key", "none")
-        found = sorted(work.root().glob(f"*/{key}/speed.json"))
-        speed = json.loads(found[0].read_text()) if found else {}
-        rows.append({"stage": name, "seconds": speed.get("seconds"), "tokens_per_second": speed.get("tokens_per_second"),
-                     "memory_gb": speed.get("memory_gb"), "gflops": speed.get("gflops"),
-                     "device": speed.get("device", "" if found else "built elsewhere")})  # fmt: skip
-    return rows
+def spent(seconds: float | None) -> str:
+    """A time as people read it: `14 s`, `3 min`, `1 h 20 min`."""
+    if seconds is None:
+        return ""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def samples(run: Run, per_suite: int = 2) -> list[dict[str, Any]]:
+def picture(run: Run, spending: list[costs.Cost], marked: frozenset[str]) -> str:
+    """The graph with the time of each stage."""
+    notes = {one.stage.replace("@", "_"): spent(one.speed.get("seconds")) for one in spending}
+    return graph.svg(run, notes, marked)
+
+
+def samples(run: Run, per_suite: int) -> list[dict[str, Any]]:
     """For a few fixed items, what each model answered."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for model, rows in run.items.items():
@@ -241,25 +179,23 @@ def samples(run: Run, per_suite: int = 2) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested numbers as (name, value) rows, without the lineage."""
-    rows: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if key == "lineage":
-            continue
-        rows += flat(value, f"{prefix}{key} / ") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-    return rows
-
-
-def render(metrics: Path) -> str:
-    """The page."""
+def render(
+    metrics: Path, *, samples_each: int = 2, prices: Prices | None = None, baseline: tuple[str, Run] | None = None
+) -> str:
+    """The page. `baseline`: the name of another run and what was measured of it, which this one is compared with."""
     run = read(metrics)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string((Path(__file__).parent / "card.html").read_text(encoding="utf-8"))
+    spending = costs.rows(run, prices)
+    rebuilt = differences.stages(baseline[1], run) if baseline else []
     return template.render(
-        run=run, table=table(run), figures=figures(run), lineage=lineage(run), costs=costs(run), samples=samples(run),
+        run=run, table=table(run), figures=figures(run), lineage=lineage(run), costs=spending, total=costs.total(spending),
+        currency=prices.currency if prices else "", spent=spent, samples=samples(run, samples_each),
+        graph=picture(run, spending, frozenset(one.stage for one in rebuilt)),
+        claims=claims.claims(run), alarms=claims.alarms(run), skipped=claims.skipped(run),
+        baseline=baseline[0] if baseline else "", rebuilt=rebuilt, moved=differences.measures(baseline[1], run) if baseline else {},
         details={name: flat(numbers) for name, numbers in run.stages.items()},
         evaluations={name: flat(numbers) for name, numbers in run.evaluations.items()},
         traces=[denoising.shown(model, trace) for model, trace in run.traces.items()],

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+Row = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Headline:
@@ -15,6 +17,8 @@ class Headline:
     higher_is_better: bool
     key: str  # its name in reports/headlines/, which `dvc metrics show` and `dvc exp show` print
     chart: bool = False
+    rows: tuple[str, str] | None = None  # of metrics/eval/<model>.jsonl: the suite, and what each item counts
+    group: str | None = None  # of these rows
 
     def show(self, value: float) -> str:
         """The value as people read it."""
@@ -26,64 +30,44 @@ class Headline:
         amount = abs(difference)
         return f"{sign}{100 * amount:.1f} points" if self.unit == "share" else f"{sign}{amount:.3f}"
 
+    def counted(self, rows: list[Row]) -> dict[str, tuple[float, float]]:
+        """Of each item by its id what it adds above and below the line: bits and bytes, or right and 1."""
+        if self.rows is None:
+            return {}
+        suite, key = self.rows
+        mine = (r for r in rows if r["suite"] == suite and isinstance(r.get(key), int | float))
+        return {
+            str(r["id"]): (float(r[key]), float(r["bytes"]) if key.endswith("bits") else 1.0)
+            for r in mine
+            if self.group in (None, r.get("group"))
+        }
 
+
+BITS = "bits per byte, lower is better"
+STORIES, SOLVED = "share of sampled stories", "share of problems solved"
 HEADLINES = (
-    Headline(
-        ("text", "bpb"), "Running text", "bits per byte, lower is better", "bits per byte", False, "text_bpb", True
-    ),
-    Headline(("stories", "bpb"), "Stories", "bits per byte, lower is better", "bits per byte", False, "stories_bpb"),
-    Headline(
-        ("stories", "story_rate"),
-        "Stories that pass every clause",
-        "share of sampled stories",
-        "share",
-        True,
-        "stories_pass",
-    ),
-    Headline(("stories", "end_rate"), "Stories that end", "share of sampled stories", "share", True, "stories_end"),
-    Headline(
-        ("code", "bpb"), "Source code", "bits per byte, lower is better", "bits per byte", False, "code_bpb", True
-    ),
-    Headline(
-        ("code", "bpb_bound"),
-        "Source code, upper bound",
-        "bits per byte, lower is better",
-        "bits per byte",
-        False,
-        "code_bpb_bound",
-    ),
-    Headline(("problems", "parse_rate"), "Answers whose code parses", "share of problems", "share", True, "parse"),
-    Headline(
-        ("problems", "easy", "pass_at_1"),
-        "Easy problems, pass@1",
-        "share of problems solved",
-        "share",
-        True,
-        "easy",
-        True,
-    ),
-    Headline(
-        ("problems", "medium", "pass_at_1"),
-        "Unseen compositions, pass@1",
-        "share of problems solved",
-        "share",
-        True,
-        "medium",
-    ),
+    Headline(("text", "bpb"), "Running text", BITS, "bits per byte", False, "text_bpb", True, rows=("text", "bits")),
+    Headline(("stories", "bpb"), "Stories", BITS, "bits per byte", False, "stories_bpb", rows=("stories", "bits")),
+    Headline(("stories", "story_rate"), "Stories that pass every clause", STORIES, "share", True, "stories_pass",
+             rows=("stories", "right")),
+    Headline(("stories", "end_rate"), "Stories that end", STORIES, "share", True, "stories_end", rows=("stories", "ended")),
+    Headline(("code", "bpb"), "Source code", BITS, "bits per byte", False, "code_bpb", True, rows=("code", "bits")),
+    Headline(("code", "bpb_bound"), "Source code, upper bound", BITS, "bits per byte", False, "code_bpb_bound",
+             rows=("code", "bound_bits")),
+    Headline(("problems", "parse_rate"), "Answers whose code parses", "share of problems", "share", True, "parse",
+             rows=("problems", "parses")),
+    Headline(("problems", "easy", "pass_at_1"), "Easy problems, pass@1", SOLVED, "share", True, "easy", True,
+             rows=("problems", "sampled"), group="easy"),
+    Headline(("problems", "medium", "pass_at_1"), "Unseen compositions, pass@1", SOLVED, "share", True, "medium",
+             rows=("problems", "sampled"), group="medium"),
     Headline(("tools", "ast"), "Tool calls right (AST)", "share of calls right", "share", True, "ast", True),
-    Headline(
-        ("tools", "ast_unseen_tool"), "Calls of unseen tools right", "share of calls right", "share", True, "ast_unseen"
-    ),
-    Headline(
-        ("tools", "false_call_rate"),
-        "False calls",
-        "share of prompts without a fitting tool",
-        "share",
-        False,
-        "false_calls",
-    ),
-    Headline(("facts", "exact_match"), "Facts by heart", "share of questions answered right", "share", True, "facts"),
-)
+    Headline(("tools", "ast_unseen_tool"), "Calls of unseen tools right", "share of calls right", "share", True, "ast_unseen"),
+    Headline(("tools", "false_call_rate"), "False calls", "share of prompts without a fitting tool", "share", False, "false_calls"),
+    Headline(("facts", "exact_match"), "Facts by heart", "share of questions answered right", "share", True, "facts",
+             rows=("facts", "right")),
+    Headline(("reward", "accuracy"), "The better of two answers", "share of pairs told right", "share", True, "pairs",
+             rows=("reward", "right")),
+)  # fmt: skip
 
 
 def short(numbers: dict[str, Any]) -> dict[str, float]:

@@ -6,16 +6,17 @@ python -m pipeline.report.table [metrics]
 import sys
 from pathlib import Path
 
-from pipeline.report import card
+from pipeline.report import card, costs
+from pipeline.report.run import read
 
 MODELS = 4  # columns of one table: more are wider than a terminal
 
 
 def render(metrics: Path) -> str:
     """Text tables of a few models each: a row per headline number, a column per model, intervals in brackets."""
-    run = card.read(metrics)
+    run = read(metrics)
     rows = card.table(run)
-    costs = [row for row in card.costs(run) if row["seconds"] is not None]
+    times = {one.stage: one.speed["seconds"] for one in costs.rows(run) if "seconds" in one.speed}
     if not rows:
         return f"nothing is evaluated yet below {metrics}/eval; run dvc repro"
     lines = [[row["headline"].title, *(_text(cell) for cell in row["cells"])] for row in rows]
@@ -26,9 +27,9 @@ def render(metrics: Path) -> str:
             *([""] if text else []),
             *_block(models, [[line[0], *line[1 + first : 1 + first + MODELS]] for line in lines]),
         ]
-    if costs:
+    if times:
         text.append("")
-        text.append("seconds: " + ", ".join(f"{row['stage']} {row['seconds']:.0f}" for row in costs))
+        text.append("seconds: " + ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in times.items()))
     return "\n".join(text)
 
 

@@ -1,0 +1,104 @@
+"""The run that the report compares with: the metrics of a commit, from DVC's cache.
+
+    python -m pipeline.report.baseline pin [REV]      write REV's full hash into params.yaml (report.baseline); without REV HEAD's
+    python -m pipeline.report.baseline unpin          compare with nothing
+
+The hash stands in params.yaml since a cached stage that read "the last commit" would have an input that nobody tracks. `metrics_at` works
+while DVC holds its lock, so stage report may call it. Not promised: commits whose metrics are neither in the cache nor on the remote.
+"""
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.errors import ConfigError, InputError, StagecoachError
+from pipeline.report import run
+from pipeline.report.run import Run
+
+LINE = re.compile(r"^(report:\n(?:[ #].*\n)*?  baseline:) *[^\s#]+", re.MULTILINE)
+WORKSPACE = "workspace"
+
+
+@contextmanager
+def metrics_at(revision: str) -> Iterator[Path]:
+    """A temporary folder with the `metrics/` of a commit, branch, tag or experiment. Raises InputError with what to do."""
+    from dvc.api import DVCFileSystem
+    from dvc.exceptions import DvcException
+
+    commit = resolve(revision)
+    with tempfile.TemporaryDirectory(prefix="stagecoach-metrics-") as scratch:
+        folder = Path(scratch) / "metrics"
+        try:
+            files = DVCFileSystem(rev=commit)
+            if not files.exists("metrics"):
+                raise InputError(
+                    f"{revision} has no metrics: expected a commit with dvc.lock of a whole run; commit dvc.lock after dvc repro"
+                )
+            files.get("metrics", str(folder), recursive=True)
+        except (DvcException, OSError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise InputError(
+                f"the metrics of {revision} are not in the cache: fetch them with dvc fetch --all-commits metrics, or choose another "
+                f"revision ({said})"
+            ) from error
+        yield folder
+
+
+def at(revision: str) -> Run:
+    """What was measured at a revision; `workspace` is the working tree. Raises InputError."""
+    if revision == WORKSPACE:
+        if not Path("metrics").is_dir():
+            raise InputError("metrics/ does not exist; make it with: dvc repro")
+        return run.read(Path("metrics"))
+    with metrics_at(revision) as folder:
+        return run.read(folder)
+
+
+def resolve(revision: str) -> str:
+    """The full hash of a revision. Raises InputError."""
+    from dvc.exceptions import NotDvcRepoError
+    from dvc.repo import Repo
+    from dvc.scm import NoSCMError, RevError, resolve_rev
+
+    try:
+        with Repo() as repository:
+            return resolve_rev(repository.scm, revision)  # pyright: ignore[reportArgumentType]
+    except (NotDvcRepoError, NoSCMError, RevError) as error:
+        raise InputError(
+            f"{revision}: expected a commit, branch, tag or experiment of this repository: {error}"
+        ) from error
+
+
+def pin(path: Path, value: str) -> None:
+    """Write `report.baseline` into params.yaml; every other byte stays. Raises ConfigError where it has no such line."""
+    text = path.read_text(encoding="utf-8")
+    found = LINE.subn(lambda match: f"{match[1]} {value}", text)
+    if found[1] != 1:
+        raise ConfigError(f"{path}: expected a block `report:` with a line `  baseline:`, found none; add them")
+    path.write_text(found[0], encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """The commands above."""
+    try:
+        if arguments[:1] == ["pin"] and len(arguments) <= 2:
+            revision = resolve(arguments[1] if len(arguments) == 2 else "HEAD")
+            with metrics_at(revision):  # it must be there before a report counts on it
+                pin(Path("params.yaml"), revision)
+            sys.stdout.write(f"report.baseline is {revision}; dvc repro stage_report compares with it\n")
+        elif arguments == ["unpin"]:
+            pin(Path("params.yaml"), "null")
+            sys.stdout.write("report.baseline is null; the report compares with nothing\n")
+        else:
+            raise ConfigError("usage: python -m pipeline.report.baseline pin [REV] | unpin")
+    except StagecoachError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
