@@ -18,7 +18,8 @@ from pathlib import Path
 
 PACKAGES = ("pipeline", "stages")
 IGNORED = frozenset(
-    f"pipeline.{name}" for name in ("codehash", "errors", "launch", "params", "running", "tracking", "usage", "work")
+    f"pipeline.{name}"
+    for name in ("codehash", "errors", "launch", "params", "registry", "running", "tracking", "usage", "work")
 )
 
 

@@ -13,7 +13,6 @@ Not promised: that MLflow holds the steps between the last saved state and a `ki
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import json
 import math
@@ -21,7 +20,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from pipeline import registry
 from pipeline.trackers import Others
 
 Number = float | int | str
@@ -127,6 +126,7 @@ class Tracker:
         self.final: dict[str, Any] = {}
         self.speed: dict[str, Any] = {}
         self._logged = 0  # rows already in MLflow
+        self._model: tuple[Path, dict[str, str]] | None = None  # to be registered when the run has ended well
         quiet = quiet or int(os.environ.get("RANK", "0")) != 0
         self._mlflow = None if quiet else MlflowRun(name, folder, tags, parameters)
         self._others = None if quiet or not others else Others(others, name, folder, parameters)
@@ -146,6 +146,10 @@ class Tracker:
     def report(self, **numbers: Any) -> None:
         """Final numbers for metrics/<stage>.json."""
         self.final.update(numbers)
+
+    def register(self, folder: Path, **tags: str) -> None:
+        """Let MLflow know what was made as a version of the registered model, once the run has ended well."""
+        self._model = (folder, tags)
 
     def headlines(self) -> dict[str, Number]:
         """The final numbers that `dvc metrics show` and `dvc exp show` print: best validation, tokens read."""
@@ -180,6 +184,8 @@ class Tracker:
         if self._mlflow is not None:
             write_json(self.folder / "speed.json", self.speed)  # its device and clock belong to no out
             self._mlflow.system(system)
+            if self._model is not None:
+                self._mlflow.register(*self._model)
             self._mlflow.finish(flatten(self.final) | {f"speed/{k}": v for k, v in flatten(self.speed).items()})
         if self._others is not None:
             self._others.finish()
@@ -201,13 +207,6 @@ def known_run(folder: Path) -> str:
 
 NOTE = "mlflow.json"
 WAIT = 120.0  # seconds
-DEFAULTS = {  # MLflow's own would retry for four minutes and warn at each try
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "true",
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-}
 
 
 class MlflowRun:
@@ -235,24 +234,8 @@ class MlflowRun:
             self._fail(error)
 
     def _open(self) -> None:
-        for variable, value in DEFAULTS.items():
-            os.environ.setdefault(variable, value)
-        root = Path(os.environ.get("DVC_ROOT", ".")).resolve()
-        uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
-        (root / ".work").mkdir(exist_ok=True)
-        with warnings.catch_warnings(), (root / ".work" / "mlflow.lock").open("w") as lock:
-            warnings.simplefilter("ignore")
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two first users would both create the tables
-            from mlflow.tracking import MlflowClient
-
-            client = MlflowClient(tracking_uri=uri)
-            experiment = client.get_experiment_by_name("stagecoach")
-            if experiment is None:
-                where = (root / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
-                identity = client.create_experiment("stagecoach", artifact_location=where)
-            else:
-                identity = experiment.experiment_id
-            self.run_id = self._resume(client) or self._create(client, identity)
+        client, experiment = registry.connect()
+        self.run_id = self._resume(client) or self._create(client, experiment)
         self.client = client
 
     def _resume(self, client: Any) -> str:
@@ -309,6 +292,16 @@ class MlflowRun:
         """How busy the machine was, under the names that MLflow's page draws as system metrics."""
         if samples and self._ready():
             self._send([(k, v, when, step) for step, (when, seen) in enumerate(samples) for k, v in seen.items()])
+
+    def register(self, folder: Path, tags: Mapping[str, str]) -> None:
+        """A version of the registered model, with this run's tags and its own."""
+        if not self._ready():
+            return
+        try:
+            mine = {key: self.tags[key] for key in ("work.key", "git.commit") if self.tags.get(key)}
+            registry.register(self.client, self.run_id, folder, mine | dict(tags))
+        except Exception as error:  # as in _start
+            self._fail(error)
 
     def _send(self, values: list[tuple[str, Any, int, int]]) -> None:
         """(name, value, milliseconds, step) each."""

@@ -84,6 +84,10 @@ class Job:
         """Final numbers for metrics/<stage>.json."""
         self.tracker.report(**numbers)
 
+    def register(self, folder: Path, **tags: str) -> None:
+        """Let MLflow have what was made in `folder` as a version of the registered model, when the run has ended well."""
+        self.tracker.register(folder, **tags)
+
 
 def root() -> Path:
     """Where `.work` is: beside dvc.yaml of the main checkout, also inside a temporary copy made by `dvc exp run`."""

@@ -74,6 +74,7 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
                                   data=data, gguf=shown, onnx=(out / "onnx").is_dir()))  # fmt: skip
     huggingface.seal(out)  # last: the sums are of everything
     calls = smoke.check(out, trunk, tokenizer)
+    job.register(out, model=params.model)
     job.report(model=params.model, parameters=trunk.num_parameters(), parity=proofs, smoke_calls=calls)
 
 

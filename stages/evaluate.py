@@ -27,7 +27,7 @@ import pyarrow.parquet
 from pipeline import checkpoint, denoisers, device
 from pipeline.errors import ConfigError
 from pipeline.evaluation import benchmarks as brought
-from pipeline.evaluation import canvases, kept, recall, rewarded, suites
+from pipeline.evaluation import canvases, kept, recall, rewarded, suites, suites_tools
 from pipeline.evaluation.canvases import CanvasSettings, CanvasSubject
 from pipeline.evaluation.suites import Result, Settings, Subject
 from pipeline.model.config import read_config
@@ -150,7 +150,7 @@ def causal_plan(
         "code": lambda: suites.documents(subject, "code", sources[:most]),
         "code gaps": lambda: suites.gaps(subject, sources),
         "problems": lambda: solve(subject, asked, sandbox),
-        "tools": lambda: suites.called(subject, [d for d in talks if d.kind == "tools"]),
+        "tools": lambda: suites_tools.called(subject, [d for d in talks if d.kind == "tools"]),
         "answers": lambda: suites.answered(subject, talks),
     }
 

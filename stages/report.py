@@ -8,13 +8,13 @@ changed. It opens offline, on a phone and on paper. A model's headlines are its 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.params import main
 from pipeline.report import baseline, card, charts
 from pipeline.report.costs import Prices
-from pipeline.report.headlines import short
+from pipeline.report.headlines import HEADLINES, short
 from pipeline.tracking import write_json
 from pipeline.work import Job
 
@@ -26,10 +26,16 @@ class Params:
     samples: int  # items of each suite whose answers are shown
     baseline: str | None = None  # full hash of a commit to compare with; python -m pipeline.report.baseline pin sets it
     prices: Prices | None = None  # what an hour costs: {core: 0.04, gpu: 2.5, currency: EUR}
+    gate: dict[str, float] = field(
+        default_factory=dict
+    )  # measure: what the deployed model must reach to be the next champion
 
     def __post_init__(self) -> None:
         if self.samples < 0:
             raise ValueError(f"samples: expected at least 0, got {self.samples}")
+        known = {headline.key for headline in HEADLINES}
+        if unknown := sorted(set(self.gate) - known):
+            raise ValueError(f"gate: unknown measure {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
         if self.baseline is not None and not re.fullmatch(r"[0-9a-f]{40}", self.baseline):
             raise ValueError(
                 f"baseline: expected the full hash of a commit, 40 hex digits, got {self.baseline!r}: a name would be an input that "
@@ -40,7 +46,7 @@ class Params:
 def run(params: Params, job: Job, *, metrics: Path, out: Path, plots: Path, headlines: Path) -> None:
     """Write the page `out`, the folder `plots`, and each model's headlines into the folder `headlines`."""
     before = None if params.baseline is None else (params.baseline[:10], baseline.at(params.baseline))
-    page = card.render(metrics, samples_each=params.samples, prices=params.prices, baseline=before)
+    page = card.render(metrics, samples_each=params.samples, prices=params.prices, gate=params.gate, baseline=before)
     out.write_text(page, encoding="utf-8")
     measured = card.read(metrics)
     headlines.mkdir()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline import checkpoint
+from pipeline.learning.objectives_pairs import LOSSES
+from pipeline.learning.objectives_policy import METHODS
 from pipeline.model.transformer import Transformer
 from pipeline.sandbox import servers
 from pipeline.streams import records
@@ -196,8 +198,7 @@ def test_a_critic_may_read_less_than_the_actor(workspace: Workspace, tiny_model:
 
 # parameters
 
-NINE = "sigmoid, cdpo, robust, ipo, hinge, norm, simpo, apo_zero, apo_down"
-SIX = "grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp"
+OF_PAIRS, OF_GROUPS = ", ".join(LOSSES), ", ".join(METHODS)
 FIVE = "code_format, code, tool_call, length, learned"
 
 
@@ -206,12 +207,12 @@ FIVE = "code_format, code, tool_call, length, learned"
     [
         ("reward", {"label_flip": 0.5}, r"reward: expected label_flip in \[0, 0\.5\)"),
         ("reward", {"label_flip": -0.1}, r"label_flip in \[0, 0\.5\)"),
-        ("dpo", {"loss": "kto"}, f"dpo: loss: expected one of {NINE}, got 'kto'"),
+        ("dpo", {"loss": "kto"}, f"dpo: loss: expected one of {OF_PAIRS}, got 'kto'"),
         ("dpo", {"loss": "cdpo", "label_smoothing": 0.5}, r"label_smoothing: expected a share in \(0, 0\.5\), got 0\.5"),
         ("dpo", {"loss": "robust", "label_smoothing": -0.1}, r"label_smoothing: expected a share in \(0, 0\.5\), got -0\.1"),
         ("dpo", {"label_smoothing": 0.1}, "label_smoothing: expected 0, because sigmoid has no label smoothing, got 0.1"),
         ("dpo", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
-        ("grpo", {"method": "ppo"}, f"grpo: method: expected one of {SIX}, got 'ppo'"),
+        ("grpo", {"method": "ppo"}, f"grpo: method: expected one of {OF_GROUPS}, got 'ppo'"),
         ("grpo", {"samples": 1}, "samples: grpo compares answers to one prompt; expected at least 2, got 1"),
         ("grpo", {"samples": 1, "method": "rloo"}, "samples: rloo compares answers to one prompt; expected at least 2, got 1"),
         ("grpo", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),

@@ -12,7 +12,20 @@ FILES = sorted(p for folder in ("pipeline", "stages") for p in (ROOT / folder).r
 
 # from the ground up; a package may import those before it and its own floor
 FLOORS = [
-    {"errors", "params", "runtime", "running", "device", "launch", "tracking", "trackers", "usage", "work", "codehash"},
+    {
+        "errors",
+        "params",
+        "runtime",
+        "running",
+        "device",
+        "launch",
+        "registry",
+        "tracking",
+        "trackers",
+        "usage",
+        "work",
+        "codehash",
+    },
     {"text"},
     {"model"},
     {"streams", "checkpoint", "denoisers"},
@@ -31,7 +44,7 @@ ONE_PLACE = {
     "special tokens": (r"<\|[a-z_]+\|>", ("pipeline/text/",)),
     "the optimiser step": (r"\.backward\(\)|optimi[sz]ers?\.step\(", ("pipeline/learning/fit.py", "pipeline/learning/lr_finder.py", "pipeline/learning/optim.py")),
     "weights on disk": (r"torch\.save\(|torch\.load\(|import pickle|\bpickle\.", ()),
-    "reported numbers": (r"\bmlflow\.|^\s*print\(", ("pipeline/tracking.py",)),
+    "reported numbers": (r"\bmlflow\.|^\s*print\(", ("pipeline/tracking.py", "pipeline/registry.py")),
     "untrusted code": (r"(?<![\w.])(exec|eval)\(", ("pipeline/sandbox/",)),
     "starting processes": (r"\bsubprocess\b|\bos\.exec|\bmultiprocessing\b", ("pipeline/launch.py", "pipeline/model/native.py", "pipeline/sandbox/")),
     "sampling": (r"\bmultinomial\b", ("pipeline/generation/",)),

@@ -61,7 +61,9 @@ def deployed(
 ) -> dict[str, Any]:
     """Run the stage; what it reported."""
     told: dict[str, Any] = {}
-    job: Any = SimpleNamespace(lineage=lineage or {"key": "deploy-key"}, report=told.update)
+    job: Any = SimpleNamespace(
+        lineage=lineage or {"key": "deploy-key"}, report=told.update, register=lambda folder, **tags: None
+    )
     deploy.run(params, job, base=base, out=out, **corpora)
     return told
 

@@ -73,7 +73,7 @@ def test_dpo_against_a_narrowed_reference_begins_at_ln_2_and_passes_its_gate(tin
     found = objectives_pairs.dpo(policy, theirs, PairLoss(loss="sigmoid", beta=0.1))
     loss = float(found.terms[0].sum.detach())
     assert loss == pytest.approx(math.log(2), abs=2e-2)
-    first_dpo(math.log(2), "bf16")({"loss": loss, "rewards/chosen": 0.0, "rewards/rejected": 0.0})
+    first_dpo(math.log(2), "bf16", 0.1)({"loss": loss, "rewards/chosen": 0.0, "rewards/rejected": 0.0})
 
 
 def test_without_autocast_a_narrowed_model_refuses_instead_of_rounding(tiny_model: Transformer) -> None:

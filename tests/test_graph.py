@@ -26,11 +26,20 @@ MASKED = ("diffusion", "diffusion_dpo", "diffusion_grpo")
 SECOND = ("diffusion_control", "memory_baseline")  # beside the model of their stage
 ALL = {"code_versions", "stage_corpus", "stage_tasks", "stage_tokenizer", "stage_encode@text", "stage_encode@code",
        *(f"stage_{model}" for model in MODELS), *(f"stage_evaluate@{model}" for model in MODELS), "stage_reward",
+       "stage_evaluate_reward",
        "stage_deploy", "stage_report", *(f"stage_{model}" for model in (*MASKED, "memory")),
        *(f"stage_evaluate@{model}" for model in (*MASKED, "memory", *SECOND))}  # fmt: skip
 ALIGNED = {f"{stage}{model}" for model in ("dpo", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
 AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_report"}
-AFTER_TOOLS = {"stage_tools", "stage_evaluate@tools", "stage_reward", "stage_deploy", *ALIGNED, *AFTER_RLHF}
+AFTER_TOOLS = {
+    "stage_tools",
+    "stage_evaluate@tools",
+    "stage_reward",
+    "stage_evaluate_reward",
+    "stage_deploy",
+    *ALIGNED,
+    *AFTER_RLHF,
+}
 
 
 @pytest.fixture(scope="module")

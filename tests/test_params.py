@@ -229,7 +229,7 @@ def read_blocks(stage: str) -> set[str]:
     for field in dataclasses.fields(module.Params):
         source = field.metadata.get("from")
         if source is None:
-            names |= {stage, "scale", f"scale:{stage}"}
+            names |= {stage, "scale", f"scale:{stage}"} if in_a_scale_file(stage) else {stage}
             names |= {"preset:*"} if Path("conf/preset", stage).is_dir() else set()
             continue
         which, _, key = source.partition(".")
@@ -240,6 +240,11 @@ def read_blocks(stage: str) -> set[str]:
         else:
             names |= {which, "scale", f"scale:{which}"}
     return names
+
+
+def in_a_scale_file(name: str) -> bool:
+    """Whether the block stands in a file of conf/scale/; a stage of a person's own may have all its values in params.yaml."""
+    return any(name in yaml.safe_load(path.read_text()) for path in Path("conf/scale").glob("*.yaml"))
 
 
 def shared_keys(stage: str, field: str) -> set[str]:

@@ -72,7 +72,7 @@ def test_the_machine_has_its_own_column(
     [
         (["contxt=3"], r"unknown key 'contxt' \(did you mean 'context'\?\); valid keys: context, device"),
         (["language.steps=3"], "unknown key 'language.steps'.*valid keys"),
-        (["model=8b"], "model: no file .*8b.yaml.*options: 7b, large, medium, nano"),
+        (["model=8b"], "model: no file .*8b.yaml.*options: 7b, large, medium"),
         (["model.depth=3"], "model: unknown key 'depth'.*valid keys: .*layers"),
         (["7b"], "expected key=value"),
         (["strategy=zero"], "strategy: expected one of one, ddp, fsdp2, lora, dpo, ppo, got 'zero'"),

@@ -116,8 +116,9 @@ def test_evaluate_judges_problems_and_test_sets_where_the_address_says(
 ) -> None:
     judges = Judges(ConfigError)  # then both say that they are skipped
     monkeypatch.setattr(evaluate, "Judge", judges)
-    for name in ("documents", "sampled_stories", "gaps", "called", "answered"):
+    for name in ("documents", "sampled_stories", "gaps", "answered"):
         monkeypatch.setattr(evaluate.suites, name, lambda *_: Result())
+    monkeypatch.setattr(evaluate.suites_tools, "called", lambda *_: Result())
     empty = workspace.folder / "empty"
     write(empty / "dialogues/test.jsonl", list[Dialogue]())
     write(empty / "problems/test.jsonl", list[Problem]())

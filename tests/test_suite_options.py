@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from pipeline import checkpoint
-from pipeline.evaluation import benchmarks, likelihood, recall, suites
+from pipeline.evaluation import benchmarks, likelihood, recall, suites, suites_tools
 from pipeline.evaluation.intervals import Interval, ratio
 from pipeline.evaluation.suites import Result, Settings, Subject
 from pipeline.generation.sampling import Completion, Sampling
@@ -84,7 +84,7 @@ def test_so_many_gaps_are_to_be_filled_in(count: int, silent: Any) -> None:
 def test_turns_of_so_many_dialogues_are_asked_and_words_of_half_as_many(count: int, silent: Any) -> None:
     dialogues = list(tools.dialogues("test", 20, 1))
     subject = silent(dialogues=count, max_new_tokens=13, ends=False)
-    suites.called(subject, dialogues)
+    suites_tools.called(subject, dialogues)
     expected = [f"{d.id}#{turn}" for d in dialogues[:count] for turn in tools.turns(d)]
     assert [(one.names, one.tokens, one.temperature) for one in subject.asked] == [(expected, 13, 0.0)]
     subject.asked.clear()
@@ -187,8 +187,9 @@ def measured(
 
         def __exit__(self, *_: object) -> None: ...
 
-    for name in ("documents", "sampled_stories", "gaps", "called", "answered", "solved"):
+    for name in ("documents", "sampled_stories", "gaps", "answered", "solved"):
         monkeypatch.setattr(suites, name, taking(name))
+    monkeypatch.setattr(suites_tools, "called", taking("called"))
     monkeypatch.setattr(evaluate, "Judge", NoJudge)
     monkeypatch.setattr(recall, "known", lambda *_: Result())
     sources = [("docs", "docs"), ("trade", "trade"), (stories.HELD_OUT[0], "unseen"), (drills.SOURCE, "drill"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation import likelihood, suites
+from pipeline.evaluation import likelihood, suites, suites_tools
 from pipeline.evaluation import tools as measures
 from pipeline.evaluation.suites import Settings, Subject
 from pipeline.generation.sampling import Completion
@@ -203,7 +203,7 @@ def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scri
     dialogues = list(tools.dialogues("test", 40, 1))
     turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
     category = {d.id: tools.facets(d).category for d in dialogues}
-    right = suites.called(scripted({f"{d.id}#{turn}": truthful(d, turn) for d, turn in turns}), dialogues)
+    right = suites_tools.called(scripted({f"{d.id}#{turn}": truthful(d, turn) for d, turn in turns}), dialogues)
     assert right.numbers["ast"] == right.numbers["ast_high"] == 1.0
     calling = {row["id"].partition("#")[0] for row in right.rows if row["category"] in measures.AST}
     for name, dialogues_of_it in (("ast", calling), ("ast_simple", {i for i in calling if category[i] == "simple"})):
@@ -215,7 +215,7 @@ def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scri
         len(turns),
     )
     assert {row["verdict"] for row in right.rows} == {"right"}
-    silent = suites.called(scripted({f"{d.id}#{turn}": "I cannot." for d, turn in turns}), dialogues)
+    silent = suites_tools.called(scripted({f"{d.id}#{turn}": "I cannot." for d, turn in turns}), dialogues)
     assert (silent.numbers["ast"], silent.numbers["irrelevance"], silent.numbers["left_out"]) == (0.0, 1.0, 0)
 
 
@@ -227,11 +227,43 @@ def test_the_interval_of_tool_calls_is_over_dialogues_and_holds_the_value(script
         for n, d in enumerate(dialogues)
         for turn in tools.turns(d)
     }
-    numbers = suites.called(scripted(half), dialogues).numbers
+    numbers = suites_tools.called(scripted(half), dialogues).numbers
     assert len(half) == len(turns)
     for name in ("ast", "name_accuracy"):
         assert 0 < numbers[f"{name}_low"] < numbers[name] < numbers[f"{name}_high"] < 1
     assert "n_low" not in numbers
+
+
+def test_the_first_dialogues_are_answered_again_under_the_grammar_of_their_tools(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the turns whose truth calls a tool the model is made to write it; the free answers say nothing."""
+    dialogues = list(tools.dialogues("test", 12, 1))
+    turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
+    silent = {f"{d.id}#{turn}": "I cannot." for d, turn in turns}
+    assert not [name for name in suites_tools.called(scripted(silent), dialogues).numbers if "constrained" in name]
+    asked: list[int] = []
+
+    def guided(model: Any, prompts: list[list[int]], grammars: list[Any], **_: Any) -> list[Completion]:
+        asked.append(len(prompts))
+        mine = [(d, turn) for d, turn in turns if d.id in {d.id for d in dialogues[:5]}]
+        return [Completion(byte(truthful(d, turn)), [], "stop") for d, turn in mine]
+
+    subject = scripted(silent, constrained=5)
+    byte = subject.tokenizer.encode
+    monkeypatch.setattr(
+        subject.tokenizer, "decode", lambda ids: next((t for t in texts if byte(t) == list(ids)), "I cannot.")
+    )
+    texts = [truthful(d, turn) for d, turn in turns]
+    monkeypatch.setattr(suites_tools, "guided", guided)
+    numbers = suites_tools.called(subject, dialogues).numbers
+    assert asked == [sum(d.id in {one.id for one in dialogues[:5]} for d, _ in turns)]
+    assert (
+        numbers["ast"],
+        numbers["ast_constrained"],
+        numbers["ast_constrained_high"],
+        numbers["constrained_left_out"],
+    ) == (0.0, 1.0, 1.0, 0)
 
 
 @pytest.mark.slow  # rouge-score imports scikit-learn
@@ -260,6 +292,6 @@ def test_settings_that_measure_nothing_are_refused(change: dict[str, int]) -> No
 
 def test_nothing_to_measure_gives_no_numbers_and_no_error(scripted: Any) -> None:
     empty: Sequence[Any] = []
-    for suite in (suites.sampled_stories, suites.gaps, suites.called, suites.answered):
+    for suite in (suites.sampled_stories, suites.gaps, suites_tools.called, suites.answered):
         assert suite(scripted({}), empty).numbers == {}
     assert suites.solved(scripted({}), empty, Judge([])).numbers == {}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The 48 tools: schemas, wordings, results worked out by hand, and the tools invented for training."""
+"""The tools: schemas, wordings, results worked out by hand, and the tools invented for training."""
 
 import json
 import re
@@ -15,11 +15,11 @@ from pipeline.synthesis.tool_world import World
 from pipeline.synthesis.toolbox import HELD_OUT_DOMAINS, TOOLS, UNSEEN, run
 
 
-def test_there_are_48_tools_in_12_domains_of_four_and_three_domains_are_held_out() -> None:
-    assert len(TOOLS) == 48
-    assert set(Counter(tool.domain for tool in TOOLS.values()).values()) == {4}
-    assert len({tool.domain for tool in TOOLS.values()}) == 12
-    assert len(set(HELD_OUT_DOMAINS)) == 3 and len(UNSEEN) == 12
+def test_there_are_12_domains_of_four_tools_or_more_and_three_domains_are_held_out() -> None:
+    domains = Counter(tool.domain for tool in TOOLS.values())
+    assert len(domains) >= 12 and min(domains.values()) >= 4
+    assert len(set(HELD_OUT_DOMAINS)) == 3 and set(HELD_OUT_DOMAINS) <= set(domains)
+    assert len(UNSEEN) == sum(domains[name] for name in HELD_OUT_DOMAINS)
 
 
 def test_the_schemas_are_valid_and_use_every_feature_that_the_specification_names() -> None:
@@ -29,7 +29,7 @@ def test_the_schemas_are_valid_and_use_every_feature_that_the_specification_name
         jsonschema.Draft202012Validator.check_schema(parameters)
         text += json.dumps(parameters)
     for feature in ('"default"', '"enum"', '"array"', '"null"', '"integer"', '"number"', '"boolean"', '"object"'):
-        assert text.count(feature) > (48 if feature == '"object"' else 0), feature
+        assert text.count(feature) > (len(TOOLS) if feature == '"object"' else 0), feature
 
 
 def test_every_wording_states_all_that_is_required_executes_and_has_closing_words() -> None:

@@ -2,7 +2,7 @@
 
     text, stories, code     bits per byte, sampled stories, gaps filled
     problems                pass@k of generated programs, judged in the sandbox
-    tools                   tool calls, scored as BFCL scores them
+    tools                   tool calls, in suites_tools.py
     answers                 BLEU, chrF, ROUGE of answers in words
 
 Each suite gives its numbers (with `_low`, `_high`) and a row per item; `*left_out` counts the items whose prompt leaves no
@@ -11,22 +11,18 @@ nothing.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from pipeline.device import generator, stable_hash
-from pipeline.evaluation import code, codebleu, likelihood, text, tools
+from pipeline.evaluation import code, codebleu, likelihood, text
 from pipeline.evaluation.intervals import Interval, ratio, wilson
 from pipeline.generation.sampling import Completion, Sampling, generate, rows_within
 from pipeline.model.transformer import Transformer
 from pipeline.sandbox.judge import Judge
 from pipeline.streams.records import Dialogue, Problem, Text
 from pipeline.synthesis import stories
-from pipeline.synthesis import tools as tool_synthesis
 from pipeline.synthesis.story_check import check
 from pipeline.text import chat, fenced
 from pipeline.text.tokenizer import Tokenizer
@@ -51,11 +47,16 @@ class Settings:
     top_p: float  # they are drawn from the most likely tokens that hold this share; 1: from all
     context: int  # window of the likelihoods
     bootstrap: int  # resamples of the items
+    constrained: int = 0  # of the dialogues so many are answered again under the grammar of their tools
+    bertscore: str | None = (
+        None  # a local directory of a BERT: how near answers are to their references; none: not measured
+    )
+    bertscore_layer: int | None = None  # whose output is compared; none: its last
 
     def __post_init__(self) -> None:
         if min(self.documents, self.max_new_tokens, self.story_tokens, self.bootstrap) < 1:
             raise ValueError("documents, max_new_tokens, story_tokens, bootstrap: expected at least 1")
-        for key in ("stories", "problems", "samples", "dialogues", "gaps", "temperature"):
+        for key in ("stories", "problems", "samples", "dialogues", "gaps", "temperature", "constrained"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}: expected at least 0, got {getattr(self, key)}")
         if not 0 < self.top_p <= 1:
@@ -289,66 +290,6 @@ def _references(result: Result, problems: Sequence[Problem], judged: Sequence[co
     result.numbers["codebleu_py"] = asdict(codebleu.codebleu([a for a, _ in pairs], [b for _, b in pairs]))
 
 
-def called(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
-    """Tool calls of every scored turn, given the true conversation before it; greedy."""
-    result = Result()
-    asked: list[tuple[Dialogue, int]] = [
-        (d, turn) for d in dialogues[: subject.settings.dialogues] for turn in tool_synthesis.turns(d)
-    ]
-    prompts = {
-        f"{d.id}#{turn}": chat.render(subject.tokenizer, d.messages[:turn], d.tools, generation_prompt=True).ids
-        for d, turn in asked
-    }
-    if not prompts:
-        return result
-    done = subject.complete("tools", prompts, tokens=subject.settings.max_new_tokens, temperature=0.0)
-    result.numbers["left_out"] = len(prompts) - len(done)
-    if not done:
-        return result
-    kept = [(d, turn) for d, turn in asked if f"{d.id}#{turn}" in done]
-    replies = [subject.tokenizer.decode(done[f"{d.id}#{turn}"].ids) for d, turn in kept]
-    rows, summary = tools.score([(d, turn, reply) for (d, turn), reply in zip(kept, replies, strict=True)])
-    result.numbers |= summary
-    for name, low_high in _tool_intervals(rows, subject).items():
-        result.numbers |= {f"{name}_low": low_high[0], f"{name}_high": low_high[1]}
-    for (dialogue, turn), row, reply in zip(kept, rows, replies, strict=True):
-        name = f"{dialogue.id}#{turn}"
-        result.item("tools", name, done[name], reply, prompt=_last(dialogue.messages[:turn]), category=row["category"],
-                    tool=row["tool"], verdict="right" if row["valid"] else row["error"], right=int(row["valid"]))  # fmt: skip
-    return result
-
-
-def _tool_intervals(rows: list[dict[str, Any]], subject: Subject) -> dict[str, tuple[float, float]]:
-    """Percentile bootstrap over whole dialogues; every measure is formed anew in each resample.
-
-    A share that is 0, or 1, in every resample has no spread to draw from; there it is Wilson's over the dialogues that
-    have the measure.
-    """
-    by_dialogue: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_dialogue.setdefault(row["id"], []).append(row)
-    groups = list(by_dialogue.values())
-    draws = np.random.default_rng(stable_hash(subject.seed, "tools bootstrap") % 2**63)
-    found: dict[str, list[float]] = {}
-    for _ in range(min(subject.settings.bootstrap, 500)):  # a summary costs a millisecond; 500 give the 2.5 % point
-        drawn = [row for place in draws.integers(len(groups), size=len(groups)) for row in groups[place]]
-        for name, value in tools.summarise(drawn).items():
-            found.setdefault(name, []).append(value)
-    having = Counter(name for group in groups for name in tools.summarise(group))
-    return {
-        name: _tool_interval(values, having[name])
-        for name, values in found.items()
-        if name not in ("n", "greedy_disagreements")
-    }
-
-
-def _tool_interval(values: list[float], n: int) -> tuple[float, float]:
-    if set(values) in ({0.0}, {1.0}):
-        share = wilson(n if values[0] else 0, n)
-        return share.low, share.high
-    return float(np.percentile(values, 2.5)), float(np.percentile(values, 97.5))
-
-
 def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
     """Answers in words against the reference: turns of the test conversations that call nothing; greedy."""
     result = Result()
@@ -371,10 +312,13 @@ def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
             given.append(chat.parse(subject.tokenizer.decode(done[name].ids)).content)
             references.append(dialogue.messages[turn]["content"])
             result.item(
-                "answers", name, done[name], given[-1], prompt=_last(dialogue.messages[:turn]), reference=references[-1]
+                "answers", name, done[name], given[-1], prompt=last(dialogue.messages[:turn]), reference=references[-1]
             )
     if given:
         result.numbers |= text.text_scores(given, references) | {"n": len(given)}
+        result.numbers |= text.bertscore(
+            given, references, subject.settings.bertscore, subject.settings.bertscore_layer
+        )
     return result
 
 
@@ -383,5 +327,6 @@ def user(tokenizer: Tokenizer, content: str) -> list[int]:
     return chat.render(tokenizer, [{"role": "user", "content": content}], generation_prompt=True).ids
 
 
-def _last(messages: Sequence[dict[str, Any]]) -> str:
+def last(messages: Sequence[dict[str, Any]]) -> str:
+    """What was said last before an answer, cut."""
     return str(messages[-1]["content"])[:CUT]

@@ -5,10 +5,15 @@ F1 (Lin 2004) with its stemmer, a sentence per line. Overlap with one reference 
 for comparing models on the same items.
 """
 
+import json
 import unicodedata
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import sacrebleu
+
+from pipeline.errors import ConfigError
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -32,6 +37,40 @@ def text_scores(answers: Sequence[str], references: Sequence[str]) -> dict[str, 
     scores["bleu_signature"] = str(bleu.get_signature())
     scores["chrf_signature"] = str(chrf.get_signature())
     return scores
+
+
+def bertscore(
+    answers: Sequence[str], references: Sequence[str], folder: str | None, layer: int | None
+) -> dict[str, float | str]:
+    """`bertscore_f1` (Zhang et al. 2020, arXiv:1904.09675), the mean over answers of the bert-score package with the BERT in `folder`.
+
+    Comparable between equal weights and layers alone. Without a folder it says "skipped: no local weights". Raises ConfigError for a folder
+    that holds no model, and where the package is missing.
+    """
+    if folder is None:
+        return {"bertscore_f1": "skipped: no local weights"}
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"evaluate.bertscore: expected a directory with config.json, weights and tokenizer of a BERT, found {path}"
+        )
+    try:
+        from bert_score import BERTScorer  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "evaluate.bertscore needs the package bert-score: pip install '.[bertscore]', or set it to none"
+        ) from error
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    scorer = BERTScorer(model_type=str(path), num_layers=layer or int(config["num_hidden_layers"]))
+    tokenizer, room = (
+        scorer._tokenizer,
+        int(config.get("max_position_embeddings", 514)) - 2,
+    )  # RoBERTa begins at place 2
+    tokenizer.model_max_length = min(
+        tokenizer.model_max_length, room
+    )  # one that was saved without it has 10^30, which cuts nothing
+    scores: Any = scorer.score(list(answers), list(references))  # precision, recall, F1 of each answer
+    return {"bertscore_f1": float(scores[2].mean())}
 
 
 def rouge_rows(answers: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:

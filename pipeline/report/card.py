@@ -180,7 +180,12 @@ def samples(run: Run, per_suite: int) -> list[dict[str, Any]]:
 
 
 def render(
-    metrics: Path, *, samples_each: int = 2, prices: Prices | None = None, baseline: tuple[str, Run] | None = None
+    metrics: Path,
+    *,
+    samples_each: int = 2,
+    prices: Prices | None = None,
+    gate: dict[str, float] | None = None,
+    baseline: tuple[str, Run] | None = None,
 ) -> str:
     """The page. `baseline`: the name of another run and what was measured of it, which this one is compared with."""
     run = read(metrics)
@@ -194,7 +199,7 @@ def render(
         run=run, table=table(run), figures=figures(run), lineage=lineage(run), costs=spending, total=costs.total(spending),
         currency=prices.currency if prices else "", spent=spent, samples=samples(run, samples_each),
         graph=picture(run, spending, frozenset(one.stage for one in rebuilt)),
-        claims=claims.claims(run), alarms=claims.alarms(run), skipped=claims.skipped(run),
+        claims=claims.claims(run), gates=claims.gates(run, gate or {}), alarms=claims.alarms(run), skipped=claims.skipped(run),
         baseline=baseline[0] if baseline else "", rebuilt=rebuilt, moved=differences.measures(baseline[1], run) if baseline else {},
         details={name: flat(numbers) for name, numbers in run.stages.items()},
         evaluations={name: flat(numbers) for name, numbers in run.evaluations.items()},

@@ -1,6 +1,7 @@
 """What a run should show, each claim with what was measured, and what went wrong on the way.
 
     claims(run)     a model is better than what it was made from, a reward model ranks, exports answer as their model ...
+    gates(run, gate)  whether the deployed model may be champion
     alarms(run)     what reinforcement learning said about its own curve (reinforcement/alarms.py)
     skipped(run)    what was not measured, and why
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.report import differences
-from pipeline.report.headlines import HEADLINES
+from pipeline.report.headlines import HEADLINES, lookup
 from pipeline.report.run import Run, flat
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
@@ -95,6 +96,29 @@ def _chapters(run: Run) -> Iterator[Claim]:
         return
     told = ", ".join(f"{n:g}" for n in unused.values())
     yield Claim(title, f"never chosen, by layer: {told}", FAILS if any(unused.values()) else HOLDS)
+
+
+def gates(run: Run, gate: dict[str, float]) -> list[Claim]:
+    """What the deployed model must reach to be champion (`report.gate`), by the worse end of each interval."""
+    by_key = {headline.key: headline for headline in HEADLINES}
+    model = str(run.stages.get("deploy", {}).get("model", ""))
+    found = []
+    for key, least in gate.items():
+        headline, measured = by_key[key], lookup(run.evaluations.get(model, {}), by_key[key])
+        title = f"{headline.title} of {model or 'the deployed model'}: at {'least' if headline.higher_is_better else 'most'} {headline.show(least)}"
+        if measured is None:
+            found.append(Claim(title, "", UNKNOWN))
+            continue
+        worst = measured.get("low" if headline.higher_is_better else "high", measured["value"])
+        reached = worst >= least if headline.higher_is_better else worst <= least
+        found.append(
+            Claim(
+                title,
+                f"{headline.show(measured['value'])}, at worst {headline.show(worst)}",
+                HOLDS if reached else FAILS,
+            )
+        )
+    return found
 
 
 def alarms(run: Run) -> list[tuple[str, int, str]]:

@@ -61,6 +61,7 @@ HEADLINES = (
     Headline(("problems", "medium", "pass_at_1"), "Unseen compositions, pass@1", SOLVED, "share", True, "medium",
              rows=("problems", "sampled"), group="medium"),
     Headline(("tools", "ast"), "Tool calls right (AST)", "share of calls right", "share", True, "ast", True),
+    Headline(("tools", "ast_constrained"), "The same under the tools' grammar", "share of calls right", "share", True, "ast_grammar"),
     Headline(("tools", "ast_unseen_tool"), "Calls of unseen tools right", "share of calls right", "share", True, "ast_unseen"),
     Headline(("tools", "false_call_rate"), "False calls", "share of prompts without a fitting tool", "share", False, "false_calls"),
     Headline(("facts", "exact_match"), "Facts by heart", "share of questions answered right", "share", True, "facts",

@@ -61,7 +61,7 @@ def read(metrics: Path) -> Run:
     evaluations = _in_order(
         {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in (metrics / "eval").glob("*.json")}
     )
-    items = {model: _jsonl(metrics / "eval" / f"{model}.jsonl") for model in evaluations}
+    items = {model: lines(metrics / "eval" / f"{model}.jsonl") for model in evaluations}
     traces, routes = (_by_model(metrics / folder, {*evaluations, *stages}) for folder in ("traces", "routing"))
     return Run(stages, curves, evaluations, items, traces, routes)
 
@@ -77,7 +77,8 @@ def _by_model(folder: Path, models: set[str]) -> dict[str, dict[str, Any]]:
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
-def _jsonl(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; none where there is no file."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8")

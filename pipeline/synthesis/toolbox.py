@@ -2,7 +2,7 @@
 
 `TOOLS` is the whole box; three domains (`HELD_OUT_DOMAINS`, 12 tools) never occur in training. `run(world, name,
 arguments)` executes a call by name; results are JSON objects, also the refusal `{"error": message}`. Adding a tool: a
-function in `tool_functions.py` and an entry in one of the three shelves. Not promised: that the tools know the real world.
+function and an entry in one of the three shelves (docs/extending.md). Not promised: that the tools know the real world.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,42 @@
+"""BERTScore of answers: the package's own numbers from a local directory, and what is said without one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.evaluation.text import bertscore
+
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "road", "it", "rains", "in", "oslo", "rome", "today"]
+
+
+def test_without_weights_it_says_so_and_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    assert bertscore(["a"], ["b"], None, None) == {"bertscore_f1": "skipped: no local weights"}
+    with pytest.raises(ConfigError, match="expected a directory with config"):
+        bertscore(["a"], ["b"], str(tmp_path), None)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_it_is_the_package_s_number_at_the_layer_that_is_asked_for(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    package = pytest.importorskip("bert_score")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt"), model_max_length=62).save_pretrained(tmp_path)
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.set_seed(3)
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 3
+    answers, references = (
+        ["the cat sat on the mat", "it rains in oslo"],
+        ["a dog ran on the road", "it rains in rome today"],
+    )
+    for layer in (None, 1):
+        _, _, expected = package.score(answers, references, model_type=str(tmp_path), num_layers=layer or 3)
+        found = bertscore(answers, references, str(tmp_path), layer)["bertscore_f1"]
+        assert found == pytest.approx(float(expected.mean()), abs=1e-6)
+    same = bertscore(references, references, str(tmp_path), None)["bertscore_f1"]
+    assert same == pytest.approx(1.0, abs=1e-5)

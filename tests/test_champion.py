@@ -1,0 +1,125 @@
+"""pipeline/registry.py and report/champion.py: who may bear the alias, on a real store."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import registry
+from pipeline.errors import GateError, InputError
+from pipeline.report import champion, claims
+from pipeline.report.run import read
+from pipeline.tracking import Tracker
+
+ROOT = Path(__file__).parents[1]
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def deploy(root: Path, key: str, right: list[int], *, digest: str = "weights", registered: bool = True) -> None:
+    """What a stage_deploy and an evaluation of `tools` leave behind: so many problems, solved or not."""
+    rate = sum(right) / len(right)
+    inputs = {"models/tools": digest, "data/problems": "same"}
+    write(
+        root / "metrics/deploy.json", {"model": "tools", "lineage": {"key": key, "inputs": {"models/tools": "weights"}}}
+    )
+    numbers = {"easy": {"pass_at_1": rate, "pass_at_1_low": rate - 0.1, "pass_at_1_high": rate + 0.1}}
+    write(root / "metrics/eval/tools.json", {"problems": numbers, "lineage": {"key": f"e{key}", "inputs": inputs}})
+    rows = [{"suite": "problems", "id": str(n), "group": "easy", "sampled": r} for n, r in enumerate(right)]
+    write(root / "metrics/eval/tools.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    folder = root / ".work/deploy" / key
+    write(folder / "out/models/deploy/config.json", "{}")
+    if registered:
+        tracker = Tracker(
+            "deploy", folder, {"stage": "deploy", "work.key": key, "git.commit": "c" * 40}, {}, quiet=False
+        )
+        tracker.register(folder / "out/models/deploy", model="tools")
+        tracker.finish()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STAGECOACH_MLFLOW", "on")
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    shutil.copytree(ROOT / "stages", tmp_path / "stages")
+    text = (ROOT / "params.yaml").read_text()
+    write(tmp_path / "params.yaml", text.replace("  gate: null ", "  gate: {easy: 0.3} "))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_alias_moves_only_to_a_model_that_reaches_its_gate_and_is_not_worse(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say(*command: str) -> tuple[int, str]:
+        code = champion.main(list(command))
+        told = capsys.readouterr()
+        return code, told.out + told.err
+
+    assert "nothing is registered yet" in say()[1]
+    deploy(here, "k1", [1, 0] * 50)
+    assert say("crown") == (0, "version 1 (tools, key k1) is champion now\n")
+    assert say("crown") == (0, "version 1 (tools, key k1) is champion already\n")
+    deploy(here, "k2", [1, 0] * 40 + [0, 0] * 10)  # ten problems fewer, none more
+    code, text = say("crown")
+    assert (
+        code == GateError.exit_code and "Easy problems, pass@1 is worse than the champion's: −10.0 points (−1" in text
+    )
+    client, _ = registry.connect()
+    present = registry.champion(client)
+    assert present is not None and present.tags["work.key"] == "k1"
+    deploy(here, "k3", [1, 0] * 35 + [0] * 30)
+    code, text = say("crown", "--although", "smaller and fast")
+    assert code == 0 and "champion now, after version 1" in text
+    present = registry.champion(client)
+    assert present is not None and present.tags["champion.although"].startswith("smaller and fast: ")
+    shown = say()[1].splitlines()
+    assert [line[:11] for line in shown] == [
+        "* version 3",
+        "  version 2",
+        "  version 1",
+    ] and "key k3  commit cccccccccc" in shown[0]
+    deploy(here, "k4", [1, 0, 0, 0] * 25)
+    assert "at least 30.0 %: 25.0 %, at worst 15.0 %" in say("crown")[1]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_registers_once_and_what_is_missing_is_said(here: Path) -> None:
+    with pytest.raises(InputError, match="dvc repro stage_deploy"):
+        champion.deployed()
+    deploy(here, "k1", [1, 0], registered=False)
+    with pytest.raises(InputError, match="not registered in this MLflow store"):
+        champion.crown(None)
+    for _ in range(2):
+        deploy(here, "k1", [1, 0])
+    client, _ = registry.connect()
+    (only,) = registry.versions(client)
+    assert (
+        only.tags == {"work.key": "k1", "git.commit": "c" * 40, "model": "tools"} and registry.champion(client) is None
+    )
+    deploy(here, "k1", [1, 0], digest="others")
+    with pytest.raises(
+        InputError, match=r"measured of another models/tools \(others\) than the one that was deployed \(weights\)"
+    ):
+        champion.deployed()
+    (here / "metrics/eval/tools.json").unlink()
+    with pytest.raises(InputError, match="dvc repro stage_evaluate@tools"):
+        champion.deployed()
+
+
+def test_a_gate_is_held_against_the_worse_end_of_the_interval(tmp_path: Path) -> None:
+    deploy(tmp_path, "k1", [1, 0] * 10, registered=False)
+    run = read(tmp_path / "metrics")
+    states = {least: claims.gates(run, {"easy": least})[0].state for least in (0.39, 0.41)}
+    assert states == {0.39: claims.HOLDS, 0.41: claims.FAILS}
+    assert claims.gates(run, {"code_bpb": 1.0})[0].state == claims.UNKNOWN
+    run.evaluations["tools"]["code"] = {"bpb": 1.0, "bpb_low": 0.9, "bpb_high": 1.1}
+    assert [claims.gates(run, {"code_bpb": most})[0].state for most in (1.2, 1.05)] == [claims.HOLDS, claims.FAILS]
