@@ -90,6 +90,9 @@ def test_a_pinned_commit_is_a_full_hash_in_its_line_and_nothing_else_changes(
     assert baseline.at(said).stages["code"]["lineage"]["key"] == "first"
     assert baseline.main(["unpin"]) == 0
     assert (here / "params.yaml").read_text() == before
+    (here / "params.yaml").write_text(before.replace("baseline: null", "baseline:"))  # as `dvc exp run -S` leaves it
+    assert baseline.main(["unpin"]) == 0
+    assert (here / "params.yaml").read_text() == before
 
 
 def test_a_file_without_the_line_and_a_wrong_command_are_refused(

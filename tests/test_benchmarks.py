@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import checkpoint
+from pipeline import checkpoint, registry
 from pipeline.errors import DataError
 from pipeline.evaluation import benchmarks, bfcl_files, exercises, rows, unrolling
 from pipeline.evaluation.suites import Result
@@ -496,13 +496,19 @@ def test_names_of_numbers_have_no_dots() -> None:
 @pytest.mark.slow
 def test_the_command_scores_a_model_directory_on_a_file_from_anywhere(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, in_repository: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
+    monkeypatch.setenv("STAGECOACH_MLFLOW", "on")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     checkpoint.save(tmp_path / "code", tiny_model, byte_tokenizer, {"key": "k"})
     path = write(tmp_path / "h.jsonl", [HALF])
     assert benchmarks.main([str(tmp_path / "code"), str(path)]) == 0
     numbers = json.loads(capsys.readouterr().out)["h"]
     assert (numbers["form"], numbers["n"], numbers["pass_at_1_greedy"]) == ("completion", 1, 0.0)
+    client, experiment = registry.connect()
+    (run,) = client.search_runs([experiment])
+    assert (run.data.tags["work.key"], run.data.metrics["final/h/n"], run.info.status) == ("k", 1.0, "FINISHED")
     assert benchmarks.main([str(tmp_path / "code"), str(tmp_path / "none.jsonl")]) == 2
     assert "cannot be read" in capsys.readouterr().err
     assert benchmarks.main([]) == 2

@@ -27,7 +27,7 @@ from tests.test_benchmarks import HALF
 from tests.test_benchmarks import write as write_set
 
 SETTINGS = Settings(documents=3, stories=3, problems=12, samples=1, dialogues=24, gaps=2, max_new_tokens=4, story_tokens=4,
-                    temperature=0.8, top_p=0.95, context=64, bootstrap=20)  # fmt: skip
+                    temperature=0.8, top_p=0.95, context=64, bootstrap=20, constrained=8)  # fmt: skip
 PARAMS = evaluate.Params(settings=SETTINGS, sandbox=SandboxConfig())
 
 

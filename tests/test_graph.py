@@ -319,7 +319,7 @@ def test_two_processes_see_the_same_rows_and_losses(repository: Repository, tmp_
             2,
             "models/nothing does not exist",
         ),
-        (["stages.evaluate", "reward"], 2, "usage: python -m stages.evaluate {language|code|tools|lora"),
+        (["stages.evaluate"], 2, "usage: python -m stages.evaluate {language|code|tools|lora"),
         (
             ["stages.language", "language.tokens_per_step=1000000000", "language.context=1000"],
             2,

@@ -36,6 +36,7 @@ def test_every_command_of_the_tutorial_works_and_shows_what_the_page_says(
     repository.edit("Makefile", "$(READY): pyproject.toml", "$(READY):")
     (repository.folder / ".venv").mkdir()
     (repository.folder / ".venv/.ready").touch()
+    repository.edit("params.yaml", "scale: smoke", "scale: demo")  # as a clone has it
     repository.commit("the environment is here")
     said: dict[str, str] = {}
     for command in commands(ROOT / "docs/tutorial.md"):

@@ -5,7 +5,7 @@
     BFCL        a category's JSON lines, v3 or v4             accuracy of calls; truth in possible_answer/ beside it
 
 `evaluate.benchmarks` lists files of data/benchmarks/, whose numbers stand under `benchmarks.<file stem>`; a file from
-elsewhere is scored, and nothing kept, by `python -m pipeline.evaluation.benchmarks MODEL_DIR FILE...`.
+elsewhere is scored by `python -m pipeline.evaluation.benchmarks MODEL_DIR FILE...`, which prints the numbers and keeps them in MLflow.
 
 A model named in COMPLETES has never seen a conversation, so it completes HumanEval and MBPP; the others are asked in a
 chat turn (`exercises.py`); `form` says which it was. A model's calls are always asked for in the chat format.
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline import checkpoint, params
+from pipeline import checkpoint, params, work
 from pipeline.errors import ConfigError, DataError, StagecoachError
 from pipeline.evaluation import bfcl_files, code, exercises, references, rows, suites, unrolling
 from pipeline.evaluation.bfcl_files import Questions
@@ -38,7 +38,7 @@ from pipeline.evaluation.suites import CUT, Result, Settings, Subject
 from pipeline.evaluation.unrolling import CPU_SECONDS
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 from pipeline.streams.records import Problem
-from pipeline.tracking import say
+from pipeline.tracking import Tracker, say
 
 COMPLETES = ("language", "code", "memory")  # folders of models/ that were trained on documents alone
 HUMANEVAL = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
@@ -206,7 +206,29 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     sys.stdout.write(json.dumps(result.numbers, indent=2) + "\n")
+    keep(Path(arguments[0]), [Path(name) for name in arguments[1:]], settings, result)
     return 0
+
+
+def keep(model: Path, files: Sequence[Path], settings: Settings, result: Result) -> None:
+    """A run in MLflow, tagged with the work key of the model, with the numbers under `final/`."""
+    asked = [model.name, *(work.sha256(path) for path in files), dataclasses.asdict(settings)]
+    folder = work.root() / "benchmarks" / work.canonical_hash(asked)
+    folder.mkdir(parents=True, exist_ok=True)
+    tags = {
+        "stage": "benchmarks",
+        "model": model.name,
+        "work.key": str(checkpoint.lineage(model).get("key", "elsewhere")),
+    }
+    tracker = Tracker(
+        f"benchmarks@{model.name}",
+        folder,
+        tags,
+        {"files": [path.name for path in files]} | dataclasses.asdict(settings),
+        quiet=False,
+    )
+    tracker.report(**result.numbers)
+    tracker.finish()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from pipeline.errors import ConfigError, InputError, StagecoachError
 from pipeline.report import run
 from pipeline.report.run import Run
 
-LINE = re.compile(r"^(report:\n(?:[ #].*\n)*?  baseline:) *[^\s#]+", re.MULTILINE)
+LINE = re.compile(
+    r"^(report:\n(?:[ #].*\n)*?  baseline:)(?: *[^\s#]+)?", re.MULTILINE
+)  # `dvc exp run -S` writes null as nothing
 WORKSPACE = "workspace"
 
 
