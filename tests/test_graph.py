@@ -187,16 +187,6 @@ def test_set_and_unset_keeps_comments(repository: Repository) -> None:
     ]
 
 
-def test_a_sweep_in_the_queue_with_two_workers_ends(repository: Repository) -> None:
-    repository.dvc(
-        "exp", "run", "--queue", "-S", "tools.learning_rate=choice(0.001,0.002)", "-S", "tools.steps=choice(2,3)",
-        "stage_tools"
-    )  # fmt: skip
-    repository.dvc("exp", "run", "--run-all", "-j", "2")
-    status = repository.dvc("queue", "status")
-    assert status.count("Success") == 4, status
-
-
 def test_kill_9_of_everything_resumes_to_the_same_bits(repository: Repository, built: Repository) -> None:
     """Three random moments in each training stage; the newest state is truncated before one of the resumes."""
     chance = random.Random(5)
@@ -319,7 +309,7 @@ def test_two_processes_see_the_same_rows_and_losses(repository: Repository, tmp_
             2,
             "models/nothing does not exist",
         ),
-        (["stages.evaluate"], 2, "usage: python -m stages.evaluate {language|code|tools|lora"),
+        (["stages.evaluate"], 2, "usage: python -m stages.evaluate MODEL [key=value ...]; got []"),
         (
             ["stages.language", "language.tokens_per_step=1000000000", "language.context=1000"],
             2,

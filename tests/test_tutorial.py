@@ -18,9 +18,11 @@ def commands(page: Path) -> list[str]:
 
 
 def wait_for_queue(repository: Repository) -> None:
-    """Until no task of DVC's queue is queued or running."""
+    """Until no task of DVC's queue is queued or running; both have succeeded then."""
     for _ in range(600):
-        if not re.search(r"\b(Queued|Running)\b", repository.dvc("queue", "status")):
+        status = repository.dvc("queue", "status")
+        if not re.search(r"\b(Queued|Running)\b", status):
+            assert status.count("Success") == 2, status
             return
         time.sleep(1)
     pytest.fail(repository.dvc("queue", "status"))
