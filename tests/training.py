@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
@@ -195,7 +196,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Run the cases of the file that the command line names."""
+    """Run the cases of the file that the command line names, and leave together: who leaves first breaks what the other still reads."""
     Ranks.leave = lambda self: None  # type: ignore[method-assign]  # the processes have more cases to run
     for fields in json.loads(Path(sys.argv[1]).read_text()):
         case = Case(**fields)
@@ -203,6 +204,9 @@ def main() -> None:
         os.environ["ACCELERATE_USE_FSDP"] = "true" if case.sharding else "false"
         os.environ |= {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": case.sharding}
         run(case)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
