@@ -216,6 +216,18 @@ def is_flat(kind: Any) -> bool:
     return dataclasses.is_dataclass(kind)
 
 
+def as_written(parameters: Any) -> dict[str, Any]:
+    """A stage's Params by the keys of its block: what stands flat there is flat here, blocks of elsewhere have their names."""
+    hints, plain = typing.get_type_hints(type(parameters)), dataclasses.asdict(parameters)
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(parameters):
+        if is_flat(hints[field.name]) and "from" not in field.metadata:
+            found |= as_written(getattr(parameters, field.name))
+        else:
+            found[field.name] = plain[field.name]
+    return found
+
+
 def build(kind: type[T], values: dict[str, Value], where: str, settings: Settings | None = None) -> T:
     """Make the dataclass from raw values: every key known, every type right, nothing missing. Raises ConfigError."""
     hints = typing.get_type_hints(kind)

@@ -28,7 +28,7 @@ from typing import Any
 
 from pipeline import codehash, device, launch, tracking, usage, work
 from pipeline.errors import ConfigError, InputError, StagecoachError
-from pipeline.params import Runtime, Settings, Value, is_flat, parse_override, resolve, type_name
+from pipeline.params import Runtime, Settings, Value, as_written, is_flat, parse_override, resolve, type_name
 
 ANY = ("*",)
 
@@ -186,7 +186,7 @@ def _compute(
     if used is None:  # another rank
         return
     if wiring.metrics:
-        told = dataclasses.asdict(parameters) | {"seed": job.seed}
+        told = as_written(parameters) | {"seed": job.seed}
         final = job.tracker.final | {"lineage": job.lineage, "params": told}
         tracking.write_json(folder / "out" / wiring.metrics.format(**names), final)
     if wiring.trains:

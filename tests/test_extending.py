@@ -207,7 +207,7 @@ def test_a_reward_a_knob_and_a_loss_of_ones_own_are_trained_with(built: Reposito
     assert json.loads((built.folder / "metrics/grpo.json").read_text())["prompts"] == medium < len(problems)
     try_out("A training method", built)
     told = json.loads((built.folder / "metrics/dpo.json").read_text())
-    assert told["params"]["loss"]["loss"] == "dpop" and told["final"]["loss"] > 0
+    assert told["params"]["loss"] == "dpop" and told["final"]["loss"] > 0
 
 
 @pytest.mark.slow

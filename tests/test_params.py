@@ -1,6 +1,7 @@
 """Configuration: precedence, strictness, messages; params.yaml as DVC and Hydra both read it."""
 
 import dataclasses
+import json
 import shutil
 import typing
 from dataclasses import dataclass
@@ -12,7 +13,18 @@ from omegaconf import OmegaConf
 from ruamel.yaml import YAML
 
 from pipeline.errors import ConfigError
-from pipeline.params import Runtime, Settings, Value, block, build, group, parse_override, stage_names, stage_params
+from pipeline.params import (
+    Runtime,
+    Settings,
+    Value,
+    as_written,
+    block,
+    build,
+    group,
+    parse_override,
+    stage_names,
+    stage_params,
+)
 from pipeline.running import meanings
 
 ROOT = Path(__file__).parents[1]
@@ -288,3 +300,15 @@ def test_the_address_of_the_sandbox_service_is_a_nested_key_of_the_runtime_block
         runtime("runtime.sandbox.urll=a")
     with pytest.raises(ConfigError, match=r"runtime\.sandbox\.url: expected str or none, got \"3\""):
         runtime("runtime.sandbox.url=3")
+
+
+def test_resolved_parameters_are_told_by_the_keys_of_their_block() -> None:
+    for stage in ("memory", "lora", "language"):
+        told = as_written(stage_params(stage, Settings(ROOT, ["scale=smoke"])))
+        assert {"steps", "learning_rate"} <= set(told) and "fit" not in told, stage
+        assert json.loads(json.dumps(told)), "it is written as JSON"
+    told = as_written(
+        stage_params("rlhf", Settings(ROOT, ["scale=smoke", "rlhf.beta=0.25", "rlhf.adapter={rank: 3, alpha: 6}"]))
+    )
+    assert (told["beta"], told["adapter"]["rank"]) == (0.25, 3)
+    assert as_written(stage_params("language", Settings(ROOT, ["model=tiny"])))["model"]["width"] == 256

@@ -32,7 +32,8 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
             [one.stage, "; ".join(one.why), *(key or "–" for key in one.keys), found.mlflow if found else "", shown]
         )
     parts = [
-        f"{names[0]} -> {names[1]}: {len(rebuilt)} stages differ" + ("" if rebuilt else "; the two are the same run")
+        f"{names[0]} -> {names[1]}: {len(rebuilt)} {'stage differs' if len(rebuilt) == 1 else 'stages differ'}"
+        + ("" if rebuilt else "; the two are the same run")
     ]
     if rebuilt:
         parts.append(table(head, body, markdown))
