@@ -71,7 +71,9 @@ class Contender:
     adapter: AdapterConfig | None = None  # in the base besides
 
 
-def contenders(config: MemoryConfig, shape: ModelConfig, adapter: AdapterConfig | None = None) -> dict[str, Contender]:
+def contenders(
+    config: MemoryConfig, shape: ModelConfig, adapter: AdapterConfig | None = None, sizes: Iterable[int] = ROWS
+) -> dict[str, Contender]:
     """The memory, others of as many weights (`wider`), others of as many products (`wider, equal FLOPs`), memories of other sizes.
 
     With an `adapter` all but `lora` have it besides, and `lora` is as large as a memory with it.
@@ -83,7 +85,7 @@ def contenders(config: MemoryConfig, shape: ModelConfig, adapter: AdapterConfig 
         for make in (of_wider, of_lora, of_product_keys):
             more = extra * (2 if cost == "flops" else 1) if make is of_lora else 0
             found.append(closest(partial(make, suffix or "", config, shape), target + more, cost))
-    for rows in ROWS:
+    for rows in sizes:
         if rows != config.rows:
             found.append(of_memory(f"memory, {rows} rows", replace(config, rows=rows), shape))
     return {one.name: beside_adapter(one, adapter, extra) for one in found}
@@ -300,6 +302,13 @@ def main(given: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=None, help="names that begin so are trained, and no table is told")
+    parser.add_argument(
+        "--rate", action="append", default=[], help="memory=0.012: no search for it; a search of another base found it"
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="*", default=list(ROWS), help="memories of other sizes that are trained too"
+    )
+    parser.add_argument("--without", nargs="*", default=[], help="names that are left out of the table")
     parser.add_argument("--work", type=Path, default=Path(".work/memory_benchmark"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("overrides", nargs="*", default=[], help="of the block memory, memory.key=value")
@@ -317,7 +326,9 @@ def main(given: list[str]) -> int:
         params, quiet_job(shop), arguments.data / "facts", arguments.data / "tokens/code", tokenizer
     ).code
     base = measured(model, tokenizer, code, arguments.data / "facts", params.questions)
-    known, rates = contenders(params.memory, model.config, params.adapter), {}
+    given_rates = {name: float(rate) for name, _, rate in (text.partition("=") for text in arguments.rate)}
+    known, rates = contenders(params.memory, model.config, params.adapter, arguments.rows), dict(given_rates)
+    known = {name: one for name, one in known.items() if name not in arguments.without}
     if arguments.only:
         known = {name: one for name, one in known.items() if any(name.startswith(word) for word in arguments.only)}
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -338,7 +349,13 @@ def main(given: list[str]) -> int:
         }
     ]
     rows += [told(shop, one, runs[name], others, model.config) for name, one in known.items()]
-    result = {"steps": arguments.steps, "config": asdict(params.memory), "questions": len(base["test"]), "rows": rows}
+    result = {
+        "steps": arguments.steps,
+        "rates_given": given_rates,
+        "config": asdict(params.memory),
+        "questions": len(base["test"]),
+        "rows": rows,
+    }
     text = json.dumps(result, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n")
