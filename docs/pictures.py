@@ -2,7 +2,7 @@
 
     python docs/pictures.py      reports/index.html -> docs/report.png, the page before models/tools -> docs/page.png
 
-The page shows the first of the easy held-out problems, and a story. Needs Chromium and the extra dev.
+The page shows a story and the first of the easy held-out problems. Needs Chromium and the extra dev.
 """
 
 import json
@@ -35,7 +35,7 @@ def main() -> None:
         page.goto((ROOT / "reports/index.html").as_uri())
         page.screenshot(path=ROOT / "docs/report.png")
         with opened(browser, server.url, settings=SETTINGS, viewport=SIZE) as chat:
-            for text in (easy, STORY):
+            for text in (STORY, easy):
                 say(chat, text)
             chat.screenshot(path=ROOT / "docs/page.png")
 
