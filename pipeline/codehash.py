@@ -11,16 +11,22 @@ Not seen: imports whose name is computed at run time, and changes in installed p
 """
 
 import ast
+import contextlib
 import hashlib
+import json
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from pipeline import work
 
 PACKAGES = ("pipeline", "stages")
 IGNORED = frozenset(
     f"pipeline.{name}"
     for name in ("codehash", "errors", "launch", "params", "registry", "running", "tracking", "usage", "work")
 )
+MOST_REMEMBERED = 2_000  # modules as they once stood
 
 
 def dump(node: object) -> str:
@@ -57,11 +63,30 @@ def module_file(root: Path, module: str) -> Path | None:
     return None
 
 
-def imports(root: Path, module: str) -> set[str]:
-    """Modules of ours that `module` imports statically, at any depth of the file, with the packages around them."""
-    path = module_file(root, module)
-    assert path is not None, module
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+def closure(root: Path, stage: str) -> dict[str, str]:
+    """module -> 16 hex digits, for everything that `stages/<stage>.py` runs. Raises SyntaxError as Python would."""
+    start = f"stages.{stage}"
+    seen: dict[str, str] = {}
+    waiting = [start, "stages"]
+    memory = _Memory()
+    while waiting:
+        module = waiting.pop()
+        if module in seen or module in IGNORED:
+            continue
+        path = module_file(root, module)
+        assert path is not None, module
+        seen[module], names = memory.read(path)
+        waiting += [name for name in names if module_file(root, name) is not None]
+    memory.save()
+    return dict(sorted(seen.items()))
+
+
+def _read(path: Path, text: str) -> tuple[str, list[str]]:
+    """The hash of a module, and the names of ours that it imports at any depth, with the packages around them."""
+    tree = ast.parse(text, str(path))
+    digest = hashlib.sha256(dump(tree).encode())
+    for beside in _beside(path):
+        digest.update(beside.name.encode() + b"\0" + beside.read_bytes())
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -70,32 +95,49 @@ def imports(root: Path, module: str) -> set[str]:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     ours = {name for name in names if name.split(".")[0] in PACKAGES}
     parents = {".".join(name.split(".")[:n]) for name in ours for n in range(1, name.count(".") + 1)}
-    return {name for name in ours | parents if module_file(root, name) is not None}
+    return digest.hexdigest()[:16], sorted(ours | parents)
 
 
-def closure(root: Path, stage: str) -> dict[str, str]:
-    """module -> 16 hex digits, for everything that `stages/<stage>.py` runs. Raises SyntaxError as Python would."""
-    start = f"stages.{stage}"
-    seen: dict[str, str] = {}
-    waiting = [start, "stages"]
-    while waiting:
-        module = waiting.pop()
-        if module in seen or module in IGNORED:
-            continue
-        path = module_file(root, module)
-        assert path is not None, module
-        seen[module] = _hash_of(path)
-        waiting += sorted(imports(root, module))
-    return dict(sorted(seen.items()))
+def _beside(path: Path) -> list[Path]:
+    """The files in a module's folder that are not Python's: templates."""
+    found = sorted(path.parent.iterdir())
+    return [p for p in found if p.is_file() and p.suffix not in (".py", ".pyc") and not p.name.startswith(".")]
+
+
+class _Memory:
+    """What was read of modules, by sha256 of all that it hangs on: parsing a stage's hundred modules takes half a second."""
+
+    def __init__(self) -> None:
+        self.path = work.root() / "code.json"
+        self.fresh = False
+        try:
+            self.known: dict[str, list[Any]] = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            self.known = {}
+
+    def read(self, path: Path) -> tuple[str, list[str]]:
+        """`_read`, or what it gave for the same text."""
+        text = path.read_text(encoding="utf-8")
+        parts = [_reader(), text.encode(), *(part for p in _beside(path) for part in (p.name.encode(), p.read_bytes()))]
+        key = hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
+        if key not in self.known:
+            self.known[key] = list(_read(path, text))
+            self.fresh = True
+        code, names = self.known[key]
+        return code, names
+
+    def save(self) -> None:
+        """Keep the newest, whole or not at all; where nothing can be written the next one parses again."""
+        if self.fresh:
+            with contextlib.suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                work.write_atomically(self.path, json.dumps(dict(list(self.known.items())[-MOST_REMEMBERED:])))
 
 
 @cache
-def _hash_of(path: Path) -> str:
-    digest = hashlib.sha256(dump(ast.parse(path.read_text(encoding="utf-8"))).encode())
-    for beside in sorted(path.parent.iterdir()):
-        if beside.is_file() and beside.suffix not in (".py", ".pyc") and not beside.name.startswith("."):
-            digest.update(beside.name.encode() + b"\0" + beside.read_bytes())
-    return digest.hexdigest()[:16]
+def _reader() -> bytes:
+    """What reads: another version of this file, or of Python, remembers anew."""
+    return sys.version.encode() + Path(__file__).read_bytes()
 
 
 def main() -> int:

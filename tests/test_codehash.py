@@ -1,6 +1,7 @@
 """Code hashes: what changes them and what does not."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from pipeline import codehash
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
     files = {
         "pipeline/__init__.py": "",
         "pipeline/work.py": "import os\n",
@@ -24,7 +26,6 @@ def repository(tmp_path: Path) -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    codehash._hash_of.cache_clear()
     return tmp_path
 
 
@@ -32,7 +33,6 @@ def after(repository: Path, name: str, old: str, new: str) -> tuple[dict[str, st
     before = codehash.closure(repository, "tools")
     path = repository / name
     path.write_text(path.read_text().replace(old, new))
-    codehash._hash_of.cache_clear()
     return before, codehash.closure(repository, "tools")
 
 
@@ -66,8 +66,24 @@ def test_a_constant_in_a_shared_module_changes_its_line_alone(repository: Path) 
 def test_a_template_beside_a_module_counts(repository: Path) -> None:
     before = codehash.closure(repository, "tools")
     (repository / "pipeline/text/card.html").write_text("<p>")
-    codehash._hash_of.cache_clear()
     assert codehash.closure(repository, "tools") != before
+
+
+def test_what_was_read_is_remembered_and_a_damaged_memory_is_read_anew(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = codehash.closure(repository, "tools")
+    memory = repository / ".work/code.json"
+    known = json.loads(memory.read_text())
+    assert len(known) == len(set(first.values()))  # empty files are one
+    with monkeypatch.context() as patched:
+        patched.setattr(codehash.ast, "parse", lambda *_: pytest.fail("parsed again"))
+        assert codehash.closure(repository, "tools") == first
+    (repository / "stages/tools.py").write_text("from pipeline.serve import api\n")
+    assert "pipeline.serve.api" in codehash.closure(repository, "tools")
+    memory.write_text(memory.read_text()[:50])
+    assert "pipeline.serve.api" in codehash.closure(repository, "tools")
+    assert json.loads(memory.read_text())
 
 
 def test_constants_that_look_alike_differ() -> None:
