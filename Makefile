@@ -36,13 +36,13 @@ check: setup
 	pyright
 
 # One process a core, each with one thread: tiny models on several threads wait for each other. A file's tests stay together,
-# since they share what its fixtures built.
+# since they share what its fixtures built; tests/conftest.py says which file comes when.
 test: export OMP_NUM_THREADS = 1
 test: check
 	@mkdir -p .work && echo "environment, format, lint and types done at $$(date +%T)" > .work/times
-	pytest -n auto --dist loadfile -m "not slow and not oracle and not gpu and not browser"
+	pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not oracle and not gpu and not browser"
 	@echo "fast group done at $$(date +%T)" >> .work/times
-	pytest -n auto --dist loadfile --durations=15 -m "(slow or oracle or browser) and not gpu"
+	pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15 -m "(slow or oracle or browser) and not gpu"
 	@echo "slow, oracle and browser groups done at $$(date +%T)" >> .work/times
 
 # Preferences that are given on the page are read by stage_tasks: the next `dvc repro` learns from them.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +27,28 @@ os.environ.setdefault("STAGECOACH_MLFLOW", "off")  # tests of MLflow switch it o
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parents[1]
+NEED_THE_GRAPH = {f"test_{name}.py" for name in ("extending", "remotes", "tutorial")}
 SENTENCES = (
     "The pilot asked the girl which way the ferry would go, and the girl told the pilot.\n",
     "def add(left, right):\n    return left + right\n",
     "It wasn't the rope that was wet; it was the deck.\n",
 )
+
+
+@pytest.hookimpl(trylast=True)  # when those of other groups are gone
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order of files for `--dist loadfile --no-loadscope-reorder`, of which each process takes the next: so none ends long after another.
+
+    First the file that builds the graph for all, then those of many tests; the others that need the graph wait for it in the middle.
+    """
+    count = Counter(item.path for item in items)
+    files = sorted(count, key=lambda path: (path.name != "test_graph.py", -count[path], path.name))
+    waiting = [path for path in files if path.name in NEED_THE_GRAPH]
+    others = [path for path in files if path not in waiting]
+    passed = itertools.accumulate(count[path] for path in others)
+    middle = sum(2 * tests < len(items) for tests in passed)
+    place = {path: number for number, path in enumerate([*others[:middle], *waiting, *others[middle:]])}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture
