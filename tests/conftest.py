@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from pathlib import Path
@@ -45,8 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = sorted(count, key=lambda path: (path.name != "test_graph.py", -count[path], path.name))
     waiting = [path for path in files if path.name in NEED_THE_GRAPH]
     others = [path for path in files if path not in waiting]
-    passed = itertools.accumulate(count[path] for path in others)
-    middle = sum(2 * tests < len(items) for tests in passed)
+    middle = len(others) // 2
     place = {path: number for number, path in enumerate([*others[:middle], *waiting, *others[middle:]])}
     items.sort(key=lambda item: place[item.path])
 
