@@ -25,6 +25,8 @@ from tests.test_denoiser import model
 from tests.test_fit import job
 from tests.workspace import Workspace, command
 
+pytestmark = pytest.mark.slow  # each test trains
+
 
 def ran(masked: Workspace, stage: str, **changes: Any) -> list[dict[str, str]]:
     ended = command(stage, arguments(stage, {"runtime.logging_steps": 1} | changes))
@@ -98,7 +100,7 @@ def params(**changes: Any) -> diffusion_grpo.Params:
 
 
 @pytest.mark.parametrize(("key", "value", "field", "expected"), [
-    ("denoising_steps", 8, "steps", 8), ("top_p", 0.5, "top_p", 0.5), ("order", "margin", "order", "margin"),
+    ("denoising_steps", 12, "steps", 12), ("top_p", 0.5, "top_p", 0.5), ("order", "margin", "order", "margin"),
     ("denoising_schedule", "dream", "schedule", "dream"), ("confidence", "tempered", "confidence", "tempered"),
     ("temperature", 0.7, "temperature", 0.7), ("max_new_tokens", 48, "length", 48), ("threshold", 0.9, "threshold", 0.9),
 ])  # fmt: skip

@@ -22,6 +22,8 @@ from tests import masked_workspace
 from tests.test_alignment_resume import DOOMED
 from tests.workspace import Ended, Workspace, command
 
+pytestmark = pytest.mark.slow  # each test trains
+
 SETTINGS: dict[str, Any] = {
     "steps": 4, "tokens_per_step": 512, "context": 128, "rows": 24, "shared": 1, "chapters": 5, "top_k": 2, "layers": "last_1",
     "routing": "prompt", "window": 16, "optimizer": "adamw", "learning_rate": 1e-2, "warmup_steps": 0, "eval_steps": 2,
