@@ -5,19 +5,17 @@
 For `stages/<s>.py` it follows static imports inside the two packages and writes sorted `hash  module` lines. A module's
 hash is over its syntax tree without docstrings, positions and empty fields (our own dump: `ast.dump` differs between
 Python versions) and over the non-Python files beside it (templates). Left out are the modules of IGNORED: they change no
-result, so no default of a stage may live in them.
+result, so no default of a stage may live in them. What a module's text gave is remembered in `.work/code.json`: parsing the
+hundred modules of a stage takes half a second.
 
 Not seen: imports whose name is computed at run time, and changes in installed packages.
 """
 
 import ast
-import contextlib
 import hashlib
-import json
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from pipeline import work
 
@@ -68,14 +66,15 @@ def closure(root: Path, stage: str) -> dict[str, str]:
     start = f"stages.{stage}"
     seen: dict[str, str] = {}
     waiting = [start, "stages"]
-    memory = _Memory()
+    memory = work.Remembered("code.json", MOST_REMEMBERED)
     while waiting:
         module = waiting.pop()
         if module in seen or module in IGNORED:
             continue
         path = module_file(root, module)
         assert path is not None, module
-        seen[module], names = memory.read(path)
+        text = path.read_text(encoding="utf-8")
+        seen[module], names = memory.get(_key(path, text), partial(_read, path, text))
         waiting += [name for name in names if module_file(root, name) is not None]
     memory.save()
     return dict(sorted(seen.items()))
@@ -104,34 +103,10 @@ def _beside(path: Path) -> list[Path]:
     return [p for p in found if p.is_file() and p.suffix not in (".py", ".pyc") and not p.name.startswith(".")]
 
 
-class _Memory:
-    """What was read of modules, by sha256 of all that it hangs on: parsing a stage's hundred modules takes half a second."""
-
-    def __init__(self) -> None:
-        self.path = work.root() / "code.json"
-        self.fresh = False
-        try:
-            self.known: dict[str, list[Any]] = json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            self.known = {}
-
-    def read(self, path: Path) -> tuple[str, list[str]]:
-        """`_read`, or what it gave for the same text."""
-        text = path.read_text(encoding="utf-8")
-        parts = [_reader(), text.encode(), *(part for p in _beside(path) for part in (p.name.encode(), p.read_bytes()))]
-        key = hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
-        if key not in self.known:
-            self.known[key] = list(_read(path, text))
-            self.fresh = True
-        code, names = self.known[key]
-        return code, names
-
-    def save(self) -> None:
-        """Keep the newest, whole or not at all; where nothing can be written the next one parses again."""
-        if self.fresh:
-            with contextlib.suppress(OSError):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                work.write_atomically(self.path, json.dumps(dict(list(self.known.items())[-MOST_REMEMBERED:])))
+def _key(path: Path, text: str) -> str:
+    """sha256 of all that `_read` gives hangs on."""
+    parts = [_reader(), text.encode(), *(part for p in _beside(path) for part in (p.name.encode(), p.read_bytes()))]
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
 
 
 @cache

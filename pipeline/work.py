@@ -29,9 +29,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,37 +121,41 @@ def make_key(
 def digest(path: Path) -> str:
     """A hash of a file, or of every relative path and content below a folder; remembered by size, mtime, inode."""
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    memory = _DigestMemory()
-    lines = [f"{f.relative_to(path) if f != path else ''} {memory.sha256(f)}" for f in files]
+    memory = Remembered("digests.json", 20_000)
+    lines = [f"{f.relative_to(path) if f != path else ''} {memory.get(_state(f), partial(sha256, f))}" for f in files]
     memory.save()
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-class _DigestMemory:
-    """sha256 by (path, size, mtime, inode), so that an unchanged gigabyte is not read again."""
+def _state(path: Path) -> str:
+    """What an unchanged file keeps, so that an unchanged gigabyte is not read again."""
+    stat = path.stat()
+    return f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
 
-    def __init__(self) -> None:
-        self.path = root() / "digests.json"
-        self.known: dict[str, str] = {}
+
+class Remembered:
+    """What was computed before, as JSON in `.work/<name>`: the newest `most` entries. A damaged file is forgotten."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self.path, self.most = root() / name, most
         self.fresh = False
         try:
-            self.known = json.loads(self.path.read_text())
-        except (OSError, ValueError):
+            self.known: dict[str, Any] = dict(json.loads(self.path.read_text()))
+        except (OSError, ValueError, TypeError):
             self.known = {}
 
-    def sha256(self, path: Path) -> str:
-        stat = path.stat()
-        key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+    def get(self, key: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, or gave for the same key."""
         if key not in self.known:
-            self.known[key] = sha256(path)
+            self.known[key] = compute()
             self.fresh = True
         return self.known[key]
 
     def save(self) -> None:
+        """Write what is new, whole or not at all."""
         if self.fresh:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            newest = dict(list(self.known.items())[-20_000:])
-            write_atomically(self.path, json.dumps(newest))
+            write_atomically(self.path, json.dumps(dict(list(self.known.items())[-self.most :])))
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -122,6 +122,9 @@ class ShellWatch(Watch):
 
     start_seconds = 0.0  # bubblewrap has no word for "closed off": its start counts
     code: int | None = None  # exit status of the script, as bubblewrap tells it
+    held: int | None = (
+        None  # a descriptor on its /tmp, whose file system so lives until it was counted for the last time
+    )
     cpu = 0.0
     rss = 0
 
@@ -129,7 +132,7 @@ class ShellWatch(Watch):
         """Nothing waits for a word."""
 
     def _patience(self) -> float:
-        return 0.001 if self.closed else TICK
+        return 0.001 if self.closed or self.held is None else TICK
 
     def _cpu(self) -> float:
         processes = tree(self.pid)
@@ -158,8 +161,26 @@ class ShellWatch(Watch):
         if self.cut is None and self.exit is None:
             if self.rss > self.limits["memory"]:
                 self.cut = "memory"
-            elif _files(self.pid, self.limits["scratch"]) > self.limits["files"]:
+            elif self._stored_too_much():
                 self.cut = "files"
+
+    def _stored_too_much(self) -> bool:
+        """Whether its /tmp holds more files than it may, counted by its file system; also when the tree is gone.
+
+        A script that ends before it was seen in its /tmp even once, within a millisecond or so, is not counted.
+        """
+        if self.held is None:
+            self.held = _tmp(self.pid, self.limits["scratch"])
+        if self.held is None:
+            return False
+        found = os.statvfs(self.held)
+        return found.f_files - found.f_ffree > self.limits["files"]
+
+    def reap(self) -> None:
+        """As for the other profiles."""
+        super().reap()
+        if self.held is not None:
+            os.close(self.held)
 
     def _bury(self) -> None:
         """The whole tree: what loses its parent comes to this process, which is a subreaper."""
@@ -217,17 +238,19 @@ def resident(processes: list[tuple[float, int]]) -> int:
     return sum(sorted((process[1] for process in processes), reverse=True)[: PROCESSES + WRAPPERS])
 
 
-def _files(pid: int, size: float) -> int:
-    """The files in /tmp of the tree, counted by its file system, which is known by its size.
+def _tmp(pid: int, size: float) -> int | None:
+    """A descriptor on /tmp of the tree, which is known by its file system's size; None as long as there is none.
 
-    One call: while bubblewrap builds, the same path is on other file systems.
+    While bubblewrap builds, the same path is on other file systems.
     """
     for process in _children(pid)[:1]:
         with contextlib.suppress(OSError):
-            found = os.statvfs(f"/proc/{process}/root/tmp")
+            place = os.open(f"/proc/{process}/root/tmp", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            found = os.statvfs(place)
             if 0 < found.f_blocks * found.f_frsize < size + found.f_frsize:
-                return found.f_files - found.f_ffree
-    return 0
+                return place
+            os.close(place)
+    return None
 
 
 # Prints a line for whatever it could do; the namespaces are compared outside.
