@@ -67,6 +67,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "CUDA's own: which GPUs the processes see",
     "STAGECOACH_WORK": "the folder of resumable work; not set: `.work` beside `dvc.yaml`; several machines need one that all share",
     "STAGECOACH_MLFLOW": "`off`: no MLflow",
+    "STAGECOACH_DEVICE": "what `runtime.device` says, for programs that read no params.yaml: auto, cpu, cuda or mps",
     "MLFLOW_TRACKING_URI": "where MLflow's runs go; not set: a SQLite file beside `dvc.yaml`",
     "WANDB_MODE": "Weights & Biases' own, for `runtime.trackers: [wandb]`; `offline` keeps its runs in the work folder",
     "STAGECOACH_API_KEYS": "keys that the server takes, separated by commas; needed where others than this machine may ask",

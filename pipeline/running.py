@@ -102,6 +102,8 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     item, overrides = split_arguments(argv, stage, wiring)
     settings = Settings(Path(), overrides)
     parameters, runtime = resolve(module.Params, settings, stage)
+    if runtime.device != "auto":
+        device.ask(runtime.device)
     names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of stage_deploy
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
     chosen = wiring.chosen(parameters) if wiring.chosen else {}
