@@ -24,7 +24,8 @@ from pipeline.reinforcement.answers import Answer, Prompt
 from pipeline.reinforcement.preferred import Preferred
 from pipeline.reinforcement.rewards import Resources
 from pipeline.reinforcement.rollout import RolloutConfig
-from pipeline.sandbox.judge import Judge, RememberingJudge, SandboxConfig
+from pipeline.sandbox.judge import Judge, SandboxConfig
+from pipeline.sandbox.remembered import RememberingJudge
 from pipeline.streams.records import Pair
 from pipeline.tracking import say
 from pipeline.work import Job

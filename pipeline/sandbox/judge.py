@@ -26,10 +26,7 @@ need more than values (`asserts.py`): they are counted in `unprotected` and take
 
 import ast
 import functools
-import hashlib
-import json
 import signal
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,10 +36,9 @@ from pipeline.sandbox import asserts, values
 from pipeline.sandbox.pool import Limits, NoSandboxError, Pool, Report, SandboxConfig, Task
 from pipeline.sandbox.servers import PROFILES
 
-__all__ = ["Judge", "Limits", "Program", "RememberingJudge", "SandboxConfig", "TestResult", "Verdict"]
+__all__ = ["Judge", "Limits", "Program", "SandboxConfig", "TestResult", "Verdict"]
 
 VERDICTS = ("passed", "wrong", "error", "timeout", "memory", "syntax", "no_code", "unsafe", "unscorable")
-MOST_REMEMBERED = 2**14  # verdicts, of one or two kilobytes each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,69 +235,6 @@ class Judge:
             return TestResult(verdict="passed", reason="", visible=check.visible)
         opaque = any(values.has_opaque(answer.value) for answer in mine)
         return TestResult(verdict="wrong", reason="opaque" if opaque else "value", visible=check.visible)
-
-
-class RememberingJudge(Judge):
-    """A judge of what a policy samples: it repeats itself, and a program that it repeats is run once.
-
-    Verdicts that follow from program and tests alone are remembered, up to `MOST_REMEMBERED`, the ones asked for last. Others
-    (a time-out, a lack of memory, a harness that failed: a busy machine may be why) hold for equal programs of one call, so
-    that equal answers of a group are paid alike, and are not remembered: a resumed run, which remembers nothing, has the same rewards.
-    """
-
-    def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
-        super().__init__(config, workers, url)
-        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
-
-    def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
-        """As `Judge.judge`, of a finite number of programs."""
-        asked: deque[bytes] = deque()  # programs that were read and have not been answered
-        running: deque[bytes] = deque()  # those of them that the sandbox was given
-        told: dict[bytes, Verdict | None] = {}  # of this call; None: still running
-
-        def fresh() -> Iterator[Program]:
-            for program in programs:
-                key = _key(program)
-                asked.append(key)
-                if key in told:
-                    continue
-                told[key] = self._recalled(key)
-                if told[key] is None:
-                    running.append(key)
-                    yield program
-
-        def answered() -> Iterator[Verdict]:
-            while asked and (verdict := told[asked[0]]) is not None:
-                asked.popleft()
-                yield verdict
-
-        for verdict in super().judge(fresh()):
-            key = running.popleft()
-            told[key] = verdict
-            if _follows(verdict):
-                self._known[key] = verdict
-            yield from answered()
-        yield from answered()
-        while len(self._known) > MOST_REMEMBERED:
-            self._known.popitem(last=False)
-
-    def _recalled(self, key: bytes) -> Verdict | None:
-        if key in self._known:
-            self._known.move_to_end(key)
-        return self._known.get(key)
-
-
-def _key(program: Program) -> bytes:
-    """What a verdict hangs on."""
-    return hashlib.sha256(json.dumps(vars(program), sort_keys=True).encode()).digest()
-
-
-def _follows(verdict: Verdict) -> bool:
-    """Whether every result follows from program and tests, on a busy machine too."""
-    results = [(result.verdict, result.reason) for result in verdict.results]
-    return verdict.verdict != "unscorable" and all(
-        name in ("passed", "wrong", "syntax") or reason == "exception" for name, reason in results
-    )
 
 
 def parse_test(test: dict[str, Any], entry_point: str) -> _Check | None:
