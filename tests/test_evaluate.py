@@ -173,7 +173,11 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
     assert missing == [("code", "bpb_bound"), ("reward", "accuracy")], (
         "what no suite writes would be a row that never appears; masked models and reward models write these"
     )
-    assert (numbers["settings"]["seed"], numbers["settings"]["stories"], numbers["lineage"]) == (1, 3, {"key": "k"})
+    assert (numbers["settings"]["data_seed"], numbers["settings"]["stories"], numbers["lineage"]) == (
+        1,
+        3,
+        {"key": "k"},
+    )
     assert (numbers["benchmarks"]["HumanEval"]["form"], numbers["benchmarks"]["HumanEval"]["n"]) == ("chat", 1)
     rows = [json.loads(line) for line in first[1].decode().split("\n") if line]
     assert {row["suite"] for row in rows} >= {"stories", "gaps", "benchmarks/HumanEval", "benchmarks/HumanEval/tests"}

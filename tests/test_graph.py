@@ -125,6 +125,27 @@ def test_a_checkpoint_to_start_from_is_followed_by_its_contents(repository: Repo
     assert repository.repro("stage_language") == {"stage_tokenizer", "stage_language"}
 
 
+def test_another_seed_trains_on_the_data_of_before_and_another_data_seed_makes_new_data(repository: Repository) -> None:
+    """The data keep their digests, so both runs are measured on the same items; see tests/test_seeds.py for the whole graph."""
+    before = {model: repository.sha(model) for model in ("language", "tools")}
+    inputs = repository.inputs("tools")
+    repository.edit("params.yaml", "\nseed: 42 ", "\nseed: 1 ")
+    assert repository.repro("stage_evaluate@language", "stage_tools") == {
+        "stage_language",
+        "stage_evaluate@language",
+        "stage_code",
+        "stage_tools",
+    }
+    assert all(repository.sha(model) != sha for model, sha in before.items())
+    changed = {path for path, digest in repository.inputs("tools").items() if inputs[path] != digest}
+    assert changed == {"models/code"}
+    repository.git("checkout", "-q", "params.yaml", "dvc.lock")
+    repository.dvc("checkout", "-q", "--force")
+    repository.edit("params.yaml", "data_seed: 42", "data_seed: 1")
+    assert {"stage_corpus", "stage_tasks"} <= repository.changed()
+    assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == ALL - {"code_versions"}
+
+
 def test_a_block_of_the_scale_file_concerns_its_stage_alone(repository: Repository) -> None:
     repository.edit("conf/scale/smoke.yaml", "tools: {steps: 12", "tools: {steps: 13")
     assert repository.changed() == {"stage_tools"}

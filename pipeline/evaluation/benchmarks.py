@@ -199,7 +199,7 @@ def main(arguments: list[str]) -> int:
         url = params.build(params.Runtime, values.layers("runtime"), "runtime").sandbox_url
         sets = [load(Path(name)) for name in arguments[1:]]
         model, tokenizer = checkpoint.load(Path(arguments[0]))
-        subject = Subject(model.train(False), tokenizer, settings, values.seed())
+        subject = Subject(model.train(False), tokenizer, settings, values.seed("data_seed"))
         completes = Path(arguments[0]).resolve().name in COMPLETES
         result = score(subject, sets, completes=completes, sandbox=lambda: Judge(limits, 1, url=url))
     except StagecoachError as error:
