@@ -147,7 +147,8 @@ def solved(subject: Subject, suite: str, asked: Sequence[Exercise], judge: Judge
     for exercise, one in zip(chosen, greedy, strict=True):
         done = attempts.greedy[exercise.id]
         shown = (exercise.continued if completes else exercise.asked)[-CUT:]
-        result.item(suite, exercise.id, done, subject.tokenizer.decode(done.ids), prompt=shown, verdict=one.verdict,
+        result.item(suite, exercise.id, done, subject.tokenizer.decode(done.ids),
+                    asked=[exercise.asked, exercise.continued, exercise.reference], prompt=shown, verdict=one.verdict,
                     score=one.score)  # fmt: skip
     return result
 
