@@ -1,4 +1,5 @@
-# make         set up and run the main job: dvc repro, two stages side by side (JOBS=1: one after another)
+# make         set up and build the spine: from text to a deployed model you can talk to, with its evaluations and the report
+# make all     the whole graph, branches included (JOBS=1: one stage after another)
 # make test    set up and pass the tests
 # make serve   OpenAI's API and a page for what was trained  make chat    talk to it in the terminal
 # make report  where the report card is                      make clients the API through five clients: docs/clients.md
@@ -7,17 +8,21 @@
 # make clean   remove the environment and unfinished work; models, data and the DVC cache stay
 
 PYTHON ?= python3
-JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: run test check setup serve chat report compare experiments doctor clients clean
+.PHONY: run all test check setup serve chat report compare experiments doctor clients clean
 
 run: setup
-	python -m pipeline.params
-	python -m pipeline.launch -j $(JOBS)
+	@python -m pipeline.params
+	@python -m pipeline.launch $(if $(JOBS),-j $(JOBS)) spine
+	@python -m pipeline.report.table
+
+all: setup
+	@python -m pipeline.params
+	@python -m pipeline.launch $(if $(JOBS),-j $(JOBS))
 	@python -m pipeline.report.table
 
 setup: $(READY)

@@ -22,11 +22,11 @@ import time
 import tokenize
 import typing
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline import codehash, device, launch, tracking, usage, work
+from pipeline import codehash, device, processes, tracking, usage, work
 from pipeline.errors import ConfigError, InputError, StagecoachError
 from pipeline.params import Runtime, Settings, Value, as_written, is_flat, parse_override, resolve, type_name
 
@@ -57,6 +57,7 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
     start = time.monotonic()
     module = sys.modules[run.__module__]
     stage = Path(inspect.getfile(run)).stem
+    _tell_launcher(1)  # until it is known: of an exception, or a kill
     try:
         _run(run, module, stage, Wiring(**wiring), sys.argv[1:], start)
     except StagecoachError as error:
@@ -85,12 +86,21 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
     _leave(0)
 
 
+def _tell_launcher(code: int) -> None:
+    """Leave the exit code where `pipeline.launch` looks for it, since DVC says no more than that its command failed."""
+    path = os.environ.get("STAGECOACH_ENDED")
+    if path and "LOCAL_RANK" not in os.environ:
+        with suppress(OSError):
+            Path(path).write_text(str(code))
+
+
 def _who() -> str:
     return f" (rank {device.rank()})" if device.rank() else ""
 
 
 def _leave(code: int) -> typing.NoReturn:
     sys.stdout.flush()
+    _tell_launcher(code)
     sys.exit(code)
 
 
@@ -99,10 +109,12 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
         sys.stdout.write(help_text(module, stage, wiring))
         return
     if "DVC_STAGE" in os.environ or "LOCAL_RANK" in os.environ:  # dvc, or the launcher of this worker
-        launch.die_with_parent(os.getppid())
+        processes.die_with_parent(os.getppid())
     item, overrides = split_arguments(argv, stage, wiring)
     settings = Settings(Path(), overrides)
     parameters, runtime = resolve(module.Params, settings, stage)
+    if runtime.device != "auto":
+        device.ask(runtime.device)
     names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of stage_deploy
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
     chosen = wiring.chosen(parameters) if wiring.chosen else {}
@@ -128,7 +140,7 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
         else:
             if plan is not None:
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
-                _leave(launch.run_workers(plan, f"stages.{stage}", argv))
+                _leave(processes.run_workers(plan, f"stages.{stage}", argv))
             job = _make_job(stage, item, seed, resolved, runtime, folder, lineage)
             _compute(run, job, parameters, inputs, wiring, names, start)
         if device.rank() == 0 and not follows:
@@ -149,9 +161,9 @@ def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
     return folder.with_name(f"{folder.name}-find-lr")
 
 
-def _plan(wiring: Wiring, stage: str) -> launch.Plan | None:
+def _plan(wiring: Wiring, stage: str) -> processes.Plan | None:
     """The processes that the stage is to train in; None for this one. Raises ConfigError for those it cannot have."""
-    plan = launch.plan() if wiring.trains else None
+    plan = processes.plan() if wiring.trains else None
     cut = plan.sharded if plan else os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if cut and not wiring.cuttable:
         raise ConfigError(

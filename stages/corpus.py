@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.device import stable_hash
-from pipeline.launch import pool_map
 from pipeline.params import group, main
+from pipeline.processes import pool_map
 from pipeline.streams import harvest, hub, parquet, readers, sources
 from pipeline.streams.cleaning import Document, made_record
 from pipeline.streams.decontamination import Index, benchmark_files, benchmark_items

@@ -10,8 +10,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.launch import pool_map
 from pipeline.params import main
+from pipeline.processes import pool_map
 from pipeline.streams import shards
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tracking import progress

@@ -105,7 +105,11 @@ def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[
 
     `numbers` (R,) float64 in [0, 1), one a row; not read at temperature 0. Tokens stand in id order in the cumulative
     distribution; tokens that tie with the last one kept by top-k or top-p are kept too, so no order among them matters.
+    A device without float64 (Apple's GPU) hands its logits to the CPU; the log-probabilities stay there.
     """
+    if logits.device.type == "mps":
+        tokens, logprobs = choose(logits.cpu(), numbers, sampling)
+        return tokens.to(logits.device), logprobs
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         wide = logits.double()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import device, launch
+from pipeline import device, processes
 from pipeline.errors import ConfigError
-from pipeline.launch import Plan, pool_map
+from pipeline.processes import Plan, pool_map
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,7 +76,7 @@ def test_a_killed_worker_is_an_error_and_no_hang() -> None:
         list(pool_map(dies_at_two, range(6), 2))
 
 
-CHILD = "import os, signal, sys; from pipeline.launch import die_with_parent; die_with_parent(int(sys.argv[1])); print('ready', flush=True); signal.pause()"
+CHILD = "import os, signal, sys; from pipeline.processes import die_with_parent; die_with_parent(int(sys.argv[1])); print('ready', flush=True); signal.pause()"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
@@ -108,7 +108,7 @@ def with_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(asked: str, monkeypatch: pytest.MonkeyPatch) -> Plan | None:
     monkeypatch.setenv("STAGECOACH_LAUNCH", asked)
-    return launch.plan()
+    return processes.plan()
 
 
 @pytest.mark.parametrize("asked", ["", "1", "fsdp2:1"])
@@ -173,10 +173,10 @@ def test_our_files_are_what_accelerates_own_class_and_launcher_read(name: str, m
     monkeypatch.setattr(theirs, "launch_command", started.append)
     with monkeypatch.context() as patch:  # run_workers sets variables
         patch.setattr(os, "environ", dict(os.environ))
-        assert launch.run_workers(plan, "stages.language", ["language.steps=3"]) == 0
+        assert processes.run_workers(plan, "stages.language", ["language.steps=3"]) == 0
     args, _, _ = theirs._validate_launch_command(started[0])
     assert (args.training_script, args.training_script_args) == ("stages.language", ["language.steps=3"])
-    assert args.module and args.shutdown_timeout == launch.SAVE_SECONDS and not args.cpu
+    assert args.module and args.shutdown_timeout == processes.SAVE_SECONDS and not args.cpu
     made = prepare_multi_gpu_env(args)
     assert {k: v for k, v in made.items() if k.startswith(("FSDP_RESHARD", "FSDP_OFFLOAD", "FSDP_VERSION"))} == {
         k: v for k, v in plan.environment().items() if k.startswith("FSDP_")
@@ -263,118 +263,6 @@ def test_a_file_may_name_machines_and_the_variable_says_which_one_this_is(
 def test_the_cause_decides_the_exit_code(
     codes: dict[int, int], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch.exit_code(codes) == code
+    assert processes.exit_code(codes) == code
     told = capsys.readouterr().err
     assert said in told and bool(told) == bool(said)
-
-
-class Repro:
-    """A fake of `dvc repro -s STAGE` that ends at the second look."""
-
-    started: list[str]
-    alive: int
-    most: int
-    codes: dict[str, int]
-
-    threads: dict[str, str]
-
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        assert command[1:-1] == ["-m", "dvc", "--wait-for-lock", "repro", "-s"]
-        self.name, self.looks = command[-1], 0
-        Repro.threads[self.name] = env["OMP_NUM_THREADS"]
-        Repro.started.append(self.name)
-        Repro.alive += 1
-        Repro.most = max(Repro.most, Repro.alive)
-
-    def wait(self, timeout: float) -> int:
-        self.looks += 1
-        if self.looks < 2:
-            raise subprocess.TimeoutExpired("dvc", timeout)
-        Repro.alive -= 1
-        self.returncode = Repro.codes.get(self.name, 0)
-        return self.returncode
-
-
-WAITS = {"a": set(), "b": {"a"}, "c": {"a"}, "d": {"a"}, "e": {"b", "c", "d"}}
-
-
-@pytest.fixture
-def repros(monkeypatch: pytest.MonkeyPatch) -> type[Repro]:
-    Repro.started, Repro.alive, Repro.most, Repro.codes, Repro.threads = [], 0, 0, {}, {}
-    monkeypatch.setattr(launch.subprocess, "Popen", Repro)
-    monkeypatch.setattr(launch, "ready_stages", lambda target: (sorted(WAITS), WAITS))
-    return Repro
-
-
-def test_stages_start_when_what_they_wait_for_is_done(repros: type[Repro]) -> None:
-    assert launch.run_parallel(2, None) == 0
-    assert (repros.started[0], repros.started[-1], sorted(repros.started)) == ("a", "e", ["a", "b", "c", "d", "e"])
-    assert (repros.most, repros.alive) == (2, 0)
-
-
-def test_a_long_chain_goes_first_and_stages_side_by_side_share_the_cores(
-    repros: type[Repro], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits = {"corpus": set(), "alone": {"corpus"}, "tools": {"corpus"}, "reward": {"tools"}, "rlhf": {"reward"}}
-    monkeypatch.setattr(launch, "ready_stages", lambda target: (sorted(waits), waits))
-    monkeypatch.setattr(launch.device, "workers", lambda asked: 4)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch.by_urgency(waits) == ["corpus", "tools", "reward", "alone", "rlhf"]
-    assert launch.run_parallel(2, None) == 0
-    assert repros.started == ["corpus", "tools", "alone", "reward", "rlhf"]
-    assert (repros.threads["corpus"], repros.threads["tools"], repros.threads["alone"]) == ("4", "2", "2")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launch.run_parallel(2, None) == 0 and set(repros.threads.values()) == {"3"}
-
-
-def test_after_a_failure_nothing_starts_and_its_code_is_ours(repros: type[Repro]) -> None:
-    repros.codes = {"b": 3}
-    assert launch.run_parallel(2, None) == 3
-    assert repros.started == ["a", "b", "c"]
-    assert repros.alive == 0
-
-
-def test_an_interrupt_waits_for_the_stages_that_run(repros: type[Repro], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Repro.wait
-    signals = [KeyboardInterrupt()]
-
-    def wait(self: Repro, timeout: float) -> int:
-        if self.name == "b" and signals:
-            raise signals.pop()
-        return original(self, timeout)
-
-    monkeypatch.setattr(Repro, "wait", wait)
-    assert launch.run_parallel(2, None) == 130
-    assert (repros.started, repros.alive) == (["a", "b", "c"], 0)
-
-
-def test_no_job_at_a_time_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["launch", "-j", "0"])
-    with pytest.raises(SystemExit) as refused:
-        launch.main()
-    assert refused.value.code == 2
-    assert "expected at least 1" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_ready_stages_are_those_of_the_graph_above_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"], "e": []}
-    lines = ["stages:"]
-    for name, deps in graph.items():
-        lines += [
-            f"  {name}:",
-            f"    cmd: echo {name} >> order && echo {name} > {name}.out",
-            "    outs:",
-            f"      - {name}.out",
-        ]
-        lines += ["    deps:", *(f"      - {d}.out" for d in deps)] if deps else []
-    (tmp_path / "dvc.yaml").write_text("\n".join(lines) + "\n")
-    subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], cwd=tmp_path, check=True)
-    command = [sys.executable, "-m", "pipeline.launch", "-j", "2", "d"]
-    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
-    order = (tmp_path / "order").read_text().split()
-    assert (order[0], sorted(order[1:3]), order[3:]) == ("a", ["b", "c"], ["d"])
-    monkeypatch.chdir(tmp_path)
-    assert launch.ready_stages("b") == (["a", "b"], {"a": set(), "b": {"a"}})
-    with pytest.raises(ConfigError, match="no stage 'x'"):
-        launch.ready_stages("x")
