@@ -175,7 +175,9 @@ def headlines(names: Sequence[str], runs: Sequence[Run]) -> list[Spread]:
             n = len(headline.items(sides[0].rows))
             if columns:
                 mean = [statistics.fmean(tops) for tops in zip(*(tops for tops, _ in columns), strict=True)]
-                draws = ratio(mean, columns[0][1], generator=generator("seeds", headline.key), resamples=10_000)
+                # without bottoms `ratio` gives 0 of all, and all of all, the border of Wilson
+                bottoms = None if set(columns[0][1]) == {1.0} else columns[0][1]
+                draws = ratio(mean, bottoms, generator=generator("seeds", headline.key), resamples=10_000)
                 interval = draws.low, draws.high
             else:
                 interval = own_intervals([(one.get("low"), one.get("high")) for one in told if one])

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests import checkpoints
-from tests.graph import ROOT, Repository, copy_of_built, ran
+from tests.graph import Repository, copy_of_built, ran
 from tests.server import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -365,17 +365,3 @@ def test_a_second_run_of_one_key_waits_and_exports(repository: Repository) -> No
     outputs = [process.communicate()[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0]
     assert sum("already computed" in output for output in outputs) == 1
-
-
-def test_readme_commands_exist() -> None:
-    """Every `make` target, module and dvc stage that the README names is there."""
-    text = (ROOT / "README.md").read_text()
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`make ([a-z]+)`", text):
-        assert f"\n{target}:" in makefile, target
-    for module in re.findall(r"python -m ((?:pipeline|stages)\.[a-z_.]+)", text):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
-    graph = (ROOT / "dvc.yaml").read_text()
-    for stage in re.findall(r"\bstage_[a-z]+", text):
-        assert f"  {stage}:" in graph, stage

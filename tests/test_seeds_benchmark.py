@@ -71,6 +71,12 @@ def test_the_interval_over_items_is_of_the_mean_over_runs() -> None:
     assert one.items == pytest.approx([1 / 3 - 0.169, 1 / 3 + 0.169], abs=0.02)
 
 
+def test_a_share_of_nothing_in_every_run_is_not_sure_to_be_nothing() -> None:
+    """Wilson's border of 0 of 30: 1.96^2 / (30 + 1.96^2) = 3.8415 / 33.8415 = 0.11351."""
+    one = row(seeds.measured(NAMES, [made(seed, [0] * 30) for seed in (1, 2, 3)]), "tools", "Easy problems, pass@1")
+    assert one.items == pytest.approx([0.0, 0.11351], abs=1e-5)
+
+
 def test_a_number_that_is_no_sum_has_the_mean_of_the_runs_own_intervals() -> None:
     found = seeds.measured(NAMES, [made(seed, [1, 0]) for seed in (1, 2, 6)])
     one = row(found, "tools", "Tool calls right (AST)")

@@ -206,4 +206,4 @@ def _reasons(first: dict[str, Any], second: dict[str, Any], run: Run) -> list[st
         if before.get(path) != after.get(path):
             made_by = maker(path, run.stages)
             why.append(f"what it reads from {made_by}" if made_by else f"the contents of {path}")
-    return why or ["a parameter that its metrics do not name"]
+    return list(dict.fromkeys(why)) or ["a parameter that its metrics do not name"]
