@@ -162,7 +162,14 @@ def _sentence(docstring: str) -> str:
 
 def top(root: Path) -> str:
     """The keys beside the blocks."""
-    rows = [["`seed`", "int", "every draw of the experiment begins from it"]]
+    rows = [
+        ["`seed`", "int", "every draw of training begins from it: weights, order, noise, sampled answers"],
+        [
+            "`data_seed`",
+            "int",
+            "every draw that makes data or measures: corpus, tasks, items, resamples; another one rebuilds all",
+        ],
+    ]
     for group, what in zip(GROUPS, ("the size of the model", "how long and how big", "where the data come from"), strict=True):  # fmt: skip
         names = ", ".join(sorted(path.stem for path in (root / "conf" / group).glob("*.yaml")))
         rows.append([f"`{group}`", "str", f"{what}, a file of `conf/{group}/`: {names}"])

@@ -46,6 +46,7 @@ class Wiring:
     optional: tuple[str, ...] = ()  # inputs that may be absent
     chosen: Callable[[Any], dict[str, str]] | None = None  # further inputs that only some parameters ask for
     of_item: Callable[[str], tuple[str, ...]] | None = None  # which of the inputs an item reads; none: all of them
+    seed: str = "seed"  # the key that its draws begin from; "data_seed" where it makes data, or measures
     metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
     trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
     cuttable: bool = True  # its model may lie cut over the processes (FSDP2)
@@ -122,8 +123,8 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     inputs |= {key: Path(path) for key, path in chosen.items()}
     _check_inputs(inputs, wiring.optional)
     name = f"{stage}@{item}" if item else stage
-    resolved = dataclasses.asdict(parameters)
-    lineage = _lineage(stage, item, settings.seed(), resolved, inputs)
+    resolved, seed = dataclasses.asdict(parameters), settings.seed(wiring.seed)
+    lineage = _lineage(stage, item, seed, resolved, inputs)
     folder = work.root() / name / lineage["key"]
     if runtime.find_lr:
         folder = _finder_folder(folder, stage, wiring)
@@ -140,7 +141,7 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
             if plan is not None:
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
                 _leave(processes.run_workers(plan, f"stages.{stage}", argv))
-            job = _make_job(stage, item, settings.seed(), resolved, runtime, folder, lineage)
+            job = _make_job(stage, item, seed, resolved, runtime, folder, lineage)
             _compute(run, job, parameters, inputs, wiring, names, start)
         if device.rank() == 0 and not follows:
             for target, source in out_paths(folder, wiring, names):
@@ -198,7 +199,7 @@ def _compute(
     if used is None:  # another rank
         return
     if wiring.metrics:
-        told = as_written(parameters) | {"seed": job.seed}
+        told = as_written(parameters) | {wiring.seed: job.seed}
         final = job.tracker.final | {"lineage": job.lineage, "params": told}
         tracking.write_json(folder / "out" / wiring.metrics.format(**names), final)
     if wiring.trains:

@@ -68,7 +68,7 @@ class Job:
     stage: str
     item: str | None
     key: str
-    seed: int
+    seed: int  # of training, or data_seed for a stage that makes data or measures
     folder: Path  # the keyed work folder; resumable parts go into folder / "parts"
     workers: int
     runtime: Any  # params.Runtime

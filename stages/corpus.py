@@ -252,4 +252,5 @@ if __name__ == "__main__":
         run,
         inputs={"own": "data/own", "benchmarks": "data/benchmarks"},
         outs={"text": "data/raw/text", "code": "data/raw/code"},
+        seed="data_seed",
     )

@@ -49,5 +49,6 @@ if __name__ == "__main__":
         run,
         inputs={"tokenizer": "data/tokenizer", "corpus": "data/raw/{item}"},
         outs={"out": "data/tokens/{item}"},
+        seed="data_seed",
         items=("text", "code"),
     )

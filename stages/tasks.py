@@ -317,4 +317,5 @@ if __name__ == "__main__":
             "pairs": "data/preferences",
             "known": "data/facts",
         },
+        seed="data_seed",
     )

@@ -49,7 +49,9 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "conf/model/nano.yaml").write_text("width: 8\n")
     (tmp_path / "conf/scale/demo.yaml").write_text("# @package _global_\ntoy: {times: 3}\n")
     (tmp_path / "conf/data/machine.yaml").write_text("source: machine\n")
-    (tmp_path / "params.yaml").write_text("seed: 1\nmodel: nano\nscale: demo\ndata: machine\ntoy: {times: null}\n")
+    (tmp_path / "params.yaml").write_text(
+        "seed: 1\ndata_seed: 1\nmodel: nano\nscale: demo\ndata: machine\ntoy: {times: null}\n"
+    )
     (tmp_path / "data/raw/a.txt").write_text("ab")
     (tmp_path / "stages/__init__.py").write_text("")
     (tmp_path / "stages/toy.py").write_text(SOURCE)
@@ -76,6 +78,21 @@ def main(stage: ModuleType, *argv: str, **wiring: Any) -> int:
     finally:
         sys.argv = before
     raise AssertionError("a command ends in SystemExit")
+
+
+def test_a_stage_that_makes_data_is_keyed_by_the_seed_of_the_data_alone(
+    stage: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(stage, seed="data_seed")
+    assert json.loads(Path("metrics/toy.json").read_text())["params"]["data_seed"] == 1
+    main(stage, "seed=2", seed="data_seed")
+    assert "already computed" in capsys.readouterr().err
+    seen: list[int] = []
+    stage.HOOK = lambda job, out: seen.append(job.seed)  # type: ignore[attr-defined]
+    main(stage, "data_seed=2", seed="data_seed")
+    main(stage, "seed=3", "data_seed=9")
+    assert seen == [2, 3]
+    assert json.loads(Path("metrics/toy.json").read_text())["params"]["seed"] == 3
 
 
 def raising(error: BaseException) -> Callable[..., None]:

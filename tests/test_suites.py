@@ -215,6 +215,11 @@ def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scri
         len(turns),
     )
     assert {row["verdict"] for row in right.rows} == {"right"}
+    wanted = {row["id"]: row["wanted"] for row in right.rows}
+    assert wanted == {
+        f"{d.id}#{turn}": "call" if tools.truth(d, turn) else "question" if category[d.id] == "missing" else "nothing"
+        for d, turn in turns
+    }
     silent = suites_tools.called(scripted({f"{d.id}#{turn}": "I cannot." for d, turn in turns}), dialogues)
     assert (silent.numbers["ast"], silent.numbers["irrelevance"], silent.numbers["left_out"]) == (0.0, 1.0, 0)
 
