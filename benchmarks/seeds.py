@@ -11,6 +11,7 @@ the model that it is compared with, and for what the claims of the report card r
                      that is no sum over items the mean of the runs' own intervals (marked *), which is not narrower
     95% over seeds   would other seeds have said the same? mean +- t s / sqrt(n), Student's t with n - 1 degrees of freedom
 
+What stages measured of themselves (the claims) is over the items that each stage chose; a search for the frontier may choose others by seed.
 Runs over other data, other items or with other parameters are refused by name; other code is noted. Not promised: that three seeds say
 much about the spread (their interval assumes values that are normal over seeds), or both sources of chance in one interval.
 """
