@@ -54,7 +54,10 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
     if apart:
         lines = (f"  {what} ({', '.join(dict.fromkeys(models))})" for what, models in apart.items())
         parts.append("\n".join(["Items of the measures that are not compared:", *lines]))
-    parts.append("Differences with their 95 % intervals; better and worse only where chance does not explain them.")
+    parts.append(
+        "Differences with their 95 % intervals; better and worse only where chance does not explain them, over "
+        f"{differences.FEWEST} items at least."
+    )
     return "\n\n".join(parts) + "\n"
 
 
