@@ -2,9 +2,10 @@
 
     python -m pipeline.report.compare A [B] [--md] [--all]        make compare A=HEAD~1 B=workspace
 
-A and B are commits, branches, tags, experiments (`dvc exp show` names them) or `workspace`, the default of B. Differences are B - A, over
-the same held-out items (report/differences.py); only those that chance does not explain are marked. Measures over other items are not
-compared: the line says why the items are others, and below the table which. Each stage's work key and MLflow run are named, so that every number can be traced.
+A and B are commits, branches, tags, experiments (`dvc exp show` names them) or `workspace`, the default of B. Differences
+are B - A, over the same held-out items (report/differences.py); only those that chance does not explain are marked.
+Measures over other items are not compared: the line gives the reason, and below the table stand the items. Each stage's
+work key and MLflow run are named, so that every number can be traced.
 """
 
 import argparse
