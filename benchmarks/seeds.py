@@ -2,17 +2,19 @@
 
     python benchmarks/seeds.py RUN RUN [RUN ...] [--out benchmarks/results/seeds.json]
 
-A RUN is a metrics folder, or a commit, branch, tag, experiment, or `workspace`. To make three: `dvc exp run -S seed=1`, `-S seed=2`, beside the
-run at hand. Prints a Markdown table and writes the same numbers as JSON. For each headline of each model, for its difference from
-the model that it is compared with, and for what the claims of the report card rest on:
+A RUN is a metrics folder, or a commit, branch, tag, experiment, or `workspace`. To make three: `dvc exp run -S seed=1` and
+`-S seed=2` beside the run at hand. Prints a Markdown table and writes the same numbers as JSON. For each headline of each
+model, for its difference from the model that it is compared with, and for the claims of the report card:
 
     mean, range      over the runs
-    95% over items   would other items of the same kind have said the same? A bootstrap over items of the mean over runs; for a number
-                     that is no sum over items the mean of the runs' own intervals (marked *), which is not narrower
-    95% over seeds   would other seeds have said the same? mean +- t s / sqrt(n), Student's t with n - 1 degrees of freedom
+    95% over items   would other items of the same kind give the same? A bootstrap over items of the mean over runs; for a
+                     number that is no sum over items the mean of the runs' own intervals (marked *), which is not narrower
+    95% over seeds   would other seeds give the same? mean +- t s / sqrt(n), Student's t with n - 1 degrees of freedom
 
-Runs over other data, other items or with other parameters are refused by name; other code is noted. Not promised: that three seeds say
-much about the spread (their interval assumes values that are normal over seeds), or both sources of chance in one interval.
+What stages measured of themselves (the claims) is over the items that each stage chose; a search for the frontier may
+choose others by seed. Runs over other data, other items or with other parameters are refused by name; other code is noted.
+Not promised: that three seeds say much about the spread (their interval assumes values that are normal over seeds), or
+both sources of chance in one interval.
 """
 
 import argparse
@@ -200,7 +202,7 @@ def same_items(names: Sequence[str], model: str, headline: Headline, sides: Sequ
     """What the items of a headline add in each run, in one order; empty for a number that is no sum over items. Raises InputError."""
     rows = [headline.items(side.rows) for side in sides]
     for name, mine in zip(names[1:], rows[1:], strict=True):
-        alone = [str(row["id"]) for first, second in ((rows[0], mine), (mine, rows[0])) for item, row in first.items() if item not in second]  # fmt: skip
+        alone = [str(row["id"]) for item, row in (rows[0] | mine).items() if not (item in rows[0] and item in mine)]
         if alone:
             raise InputError(
                 f"{names[0]} and {name} measured over other items: {headline.title} of {model}: {len(rows[0])} and {len(mine)} items, "

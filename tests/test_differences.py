@@ -255,6 +255,16 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     assert claims.skipped(skipped) == [("tools", "problems", "skipped: no sandbox")]
 
 
+@pytest.mark.parametrize(("tools", "grpo", "said"), [
+    (asked([0] * 19), asked([1] * 19), "too few items: 19"),
+    (asked([0] * 40), asked([1] * 40, hashes="x", problems=40), "measured over other items: evaluate.problems None and 40"),
+])  # fmt: skip
+def test_a_claim_over_few_or_other_items_has_no_verdict(tools: Measured, grpo: Measured, said: str) -> None:
+    run = Run({}, {}, {"tools": tools.numbers, "grpo": grpo.numbers}, {"tools": tools.rows, "grpo": grpo.rows})
+    (one,) = [one for one in claims.claims(run) if one.title == "GRPO solves more unseen compositions than its start"]
+    assert one.state == claims.UNDECIDED and said in one.measured
+
+
 def test_money_is_hours_of_cores_and_gpus_and_a_sum_is_of_what_is_known(two: tuple[Path, Path], tmp_path: Path) -> None:
     for name, key, speed in (
         ("code", "changed", {"seconds": 1800, "cores": 2, "cpu_seconds": 3000, "host_memory_gb": 1.5, "device": "a CPU (cpu)", "joules": 500}),

@@ -4,9 +4,10 @@
     python -m pipeline.report.champion crown       make the model in models/deploy champion, if it is good enough
     python -m pipeline.report.champion crown --although "REASON"      in spite of what was found; the reason is kept
 
-Good enough: each minimum of `report.gate` (by a headline's key, as `dvc metrics show` prints it) lies at or below the lower end of the
-measure's interval, and no measure is worse than the present champion's beyond chance, item by item. A champion that was measured over
-other items cannot be compared with, which is an objection too. What was measured must be of the very model that was deployed. Nothing moves otherwise.
+Good enough: each minimum of `report.gate` (by a headline's key, as `dvc metrics show` prints it) lies at or below the
+lower end of the measure's interval, and no measure is worse than the present champion's beyond chance, item by item. A
+champion that was measured over other items cannot be compared with, which is an objection too. What was measured must be
+of the very model that was deployed. Nothing moves otherwise.
 """
 
 import argparse

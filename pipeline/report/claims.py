@@ -6,7 +6,7 @@
     skipped(run)    what was not measured, and why
 
 A claim holds where its 95 % interval lies on the right side; a miss is shown as one. Not promised: that a claim that holds here holds
-for another seed.
+for another seed (benchmarks/seeds.py puts runs of several side by side).
 """
 
 from collections.abc import Iterator

@@ -2,9 +2,10 @@
 
     python -m pipeline.report.compare A [B] [--md] [--all]        make compare A=HEAD~1 B=workspace
 
-A and B are commits, branches, tags, experiments (`dvc exp show` names them) or `workspace`, the default of B. Differences are B - A, over
-the same held-out items (report/differences.py); only those that chance does not explain are marked. Measures over other items are not
-compared: the line says why the items are others, and below the table which. Each stage's work key and MLflow run are named, so that every number can be traced.
+A and B are commits, branches, tags, experiments (`dvc exp show` names them) or `workspace`, the default of B. Differences
+are B - A, over the same held-out items (report/differences.py); only those that chance does not explain are marked.
+Measures over other items are not compared: the line gives the reason, and below the table stand the items. Each stage's
+work key and MLflow run are named, so that every number can be traced.
 """
 
 import argparse
@@ -54,7 +55,10 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
     if apart:
         lines = (f"  {what} ({', '.join(dict.fromkeys(models))})" for what, models in apart.items())
         parts.append("\n".join(["Items of the measures that are not compared:", *lines]))
-    parts.append("Differences with their 95 % intervals; better and worse only where chance does not explain them.")
+    parts.append(
+        "Differences with their 95 % intervals; better and worse only where chance does not explain them, over "
+        f"{differences.FEWEST} items at least."
+    )
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,12 +1,13 @@
 """What differs between two models, or between two runs, and whether it is more than chance.
 
-    change(headline, before, after)    a measure's difference, by a paired bootstrap over the items that both models were asked
+    change(headline, before, after)    a measure's difference, by a paired bootstrap over items that both were asked
     stages(before, after)              which stages were built from something else, and from what
 
-An item is the same where its id and the hash of what was asked are (in rows without hashes: where the data have the same digest). Where
-one model was asked some of the other's items, the two are compared over these. Two results over other items are not compared at all:
-the difference says why they are others. Under 20 items nothing is called better or worse. A measure that is no sum over
-items counts as moved where the two 95 % intervals do not overlap, which is stricter. Intervals cover items, not training seeds.
+An item is the same where its id and the hash of what was asked are (in rows without hashes: where the data have the same
+digest). Where one model was asked some of the other's items, the two are compared over these. Results over other items
+are not compared: the difference gives the reason. Under 20 items nothing is called better or worse. A measure that is no
+sum over items counts as moved where the two 95 % intervals do not overlap, which is stricter. Intervals cover items, not
+training seeds (benchmarks/seeds.py).
 """
 
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def _apart(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
     """`12 of 100 and 100 are the same; in one alone: a, b, c, ...`; empty where a run kept no rows."""
     if not (ours and theirs):
         return ""
-    alone = [str(row["id"]) for first, second in ((ours, theirs), (theirs, ours)) for item, row in first.items() if item not in second]  # fmt: skip
+    alone = [str(row["id"]) for item, row in (ours | theirs).items() if not (item in ours and item in theirs)]
     same = sum(item in theirs for item in ours)
     named = ", ".join(list(dict.fromkeys(alone))[:NAMED]) + (", ..." if len(alone) > NAMED else "")
     told = f"{same} of {len(ours)} and {len(theirs)} are the same"
