@@ -278,7 +278,8 @@ def _lineage(
     code = codehash.closure(Path(), stage)
     digests = {name: work.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
     key = work.make_key(stage=stage, item=item, seed=seed, parameters=resolved, inputs=digests, code=code)
-    return {"key": key, "code": work.canonical_hash(code), "inputs": {_place(inputs[k]): v for k, v in digests.items()}}
+    return {"key": key, "code": work.canonical_hash(code), "inputs": {_place(inputs[k]): v for k, v in digests.items()},
+            "versions": work.versions()}  # fmt: skip
 
 
 def _place(path: Path) -> str:

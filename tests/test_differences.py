@@ -283,3 +283,21 @@ def test_money_is_hours_of_cores_and_gpus_and_a_sum_is_of_what_is_known(two: tup
     assert costs.total(costs.rows(read(two[1])))["price"] is None
     with pytest.raises(ValueError, match="prices: expected numbers from 0 on"):
         costs.Prices(core=-1)
+
+
+def test_packages_that_differ_are_named_with_the_stages_that_they_computed(tmp_path: Path) -> None:
+    runs = []
+    for torch, lock in (("2.13.0", "aa"), ("2.14.0", "bb")):
+        folder = tmp_path / torch
+        folder.mkdir()
+        for stage in ("language", "code"):
+            versions = {"numpy": "2.4", "torch": torch if stage == "code" else "2.13.0", "requirements.lock": lock}
+            told = {"lineage": {"key": f"{stage}{torch}", "code": "c", "inputs": {}, "versions": versions}}
+            (folder / f"{stage}.json").write_text(json.dumps(told))
+        runs.append(read(folder))
+    assert differences.packages(*runs) == [
+        "requirements.lock: aa → bb (language, code)",
+        "torch: 2.13.0 → 2.14.0 (code)",
+    ]
+    assert differences.packages(runs[0], runs[0]) == []
+    assert "Other packages computed them" in compare.render(*runs, ("a", "b"))

@@ -1,6 +1,7 @@
 """What surrounds a stage: exit codes, one-line messages, publishing whole or not at all, resuming, starting over."""
 
 import errno
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -110,11 +111,26 @@ def test_a_run_publishes_out_and_metrics_with_their_lineage(
     assert Path("data/toy").read_text() == "ababab"
     metrics = json.loads(Path("metrics/toy.json").read_text())
     assert metrics["bytes"] == 6
-    assert set(metrics["lineage"]) == {"key", "code", "inputs"} and list(metrics["lineage"]["inputs"]) == [
+    assert set(metrics["lineage"]) == {"key", "code", "inputs", "versions"} and list(metrics["lineage"]["inputs"]) == [
         "data/raw/a.txt"
     ]
+    assert set(metrics["lineage"]["versions"]) == {"numpy", "safetensors", "tokenizers", "torch"}  # no lock file here
     assert f" s (key {metrics['lineage']['key']})\n  bytes 6\n" in capsys.readouterr().err
     assert json.loads(Path(f".work/toy/{metrics['lineage']['key']}/speed.json").read_text())["seconds"] >= 0
+
+
+def test_other_packages_are_told_and_invalidate_nothing(
+    stage: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(stage)
+    first = json.loads(Path("metrics/toy.json").read_text())["lineage"]
+    Path("requirements.lock").write_text("numpy==1.0\n")
+    monkeypatch.setattr(work.importlib.metadata, "version", lambda name: "9.9")
+    assert work.versions() == dict.fromkeys(work.COMPUTING, "9.9") | {
+        "requirements.lock": hashlib.sha256(b"numpy==1.0\n").hexdigest()[:16]
+    }
+    assert main(stage) == 0 and "already computed" in capsys.readouterr().err
+    assert json.loads(Path("metrics/toy.json").read_text())["lineage"] == first
 
 
 def test_a_finished_key_is_only_exported(stage: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,12 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
     ]
     if rebuilt:
         parts.append(table(head, body, markdown))
+    if others := differences.packages(before, after):
+        parts.append(
+            "\n".join(
+                ["Other packages computed them, which invalidates nothing by itself:", *(f"  {one}" for one in others)]
+            )
+        )
     rows: list[list[str]] = []
     apart: dict[str, list[str]] = {}  # which items are not the same -> models
     for model, changes in differences.measures(before, after, every=every).items():

@@ -208,3 +208,14 @@ def _reasons(first: dict[str, Any], second: dict[str, Any], run: Run) -> list[st
             made_by = maker(path, run.stages)
             why.append(f"what it reads from {made_by}" if made_by else f"the contents of {path}")
     return list(dict.fromkeys(why)) or ["a parameter that its metrics do not name"]
+
+
+def packages(before: Run, after: Run) -> list[str]:
+    """The packages that compute, of which both runs have told versions and these differ: `torch: 2.13.0 → 2.14.0 (language, code)`."""
+    found: dict[str, list[str]] = {}
+    for name in after.stages:
+        sides = [run.stages.get(name, {}).get("lineage", {}).get("versions", {}) for run in (before, after)]
+        for package in sides[0].keys() & sides[1].keys():
+            if sides[0][package] != sides[1][package]:
+                found.setdefault(f"{package}: {sides[0][package]} → {sides[1][package]}", []).append(name)
+    return [f"{told} ({', '.join(stages)})" for told, stages in sorted(found.items())]
