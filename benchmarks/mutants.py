@@ -1,0 +1,251 @@
+"""Mutants: one wrong line each in losses, loop, resume, masks and jail, and the test that notices it.
+
+    python benchmarks/mutants.py [--only losses loop resume masks jail] [--numbers 3 17]
+
+For each mutant the file is changed in a copy of the tree, the named tests run until one fails, and the file is put back. Prints the
+test that killed it, or SURVIVED, and writes benchmarks/results/mutants.json; mutants that were not run keep their earlier row. Ends with
+1 when one survived, or when the named tests fail without any mutant.
+
+Not promised: that the list is complete, or that a survivor outside of the named tests would not die by another file's.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
+COPIED = (
+    "benchmarks",
+    "build",
+    "conf",
+    "docs",
+    "feedback",
+    "pipeline",
+    "stages",
+    "tests",
+    "dvc.yaml",
+    "params.yaml",
+    "pyproject.toml",
+)
+LIMIT = 300  # seconds after which a mutant counts as noticed: an endless loop is no pass
+LEARNING, SANDBOX, STREAMS = "pipeline/learning", "pipeline/sandbox", "pipeline/streams"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong change and the tests that should fail by it."""
+
+    subject: str  # losses, loop, resume, masks, jail
+    file: str
+    old: str  # stands exactly once in the file
+    new: str
+    tests: str  # of tests/, what pytest is given, apart by spaces
+
+
+def _of(subject: str, file: str, tests: str, *changes: tuple[str, str]) -> list[Mutant]:
+    """The mutants of one file that the same tests should kill."""
+    return [Mutant(subject, file, old, new, tests) for old, new in changes]
+
+
+MUTANTS = [
+    *_of(
+        "losses", f"{LEARNING}/objectives_pairs.py", "test_objectives_pairs.py",
+        ("else chosen - rejected - margin", "else chosen - rejected + margin"),
+        ("centred = (chosen + rejected).square()", "centred = (chosen - rejected).square()"),
+        ("(x.difference_per_token - 1 / (2 * c.beta))", "(x.difference_per_token - 1 / c.beta)"),
+        ("/ (1 - 2 * c.label_smoothing)", "/ (1 - c.label_smoothing)"),
+        ("+ 1 - torch.sigmoid(c.beta * x.difference)", "+ 1 - torch.sigmoid(c.beta * x.rejected)"),
+        ("told.clamp(min=LEAST_LIKELY)", "told"),
+    ),
+    *_of(
+        "losses", f"{LEARNING}/objectives_policy.py", "test_objectives_policy_by_hand.py test_objectives_policy.py",
+        ("torch.maximum(-advantages * ratio, -advantages * clipped)", "torch.minimum(-advantages * ratio, -advantages * clipped)"),
+        ("0.5 * torch.maximum(free, bound)", "0.5 * free"),
+        ("torch.expm1(q) - q", "torch.expm1(-q) + q"),
+        ("gamma * lam * next_advantage", "lam * next_advantage"),
+        ("centred = (values - chosen.mean()) * mask", "centred = (values - values.mean()) * mask"),
+        ("/ (num - 1).clamp(min=1)).sqrt()", "/ num.clamp(min=1)).sqrt()"),
+        ("weight = 1 / lengths[row_of]\n    per", "weight = 1 / lengths.float().mean()\n    per"),
+    ),
+    *_of("losses", f"{LEARNING}/objectives_masked.py", "test_coupled.py test_noised_streams.py test_scoring_masked.py",
+         ("-(logprobs * weights).sum()", "-logprobs.sum()")),
+    *_of("losses", f"{LEARNING}/objectives.py", "test_objectives.py", ("alpha=-1)", "alpha=1)")),
+    *_of(
+        "loop", f"{LEARNING}/fit.py", "test_fit.py test_fit_options.py",
+        ("t.coefficient * t.sum * (", "t.sum * ("),
+        ("self.course.index, micro, self.ranks.rank)", "self.course.index, 0, self.ranks.rank)"),
+        ("self.model.train(False)", "self.model.train(True)"),
+    ),
+    *_of("loop", f"{LEARNING}/window.py", "test_window.py", ("sum(c * s / self.counts[per]", "sum(s / self.counts[per]")),
+    *_of(
+        "loop", f"{LEARNING}/schedule.py", "test_schedule.py",
+        ("return (step + 1) / warmup", "return step / warmup"),
+        ("(step - steps + decay + 1) / decay", "(step - steps + decay) / decay"),
+    ),
+    *_of("loop", f"{LEARNING}/averages.py", "test_averages.py", ("1 - decay)", "decay)")),
+    *_of(
+        "loop", f"{LEARNING}/verdict.py", "test_verdict.py",
+        ("course.lowest + RISEN else 0", "course.lowest + RISEN else course.risen"),
+        ("IN_ROW, WITHIN, IN_ALL = 3, 1000, 10", "IN_ROW, WITHIN, IN_ALL = 4, 1000, 10"),
+    ),
+    *_of("loop", f"{LEARNING}/ranks.py", "test_ranks.py test_fit_options.py",
+         ("if limit > 0 and math.isfinite(norm):", "if limit > 0:")),
+    *_of("loop", f"{LEARNING}/course.py", "test_verdict.py test_fit.py",
+         ("if value < self.anchor - threshold:", "if value < self.anchor:")),
+    *_of(
+        "resume", f"{LEARNING}/keeping.py", "test_fit.py test_fit_options.py",
+        ('"window": window.state()', '"window": Window().state()'),
+        ('self.averages.restore(averages, state.meta["averaged"])', "self.averages.restore(averages, 0)"),
+        ('state.meta["fingerprint"] != self.fingerprint', 'state.meta["fingerprint"] is None'),
+    ),
+    *_of("resume", f"{LEARNING}/fit.py", "test_fit_options.py", ('self.scaler.load_state(rest["scaler"])', "pass")),
+    *_of(
+        "resume", f"{LEARNING}/states.py", "test_states.py",
+        ("if sha256(path) != hash_:", "if not hash_:"),
+        ("[:-keep]", "[: -keep - 1]"),
+        ("reverse=True):\n        wrong", "reverse=False):\n        wrong"),
+    ),
+    *_of("resume", f"{LEARNING}/course.py", "test_verdict.py", ("if self.step >= first)", "if self.step > first)")),
+    *_of(
+        "resume", f"{LEARNING}/verdict.py", "test_verdict.py",
+        ("index + 1 - course.index", "index - course.index"),
+        ("e <= course.step - BACK", "e < course.step - BACK"),
+    ),
+    *_of(
+        "masks", f"{STREAMS}/batch.py", "test_corpus_stream.py test_dialogue_stream.py test_preferences.py test_scoring.py",
+        ("(documents[:, 1:] == documents[:, :-1]) & trained[:, 1:]", "trained[:, 1:]"),
+        ("np.where(trained[:, 1:], tokens[:, 1:], IGNORED)", "np.where(trained[:, :-1], tokens[:, 1:], IGNORED)"),
+        ("return column - np.maximum.accumulate(", "return column - 0 * np.maximum.accumulate("),
+    ),
+    *_of(
+        "masks", f"{STREAMS}/packing.py", "test_packing.py",
+        ("continues=starts + context < ends", "continues=starts + context <= ends"),
+        ("np.maximum(offsets[:-1] - 1, 0)", "np.maximum(offsets[:-1], 0)"),
+    ),
+    *_of("masks", f"{STREAMS}/order.py", "test_packing.py", ('("order", self.seed, int(epoch))', '("order", self.seed, 0)')),
+    *_of(
+        "masks", f"{STREAMS}/masking.py", "test_masking.py",
+        ("return (1 - LEAST) * t + LEAST", "return t"),
+        ('kind="stable")[:k]', 'kind="stable")[: k - 1]'),
+        ("Coupled(t, first, ~first)", "Coupled(t, first, numbers[1:] >= 1 - t)"),
+        ("blocks[:, None] > blocks[None]", "blocks[:, None] >= blocks[None]"),
+    ),
+    *_of("masks", "pipeline/text/chat.py", "test_chat.py", ("[part.trained] * len(new)", "[True] * len(new)")),
+    *_of(
+        "jail", f"{SANDBOX}/filters.py", "test_jail.py",
+        ("(LOAD, 0, 0, 36), *_one_of((0,)), forbidden]", "*_one_of((0,)), forbidden]"),
+        ("(JUMP_SET, 1, 0, CLONE_THREAD)", "(JUMP_SET, 1, 1, CLONE_THREAD)"),
+        ("(JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL)", "(JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, ALLOW)"),
+        ("0x40000000), (RETURN, 0, 0, KILL)", "0x40000000), (RETURN, 0, 0, ALLOW)"),
+    ),
+    *_of(
+        "jail", f"{SANDBOX}/judge.py", "test_judge.py",
+        ("first, passed = results[0], 0", "first, passed = results[0], passed"),
+        ('(("n", report.nonce), ("i", number), ("v", value))', '(("n", _), ("i", number), ("v", value))'),
+        ("said = said[: report.given - 1]", "said = said[: report.given]"),
+        ("c if c.isprintable() else", "c if c else"),
+    ),
+    *_of("jail", f"{SANDBOX}/values.py", "test_judge.py", ("if value.hex() != content:", "if not content:")),
+    *_of(
+        "jail", f"{SANDBOX}/kernel.py", "test_self_test.py test_sandbox_limits.py test_jail.py",
+        ("        prctl(PR_SET_NO_NEW_PRIVS, 1)", "        pass"),
+        ("else min(value, hard)", "else hard"),
+    ),
+]  # fmt: skip
+
+
+def copied(folder: Path) -> Path:
+    """A copy of what tests read, without anything compiled from it."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy2(source, folder / name)
+    return folder
+
+
+def killer(tree: Path, tests: str) -> str:
+    """The first of the tests that fails in `tree`; empty when all pass. Raises RuntimeError when none could be run."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not browser and not gpu and not oracle",
+    ]
+    command += ["--tb=no", *(f"tests/{name}" for name in tests.split())]
+    world = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        ended = subprocess.run(command, cwd=tree, env=world, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no end within {LIMIT} s"
+    told = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if ended.returncode == 0:
+        return ""
+    if not told:
+        raise RuntimeError(f"pytest ended with {ended.returncode} and names no test:\n{ended.stdout}\n{ended.stderr}")
+    return told[0].split(" ", 1)[1].split(" - ")[0]
+
+
+def killed_by(tree: Path, mutant: Mutant) -> str:
+    """What kills a mutant in `tree`, which is as before afterwards; empty when it survives."""
+    path = tree / mutant.file
+    right = path.read_text()
+    assert right.count(mutant.old) == 1, f"{mutant.file}: {mutant.old!r} stands there {right.count(mutant.old)} times"
+    path.write_text(right.replace(mutant.old, mutant.new))
+    try:
+        return killer(tree, mutant.tests)
+    finally:
+        path.write_text(right)
+
+
+def key_of(mutant: Mutant) -> str:
+    """What a row is known by."""
+    return f"{mutant.file}: {mutant.old} -> {mutant.new}"
+
+
+def main() -> int:
+    """Run the chosen mutants and write the table."""
+    parser = argparse.ArgumentParser(description="Which test kills which mutant.")
+    parser.add_argument("--only", nargs="+", choices=sorted({m.subject for m in MUTANTS}), help="these subjects alone")
+    parser.add_argument("--numbers", nargs="+", type=int, help="these mutants alone, by number")
+    arguments = parser.parse_args()
+    chosen = [
+        (number, mutant)
+        for number, mutant in enumerate(MUTANTS)
+        if (not arguments.only or mutant.subject in arguments.only)
+        and (not arguments.numbers or number in arguments.numbers)
+    ]
+    rows = {row["mutant"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    survivors = 0
+    with tempfile.TemporaryDirectory() as name:
+        tree = copied(Path(name))
+        healthy: set[str] = set()
+        for number, mutant in chosen:
+            if mutant.tests not in healthy and (broken := killer(tree, mutant.tests)):
+                sys.exit(f"{broken} fails without any mutant: repair it first")
+            healthy.add(mutant.tests)
+            killed = killed_by(tree, mutant)
+            survivors += not killed
+            sys.stdout.write(f"{number:2} {mutant.subject:6} {killed or 'SURVIVED'}   {key_of(mutant)!r}\n")
+            sys.stdout.flush()
+            rows[key_of(mutant)] = {"mutant": key_of(mutant), "subject": mutant.subject, "killed_by": killed or None}
+            listed = [rows[key_of(m)] for m in MUTANTS if key_of(m) in rows]
+            RESULTS.write_text(json.dumps(listed, indent=1) + "\n")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
