@@ -11,8 +11,8 @@ A suite that is done is kept in the work folder under a digest of what it read: 
 file in `benchmarks` costs only itself.
 
 A masked-diffusion model answers the same problems on canvases, and has measurements of its own (evaluation/canvases.py); what only
-decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas is uncovered by as many forward
-passes as it has tokens, so this is done in the precision of training, which `settings` tells.
+decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas takes many forward passes
+over all its places, so this is done in the precision of training, which `settings` tells.
 """
 
 import json
@@ -162,7 +162,7 @@ def canvas_plan(
     return {
         "code": lambda: canvases.documents(subject, sources[: subject.settings.documents]),
         "problems": lambda: canvases.with_orders(solve(subject, asked, sandbox), subject, asked),
-        "quality": lambda: solve(subject, asked, sandbox, canvases.quality),
+        "quality": lambda: solve(subject, asked, sandbox, partial(canvases.quality, only=canvases.CURVE)),
     }
 
 
