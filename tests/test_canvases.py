@@ -210,7 +210,8 @@ def test_how_it_decodes_and_what_an_answer_costs_stand_beside_the_problems(
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for wrong in ({"canvas": 20, "canvas_block": 8}, {"elbo_draws": 0}):
+    both: list[dict[str, Any]] = [{"canvas": 20, "canvas_block": 8}, {"elbo_draws": 0}]
+    for wrong in both:
         with pytest.raises(ValueError, match="canvas_block a divisor of canvas"):
             CanvasSettings(**wrong)
     with pytest.raises(ValueError, match="canvas_threshold: expected more than 0 and at most 1, or none, got 0"):
