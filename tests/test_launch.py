@@ -357,6 +357,7 @@ def test_no_job_at_a_time_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_ready_stages_are_those_of_the_graph_above_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"], "e": []}
     lines = ["stages:"]
