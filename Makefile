@@ -1,34 +1,53 @@
-# make         set up and run the main job: dvc repro, two stages side by side (JOBS=1: one after another)
+# make         set up and build the spine: from text to a deployed model you can talk to, with its evaluations and the report
+# make all     the whole graph, branches included (JOBS=1: one stage after another)
 # make test    set up and pass the tests (8 minutes)       make test-all     all the rest of them (25 minutes)
 # make serve   OpenAI's API and a page for what was trained  make chat    talk to it in the terminal
 # make report  where the report card is                      make clients the API through five clients: docs/clients.md
 # make compare A=main B=workspace   what changed between two runs, why, and whether it is more than chance
 # make experiments   the experiments, a line each            make doctor  what this machine has, lacks and should do
+# make update  newer versions of all packages into requirements.lock
 # make clean   remove the environment and unfinished work; models, data and the DVC cache stay
 
 PYTHON ?= python3
-JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: run test test-all test-extras check setup serve chat report compare experiments doctor clients clean
+.PHONY: run all test test-all test-extras check setup update serve chat report compare experiments doctor clients clean
 
 run: setup
-	python -m pipeline.params
-	python -m pipeline.launch -j $(JOBS)
+	@python -m pipeline.params
+	@python -m pipeline.launch $(if $(JOBS),-j $(JOBS)) spine
+	@python -m pipeline.report.table
+
+all: setup
+	@python -m pipeline.params
+	@python -m pipeline.launch $(if $(JOBS),-j $(JOBS))
 	@python -m pipeline.report.table
 
 setup: $(READY)
 
-# torch first and pinned: any range would let pip take another build of several gigabytes
-$(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (make PYTHON=python3.12)"; exit 1; }
+# torch first and pinned: any range would let pip take another build of several gigabytes. Once .ready is there, no pip runs.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
+$(READY): pyproject.toml requirements.lock
+	@$(PYTHON) -c '$(FITS)' || { echo "expected Python 3.11 to 3.13, which requirements.lock is for, found $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -c '$(FITS)' || { echo "expected Python 3.11 to 3.13 in .venv, found $$($(BIN)/python --version); remove it: make clean"; exit 1; }
+	$(PIP) --constraint requirements.lock torch==2.13.0
+	$(PIP) --requirement requirements.lock
+	$(PIP) --no-deps --editable .
 	touch $(READY)
+
+# New versions of everything into requirements.lock; without torch, whose build differs by machine, and what its builds bring
+update:
+	test -x .work/lock/bin/uv || { $(PYTHON) -m venv .work/lock && .work/lock/bin/python -m pip install --quiet uv==0.13.9; }
+	.work/lock/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --upgrade --quiet \
+		--no-header --no-annotate --no-emit-index-url --no-emit-find-links --output-file .work/lock/all.txt
+	@head -2 requirements.lock > .work/lock/head.txt
+	grep -vE '^(torch|triton|nvidia-|cuda-)' .work/lock/all.txt | cat .work/lock/head.txt - > requirements.lock
 
 check: setup
 	ruff format --check .

@@ -74,7 +74,11 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
 
     def row(bits: dict[str, list[float]]) -> Row:
-        return {kind: interval(bits[kind], documents[kind], settings, written.seed()) for kind in bits if bits[kind]}
+        return {
+            kind: interval(bits[kind], documents[kind], settings, written.seed("data_seed"))
+            for kind in bits
+            if bits[kind]
+        }
 
     rows = {
         "xz -9e, each document alone": row({k: [xz_bits(text) for text in documents[k]] for k in documents}),
@@ -89,7 +93,11 @@ def main(arguments: list[str]) -> int:
             },
             "bytes": {kind: sum(len(text.encode()) for text in texts) for kind, texts in documents.items()},
             "ngram": {"order": ORDER, "smoothing": "interpolated modified Kneser-Ney", "tokens": counted},
-            "settings": {"bootstrap": settings.bootstrap, "seed": written.seed(), "tokenizer": tokenizer.hash[:16]},
+            "settings": {
+                "bootstrap": settings.bootstrap,
+                "data_seed": written.seed("data_seed"),
+                "tokenizer": tokenizer.hash[:16],
+            },
         },
     )
     sys.stdout.write(table(rows, documents))

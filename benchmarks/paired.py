@@ -3,13 +3,16 @@
     python benchmarks/paired.py models/tools models/grpo [--problems data/problems/test.jsonl] [--group medium] [--samples 4]
 
 Samples at temperature 0.8 with the same seeds for both, and greedy answers beside them; answers run in the sandbox. The interval
-of the difference is the paired bootstrap over problems (10,000 resamples). Prints a line for each level and one for all.
+of the difference is the paired bootstrap over problems (10,000 resamples). Prints a line for each level and one for all; under 20 problems a line is no verdict and says so. Models that have no
+room for the same problems are refused.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -18,25 +21,49 @@ import numpy as np  # noqa: E402
 
 from pipeline import checkpoint  # noqa: E402
 from pipeline.device import generator, keep_freed_memory  # noqa: E402
+from pipeline.errors import InputError  # noqa: E402
 from pipeline.evaluation.intervals import paired_difference  # noqa: E402
 from pipeline.generation.sampling import Sampling, sampler  # noqa: E402
 from pipeline.reinforcement import answers  # noqa: E402
 from pipeline.reinforcement.rewards import judged  # noqa: E402
+from pipeline.report.differences import FEWEST  # noqa: E402
 from pipeline.sandbox.judge import Judge, SandboxConfig  # noqa: E402
 from pipeline.streams.records import Problem, read  # noqa: E402
 
 
 def shares(
     model: Path, problems: list[Problem], judge: Judge, arguments: argparse.Namespace, greedy: bool
-) -> np.ndarray:
-    """Share of each problem's answers that pass all hidden tests."""
+) -> dict[str, float]:
+    """Share of each problem's answers that pass all hidden tests, by id; of the problems that leave room in the context."""
     policy, tokenizer = checkpoint.load_frozen(model), checkpoint.load(model)[1]
     prompts = answers.problem_prompts(problems, tokenizer, policy.config.max_context - arguments.tokens)
     count = 1 if greedy else arguments.samples
     generate = sampler(policy, Sampling(arguments.tokens, temperature=0.0 if greedy else 0.8), {tokenizer.turn_end})
     given = answers.sample(generate, [(p, n) for p in prompts for n in range(count)], tokenizer, arguments.seed)
     passed = [float(one is not None and one.verdict == "passed") for one in judged(judge, given)]
-    return np.array(passed).reshape(len(prompts), count).mean(1)
+    return dict(
+        zip((p.id for p in prompts), np.array(passed).reshape(len(prompts), count).mean(1).tolist(), strict=True)
+    )
+
+
+def compared(
+    first: dict[str, float], second: dict[str, float], problems: list[Problem], answers_are: str
+) -> Iterator[dict[str, Any]]:
+    """A line for each level and one for all. Raises InputError where the models were not asked the same problems."""
+    if first.keys() != second.keys():
+        alone = sorted(first.keys() ^ second.keys())
+        raise InputError(
+            f"the models were measured over other items: {len(first)} and {len(second)} problems, since only one of the two has room for "
+            f"{', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}; compare models of the same context"
+        )
+    for level in (None, *sorted({problem.level for problem in problems if problem.id in first})):
+        ids = [problem.id for problem in problems if problem.id in first and level in (None, problem.level)]
+        sides = [[side[one] for one in ids] for side in (first, second)]
+        moved = paired_difference((sides[0], None), (sides[1], None), generator=generator("paired", str(level)))
+        few = {"verdict": f"none, too few items: {moved.n}"} if moved.n < FEWEST else {}
+        yield {"answers": answers_are, "level": level or "all", "n": moved.n, "first": round(float(np.mean(sides[0])), 4),
+               "second": round(float(np.mean(sides[1])), 4), "difference": round(moved.value, 4), "low": round(moved.low, 4),
+               "high": round(moved.high, 4)} | few  # fmt: skip
 
 
 def main() -> None:
@@ -57,14 +84,13 @@ def main() -> None:
     with Judge(SandboxConfig(), 2) as judge:
         for greedy in (False, True):
             sides = [shares(model, problems, judge, arguments, greedy) for model in (arguments.first, arguments.second)]
-            for level in (None, *sorted({problem.level for problem in problems})):
-                places = [n for n, problem in enumerate(problems) if level in (None, problem.level)]
-                first, second = (side[places].tolist() for side in sides)
-                moved = paired_difference((first, None), (second, None), generator=generator("paired", str(level)))
-                told = {"answers": "greedy" if greedy else f"{arguments.samples} at 0.8", "level": level or "all",
-                        "n": moved.n, "first": round(float(np.mean(first)), 4), "second": round(float(np.mean(second)), 4),
-                        "difference": round(moved.value, 4), "low": round(moved.low, 4), "high": round(moved.high, 4)}  # fmt: skip
-                sys.stdout.write(json.dumps(told) + "\n")
+            try:
+                for told in compared(
+                    sides[0], sides[1], problems, "greedy" if greedy else f"{arguments.samples} at 0.8"
+                ):
+                    sys.stdout.write(json.dumps(told) + "\n")
+            except InputError as error:
+                sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -171,11 +171,11 @@ def main(given: list[str]) -> int:
     """Do what the first word says; the exit code."""
     name, folder, spec = given[0], Path(given[1]), json.loads(given[2])
     if name == "train":
-        from pipeline import launch
+        from pipeline import processes
 
-        plan = launch.plan()
+        plan = processes.plan()
         if plan:
-            return launch.run_workers(plan, "benchmarks.scaling_arms", given)
+            return processes.run_workers(plan, "benchmarks.scaling_arms", given)
         train(folder, spec)
         return 0
     os.dup2(1, 3)  # the libraries may print; who asks reads from here

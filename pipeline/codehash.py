@@ -22,7 +22,18 @@ from pipeline import work
 PACKAGES = ("pipeline", "stages")
 IGNORED = frozenset(
     f"pipeline.{name}"
-    for name in ("codehash", "errors", "launch", "params", "registry", "running", "tracking", "usage", "work")
+    for name in (
+        "codehash",
+        "errors",
+        "launch",
+        "params",
+        "processes",
+        "registry",
+        "running",
+        "tracking",
+        "usage",
+        "work",
+    )
 )
 MOST_REMEMBERED = 2_000  # modules as they once stood
 

@@ -63,7 +63,33 @@ def num_gpus() -> int:
     """CUDA devices of this machine."""
     import torch
 
-    return torch.cuda.device_count()
+    return torch.cuda.device_count() if asked() in ("auto", "cuda") else 0
+
+
+ASKED = "STAGECOACH_DEVICE"  # `runtime.device` of this process and those below it
+
+
+def ask(kind: str) -> None:
+    """Have this process, and those that it starts, compute on `kind`: auto, cpu, cuda or mps."""
+    os.environ[ASKED] = kind
+
+
+def asked() -> str:
+    """What `ask` was told, here or in the process that started this one."""
+    return os.environ.get(ASKED, "auto")
+
+
+def kind() -> str:
+    """The type of the device to compute on: cuda, mps or cpu. Raises ConfigError for one that this machine lacks."""
+    import torch
+
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if asked() == "auto":
+        return "cuda" if found["cuda"] else "cpu"
+    if not found.get(asked(), False):
+        here = ", ".join(name for name, there in found.items() if there)
+        raise ConfigError(f"runtime.device: expected one of this machine's devices ({here}) or auto, got {asked()!r}")
+    return asked()
 
 
 def lost_peer(error: RuntimeError) -> bool:
@@ -116,11 +142,11 @@ def hardware(precision: str = "auto") -> Hardware:
     import torch
 
     keep_freed_memory()
-    if torch.cuda.is_available():
+    if kind() == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         best = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
         torch.set_float32_matmul_precision("high")
-    elif torch.backends.mps.is_available():
+    elif kind() == "mps":
         device, best = torch.device("mps"), "fp32"
     else:
         device, best = torch.device("cpu"), "bf16" if has_fast_bf16() else "fp32"

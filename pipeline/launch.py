@@ -1,373 +1,348 @@
-"""Starts our own processes: data workers, the training processes of a stage, parallel stages. The only place that may.
+"""Builds the graph: stages whose inputs are ready, side by side, each as `dvc repro -s STAGE`.
 
-    pool_map(function, items, workers)          ordered results from worker processes
-    beside(module, arguments, log)              one of our modules while a block runs
-    plan()                                      in how many processes a stage trains: STAGECOACH_LAUNCH
-    run_workers(plan, module, argv)             these processes, and the exit code that they agree on
-    python -m pipeline.launch -j 2 [target]     ready stages of the graph side by side
+    python -m pipeline.launch            the whole graph
+    python -m pipeline.launch spine      the chain from text to a deployed model, what it needs, its evaluations and the report
+    python -m pipeline.launch stage_dpo  one stage and what it needs
 
-STAGECOACH_LAUNCH is empty or 1 (one process), `4` (processes of this machine, each with the whole model: DDP), `fsdp2:4` (each
-with its rows of it) or an Accelerate config file (conf/launch/*.yaml), the only form for several machines; MACHINE_RANK says
-which one this is. Workers find their settings in the variables that `accelerate launch` sets, so that works by hand too. It
-starts them where there are GPUs. On a CPU it would turn FSDP into DDP and start one process, in silence, so there
-torch.distributed.run starts them.
+A stage that fails takes with it only what needs it: the rest is built, then a table gives what became of each stage and how to go on, and
+the exit code is that of the first failure. The report reads whatever was measured, so it only waits for the others. SIGINT, SIGTERM
+and SIGHUP reach each running stage once; it saves its state, and the same command resumes. When the launcher is killed, the kernel ends
+DVC and its stage (Linux).
 
-Not promised: restarts of a worker that failed (the same command resumes), elastic numbers of machines.
+Not promised: that an estimate of the time left is right before the first full run; it starts from `seconds` in the scale file.
 """
 
 import argparse
-import collections
-import concurrent.futures
-import ctypes
-import multiprocessing
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
 
-from pipeline import device
+import psutil
+
+from pipeline import device, processes, work
 from pipeline.errors import ConfigError
+from pipeline.params import Settings, read_yaml
+from pipeline.sandbox import jail
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-Process: TypeAlias = "subprocess.Popen[bytes]"
-PR_SET_PDEATHSIG = 1
-END_SECONDS = 30
-SAVE_SECONDS = 300  # that workers have to save a state when they are told to end
-KINDS = ("MULTI_GPU", "MULTI_CPU", "FSDP")
-FSDP_KEYS: dict[str, tuple[Any, ...]] = {  # what may stand in fsdp_config, and which values we mean what we say by
-    "fsdp_version": (2,),
-    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
-    "fsdp_transformer_layer_cls_to_wrap": ("Block",),
-    "fsdp_reshard_after_forward": (True, False),
-    "fsdp_offload_params": (True, False),
-    "fsdp_state_dict_type": ("SHARDED_STATE_DICT",),
-}
-# what `beside` starts: `python -m MODULE ARGUMENTS`, bound to the process that asked
-BESIDE = (
-    "import runpy, sys; from pipeline.launch import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+SPINE = "spine"
+CHAIN = ("language", "code", "tools", "rlhf")  # whose evaluations belong to the spine; reward has a stage of its own
+REPORT, DEPLOY = "stage_report", "stage_deploy"
+SANDBOXED = {"stage_reward", "stage_rlhf", "stage_grpo", "stage_diffusion_grpo"}  # run programs that a model wrote
+UNKNOWN_SECONDS = 30.0  # of a stage that nobody has timed
+LOOK_SECONDS = 0.1
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDED = "STAGECOACH_ENDED"  # the file in which a stage leaves its exit code; DVC's own says only that it failed
+# `python -m dvc ...`, bound to the launcher
+REPRO = (
+    "import runpy, sys; from pipeline.processes import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
+    "sys.argv[0] = 'dvc'; runpy.run_module('dvc', run_name='__main__')"
 )
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGTERM when the parent dies, so that killing DVC leaves no orphan that trains on.
+@dataclass
+class Stage:
+    """What the launcher knows of a stage of the graph."""
 
-    Raises SystemExit when the parent is gone already (it died between fork and here).
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        raise SystemExit(128 + signal.SIGTERM)
-
-
-def _start_worker(parent: int) -> None:
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool; a worker's traceback would only hide why
+    name: str
+    waits: set[str]  # stages that must have ended well before it
+    seconds: float  # that it probably takes
+    state: str = "waiting"  # running, built, up to date, failed, not built, left out, stopped
+    why: str = ""
+    took: float = 0.0
 
 
-def pool_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Apply `function` (module level) to the items in worker processes; yield results in the items' order.
+@dataclass
+class Build:
+    """The stages of one call of the launcher, and the order in which they go."""
 
-    At most 3 items a worker are in flight, so memory stays flat however many items there are. An exception in a worker
-    is raised here; a killed worker raises concurrent.futures.process.BrokenProcessPool.
-    """
-    if workers <= 1:
-        yield from map(function, items)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),))
-    waiting: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
-    try:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) >= 3 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    stages: dict[str, Stage]
+    jobs: int
+    behind: dict[str, float] = field(default_factory=dict)  # seconds of the longest chain that begins with a stage
 
+    def __post_init__(self) -> None:
+        for name in self.stages:
+            self._chain(name)
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The processes of a training stage."""
+    def _chain(self, name: str) -> float:
+        if name not in self.behind:
+            after = (other.name for other in self.stages.values() if name in other.waits and other.name != REPORT)
+            self.behind[name] = self.stages[name].seconds + max(map(self._chain, after), default=0.0)
+        return self.behind[name]
 
-    processes: int  # of each machine
-    machines: int = 1
-    machine: int = 0  # which of them this is; 0 has rank 0, which writes
-    address: str = ""  # of machine 0
-    port: int = 0
-    on_cpu: bool
-    sharded: bool = False  # FSDP2
-    reshard: bool = True
-    offload: bool = False
-    file: Path | None = None
+    def ready(self) -> list[str]:
+        """Stages that may start: deploy first, since a person waits for it, then those with the longest chain behind them."""
+        found = [one.name for one in self.stages.values() if one.state == "waiting" and self._may_start(one)]
+        return sorted(found, key=lambda name: (name != DEPLOY, -self.behind[name], name))
 
-    def environment(self) -> dict[str, str]:
-        """What the workers are told, in Accelerate's variables."""
-        told = {"ACCELERATE_USE_FSDP": str(self.sharded).lower()}
-        if self.sharded:
-            told |= {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": str(self.reshard).lower(),
-                     "FSDP_OFFLOAD_PARAMS": str(self.offload).lower()}  # fmt: skip
-        if self.on_cpu:
-            told |= {"ACCELERATE_USE_CPU": "true"}
-        cores = device.workers("auto") if self.on_cpu else 1
-        return told | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // self.processes)))}
+    def _may_start(self, one: Stage) -> bool:
+        done = ("built", "up to date")
+        if one.name == REPORT:
+            return all(self.stages[name].state not in ("waiting", "running") for name in one.waits)
+        return all(self.stages[name].state in done for name in one.waits)
 
+    def ended(self, name: str, state: str, why: str = "") -> None:
+        """Note how a stage ended; after anything but success what needs it is not built."""
+        self.stages[name].state, self.stages[name].why = state, why
+        if state not in ("built", "up to date"):
+            self._block(name)
 
-def plan() -> Plan | None:
-    """What STAGECOACH_LAUNCH asks for; None for one process, and inside a worker. Raises ConfigError."""
-    asked = "" if "LOCAL_RANK" in os.environ else os.environ.get("STAGECOACH_LAUNCH", "")
-    kind, _, count = asked.rpartition(":")
-    if asked == "":
-        return None
-    if kind in ("", "fsdp2") and count.isdecimal() and int(count) > 0:
-        found = Plan(processes=int(count), on_cpu=not device.num_gpus(), sharded=kind == "fsdp2")
-    elif Path(asked).is_file():
-        found = _read(Path(asked))
-    else:
-        have = ", ".join(sorted(str(p) for p in Path("conf/launch").glob("*.yaml"))) or "none"
-        raise ConfigError(
-            "STAGECOACH_LAUNCH: expected a number of processes (4), fsdp2 and a number (fsdp2:4), or an Accelerate config "
-            f"file, got {asked!r}; files: {have}"
-        )
-    return found if found.processes * found.machines > 1 else None
+    def _block(self, name: str) -> None:
+        for other in self.stages.values():
+            if name in other.waits and other.state == "waiting" and other.name != REPORT:
+                other.state, other.why = "not built", f"needs {name}"
+                self._block(other.name)
 
+    def named(self, *states: str) -> list[str]:
+        """The stages in these states."""
+        return [one.name for one in self.stages.values() if one.state in states]
 
-def _read(path: Path) -> Plan:
-    """The plan of an Accelerate config file. Raises ConfigError for what it cannot be, or what we would not do."""
-    from accelerate.commands.config.config_args import load_config_from_file
-    from yaml import YAMLError
+    def left(self, running: dict[str, float]) -> float:
+        """Seconds until all is built, of the longest chain or of all work over the jobs; `running`: seconds that stages have run."""
+        seconds = {name: self.stages[name].seconds for name in self.named("waiting", "running")}
+        seconds |= {name: max(1.0, seconds[name] - passed) for name, passed in running.items()}
+        chains = [self.behind[name] - self.stages[name].seconds + seconds[name] for name in seconds]
+        return max([sum(seconds.values()) / self.jobs, *chains], default=0.0)
 
-    try:
-        config: Any = load_config_from_file(str(path))
-        kind = str(config.distributed_type.value)
-        sections = {name: value for name, value in vars(config).items() if isinstance(value, dict) and value}
-    except (ValueError, TypeError, AttributeError, KeyError, YAMLError) as error:
-        raise ConfigError(f"{path}: not an Accelerate config file: {error}") from error
-    if kind == "DEEPSPEED":
-        raise ConfigError(
-            f"{path}: DeepSpeed is not carried through: it clips and steps inside its own backward pass, so the loop could "
-            "neither skip a bad step nor save a state that other numbers of processes read. conf/launch/fsdp2.yaml cuts "
-            "weights, gradients and moments as ZeRO-3 does; fsdp_offload_params: true keeps them in the machine's memory"
-        )
-    expected = {"distributed_type": (kind, KINDS), "mixed_precision": (config.mixed_precision or "no", ("no",))}
-    for key, value in sections.items():
-        if key != "fsdp_config" or kind != "FSDP":
-            raise ConfigError(f"{path}: {key} changes nothing here; remove it")
-        for name, entry in value.items():
-            expected[name] = (entry, FSDP_KEYS.get(name, ()))
-    if kind == "FSDP":
-        expected.setdefault("fsdp_version", (None, (2,)))
-    for name, (value, allowed) in expected.items():
-        if not allowed:
-            raise ConfigError(f"{path}: unknown key {name}; expected some of {', '.join(FSDP_KEYS)}")
-        if value not in allowed:
-            why = " (precision is runtime.precision)" if name == "mixed_precision" else ""
-            raise ConfigError(f"{path}: {name}: expected {' or '.join(map(str, allowed))}, got {value}{why}")
-    return _plan_of(path, config, sections.get("fsdp_config", {}), sharded=kind == "FSDP")
+    def progress(self, running: dict[str, float]) -> str:
+        """`7 of 12, about 4 min left`."""
+        open_ = self.named("waiting", "running")
+        left = self.left(running)
+        said = f"{left / 60:.0f} min" if left >= 90 else "1 min" if left >= 45 else f"{max(left, 1):.0f} s"
+        return f"{len(self.stages) - len(open_)} of {len(self.stages)}, about {said} left"
+
+    def table(self) -> str:
+        """A line for each stage: its name, what became of it, seconds, why."""
+        width = max(map(len, self.stages))
+        rows = [
+            f"{one.name:{width}}  {one.state:10}  {f'{one.took:.0f} s' if one.took else '':>8}  {one.why}".rstrip()
+            for one in self.stages.values()
+        ]
+        return "\n".join(rows) + "\n"
 
 
-def _plan_of(path: Path, config: Any, fsdp: dict[str, Any], *, sharded: bool) -> Plan:
-    gpus = 0 if config.use_cpu else device.num_gpus()
-    machines, rank = config.num_machines, os.environ.get("MACHINE_RANK", str(config.machine_rank))
-    if not rank.isdecimal() or int(rank) >= machines:
-        raise ConfigError(f"MACHINE_RANK: expected a number below {machines}, the num_machines of {path}, got {rank!r}")
-    total = gpus * machines if config.num_processes == -1 else config.num_processes
-    if total < 1 or total % machines:
-        raise ConfigError(
-            f"{path}: num_processes: expected a multiple of num_machines ({machines}), got {config.num_processes}"
-            + ("; -1 means all GPUs, and this machine has none" if config.num_processes == -1 else "")
-        )
-    if machines > 1 and not (config.main_process_ip and config.main_process_port):
-        raise ConfigError(
-            f"{path}: num_machines is {machines}: main_process_ip and main_process_port must be those of machine 0"
-        )
-    return Plan(
-        processes=total // machines, machines=machines, machine=int(rank), address=config.main_process_ip or "",
-        port=config.main_process_port or 0, on_cpu=not gpus, sharded=sharded, file=path,
-        reshard=fsdp.get("fsdp_reshard_after_forward", True), offload=fsdp.get("fsdp_offload_params", False),
-    )  # fmt: skip
-
-
-def run_workers(asked: Plan, module: str, argv: list[str]) -> int:
-    """Run `python -m module argv` in all processes of this machine; the exit code of the one that failed first, or 0.
-
-    They die with this process (running.py), get what signals it gets, and have SAVE_SECONDS to save a state.
-    """
-    import logging
-
-    from torch.distributed import run as launcher
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    for name in logging.root.manager.loggerDict:
-        if name.startswith(launcher.__name__.rpartition(".")[0]):  # what went wrong is said once, by who knows it
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.update(asked.environment())
-    sys.stdout.flush()
-    try:
-        if asked.on_cpu or asked.file is None:
-            _torch_workers(asked, module, argv)
-        else:
-            _accelerate_workers(asked, module, argv)
-    except ChildFailedError as error:
-        return exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
-
-
-def _torch_workers(asked: Plan, module: str, argv: list[str]) -> None:
-    from torch.distributed import run
-
-    meeting = ["--standalone"]
-    if asked.machines > 1:
-        meeting = ["--nnodes", str(asked.machines), "--node_rank", str(asked.machine), "--master_addr", asked.address,
-                   "--master_port", str(asked.port)]  # fmt: skip
-    run.run(run.parse_args([*meeting, "--nproc_per_node", str(asked.processes), "--shutdown_timeout", str(SAVE_SECONDS),
-                            "-m", module, *argv]))  # fmt: skip
-
-
-def _accelerate_workers(asked: Plan, module: str, argv: list[str]) -> None:
-    """On GPUs, by an Accelerate config file. Untested: no machine with GPUs was at hand."""
-    from accelerate.commands import launch
-
-    arguments = ["--config_file", str(asked.file), "--num_processes", str(asked.processes * asked.machines),
-                 "--machine_rank", str(asked.machine), "--module", module, *argv]  # fmt: skip
-    args = launch.launch_command_parser().parse_args(arguments)
-    args.shutdown_timeout = SAVE_SECONDS
-    launch.launch_command(args)
-
-
-def exit_code(codes: dict[int, int]) -> int:
-    """What processes that failed (rank -> code, below 0 for a signal) say together; a killed one is told of.
-
-    A gate or a wrong input is the cause of what else happens, then a killed process, then an error; who only stopped was told to.
-    """
-    killed = {rank: -code for rank, code in codes.items() if code < 0}
-    known = sorted(code for code in codes.values() if code in (2, 3))
-    if killed and not known:
-        rank, number = min(killed.items())
-        sys.stderr.write(
-            f"process {rank} was killed by {signal.Signals(number).name}"
-            + (" (the kernel does so when memory runs out)" if number == signal.SIGKILL else "")
-            + "; the others were ended. The same command resumes from the newest state\n"
-        )
-        return 128 + number
-    rest = sorted(code for code in codes.values() if code > 0)
-    return (known or rest)[0]
-
-
-@contextmanager
-def beside(module: str, arguments: list[str], log: Path) -> Iterator[Process]:
-    """One of our modules as a process of its own, output into `log`, until the block ends: SIGTERM, and SIGKILL if that does not help.
-
-    It gets SIGTERM too when this process dies, however it dies.
-    """
-    command = [sys.executable, "-c", BESIDE, str(os.getpid()), module, *arguments]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def ready_stages(target: str | None) -> tuple[list[str], dict[str, set[str]]]:
-    """Stage names in an order that respects their dependencies, and for each the stages it waits for."""
+def graph() -> dict[str, set[str]]:
+    """Every stage of dvc.yaml, in an order that respects what each waits for, with the stages that it waits for."""
     from dvc.repo import Repo
 
     with Repo() as repo:
-        graph = repo.index.graph
-        chosen = list(graph.nodes)
-        if target:
-            wanted_stages = {s for s in graph.nodes if s.addressing.split("@")[0] == target or s.addressing == target}
-            if not wanted_stages:
-                raise ConfigError(f"no stage {target!r} in dvc.yaml; dvc stage list names them")
-            chosen, frontier = list(wanted_stages), list(wanted_stages)
-            while frontier:
-                for upstream in graph.successors(frontier.pop()):
-                    if upstream not in chosen:
-                        chosen.append(upstream)
-                        frontier.append(upstream)
-        waits = {s.addressing: {u.addressing for u in graph.successors(s)} for s in chosen}
-    return sorted(waits), waits
+        found = repo.index.graph
+        waits = {s.addressing: {u.addressing for u in found.successors(s)} for s in found.nodes}
+    ordered: dict[str, set[str]] = {}
+    while len(ordered) < len(waits):
+        ordered |= {
+            name: waits[name] for name in sorted(waits) if name not in ordered and waits[name] <= ordered.keys()
+        }
+    return ordered
 
 
-def by_urgency(waits: dict[str, set[str]]) -> list[str]:
-    """The stages, those with the longest chain of others behind them first; among equals by name."""
-    behind: dict[str, int] = {}
+def chosen(waits: dict[str, set[str]], target: str | None) -> dict[str, set[str]]:
+    """The stages that `target` names, and what they need. Raises ConfigError for a name that is not there."""
+    if target is None:
+        return waits
+    if target == SPINE:
+        ends = {DEPLOY, "stage_evaluate_reward", *(f"stage_evaluate@{model}" for model in CHAIN)}
+    else:
+        ends = {name for name in waits if target in (name, name.split("@")[0])}
+    if not ends or not ends <= waits.keys():
+        raise ConfigError(
+            f"no stage {target!r} in dvc.yaml: expected {SPINE}, or a stage; `dvc stage list` prints their names"
+        )
+    frontier = list(ends)
+    while frontier:
+        new = waits[frontier.pop()] - ends
+        ends |= new
+        frontier += new
+    ends |= {REPORT} if target == SPINE else set()  # it reads all metrics there are, and waits for no branch
+    return {name: needs & ends for name, needs in waits.items() if name in ends}
 
-    def measure(name: str) -> int:
-        if name not in behind:
-            behind[name] = 1 + max((measure(other) for other in waits if name in waits[other]), default=-1)
-        return behind[name]
 
-    return sorted(waits, key=lambda name: (-measure(name), name))
+def seconds_of(names: list[str], scale: str) -> dict[str, float]:
+    """How long each stage probably takes: its last run here, else `seconds` of the scale file."""
+    guesses = read_yaml(Path(f"conf/scale/{scale}.yaml")).get("seconds") or {}
+    found = {}
+    for name in names:
+        plain = name.removeprefix("stage_").replace("evaluate_reward", "evaluate@reward")
+        guess = guesses.get(plain, guesses.get(plain.split("@")[0], UNKNOWN_SECONDS))
+        timed = sorted((work.root() / plain).glob("*/speed.json"), key=lambda path: path.stat().st_mtime)
+        with suppress(OSError, ValueError, KeyError, IndexError):
+            guess = json.loads(timed[-1].read_text())["seconds"]
+        found[name] = float(guess)
+    return found
 
 
-def run_parallel(jobs: int, target: str | None) -> int:
-    """Run `dvc --wait-for-lock repro -s STAGE` for each ready stage, `jobs` at a time; the first failure's exit code.
+def no_sandbox(settings: Settings) -> str:
+    """Why programs that a model wrote cannot be run here; empty where they can, or may run without a sandbox."""
+    runtime, sandbox = settings.layers("runtime"), settings.layers("sandbox")
+    elsewhere = runtime["sandbox"].raw if "sandbox" in runtime else None
+    allowed = "allow_unsafe" in sandbox and bool(sandbox["allow_unsafe"].raw)
+    if allowed or (elsewhere and elsewhere.get("url")):
+        return ""
+    found = jail.probe()
+    return "" if "sealed" in found["profiles"] else str(found["refused"].get("sealed", "no sandbox"))
 
-    Stages that start side by side share the cores: without OMP_NUM_THREADS each gets as many threads as fall to it.
-    """
-    _, waits = ready_stages(target)
-    names, cores = by_urgency(waits), device.workers("auto")
-    done: set[str] = set()
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    code = 0
-    while len(done) < len(names):
-        free = jobs - len(running) if not code else 0
-        ready = [name for name in names if name not in done and name not in running and waits[name] <= done][:free]
-        threads = str(max(1, cores // max(1, len(running) + len(ready))))
-        for name in ready:
-            command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "-s", name]
-            running[name] = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads} | os.environ)
-        if not running:
-            return code
+
+def tidy_locks(folder: Path = Path(".dvc/tmp")) -> None:
+    """Remove the list of DVC's locks when every process in it is gone, or when one was killed while it wrote the list."""
+    path = folder / "rwlock"
+    try:
+        held = json.loads(path.read_text())
+        entries = [*held.get("write", {}).values(), *(one for many in held.get("read", {}).values() for one in many)]
+        alive = [entry["pid"] for entry in entries if psutil.pid_exists(int(entry["pid"]))]
+    except FileNotFoundError:
+        return
+    except (ValueError, AttributeError, KeyError, TypeError):
+        entries, alive = ["unreadable"], []
+    if entries and not alive:
+        path.unlink(missing_ok=True)
+        say(f"{path}: DVC's locks of processes that are gone were removed")
+
+
+def say(text: str) -> None:
+    """A line of the launcher."""
+    sys.stderr.write(f"launch: {text}\n")
+    sys.stderr.flush()
+
+
+class Launcher:
+    """Starts and ends the stages of a build."""
+
+    def __init__(self, build: Build, again: str) -> None:
+        self.build, self.again = build, again
+        self.running: dict[str, tuple[processes.Process, float]] = {}
+        self.signal = 0  # the first one that came
+        self.code = 0  # of the first stage that failed
+        self.told: set[int] = set()  # processes that were asked to end,
+        self.deadline = float("inf")  # and when those that have not are killed
+        self.cores = device.workers("auto")
+        self.ended = work.root() / "ended"
+
+    def run(self) -> int:
+        """Build what can be built; the exit code."""
+        self.ended.mkdir(parents=True, exist_ok=True)
+        handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS if _heeded(number)}
         try:
-            name = _first_ended(running)
-        except KeyboardInterrupt:  # the stages got the signal too: they save and end
-            code = code or 128 + signal.SIGINT
-            continue
-        status = running.pop(name).returncode
-        code = code or status
-        done.add(name)
-    return code
+            while self.running or (not self.signal and self.build.ready()):
+                self._start()
+                self._look()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        for name in self.build.named("waiting"):
+            self.build.stages[name].state = "not built"
+        sys.stderr.write("\n" + self.build.table())
+        if self.signal:
+            say(f"stopped by {signal.Signals(self.signal).name}; go on with: {self.again}")
+            return 128 + self.signal
+        if self.code:
+            say(
+                f"{', '.join(self.build.named('failed'))} failed, see above; all else was built. Go on with: {self.again}"
+            )
+        return self.code
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.signal = self.signal or number
+
+    def _start(self) -> None:
+        free = self.build.jobs - len(self.running)
+        names = [] if self.signal else self.build.ready()[:free]
+        threads = str(max(1, self.cores // max(1, len(self.running) + len(names))))
+        for name in names:
+            (self.ended / name).unlink(missing_ok=True)
+            environment = {"OMP_NUM_THREADS": threads} | os.environ | {ENDED: str(self.ended / name)}
+            command = [sys.executable, "-c", REPRO, str(os.getpid()), "--wait-for-lock", "repro", "-s", name]
+            process = subprocess.Popen(command, env=environment, start_new_session=True)
+            self.running[name] = (process, time.monotonic())
+            self.build.stages[name].state = "running"
+            say(f"{name} starts ({self._progress()})")
+
+    def _progress(self) -> str:
+        return self.build.progress({name: time.monotonic() - began for name, (_, began) in self.running.items()})
+
+    def _look(self) -> None:
+        """Wait a moment, and take note of stages that ended."""
+        if self.signal:
+            self._stop()
+        for name, (process, began) in list(self.running.items()):
+            with suppress(subprocess.TimeoutExpired):
+                self._end(name, process.wait(timeout=LOOK_SECONDS), time.monotonic() - began)
+
+    def _end(self, name: str, status: int, seconds: float) -> None:
+        del self.running[name]
+        try:
+            own = int((self.ended / name).read_text())
+        except (OSError, ValueError):
+            own = None  # its command did not run, or was killed
+        self.build.stages[name].took = seconds
+        if self.signal and status:
+            self.build.ended(name, "stopped")
+        elif status:
+            code = own or (128 - status if status < 0 else status)
+            self.code = self.code or code
+            self.build.ended(name, "failed", f"exit {code}")
+        else:
+            self.build.ended(name, "up to date" if own is None else "built")
+        say(f"{name}: {self.build.stages[name].state} in {seconds:.0f} s ({self._progress()})")
+        if name == DEPLOY and not status and self.build.named("waiting", "running"):
+            say("you can talk to it now: make chat   (the rest goes on)")
+
+    def _stop(self) -> None:
+        """Ask each stage once to save and end; DVC itself only where it runs none. What does not end is killed."""
+        for process, _ in self.running.values():
+            with suppress(psutil.NoSuchProcess):
+                below = psutil.Process(process.pid).children()
+                for one in [p for p in below or [psutil.Process(process.pid)] if p.pid not in self.told]:
+                    if not self.told:
+                        say("stages save their states and end")
+                        self.deadline = time.monotonic() + processes.SAVE_SECONDS
+                    self.told.add(one.pid)
+                    one.send_signal(signal.SIGINT)
+            if time.monotonic() > self.deadline:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
-def _first_ended(running: dict[str, subprocess.Popen[bytes]]) -> str:
-    while True:
-        for name, process in running.items():
-            try:
-                process.wait(timeout=0.1)
-            except subprocess.TimeoutExpired:
-                continue
-            return name
+def _heeded(number: int) -> bool:
+    """Whether a signal is not ignored, as SIGHUP is under nohup."""
+    return signal.getsignal(number) is not signal.SIG_IGN
+
+
+def prepare(target: str | None, jobs: int) -> Build:
+    """The stages to build. Raises ConfigError for a wrong target or parameters."""
+    settings = Settings(Path(), [])
+    waits = chosen(graph(), target)
+    seconds = seconds_of(list(waits), settings.name("scale"))
+    build = Build({name: Stage(name, needs, seconds[name]) for name, needs in waits.items()}, jobs)
+    concerned = sorted(SANDBOXED & waits.keys())
+    if concerned and (refused := no_sandbox(settings)):
+        say(f"there is no sandbox here ({refused}): what runs programs that a model wrote is left out")
+        for name in concerned:
+            build.ended(name, "left out", "no sandbox; sandbox.allow_unsafe: true runs it without one")
+    return build
 
 
 def main() -> int:
     """Command line of `python -m pipeline.launch`."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.launch", description="Run ready stages side by side.")
-    parser.add_argument("-j", "--jobs", type=int, default=2, help="stages at a time (default 2)")
-    parser.add_argument("target", nargs="?", help="a stage of dvc.yaml; without it the whole graph")
+    parser = argparse.ArgumentParser(prog="python -m pipeline.launch", description="Build the graph, or a part of it.")
+    parser.add_argument("-j", "--jobs", type=int, help="stages at a time (default: 2, on one core 1)")
+    parser.add_argument("target", nargs="?", help=f"{SPINE}, or a stage of dvc.yaml; without it the whole graph")
     arguments = parser.parse_args()
-    if arguments.jobs < 1:
+    jobs = min(2, device.workers("auto")) if arguments.jobs is None else arguments.jobs
+    if jobs < 1:
         parser.error(f"--jobs: expected at least 1, got {arguments.jobs}")
+    under_make = "MAKELEVEL" in os.environ
+    if under_make:  # which may be killed
+        processes.die_with_parent(os.getppid())
+    again = {SPINE: "make", None: "make all"}.get(arguments.target) if under_make else None
+    again = again or " ".join(["python -m pipeline.launch", *([arguments.target] if arguments.target else [])])
     try:
-        return run_parallel(arguments.jobs, arguments.target)
+        tidy_locks()
+        return Launcher(prepare(arguments.target, jobs), again).run()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -33,7 +33,8 @@ from pipeline.errors import ConfigError
 from pipeline.runtime import Runtime
 
 GROUPS = ("model", "scale", "data")
-TOP_KEYS = ("seed", *GROUPS, "runtime")
+SEEDS = ("seed", "data_seed")  # of training; of the data and of what is measured
+TOP_KEYS = (*SEEDS, *GROUPS, "runtime")
 T = TypeVar("T")
 
 
@@ -109,10 +110,10 @@ class Settings:
         assert isinstance(plain, dict)
         return {str(key): value for key, value in plain.items()}
 
-    def seed(self) -> int:
-        """The experiment's seed."""
-        raw = self.overrides.get("seed", self.params["seed"])
-        return convert(Value(raw, "params.yaml"), int, "seed")
+    def seed(self, key: str) -> int:
+        """What draws begin from: `seed` those of training, `data_seed` those that make data and measure."""
+        origin = "command line" if key in self.overrides else "params.yaml"
+        return convert(Value(self.overrides.get(key, self.params.get(key)), origin), int, key)
 
     def layers(self, name: str) -> dict[str, Value]:
         """The raw keys of a stage's block, each from the highest layer that gives it."""

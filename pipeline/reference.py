@@ -67,6 +67,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "CUDA's own: which GPUs the processes see",
     "STAGECOACH_WORK": "the folder of resumable work; not set: `.work` beside `dvc.yaml`; several machines need one that all share",
     "STAGECOACH_MLFLOW": "`off`: no MLflow",
+    "STAGECOACH_DEVICE": "what `runtime.device` says, for programs that read no params.yaml: auto, cpu, cuda or mps",
     "MLFLOW_TRACKING_URI": "where MLflow's runs go; not set: a SQLite file beside `dvc.yaml`",
     "WANDB_MODE": "Weights & Biases' own, for `runtime.trackers: [wandb]`; `offline` keeps its runs in the work folder",
     "STAGECOACH_API_KEYS": "keys that the server takes, separated by commas; needed where others than this machine may ask",
@@ -76,12 +77,13 @@ ENVIRONMENT = {
     "CC": "the C compiler that torch.compile needs on a GPU; not set: cc, then gcc or clang",
     "TORCHINDUCTOR_CACHE_DIR": "where compiled layers are kept; not set: `compile` in the work folder",
     "TORCH_CPP_LOG_LEVEL": "PyTorch's own; not set: ERROR",
+    "OMP_WAIT_POLICY": "OpenMP's own; not set: PASSIVE",
 }
 # Set by DVC, by the launcher or by us, for our own processes: no knobs
 INTERNAL = (
     *("STAGECOACH_LOCKED", "DVC_ROOT", "DVC_STAGE", "DVC_EXP_NAME", "DVC_EXP_BASELINE_REV", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU", "FSDP_VERSION", "FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS"),
-    "TOKENIZERS_PARALLELISM",
+    *("TOKENIZERS_PARALLELISM", "STAGECOACH_ENDED", "MAKELEVEL"),
 )  # fmt: skip
 
 
@@ -160,7 +162,14 @@ def _sentence(docstring: str) -> str:
 
 def top(root: Path) -> str:
     """The keys beside the blocks."""
-    rows = [["`seed`", "int", "every draw of the experiment begins from it"]]
+    rows = [
+        ["`seed`", "int", "every draw of training begins from it: weights, order, noise, sampled answers"],
+        [
+            "`data_seed`",
+            "int",
+            "every draw that makes data or measures: corpus, tasks, items, resamples; another one rebuilds all",
+        ],
+    ]
     for group, what in zip(GROUPS, ("the size of the model", "how long and how big", "where the data come from"), strict=True):  # fmt: skip
         names = ", ".join(sorted(path.stem for path in (root / "conf" / group).glob("*.yaml")))
         rows.append([f"`{group}`", "str", f"{what}, a file of `conf/{group}/`: {names}"])

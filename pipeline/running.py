@@ -22,11 +22,11 @@ import time
 import tokenize
 import typing
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline import codehash, device, launch, tracking, usage, work
+from pipeline import codehash, device, processes, tracking, usage, work
 from pipeline.errors import ConfigError, InputError, StagecoachError
 from pipeline.params import Runtime, Settings, Value, as_written, is_flat, parse_override, resolve, type_name
 
@@ -46,6 +46,7 @@ class Wiring:
     optional: tuple[str, ...] = ()  # inputs that may be absent
     chosen: Callable[[Any], dict[str, str]] | None = None  # further inputs that only some parameters ask for
     of_item: Callable[[str], tuple[str, ...]] | None = None  # which of the inputs an item reads; none: all of them
+    seed: str = "seed"  # the key that its draws begin from; "data_seed" where it makes data, or measures
     metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
     trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
     cuttable: bool = True  # its model may lie cut over the processes (FSDP2)
@@ -56,6 +57,7 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
     start = time.monotonic()
     module = sys.modules[run.__module__]
     stage = Path(inspect.getfile(run)).stem
+    _tell_launcher(1)  # until it is known: of an exception, or a kill
     try:
         _run(run, module, stage, Wiring(**wiring), sys.argv[1:], start)
     except StagecoachError as error:
@@ -84,12 +86,21 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
     _leave(0)
 
 
+def _tell_launcher(code: int) -> None:
+    """Leave the exit code where `pipeline.launch` looks for it, since DVC says no more than that its command failed."""
+    path = os.environ.get("STAGECOACH_ENDED")
+    if path and "LOCAL_RANK" not in os.environ:
+        with suppress(OSError):
+            Path(path).write_text(str(code))
+
+
 def _who() -> str:
     return f" (rank {device.rank()})" if device.rank() else ""
 
 
 def _leave(code: int) -> typing.NoReturn:
     sys.stdout.flush()
+    _tell_launcher(code)
     sys.exit(code)
 
 
@@ -98,10 +109,12 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
         sys.stdout.write(help_text(module, stage, wiring))
         return
     if "DVC_STAGE" in os.environ or "LOCAL_RANK" in os.environ:  # dvc, or the launcher of this worker
-        launch.die_with_parent(os.getppid())
+        processes.die_with_parent(os.getppid())
     item, overrides = split_arguments(argv, stage, wiring)
     settings = Settings(Path(), overrides)
     parameters, runtime = resolve(module.Params, settings, stage)
+    if runtime.device != "auto":
+        device.ask(runtime.device)
     names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of stage_deploy
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
     chosen = wiring.chosen(parameters) if wiring.chosen else {}
@@ -110,8 +123,8 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     inputs |= {key: Path(path) for key, path in chosen.items()}
     _check_inputs(inputs, wiring.optional)
     name = f"{stage}@{item}" if item else stage
-    resolved = dataclasses.asdict(parameters)
-    lineage = _lineage(stage, item, settings.seed(), resolved, inputs)
+    resolved, seed = dataclasses.asdict(parameters), settings.seed(wiring.seed)
+    lineage = _lineage(stage, item, seed, resolved, inputs)
     folder = work.root() / name / lineage["key"]
     if runtime.find_lr:
         folder = _finder_folder(folder, stage, wiring)
@@ -127,8 +140,8 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
         else:
             if plan is not None:
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
-                _leave(launch.run_workers(plan, f"stages.{stage}", argv))
-            job = _make_job(stage, item, settings.seed(), resolved, runtime, folder, lineage)
+                _leave(processes.run_workers(plan, f"stages.{stage}", argv))
+            job = _make_job(stage, item, seed, resolved, runtime, folder, lineage)
             _compute(run, job, parameters, inputs, wiring, names, start)
         if device.rank() == 0 and not follows:
             for target, source in out_paths(folder, wiring, names):
@@ -148,9 +161,9 @@ def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
     return folder.with_name(f"{folder.name}-find-lr")
 
 
-def _plan(wiring: Wiring, stage: str) -> launch.Plan | None:
+def _plan(wiring: Wiring, stage: str) -> processes.Plan | None:
     """The processes that the stage is to train in; None for this one. Raises ConfigError for those it cannot have."""
-    plan = launch.plan() if wiring.trains else None
+    plan = processes.plan() if wiring.trains else None
     cut = plan.sharded if plan else os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if cut and not wiring.cuttable:
         raise ConfigError(
@@ -186,7 +199,7 @@ def _compute(
     if used is None:  # another rank
         return
     if wiring.metrics:
-        told = as_written(parameters) | {"seed": job.seed}
+        told = as_written(parameters) | {wiring.seed: job.seed}
         final = job.tracker.final | {"lineage": job.lineage, "params": told}
         tracking.write_json(folder / "out" / wiring.metrics.format(**names), final)
     if wiring.trains:
@@ -265,7 +278,8 @@ def _lineage(
     code = codehash.closure(Path(), stage)
     digests = {name: work.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
     key = work.make_key(stage=stage, item=item, seed=seed, parameters=resolved, inputs=digests, code=code)
-    return {"key": key, "code": work.canonical_hash(code), "inputs": {_place(inputs[k]): v for k, v in digests.items()}}
+    return {"key": key, "code": work.canonical_hash(code), "inputs": {_place(inputs[k]): v for k, v in digests.items()},
+            "versions": work.versions()}  # fmt: skip
 
 
 def _place(path: Path) -> str:

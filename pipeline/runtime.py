@@ -8,6 +8,7 @@ that changes one of them says so.
 from dataclasses import dataclass
 
 CHECKPOINTING = ("none", "full", "every_2", "selective")
+DEVICES = ("auto", "cpu", "cuda", "mps")
 TRACKERS = ("tensorboard", "wandb")
 
 
@@ -22,6 +23,7 @@ class SandboxAddress:
 class Runtime:
     """The `runtime` block: read by all stages, tracked by none, because none of it changes more of a result than its rounding."""
 
+    device: str = "auto"  # auto: CUDA where there is one, else the CPU; cpu, cuda, mps (Apple's GPU: untested)
     precision: str = "auto"  # auto, fp32, bf16, fp16
     micro_batch: int | str = "auto"  # rows in one forward pass; auto: what fits the memory
     workers: int | str = "auto"  # processes of the data stages; auto: one per core
@@ -45,6 +47,8 @@ class Runtime:
         return None if self.sandbox is None else self.sandbox.url
 
     def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ValueError(f"device: expected one of {', '.join(DEVICES)}, got {self.device!r}")
         if self.precision not in ("auto", "fp32", "bf16", "fp16"):
             raise ValueError(f"precision: expected auto, fp32, bf16 or fp16, got {self.precision!r}")
         if self.gradient_checkpointing not in CHECKPOINTING:

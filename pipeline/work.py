@@ -22,6 +22,7 @@ import argparse
 import errno
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -61,6 +62,9 @@ class StopRequest:
         self.signal = number
 
 
+COMPUTING = ("numpy", "safetensors", "tokenizers", "torch")  # packages that may change a result
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What a stage is told about the run it is in."""
@@ -68,7 +72,7 @@ class Job:
     stage: str
     item: str | None
     key: str
-    seed: int
+    seed: int  # of training, or data_seed for a stage that makes data or measures
     folder: Path  # the keyed work folder; resumable parts go into folder / "parts"
     workers: int
     runtime: Any  # params.Runtime
@@ -88,6 +92,13 @@ class Job:
     def register(self, folder: Path, **tags: str) -> None:
         """Let MLflow have what was made in `folder` as a version of the registered model, when the run has ended well."""
         self.tracker.register(folder, **tags)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that compute, and the hash of the lock file: part of no key, so they invalidate nothing."""
+    found = {name: importlib.metadata.version(name) for name in COMPUTING}
+    lock = Path("requirements.lock")
+    return found | ({"requirements.lock": sha256(lock)[:16]} if lock.is_file() else {})
 
 
 def root() -> Path:

@@ -2,8 +2,9 @@
 
     the source named by `data` + data/own + data/benchmarks -> data/raw/{text,code}
 
-`data=machine` gives text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and code
-(Python, shell, generated functions), each until its quota is met; `files` and `hub` give all that they hold. Worker
+`data=packages` gives text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and code
+(Python, generated functions), each until its quota is met, the same bytes on every machine; `machine` takes what is installed and shell
+scripts too; `files` and `hub` give all that they hold. Worker
 processes read and clean batches; this process takes the results in order (`streams/selection.py`), so the corpus is the
 same for any number of workers, any locale and any hash seed, on machines with the same packages.
 
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.device import stable_hash
-from pipeline.launch import pool_map
 from pipeline.params import group, main
-from pipeline.streams import harvest, hub, parquet, readers, sources
+from pipeline.processes import pool_map
+from pipeline.streams import harvest, hub, locked, parquet, readers, sources
 from pipeline.streams.cleaning import Document, made_record
 from pipeline.streams.decontamination import Index, benchmark_files, benchmark_items
 from pipeline.streams.harvest import FileBatch, RecordBatch
@@ -36,7 +37,7 @@ from pipeline.work import Job, sha256
 PARTS = {
     "text": ("prose", "stories", "drills", "transcripts"),
     "code": ("python", "shell", "generated"),
-}  # of data=machine
+}  # of data=packages and data=machine
 HARVESTED = ("prose", "python", "shell")  # by package; a generator has no package that could take over
 # numbers of each story family, of drills and transcripts, bytes of generated code
 BATCH_NUMBERS, BATCH_RECORDS, BATCH_CODE_BYTES = 10, {"drills": 200, "transcripts": 40}, 60_000
@@ -50,14 +51,16 @@ GENERATED_VAL = 50  # one generated file in so many is held out
 class Params:
     """Block `corpus` of params.yaml, and the files of conf/data/."""
 
-    stories_mb: float  # quotas of data=machine in 10^6 bytes kept, train and val together: generated stories,
+    stories_mb: (
+        float  # quotas of data=packages and machine in 10^6 bytes kept, train and val together: generated stories,
+    )
     prose_mb: float  # English of READMEs and docstrings,
     drills_mb: float  # exercises in copying,
     transcripts_mb: float  # tool conversations as text,
-    python_mb: float  # Python of the standard library and of installed packages,
-    shell_mb: float  # shell scripts,
+    python_mb: float  # Python of packages (machine: and of the standard library),
+    shell_mb: float  # machine: shell scripts,
     generated_mb: float  # generated functions
-    cap_mb: float  # data=machine: at most so much of one package in each of these
+    cap_mb: float  # packages, machine: at most so much of one package in each of these
     near_duplicates: float  # estimated Jaccard similarity from which the later document is dropped
     data: sources.DataConfig = group("data")
 
@@ -106,10 +109,10 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
     shutil.rmtree(parts / "kept", ignore_errors=True)  # what a killed run fetched from the hub stays
     index = Index(benchmark_items(benchmarks))
     corpora = {name: _selection(name, params, index, parts / "kept" / name) for name in PARTS}
-    versions = {"python": platform.python_version()}
+    versions = {} if params.data.source == "packages" else {"python": platform.python_version()}
     rows: dict[str, dict[str, int]] = {name: {} for name in PARTS}  # of data=files and data=hub
-    if params.data.source == "machine":
-        batches = _machine(params, job.seed, corpora, versions)
+    if params.data.source in sources.HARVESTS:
+        batches = _harvest(params, job.seed, corpora, versions)
     else:
         batches = _brought(params.data, own, parts, versions, rows)
     taker = {part: selection for selection in corpora.values() for part in selection.quotas}
@@ -119,7 +122,7 @@ def run(params: Params, job: Job, *, own: Path, benchmarks: Path, text: Path, co
             bar.update(taker[document.part].offer(document))
     for name, out in (("text", text), ("code", code)):
         manifest = _finish(name, corpora[name], out) | {"data": params.data.source, "versions": versions}
-        if params.data.source != "machine":
+        if params.data.source not in sources.HARVESTS:
             manifest["rows"] = rows[name]
             _keep_rejected(params.data, name, parts, out)
         manifest["benchmarks"] = {
@@ -165,10 +168,11 @@ def _told(path: str) -> Document:
 
 def _selection(name: str, params: Params, index: Index, folder: Path) -> Selection:
     """An empty corpus: what it takes, and from when on it takes no more."""
-    machine = params.data.source == "machine"
-    quotas = (
-        {part: getattr(params, f"{part}_mb") * 1e6 for part in PARTS[name]} if machine else {f"own {name}": math.inf}
-    )
+    quotas = {f"own {name}": math.inf}
+    if params.data.source in sources.HARVESTS:
+        quotas = {part: getattr(params, f"{part}_mb") * 1e6 for part in PARTS[name]}
+    if params.data.source == "packages":
+        quotas.pop("shell", None)  # no package of the lock holds any
     return Selection(
         quotas=quotas,
         caps=dict.fromkeys(HARVESTED, params.cap_mb * 1e6),
@@ -179,15 +183,19 @@ def _selection(name: str, params: Params, index: Index, folder: Path) -> Selecti
     )
 
 
-def _machine(params: Params, seed: int, corpora: dict[str, Selection], versions: dict[str, str]) -> Iterator[Batch]:
+def _harvest(params: Params, seed: int, corpora: dict[str, Selection], versions: dict[str, str]) -> Iterator[Batch]:
     """Work until every quota is met. Files first: they are what may run out."""
     text, code, data = corpora["text"], corpora["code"], params.data
-    packages = sources.closure(Path("pyproject.toml"))
+    if data.source == "packages":
+        packages = locked.packages(data.packages)
+        readmes, python = (locked.checked(of(packages)) for of in (sources.readmes, sources.package_files))
+    else:
+        packages = sources.closure(Path("pyproject.toml"))
+        readmes, python = sources.readmes(packages), sources.python_files(packages)
     versions |= {package.name: package.version for package in packages}
-    yield from harvest.file_batches(sources.ordered(sources.readmes(packages)), {"prose": text}, data)
-    python = sources.ordered(sources.python_files(packages))
-    yield from harvest.file_batches(python, {"python": code, "prose": text}, data)
-    if code.is_open("shell"):
+    yield from harvest.file_batches(sources.ordered(readmes), {"prose": text}, data)
+    yield from harvest.file_batches(sources.ordered(python), {"python": code, "prose": text}, data)
+    if data.source == "machine" and code.is_open("shell"):
         yield from harvest.file_batches(sources.ordered(sources.shell_scripts(Path())), {"shell": code}, data)
     # Bounded, so that a generator that runs out of new things ends the stage and does not hang it.
     for number in range(_most(params.generated_mb)):
@@ -252,4 +260,5 @@ if __name__ == "__main__":
         run,
         inputs={"own": "data/own", "benchmarks": "data/benchmarks"},
         outs={"text": "data/raw/text", "code": "data/raw/code"},
+        seed="data_seed",
     )

@@ -10,8 +10,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.launch import pool_map
 from pipeline.params import main
+from pipeline.processes import pool_map
 from pipeline.streams import shards
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tracking import progress
@@ -49,5 +49,6 @@ if __name__ == "__main__":
         run,
         inputs={"tokenizer": "data/tokenizer", "corpus": "data/raw/{item}"},
         outs={"out": "data/tokens/{item}"},
+        seed="data_seed",
         items=("text", "code"),
     )

@@ -88,7 +88,7 @@ def run(
             numbers[name.split()[0]] = numbers.get(name.split()[0], {}) | result.numbers
             rows += result.rows
             bar.update()
-    write_json(summary, {**numbers, "settings": said | {"seed": job.seed}, "lineage": job.lineage})
+    write_json(summary, {**numbers, "settings": said | {"data_seed": job.seed}, "lineage": job.lineage})
     items.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     write_curve(curves, curve_rows(numbers))
 
@@ -239,6 +239,7 @@ if __name__ == "__main__":
         inputs={"model": "models/{item}", **DATA, "preferences": "data/preferences"},
         outs={"summary": "metrics/eval/{item}.json", "items": "metrics/eval/{item}.jsonl",
               "curves": "metrics/eval/{item}.csv"},
+        seed="data_seed",
         items=ANY,
         of_item=inputs_of,
         metrics=None,

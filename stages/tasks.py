@@ -19,8 +19,8 @@ from typing import Any
 
 from pipeline.errors import DataError
 from pipeline.evaluation import references
-from pipeline.launch import pool_map
 from pipeline.params import block, group, main
+from pipeline.processes import pool_map
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 from pipeline.streams import hub, readers, screening, sources
 from pipeline.streams.records import Dialogue, Pair, Problem, write
@@ -317,4 +317,5 @@ if __name__ == "__main__":
             "pairs": "data/preferences",
             "known": "data/facts",
         },
+        seed="data_seed",
     )

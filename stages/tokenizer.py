@@ -88,5 +88,6 @@ if __name__ == "__main__":
         run,
         inputs={"text": "data/raw/text", "code": "data/raw/code"},
         outs={"out": "data/tokenizer"},
+        seed="data_seed",
         chosen=lambda params: params.base.inputs(),
     )

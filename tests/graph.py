@@ -107,6 +107,12 @@ class Repository:
 
         return {name.split(":")[-1] for name in json.loads(self.dvc("status", "--json"))}
 
+    def inputs(self, stage: str) -> dict[str, str]:
+        """The digest of everything that a stage was made from, as its metrics say."""
+        import json
+
+        return json.loads((self.folder / f"metrics/{stage}.json").read_text())["lineage"]["inputs"]
+
     def sha(self, model: str) -> str:
         """sha256 of a model's weights."""
         return hashlib.sha256((self.folder / "models" / model / "model.safetensors").read_bytes()).hexdigest()

@@ -38,7 +38,7 @@ def evaluation(place: int) -> dict[str, Any]:
         found["tools"] |= {"ast_low": 0.51, "ast_high": 0.65, "ast_unseen_tool": 0.31, "false_call_rate": 0.08}
     found["problems"] |= {"parse_rate": [0.02, 0.61, 0.82][place], "n": 200}  # without an interval
     found["stories"]["perplexity"] = math.nan
-    return found | {"settings": {"documents": 100, "seed": 42}, "lineage": {"key": f"{place:016x}"}}
+    return found | {"settings": {"documents": 100, "data_seed": 42}, "lineage": {"key": f"{place:016x}"}}
 
 
 def write(folder: Path) -> Path:

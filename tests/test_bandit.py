@@ -20,11 +20,12 @@ from pipeline.learning.fit import fit
 from pipeline.learning.objectives_policy import METHODS, GroupMethod
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.ranks import Ranks
+from pipeline.model.attention import Line
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import ActorCritic, RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.reinforcement import answers
-from pipeline.reinforcement.answers import Answer
+from pipeline.reinforcement.answers import Answer, Prompt
 from pipeline.reinforcement.estimators import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo
 from pipeline.reinforcement.rewards import Score
 from pipeline.reinforcement.rollout import Method, Rollout, RolloutConfig, RolloutStream
@@ -165,6 +166,54 @@ def test_without_learning_the_policy_stays_where_it_sampled(tmp_path: Path) -> N
         assert row["kl"] == pytest.approx(0, abs=1e-6)
         assert row.get("sampling/sampling_logp_difference/max", 0.0) < 1e-5
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def gradients(model: ActorCritic, stream: RolloutStream, parts: int) -> list[torch.Tensor]:
+    """Of the summed loss of an epoch in so many minibatches."""
+    constants = PPOConfig(beta=0.05, target_kl=1.0, horizon=100)
+    stream.config = replace(stream.config, minibatches=parts)
+    stream.steps_per_rollout = stream.config.steps_per_rollout
+    model.zero_grad()
+    for step in range(parts):
+        told = rlhf.loss(model, stream.batch(step, 0, stream.rows(step, 0)), temperature=1.0, ppo=constants)
+        sum(term.coefficient * term.sum for term in told.terms).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_the_minibatches_of_prompts_have_together_the_gradient_of_the_whole_batch() -> None:
+    """In float64; 8 prompts of 20 tokens and 4 answers each, in 1, 2, 4 and 3 parts, of which some part a prompt's answers."""
+    model = ActorCritic(actor(), RewardModel(actor())).double()
+    with torch.no_grad():
+        model.critic.score.weight.normal_(generator=torch.Generator().manual_seed(2))
+    long = [Prompt(f"p{n}", [2 + n, *range(2, 16), *[n + 3] * 5], "made", rollouts.prompt(n).record) for n in range(8)]
+    settings, constants = (
+        config(samples=4, epochs=1, max_prompt=20, max_new_tokens=4),
+        PPOConfig(beta=0.05, target_kl=1.0, horizon=100),
+    )
+    carried = {"beta": constants.beta}
+
+    def complete(asked: Sequence[Any]) -> list[Answer]:
+        draws = np.random.default_rng(3)
+        return [rollouts.answer(prompt, n, draws.integers(2, 16, 4), logprob=-2.5) for prompt, n in asked]
+
+    def annotate(found: list[Rollout]) -> None:
+        given = [one.answer for one in found]
+        annotate_ppo(found, reference=lambda _: answers.logprobs_of(model.actor, given, PAD, 1.0),
+                     values=lambda _: answers.values_of(model.critic, given, PAD))  # fmt: skip
+
+    how = Method(
+        sample=complete, score=score, annotate=annotate, estimate=lambda found: estimate_ppo(found, constants, carried)
+    )
+    stream = RolloutStream(long, settings, how, pad=PAD, seed=1, ranks=Ranks("fp32", ""), state=carried)
+    stream.fill(0)
+    whole = gradients(model, stream, 1)
+    assert max(float(one.abs().max()) for one in whole) > 0.1
+    for parts in (2, 3, 4):
+        for found, expected in zip(gradients(model, stream, parts), whole, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    batch = stream.batch(0, 0, stream.rows(0, 0))  # the first of four parts: two prompts
+    computed = Line.of(batch.documents, True, batch.input_ids).computed
+    assert computed is not None and len(computed) <= 2 * 20 + 8 * 4
 
 
 class Stopped(BaseException):

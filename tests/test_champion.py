@@ -10,6 +10,7 @@ import pytest
 from pipeline import registry
 from pipeline.errors import GateError, InputError
 from pipeline.report import champion, claims
+from pipeline.report.differences import Measured
 from pipeline.report.run import read
 from pipeline.tracking import Tracker
 
@@ -115,6 +116,24 @@ def test_a_resumed_run_registers_once_and_what_is_missing_is_said(here: Path) ->
     (here / "metrics/eval/tools.json").unlink()
     with pytest.raises(InputError, match="dvc repro stage_evaluate@tools"):
         champion.deployed()
+
+
+def test_a_champion_that_was_measured_over_other_items_is_an_objection_by_name() -> None:
+    def measured(data_seed: int, right: list[int]) -> Measured:
+        rate = sum(right) / len(right)
+        rows = [
+            {"suite": "problems", "id": f"p{n}", "item": f"{data_seed}/{n}", "group": "easy", "sampled": r, "parses": 1}
+            for n, r in enumerate(right)
+        ]
+        numbers = {"parse_rate": 1.0, "easy": {"pass_at_1": rate}}
+        return Measured({"problems": numbers, "settings": {"data_seed": data_seed}}, rows)
+
+    assert champion.objections([], measured(42, [1] * 40), measured(42, [0] * 40)) == []
+    assert champion.objections([], measured(1, [1] * 40), measured(42, [0] * 40)) == [
+        "not comparable with the champion, measured over other items: data_seed 42 and 1 (Answers whose code parses, Easy problems, pass@1)"
+    ]
+    assert champion.objections([], measured(42, [0] * 19), measured(42, [1] * 19)) == [], "too few for a verdict"
+    assert len(champion.objections([], measured(42, [0] * 20), measured(42, [1] * 20))) == 1
 
 
 def test_a_gate_is_held_against_the_worse_end_of_the_interval(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from pipeline import device
 from pipeline.errors import ConfigError
+from pipeline.runtime import Runtime
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,3 +122,28 @@ def test_a_batch_that_is_pinned_goes_to_the_device_from_page_locked_tensors(monk
     for pin, ids in ((True, locked), (False, batch.ids)):
         moved = device.move(batch, torch.device("cuda"), pin=pin)
         assert moved.ids is ids and (moved.count, moved.where) == (2, "cuda")
+
+
+def test_the_device_is_asked_for_by_one_key_and_one_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    chosen = {}
+    for kind in ("auto", "cpu", "mps"):
+        monkeypatch.setenv(device.ASKED, kind)
+        chosen[kind] = device.hardware("fp32").device.type
+    assert chosen == {"auto": "cpu", "cpu": "cpu", "mps": "mps"}  # Apple's GPU only where it is asked for
+    monkeypatch.setenv(device.ASKED, "cuda")
+    with pytest.raises(ConfigError, match=r"runtime\.device: expected one of this machine's devices \(mps, cpu\)"):
+        device.hardware("fp32")
+    with pytest.raises(ValueError, match="device: expected one of auto, cpu, cuda, mps, got 'tpu'"):
+        Runtime(device="tpu")
+
+
+def test_a_machine_whose_gpus_are_not_asked_for_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv(device.ASKED, raising=False)
+    assert device.num_gpus() == 4
+    monkeypatch.setenv(device.ASKED, "cpu")
+    assert device.num_gpus() == 0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.report import claims, compare, costs, differences
+from pipeline.report import card, claims, compare, costs, differences
 from pipeline.report.differences import Measured
 from pipeline.report.headlines import HEADLINES
 from pipeline.report.run import Run, read
@@ -36,9 +36,63 @@ def test_items_that_both_were_asked_are_paired_so_a_small_steady_gain_shows() ->
 
 
 @pytest.mark.parametrize("other", [{"data/problems": "d2"}, {}])
-def test_other_data_is_never_paired_even_if_ids_are_equal(other: dict[str, str]) -> None:
-    told = differences.change(BY_KEY["medium"], solved([1, 0] * 50), solved([1, 0] * 40 + [1, 1] * 10, other))
-    assert told is not None and (told.items, told.low, told.kind) == (0, None, "")  # the intervals overlap
+def test_items_of_other_data_are_refused_even_if_their_ids_are_equal(other: dict[str, str]) -> None:
+    told = differences.change(BY_KEY["medium"], solved([1, 0] * 50), solved([1, 1] * 50, other))
+    assert told is not None and (told.items, told.low, told.kind) == (0, None, "")
+    assert told.shown == told.refused == "measured over other items: other contents of data/problems"
+    unread = differences.change(BY_KEY["medium"], solved([1, 0] * 50), solved([1, 1] * 50, DATA | {"data/facts": "f2"}))
+    assert unread is not None and unread.kind == "better", "data that the suite does not read change nothing"
+
+
+def asked(right: list[int], *, data_seed: int = 42, hashes: str = "h", **settings: int) -> Measured:
+    """Problems whose rows say what was asked, of data with a digest of its own."""
+    found = solved(right, {"data/problems": f"{data_seed}{hashes}{settings}"})
+    rows = [row | {"item": f"{hashes}{n}"} for n, row in enumerate(found.rows)]
+    return Measured(found.numbers | {"settings": {"data_seed": data_seed, **settings}}, rows)
+
+
+def test_the_same_items_are_paired_though_the_data_around_them_have_changed() -> None:
+    told = differences.change(BY_KEY["medium"], asked([1, 0] * 50), asked([1, 1] * 50, samples=3))
+    assert told is not None and (told.items, told.kind, told.refused) == (100, "better", "")
+
+
+def test_other_items_are_refused_by_name_whatever_the_values_are() -> None:
+    told = differences.change(BY_KEY["medium"], asked([0] * 100), asked([1] * 100, data_seed=1, hashes="x"))
+    assert told is not None and (told.kind, told.low) == ("", None)
+    assert told.shown == "measured over other items: data_seed 42 and 1"
+    assert told.apart == "0 of 100 and 100 are the same; in one alone: p0, p1, p2, ..."
+    one_seed = Measured(asked([0] * 100).numbers | {"settings": {"seed": 1}}, asked([0] * 100, hashes="x").rows)
+    told = differences.change(BY_KEY["medium"], asked([0] * 100), one_seed)
+    assert told is not None and told.refused == "measured over other items: data_seed 42 and 1", "a run of one seed"
+
+
+def test_a_part_of_the_items_is_compared_over_that_part_alone() -> None:
+    """40 of 100 problems: of these 20 were solved before and 30 after, whatever became of the other 60."""
+    before, after = asked([1, 0] * 20 + [1] * 60), asked([1, 1, 1, 0] * 10, canvas_problems=40)
+    for first, second, change in ((before, after, 0.25), (after, before, -0.25)):
+        told = differences.change(BY_KEY["medium"], first, second)
+        assert told is not None and told.items == 40 and told.after - told.before == pytest.approx(change)
+        assert told.kind == ("better" if change > 0 else "worse")
+    crossed = Measured(before.numbers, before.rows[1:])
+    told = differences.change(BY_KEY["medium"], crossed, asked([1] * 30, problems=30))
+    assert told is not None and told.refused == "measured over other items: evaluate.problems None and 30"
+    assert told.apart == "29 of 99 and 30 are the same; in one alone: p30, p31, p32, ..."
+
+
+def test_under_twenty_items_nothing_is_better_or_worse() -> None:
+    for count, kind in ((20, "worse"), (19, "")):
+        told = differences.change(BY_KEY["medium"], asked([1] * count), asked([0] * count))
+        assert told is not None and (told.items, told.kind) == (count, kind)
+        assert told.shown.endswith(", too few items: 19") == (count == 19)
+    rows = [{"suite": "tools", "id": f"d{n}", "item": f"h{n}", "wanted": ("call", "nothing")[n % 2]} for n in range(30)]
+    numbers = {"ast": 0.5, "ast_low": 0.4, "ast_high": 0.6}
+    calls = [Measured({"tools": {key: value + 0.3 * more for key, value in numbers.items()}}, rows) for more in (0, 1)]
+    told = differences.change(BY_KEY["ast"], *calls)
+    assert told is not None and (told.items, told.kind, told.low) == (15, "", None), (
+        "the turns that want a call are counted"
+    )
+    told = differences.change(BY_KEY["ast"], *(Measured(one.numbers, rows + [row | {"id": f"{row['id']}+"} for row in rows]) for one in calls))  # fmt: skip
+    assert told is not None and (told.items, told.kind) == (30, "better")
 
 
 def test_bits_per_byte_are_ratios_of_sums_and_less_is_better() -> None:
@@ -47,9 +101,9 @@ def test_bits_per_byte_are_ratios_of_sums_and_less_is_better() -> None:
         bpb = sum(bits) / sum(10 * (n + 1) for n in range(len(bits)))
         return Measured({"code": {"bpb": bpb, "bpb_low": bpb, "bpb_high": bpb}, "lineage": {}}, rows)
 
-    first = [20.0 * (n + 1) for n in range(12)]
+    first = [20.0 * (n + 1) for n in range(20)]
     told = differences.change(BY_KEY["code_bpb"], measured(first), measured([b - 1 for b in first]))
-    assert told is not None and told.kind == "better" and told.after - told.before == pytest.approx(-12 / 780)
+    assert told is not None and told.kind == "better" and told.after - told.before == pytest.approx(-20 / 2100)
     assert told.high is not None and told.high < 0
 
 
@@ -125,6 +179,56 @@ def test_the_comparison_names_keys_runs_and_what_moved(two: tuple[Path, Path], t
     assert "the same run" in compare.render(read(two[0]), read(two[0]), ("a", "a"))
 
 
+@pytest.fixture
+def two_seeds(tmp_path: Path) -> tuple[Path, Path]:
+    """A run and one with another data_seed, whose models are worse at everything; four documents, forty problems."""
+    first, second = results.write(tmp_path / "a"), results.write(tmp_path / "b")
+    for folder, seed, right in ((first, 42, 1), (second, 1, 0)):
+        for model in results.MODELS:
+            rows = [
+                {"suite": "text", "id": f"t{n}", "item": f"{seed}{n}", "bits": 9.0 - right, "bytes": 8}
+                for n in range(4)
+            ]
+            rows += [
+                {"suite": "problems", "id": f"p{n}", "item": f"h{n}", "group": "easy", "sampled": right}
+                for n in range(40)
+            ]
+            rows += [
+                {"suite": "code", "id": f"c{n}", "item": f"h{n}", "bits": 9.0 - right, "bytes": 8} for n in range(19)
+            ]
+            (folder / f"eval/{model}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            bits, told = {"bpb": (9.0 - right) / 8}, json.loads((folder / f"eval/{model}.json").read_text())
+            told |= {"text": bits, "code": bits, "settings": {"data_seed": seed}}
+            (folder / f"eval/{model}.json").write_text(json.dumps(told | {"problems": {"easy": {"pass_at_1": right}}}))
+        edit(folder / "corpus.json", lambda told, seed=seed: told | {"params": {"data_seed": seed}, "lineage": told["lineage"] | {"key": f"k{seed}"}})  # fmt: skip
+    return first, second
+
+
+def test_a_comparison_of_two_data_seeds_gives_no_verdict_on_their_own_items(two_seeds: tuple[Path, Path]) -> None:
+    text = compare.render(read(two_seeds[0]), read(two_seeds[1]), ("a", "b"))
+    assert "data_seed: 42 → 1" in text
+    of_tools = [line for line in text.splitlines() if line.startswith("tools ")]
+    running, solved_ones, source = (
+        next(line for line in of_tools if title in line)
+        for title in ("Running text", "Easy problems, pass@1", "Source code")
+    )
+    assert "measured over other items: data_seed 42 and 1" in running and running.endswith("not compared")
+    assert "WORSE" in solved_ones and solved_ones.endswith("40 items, paired")
+    assert "too few items: 19" in source and "WORSE" not in source
+    assert (
+        "  text: 0 of 4 and 4 are the same; in one alone: t0, t1, t2, ... (language, code, tools)" in text.splitlines()
+    )
+
+
+def test_the_report_says_of_its_baseline_what_it_was_measured_over(two_seeds: tuple[Path, Path]) -> None:
+    page = card.render(two_seeds[1], baseline=("before", read(two_seeds[0])))
+    assert (
+        page.count('<td>1.000</td><td>1.125</td><td class="">measured over other items: data_seed 42 and 1</td>') == 3
+    )
+    assert "too few items: 19" in page and '<td class="worse">−100.0 points' in page
+    assert "too few items: 4</small>" in card.render(two_seeds[1]), "a change from the model before, within the run"
+
+
 def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_was_measured() -> None:
     stages = {
         "reward": {"lineage": {}, "test": {"accuracy": 0.6, "accuracy_low": 0.51, "accuracy_high": 0.7}},
@@ -151,6 +255,16 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     assert claims.skipped(skipped) == [("tools", "problems", "skipped: no sandbox")]
 
 
+@pytest.mark.parametrize(("tools", "grpo", "said"), [
+    (asked([0] * 19), asked([1] * 19), "too few items: 19"),
+    (asked([0] * 40), asked([1] * 40, hashes="x", problems=40), "measured over other items: evaluate.problems None and 40"),
+])  # fmt: skip
+def test_a_claim_over_few_or_other_items_has_no_verdict(tools: Measured, grpo: Measured, said: str) -> None:
+    run = Run({}, {}, {"tools": tools.numbers, "grpo": grpo.numbers}, {"tools": tools.rows, "grpo": grpo.rows})
+    (one,) = [one for one in claims.claims(run) if one.title == "GRPO solves more unseen compositions than its start"]
+    assert one.state == claims.UNDECIDED and said in one.measured
+
+
 def test_money_is_hours_of_cores_and_gpus_and_a_sum_is_of_what_is_known(two: tuple[Path, Path], tmp_path: Path) -> None:
     for name, key, speed in (
         ("code", "changed", {"seconds": 1800, "cores": 2, "cpu_seconds": 3000, "host_memory_gb": 1.5, "device": "a CPU (cpu)", "joules": 500}),
@@ -169,3 +283,21 @@ def test_money_is_hours_of_cores_and_gpus_and_a_sum_is_of_what_is_known(two: tup
     assert costs.total(costs.rows(read(two[1])))["price"] is None
     with pytest.raises(ValueError, match="prices: expected numbers from 0 on"):
         costs.Prices(core=-1)
+
+
+def test_packages_that_differ_are_named_with_the_stages_that_they_computed(tmp_path: Path) -> None:
+    runs = []
+    for torch, lock in (("2.13.0", "aa"), ("2.14.0", "bb")):
+        folder = tmp_path / torch
+        folder.mkdir()
+        for stage in ("language", "code"):
+            versions = {"numpy": "2.4", "torch": torch if stage == "code" else "2.13.0", "requirements.lock": lock}
+            told = {"lineage": {"key": f"{stage}{torch}", "code": "c", "inputs": {}, "versions": versions}}
+            (folder / f"{stage}.json").write_text(json.dumps(told))
+        runs.append(read(folder))
+    assert differences.packages(*runs) == [
+        "requirements.lock: aa → bb (language, code)",
+        "torch: 2.13.0 → 2.14.0 (code)",
+    ]
+    assert differences.packages(runs[0], runs[0]) == []
+    assert "Other packages computed them" in compare.render(*runs, ("a", "b"))

@@ -216,16 +216,30 @@ def test_a_rollback_never_reads_its_window_again(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("short_history")
-def test_after_three_rollbacks_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_three_rollbacks_spikes_are_skipped_and_what_is_not_finite_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verdict, "BACK", 2)
-    with pytest.raises(GateError, match="after 3 rollbacks"):
+    at, at_work = tuple(range(13, 200, 14)), job(tmp_path / "spikes")
+    fit(Net(), Spiking(at), spiking_loss, config(steps=60, on_spike="rollback", eval_steps=3), at_work)
+    state = states.newest(at_work.folder)
+    assert state is not None and len(state.meta["windows"]) == 3 and at_work.tracker.rows[-1]["skipped"] > 0
+    with pytest.raises(GateError, match="not finite, after 3 rollbacks"):
         fit(
             Net(),
-            Spiking(tuple(range(13, 200, 14))),
+            Spiking(at, factor=float("nan")),
             spiking_loss,
-            config(steps=60, on_spike="rollback", eval_steps=3),
-            job(tmp_path),
+            config(steps=60, on_nonfinite="rollback", eval_steps=3),
+            job(tmp_path / "nan"),
         )
+
+
+@pytest.mark.usefixtures("short_history")
+def test_a_loss_that_stays_high_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "STAYED", 10)
+    monkeypatch.setattr(verdict, "FEWEST", 8)
+    with pytest.raises(GateError, match=r"step 29: loss .*the loss rose and stayed: 10 steps in a row .*learning_rate"):
+        fit(Net(), Spiking(tuple(range(20, 99)), factor=50.0), spiking_loss, config(steps=60), job(tmp_path))
 
 
 def test_a_state_that_a_rollback_may_load_outlives_retention(tmp_path: Path) -> None:
@@ -237,7 +251,7 @@ def test_a_state_that_a_rollback_may_load_outlives_retention(tmp_path: Path) -> 
 
 def test_what_is_not_finite_is_named_by_its_module_and_rows(tmp_path: Path) -> None:
     with pytest.raises(
-        GateError, match=r"not finite \(1 in a row, rows \[12, 13.*Not finite first: the output of embed_tokens"
+        GateError, match=r"not finite \(1 in a row\); rows \[12, 13.*Not finite first: the output of embed_tokens"
     ):
         fit(Net(), Rows(poison=2), loss, config(on_nonfinite="stop"), job(tmp_path))
 
@@ -303,6 +317,33 @@ def test_an_overflow_in_fp16_halves_the_scale_and_is_no_skipped_step(tmp_path: P
     fit(Net(), Spiking((0, 1, 2, 3), factor=1e34), spiking_loss, config(on_spike="ignore", optimizer="adamw"), at_work)
     scales = [row["loss_scale"] for row in at_work.tracker.rows]
     assert scales[:5] == [32768, 16384, 8192, 4096, 4096] and at_work.tracker.rows[-1]["skipped"] == 0
+
+
+def test_each_step_drops_something_else_and_a_resumed_one_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dropping(Net):
+        drawn: list[float]
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            if self.training and torch.is_grad_enabled():
+                self.drawn.append(torch.rand(1).item())
+            return super().forward(ids)
+
+    def run(at_work: Job) -> Dropping:
+        model = Dropping()
+        model.drawn = []
+        try:
+            fit(model, Rows(), loss, config(steps=6), at_work)
+        finally:
+            kept.append(model.drawn)
+        return model
+
+    kept: list[list[float]] = []
+    killed_and_resumed(tmp_path, (3,), run, monkeypatch)
+    whole, before, after = kept
+    assert len(set(whole)) == len(whole) == 6
+    assert before[: len(whole) // 2] + after[-(len(whole) // 2) :] == whole
 
 
 def test_dropout_is_given_to_the_model(tmp_path: Path) -> None:

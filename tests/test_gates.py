@@ -52,10 +52,16 @@ def test_a_bidirectional_model_may_see_the_future(tiny_model: Transformer) -> No
     gates.causal(Leaky(replace(tiny_model.config, attention="bidirectional")))
 
 
-def test_reading_the_data_more_than_four_times_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    gates.repeated(4.0, "code")
+def test_reading_the_data_more_than_four_times_is_said_of_causal_models(
+    tiny_model: Transformer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dataclasses import replace
+
+    masked = Transformer(replace(tiny_model.config, attention="bidirectional"), torch.Generator().manual_seed(0))
+    gates.repeated(4.0, tiny_model, "code")
+    gates.repeated(8.0, masked, "diffusion")  # gains from more passes
     assert capsys.readouterr().err == ""
-    gates.repeated(6.25, "code")
+    gates.repeated(6.25, tiny_model, "code")
     assert "warning: code: the run reads its data 6.2 times; beyond 4 times" in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests import checkpoints
-from tests.graph import ROOT, Repository, copy_of_built, ran
+from tests.graph import Repository, copy_of_built, ran
 from tests.server import serving
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -123,6 +123,27 @@ def test_a_checkpoint_to_start_from_is_followed_by_its_contents(repository: Repo
     checkpoints.write(tmp_path / "base", "qwen3", initializer_range=0.05)
     assert {"stage_tokenizer", "stage_language"} <= repository.changed()
     assert repository.repro("stage_language") == {"stage_tokenizer", "stage_language"}
+
+
+def test_another_seed_trains_on_the_data_of_before_and_another_data_seed_makes_new_data(repository: Repository) -> None:
+    """The data keep their digests, so both runs are measured on the same items; see tests/test_seeds.py for the whole graph."""
+    before = {model: repository.sha(model) for model in ("language", "tools")}
+    inputs = repository.inputs("tools")
+    repository.edit("params.yaml", "\nseed: 42 ", "\nseed: 1 ")
+    assert repository.repro("stage_evaluate@language", "stage_tools") == {
+        "stage_language",
+        "stage_evaluate@language",
+        "stage_code",
+        "stage_tools",
+    }
+    assert all(repository.sha(model) != sha for model, sha in before.items())
+    changed = {path for path, digest in repository.inputs("tools").items() if inputs[path] != digest}
+    assert changed == {"models/code"}
+    repository.git("checkout", "-q", "params.yaml", "dvc.lock")
+    repository.dvc("checkout", "-q", "--force")
+    repository.edit("params.yaml", "data_seed: 42", "data_seed: 1")
+    assert {"stage_corpus", "stage_tasks"} <= repository.changed()
+    assert ran(repository.dvc("repro", "--dry", "--force-downstream")) == ALL - {"code_versions"}
 
 
 def test_a_block_of_the_scale_file_concerns_its_stage_alone(repository: Repository) -> None:
@@ -344,17 +365,3 @@ def test_a_second_run_of_one_key_waits_and_exports(repository: Repository) -> No
     outputs = [process.communicate()[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0]
     assert sum("already computed" in output for output in outputs) == 1
-
-
-def test_readme_commands_exist() -> None:
-    """Every `make` target, module and dvc stage that the README names is there."""
-    text = (ROOT / "README.md").read_text()
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`make ([a-z]+)`", text):
-        assert f"\n{target}:" in makefile, target
-    for module in re.findall(r"python -m ((?:pipeline|stages)\.[a-z_.]+)", text):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
-    graph = (ROOT / "dvc.yaml").read_text()
-    for stage in re.findall(r"\bstage_[a-z]+", text):
-        assert f"  {stage}:" in graph, stage

@@ -87,3 +87,12 @@ def test_a_share_that_is_the_same_for_all_has_wilsons_border(value: float) -> No
     assert found == wilson(int(30 * value), 30)
     assert found.high - found.low > 0.1
     assert ratio([0.5] * 30, generator=draws) == Interval(0.5, 0.5, 0.5, 30)  # no share of successes
+
+
+def test_an_interval_is_as_wide_as_two_sided_95_percent_of_a_normal_mean() -> None:
+    """1.96 standard errors to each side: 90 % would be 1.645, 16 % narrower."""
+    values = np.random.default_rng(3).normal(5.0, 2.0, 4000)
+    interval = ratio(values.tolist(), generator=seeded(), resamples=4000)
+    error = values.std() / len(values) ** 0.5
+    assert interval.high - values.mean() == pytest.approx(1.96 * error, rel=0.06)
+    assert values.mean() - interval.low == pytest.approx(1.96 * error, rel=0.06)

@@ -1,286 +1,44 @@
-"""Worker processes in order, workers that die, launchers, parallel stages."""
+"""The launcher: order, what a failure leaves out, what is said, signals; with fake stages, and with real ones at smoke."""
 
+import json
 import os
-import select
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
-from pipeline import device, launch
+from pipeline import launch
 from pipeline.errors import ConfigError
-from pipeline.launch import Plan, pool_map
+from pipeline.launch import Build, Launcher, Stage
+from tests.graph import Repository
 
-ROOT = Path(__file__).parents[1]
-
-
-def square(number: int) -> int:
-    """The earlier, the more work: results arrive out of order."""
-    assert sum(range((20 - number) * 20_000)) >= 0
-    return number * number
+WAITS: dict[str, set[str]] = {"a": set(), "b": {"a"}, "c": {"a"}, "d": {"a"}, "e": {"b", "c", "d"}}
 
 
-def process(_: int) -> int:
-    return os.getpid()
-
-
-def fails_at_two(number: int) -> int:
-    if number == 2:
-        raise ValueError("row 2 is bad")
-    return number
-
-
-def dies_at_two(number: int) -> int:
-    if number == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return number
-
-
-def test_one_worker_is_this_process() -> None:
-    assert set(pool_map(process, range(3), 1)) == {os.getpid()}
-
-
-def test_results_come_in_order_from_other_processes_with_few_items_in_flight() -> None:
-    taken = 0
-
-    def items() -> Iterator[int]:
-        nonlocal taken
-        for number in range(20):
-            taken += 1
-            yield number
-
-    results = pool_map(square, items(), 2)
-    assert next(results) == 0
-    assert taken == 3 * 2
-    assert [0, *results] == [number * number for number in range(20)]
-    assert os.getpid() not in set(pool_map(process, range(2), 2))
-
-
-def test_an_exception_is_raised_in_its_turn_and_the_pool_ends() -> None:
-    import multiprocessing
-
-    results = pool_map(fails_at_two, range(6), 2)
-    assert [next(results), next(results)] == [0, 1]
-    with pytest.raises(ValueError, match="row 2 is bad"):
-        next(results)
-    assert multiprocessing.active_children() == []
-
-
-def test_a_killed_worker_is_an_error_and_no_hang() -> None:
-    with pytest.raises(BrokenProcessPool):
-        list(pool_map(dies_at_two, range(6), 2))
-
-
-CHILD = "import os, signal, sys; from pipeline.launch import die_with_parent; die_with_parent(int(sys.argv[1])); print('ready', flush=True); signal.pause()"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_a_child_dies_with_its_parent() -> None:
-    code = f"import os, signal, subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}, str(os.getpid())]); signal.pause()"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == b"ready\n"
-        parent.kill()
-        readable, _, _ = select.select([parent.stdout], [], [], 20)
-        assert readable, "the child lives on"
-        assert parent.stdout.read() == b""  # the end of the pipe: nobody holds it any more
-
-
-def test_a_parent_that_is_gone_already_ends_the_child_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD, "1"], cwd=ROOT, capture_output=True)
-    assert (done.returncode, done.stdout) == (143, b"")
-
-
-@pytest.fixture(autouse=True)
-def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_RANK", "MACHINE_RANK", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def with_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "num_gpus", lambda: count)
-
-
-def planned(asked: str, monkeypatch: pytest.MonkeyPatch) -> Plan | None:
-    monkeypatch.setenv("STAGECOACH_LAUNCH", asked)
-    return launch.plan()
-
-
-@pytest.mark.parametrize("asked", ["", "1", "fsdp2:1"])
-def test_one_process_is_launched_by_nobody(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert planned(asked, monkeypatch) is None
-
-
-def test_a_worker_is_not_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert planned("2", monkeypatch) is None
-
-
-def test_a_number_asks_for_copies_and_fsdp2_for_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(0, monkeypatch)
-    assert planned("3", monkeypatch) == Plan(processes=3, on_cpu=True)
-    cut = planned("fsdp2:2", monkeypatch)
-    assert cut == Plan(processes=2, on_cpu=True, sharded=True)
-    told = cut.environment()
-    assert (told["ACCELERATE_USE_FSDP"], told["FSDP_VERSION"], told["FSDP_RESHARD_AFTER_FORWARD"]) == (
-        "true",
-        "2",
-        "true",
-    )
-    assert told["ACCELERATE_USE_CPU"] == "true" and int(told["OMP_NUM_THREADS"]) >= 1
-    with_gpus(2, monkeypatch)
-    on_gpus = planned("2", monkeypatch)
-    assert on_gpus is not None and "ACCELERATE_USE_CPU" not in on_gpus.environment()
-
-
-@pytest.mark.parametrize("asked", ["0", "two", "-1", "no/such.yaml", "ddp:2", "fsdp2:", "fsdp2:0"])
-def test_another_launch_is_refused_with_the_files_that_exist(
-    asked: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "conf/launch").mkdir(parents=True)
-    (tmp_path / "conf/launch/fsdp2.yaml").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"fsdp2:4.*'{asked}'; files: conf/launch/fsdp2\.yaml"):
-        planned(asked, monkeypatch)
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "deepspeed"])
-def test_our_files_are_what_accelerates_own_class_and_launcher_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the variables that its launcher makes of them are those that ours makes."""
-    from accelerate.commands import launch as theirs
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    file = str(ROOT / f"conf/launch/{name}.yaml")
-    config = load_config_from_file(file)
-    assert isinstance(config, ClusterConfig)
-    if name == "deepspeed":
-        return
-    with_gpus(4, monkeypatch)
-    plan = planned(file, monkeypatch)
-    assert plan is not None and (plan.processes, plan.machines, plan.on_cpu, plan.sharded) == (
-        4,
-        1,
-        False,
-        name == "fsdp2",
-    )
-    started: list[Any] = []
-    monkeypatch.setattr(theirs, "launch_command", started.append)
-    with monkeypatch.context() as patch:  # run_workers sets variables
-        patch.setattr(os, "environ", dict(os.environ))
-        assert launch.run_workers(plan, "stages.language", ["language.steps=3"]) == 0
-    args, _, _ = theirs._validate_launch_command(started[0])
-    assert (args.training_script, args.training_script_args) == ("stages.language", ["language.steps=3"])
-    assert args.module and args.shutdown_timeout == launch.SAVE_SECONDS and not args.cpu
-    made = prepare_multi_gpu_env(args)
-    assert {k: v for k, v in made.items() if k.startswith(("FSDP_RESHARD", "FSDP_OFFLOAD", "FSDP_VERSION"))} == {
-        k: v for k, v in plan.environment().items() if k.startswith("FSDP_")
-    }
-    assert made.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == ("Block" if plan.sharded else None)
-    assert made.get("ACCELERATE_USE_FSDP", "false") == str(plan.sharded).lower()
-
-
-GOOD = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "not an Accelerate config file: A `distributed_type` must be specified"),
-        ("[", "not an Accelerate config file"),
-        ("nonsense", "not an Accelerate config file"),
-        (GOOD + "colour: red", "unknown keys .*colour"),
-        (GOOD + "  fsdp_colour: red", "unknown key fsdp_colour; expected some of fsdp_version"),
-        (GOOD + "  fsdp_transformer_layer_cls_to_wrap: GPT2Block", "expected Block, got GPT2Block"),
-        (GOOD.replace("version: 2", "version: 1"), "fsdp_version: expected 2, got 1"),
-        ("distributed_type: FSDP\nnum_processes: 2", "fsdp_version: expected 2, got None"),
-        (GOOD + "mixed_precision: bf16", "mixed_precision: expected no, got bf16 .precision is runtime.precision"),
-        (GOOD + "dynamo_config:\n  dynamo_backend: INDUCTOR", "dynamo_config changes nothing here"),
-        (GOOD.replace("FSDP", "MEGATRON_LM"), "fsdp_config changes nothing here"),
-        (
-            "distributed_type: XLA\nnum_processes: 2",
-            "distributed_type: expected MULTI_GPU or MULTI_CPU or FSDP, got XLA",
-        ),
-        (GOOD.replace("es: 2", "es: -1"), "num_processes: .* -1 means all GPUs, and this machine has none"),
-        (GOOD + "num_machines: 3", r"expected a multiple of num_machines \(3\), got 2"),
-        (GOOD + "num_machines: 2", "main_process_ip and main_process_port must be those of machine 0"),
-        (GOOD + "machine_rank: 1", "MACHINE_RANK: expected a number below 1"),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2", "DeepSpeed is not carried through: .*fsdp2.yaml cuts"),
-    ],
-)
-def test_a_file_that_asks_for_what_we_do_not_do_is_refused(
-    text: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with_gpus(0, monkeypatch)
-    (tmp_path / "own.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        planned(str(tmp_path / "own.yaml"), monkeypatch)
-
-
-def test_a_file_may_name_machines_and_the_variable_says_which_one_this_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with_gpus(8, monkeypatch)
-    file = tmp_path / "own.yaml"
-    file.write_text(GOOD.replace("es: 2", "es: 4") + "  fsdp_reshard_after_forward: false\nnum_machines: 2\n"
-                    "main_process_ip: 10.0.0.1\nmain_process_port: 29500\nuse_cpu: true")  # fmt: skip
-    monkeypatch.setenv("MACHINE_RANK", "1")
-    assert planned(str(file), monkeypatch) == Plan(
-        processes=2,
-        machines=2,
-        machine=1,
-        address="10.0.0.1",
-        port=29500,
-        on_cpu=True,
-        sharded=True,
-        reshard=False,
-        file=file,
-    )
-    monkeypatch.setenv("MACHINE_RANK", "2")
-    with pytest.raises(
-        ConfigError, match=r"MACHINE_RANK: expected a number below 2, the num_machines of .*own\.yaml, got '2'"
-    ):
-        planned(str(file), monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("codes", "code", "said"),
-    [
-        ({0: 143, 1: 143}, 143, ""),  # all saved and stopped
-        ({0: 3, 1: 3}, 3, ""),
-        ({0: 143, 1: 2}, 2, ""),  # the others were told to end
-        ({0: 1, 1: 3}, 3, ""),  # they noticed that rank 1 was gone
-        ({0: 143, 1: 1}, 1, ""),
-        ({0: 1, 1: -9}, 137, "process 1 was killed by SIGKILL (the kernel does so when memory runs out); the others were ended"),
-        ({0: -11, 1: 1}, 139, "process 0 was killed by SIGSEGV; the others"),
-    ],
-)  # fmt: skip
-def test_the_cause_decides_the_exit_code(
-    codes: dict[int, int], code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch.exit_code(codes) == code
-    told = capsys.readouterr().err
-    assert said in told and bool(told) == bool(said)
+def build_of(waits: dict[str, set[str]], jobs: int = 2, **seconds: float) -> Build:
+    return Build({name: Stage(name, set(needs), seconds.get(name, 1.0)) for name, needs in waits.items()}, jobs)
 
 
 class Repro:
-    """A fake of `dvc repro -s STAGE` that ends at the second look."""
+    """A fake of `dvc repro -s STAGE` that ends at the second look, with the stage's own code in the file it was told."""
 
     started: list[str]
     alive: int
     most: int
     codes: dict[str, int]
-
+    cached: set[str]  # stages whose command does not run
     threads: dict[str, str]
 
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        assert command[1:-1] == ["-m", "dvc", "--wait-for-lock", "repro", "-s"]
-        self.name, self.looks = command[-1], 0
+    def __init__(self, command: list[str], env: dict[str, str], start_new_session: bool) -> None:
+        assert command[-4:-1] == ["--wait-for-lock", "repro", "-s"] and start_new_session
+        self.name, self.looks, self.pid = command[-1], 0, 2**30
+        self.told = Path(env[launch.ENDED])
         Repro.threads[self.name] = env["OMP_NUM_THREADS"]
         Repro.started.append(self.name)
         Repro.alive += 1
@@ -291,91 +49,297 @@ class Repro:
         if self.looks < 2:
             raise subprocess.TimeoutExpired("dvc", timeout)
         Repro.alive -= 1
-        self.returncode = Repro.codes.get(self.name, 0)
-        return self.returncode
-
-
-WAITS = {"a": set(), "b": {"a"}, "c": {"a"}, "d": {"a"}, "e": {"b", "c", "d"}}
+        code = Repro.codes.get(self.name, 0)
+        if self.name not in Repro.cached:
+            self.told.write_text(str(code))
+        return 255 if code else 0  # as DVC, whatever the stage's own code
 
 
 @pytest.fixture
-def repros(monkeypatch: pytest.MonkeyPatch) -> type[Repro]:
-    Repro.started, Repro.alive, Repro.most, Repro.codes, Repro.threads = [], 0, 0, {}, {}
+def repros(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Repro]:
+    Repro.started, Repro.alive, Repro.most, Repro.codes, Repro.threads, Repro.cached = [], 0, 0, {}, {}, set()
     monkeypatch.setattr(launch.subprocess, "Popen", Repro)
-    monkeypatch.setattr(launch, "ready_stages", lambda target: (sorted(WAITS), WAITS))
+    monkeypatch.setattr(launch.device, "workers", lambda asked: 4)
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return Repro
 
 
+def states(build: Build) -> dict[str, str]:
+    return {name: one.state for name, one in build.stages.items()}
+
+
 def test_stages_start_when_what_they_wait_for_is_done(repros: type[Repro]) -> None:
-    assert launch.run_parallel(2, None) == 0
+    build = build_of(WAITS)
+    assert Launcher(build, "make").run() == 0
     assert (repros.started[0], repros.started[-1], sorted(repros.started)) == ("a", "e", ["a", "b", "c", "d", "e"])
-    assert (repros.most, repros.alive) == (2, 0)
+    assert (repros.most, repros.alive, set(states(build).values())) == (2, 0, {"built"})
 
 
-def test_a_long_chain_goes_first_and_stages_side_by_side_share_the_cores(
+def test_the_longest_chain_in_seconds_goes_first_and_stages_side_by_side_share_the_cores(
     repros: type[Repro], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = {"corpus": set(), "alone": {"corpus"}, "tools": {"corpus"}, "reward": {"tools"}, "rlhf": {"reward"}}
-    monkeypatch.setattr(launch, "ready_stages", lambda target: (sorted(waits), waits))
-    monkeypatch.setattr(launch.device, "workers", lambda asked: 4)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch.by_urgency(waits) == ["corpus", "tools", "reward", "alone", "rlhf"]
-    assert launch.run_parallel(2, None) == 0
+    assert build_of(waits, alone=9.0).ready() == ["corpus"]
+    build = build_of(waits, alone=9.0)
+    build.ended("corpus", "built")
+    assert build.ready() == ["alone", "tools"]  # 9 s against a chain of three stages of 1 s
+    assert Launcher(build_of(waits), "make").run() == 0
     assert repros.started == ["corpus", "tools", "alone", "reward", "rlhf"]
     assert (repros.threads["corpus"], repros.threads["tools"], repros.threads["alone"]) == ("4", "2", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launch.run_parallel(2, None) == 0 and set(repros.threads.values()) == {"3"}
+    assert Launcher(build_of(waits), "make").run() == 0 and set(repros.threads.values()) == {"3"}
 
 
-def test_after_a_failure_nothing_starts_and_its_code_is_ours(repros: type[Repro]) -> None:
-    repros.codes = {"b": 3}
-    assert launch.run_parallel(2, None) == 3
-    assert repros.started == ["a", "b", "c"]
-    assert repros.alive == 0
+def test_deploy_goes_before_all_else_and_its_end_is_told(
+    repros: type[Repro], capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = {"tools": set(), "stage_deploy": {"tools"}, "reward": {"tools"}, "rlhf": {"reward"}}
+    assert Launcher(build_of(waits, jobs=1, reward=99.0), "make").run() == 0
+    assert repros.started == ["tools", "stage_deploy", "reward", "rlhf"]
+    said = capsys.readouterr().err
+    assert said.count("you can talk to it now: make chat") == 1
+    assert said.index("talk to it now") < said.index("launch: reward starts")
 
 
-def test_an_interrupt_waits_for_the_stages_that_run(repros: type[Repro], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_takes_with_it_only_what_needs_it_and_its_own_code_is_ours(
+    repros: type[Repro], capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = {"tools": set(), "dpo": {"tools"}, "evaluate@dpo": {"dpo"}, "reward": {"tools"}, "rlhf": {"reward"},
+             "stage_report": {"tools", "dpo", "evaluate@dpo", "reward", "rlhf"}}  # fmt: skip
+    repros.codes, repros.cached = {"dpo": 3, "rlhf": 2}, {"tools"}
+    build = build_of(waits, dpo=50.0)
+    assert Launcher(build, "make all").run() == 3
+    assert states(build) == {"tools": "up to date", "dpo": "failed", "evaluate@dpo": "not built", "reward": "built",
+                             "rlhf": "failed", "stage_report": "built"}  # fmt: skip
+    said = capsys.readouterr().err
+    assert "evaluate@dpo  not built             needs dpo" in said and "exit 3" in said
+    assert said.endswith("launch: dpo, rlhf failed, see above; all else was built. Go on with: make all\n")
+
+
+def test_progress_counts_stages_and_minutes_of_the_longest_chain_or_of_all_work() -> None:
+    build = build_of(WAITS, jobs=2, a=60.0, b=120.0, c=300.0, d=60.0, e=60.0)
+    assert build.left({}) == 420.0  # a, c, e
+    assert build.progress({}) == "0 of 5, about 7 min left"
+    build.ended("a", "built")
+    build.stages["c"].state = "running"
+    assert build.left({"c": 200.0}) == 180.0  # b, e against c's rest, e, and (120 + 100 + 60 + 60) / 2
+    assert build.progress({"c": 200.0}) == "1 of 5, about 3 min left"
+
+
+def test_a_signal_asks_each_stage_once_and_starts_no_more(
+    repros: type[Repro], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+
+    class Process:
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+
+        def children(self) -> list["Process"]:
+            return [Process(7)]
+
+        def send_signal(self, number: int) -> None:
+            assert number == signal.SIGINT
+            asked.append(self.pid)
+
     original = Repro.wait
-    signals = [KeyboardInterrupt()]
 
     def wait(self: Repro, timeout: float) -> int:
-        if self.name == "b" and signals:
-            raise signals.pop()
+        if self.name == "b" and self.looks == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)  # a second one changes nothing
+        Repro.codes = {"b": 130, "c": 130}
         return original(self, timeout)
 
+    monkeypatch.setattr(launch.psutil, "Process", Process)
     monkeypatch.setattr(Repro, "wait", wait)
-    assert launch.run_parallel(2, None) == 130
-    assert (repros.started, repros.alive) == (["a", "b", "c"], 0)
+    build = build_of(WAITS)
+    assert Launcher(build, "make").run() == 128 + signal.SIGTERM
+    assert (repros.started, repros.alive, asked) == (["a", "b", "c"], 0, [7])
+    assert states(build) == {"a": "built", "b": "stopped", "c": "stopped", "d": "not built", "e": "not built"}
+    assert "stopped by SIGTERM; go on with: make" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_no_job_at_a_time_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_spine_is_the_chain_with_its_evaluations_and_a_report_that_waits_for_no_branch() -> None:
+    waits = launch.chosen(launch.graph(), launch.SPINE)
+    branches = ("lora", "dpo", "grpo", "diffusion", "memory")
+    assert not [name for name in waits if any(branch in name for branch in branches)]
+    chain = {
+        "corpus",
+        "tasks",
+        "tokenizer",
+        "encode@text",
+        "encode@code",
+        "language",
+        "code",
+        "tools",
+        "reward",
+        "rlhf",
+    }
+    chain |= {"deploy", "report", "evaluate_reward", *(f"evaluate@{model}" for model in launch.CHAIN)}
+    assert {name.removeprefix("stage_") for name in waits} == chain | {"code_versions"}
+    assert waits["stage_report"] == waits.keys() - {
+        "stage_report",
+        *(n for n in waits if n not in waits["stage_report"]),
+    }
+    assert {"stage_rlhf", "stage_evaluate@tools"} <= waits["stage_report"]
+
+
+def test_a_target_that_is_not_there_is_refused() -> None:
+    assert list(launch.chosen(WAITS, "b")) == ["a", "b"] and launch.chosen(WAITS, None) == WAITS
+    with pytest.raises(ConfigError, match="no stage 'x'"):
+        launch.chosen(WAITS, "x")
+
+
+def test_seconds_are_those_of_the_last_run_here_then_of_the_scale_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / "work"))
+    (tmp_path / "conf/scale").mkdir(parents=True)
+    (tmp_path / "conf/scale/demo.yaml").write_text("seconds: {language: 140, evaluate: 60}\n")
+    for number, (key, seconds) in enumerate({"old": 7.0, "new": 9.5}.items()):
+        folder = tmp_path / "work/evaluate@tools" / key
+        folder.mkdir(parents=True)
+        (folder / "speed.json").write_text(json.dumps({"seconds": seconds}))
+        os.utime(folder / "speed.json", (number, number))
+    names = ["stage_language", "stage_evaluate@tools", "stage_evaluate_reward", "stage_new"]
+    assert launch.seconds_of(names, "demo") == dict(zip(names, (140.0, 9.5, 60.0, launch.UNKNOWN_SECONDS), strict=True))
+
+
+def test_without_a_sandbox_what_runs_sampled_programs_is_left_out_and_the_rest_is_built(
+    repros: type[Repro], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch.jail, "probe", lambda: {"profiles": [], "refused": {"sealed": "no seccomp"}})
+    build = launch.prepare(None, 2)
+    assert Launcher(build, "make all").run() == 0
+    left_out = {one.name for one in build.stages.values() if one.state == "left out"}
+    assert left_out == launch.SANDBOXED
+    assert set(build.named("not built")) == {"stage_evaluate_reward", "stage_evaluate@rlhf", "stage_evaluate@grpo", "stage_evaluate@diffusion_grpo"}  # fmt: skip
+    assert build.stages["stage_deploy"].state == build.stages["stage_report"].state == "built"
+    assert "there is no sandbox here (no seccomp)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('{"write": {"data/raw": {"pid": PID, "cmd": "dvc repro"}}, "read": {}}', True),
+        ('{"write": {"data/raw": {"pid": 999999999, "cmd": "dvc repro"}}, "read": {}}', False),
+        ('{"write": {}, "read": {"data/raw": [{"pid": 999999999, "cmd": "dvc"}, {"pid": PID, "cmd": "dvc"}]}}', True),
+        ('{"write": {"data/r', False),  # killed while it was written
+        ("{}", True),
+    ],
+)
+def test_locks_of_processes_that_are_gone_are_removed(text: str, kept: bool, tmp_path: Path) -> None:
+    launch.tidy_locks(tmp_path)  # none there
+    (tmp_path / "rwlock").write_text(text.replace("PID", str(os.getpid())))
+    launch.tidy_locks(tmp_path)
+    assert (tmp_path / "rwlock").exists() == kept
+
+
+def test_no_job_at_a_time_is_refused_and_one_core_has_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["launch", "-j", "0"])
     with pytest.raises(SystemExit) as refused:
         launch.main()
     assert refused.value.code == 2
     assert "expected at least 1" in capsys.readouterr().err
+    jobs: list[int] = []
+
+    def prepare(target: str | None, count: int) -> Build:
+        jobs.append(count)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(launch, "prepare", prepare)
+    monkeypatch.setattr(sys, "argv", ["launch"])
+    for cores in (1, 2, 8):
+        monkeypatch.setattr(launch.device, "workers", lambda asked, cores=cores: cores)
+        launch.main()
+    assert jobs == [1, 2, 2]
+
+
+# -- real stages -------------------------------------------------------------------------------------------------------
+
+
+def ours(folder: Path) -> list[psutil.Process]:
+    """Processes that work in a folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(folder):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+    """A repository whose data are built, and `models/code` with what it needs not yet."""
+    repository = Repository.copy_of_ours(tmp_path_factory.mktemp("launch") / "repository")
+    repository.edit("params.yaml", "language:\n  steps: null", "language:\n  steps: 60")
+    repository.edit("params.yaml", "code:\n  steps: null", "code:\n  steps: 60")
+    repository.edit("params.yaml", "save_steps: 500", "save_steps: 10")
+    repository.run("python", "-m", "pipeline.launch", "stage_encode")
+    yield repository
+    shutil.rmtree(repository.folder)
+
+
+@pytest.fixture(scope="module")
+def whole(encoded: Repository, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Hashes of the weights of an uninterrupted run."""
+    repository = copied(encoded, tmp_path_factory.mktemp("whole") / "repository")
+    repository.run("python", "-m", "pipeline.launch", "stage_code", OMP_NUM_THREADS="1")
+    found = {model: repository.sha(model) for model in ("language", "code")}
+    shutil.rmtree(repository.folder)
+    return found
+
+
+def copied(repository: Repository, folder: Path) -> Repository:
+    shutil.copytree(repository.folder, folder, symlinks=True)
+    return Repository(folder)
+
+
+MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "at the start": lambda folder: len(ours(folder)) > 1,  # DVC is being loaded
+    "in training": lambda folder: bool(list(folder.glob(".work/language/*/step-*"))),
+    "in the second stage": lambda folder: bool(list(folder.glob(".work/code/*"))),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_ready_stages_are_those_of_the_graph_above_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"], "e": []}
-    lines = ["stages:"]
-    for name, deps in graph.items():
-        lines += [
-            f"  {name}:",
-            f"    cmd: echo {name} >> order && echo {name} > {name}.out",
-            "    outs:",
-            f"      - {name}.out",
-        ]
-        lines += ["    deps:", *(f"      - {d}.out" for d in deps)] if deps else []
-    (tmp_path / "dvc.yaml").write_text("\n".join(lines) + "\n")
-    subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], cwd=tmp_path, check=True)
-    command = [sys.executable, "-m", "pipeline.launch", "-j", "2", "d"]
-    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
-    order = (tmp_path / "order").read_text().split()
-    assert (order[0], sorted(order[1:3]), order[3:]) == ("a", ["b", "c"], ["d"])
-    monkeypatch.chdir(tmp_path)
-    assert launch.ready_stages("b") == (["a", "b"], {"a": set(), "b": {"a"}})
-    with pytest.raises(ConfigError, match="no stage 'x'"):
-        launch.ready_stages("x")
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        *((number, moment) for number in (signal.SIGTERM, signal.SIGKILL) for moment in MOMENTS),
+        (signal.SIGINT, "in training"),
+        (signal.SIGHUP, "in training"),
+    ],
+    ids=str,
+)
+def test_a_signal_to_the_launcher_ends_all_and_the_same_command_resumes_to_the_same_bits(
+    number: signal.Signals, moment: str, encoded: Repository, whole: dict[str, str], tmp_path: Path
+) -> None:
+    repository = copied(encoded, tmp_path / "repository")
+    command = ["python", "-m", "pipeline.launch", "stage_code"]
+    with repository.started(*command, OMP_NUM_THREADS="1") as process:
+        until(lambda: MOMENTS[moment](repository.folder))
+        process.send_signal(number)
+        assert process.wait(30) == (-number if number == signal.SIGKILL else 128 + number)
+        until(lambda: not ours(repository.folder), 30.0)
+    repository.dvc("status")
+    repository.run(*command, OMP_NUM_THREADS="1")
+    assert {model: repository.sha(model) for model in whole} == whole
+    shutil.rmtree(repository.folder)

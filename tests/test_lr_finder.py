@@ -102,6 +102,6 @@ def test_a_stage_that_looks_for_its_rate_leaves_its_results_and_its_unfinished_r
     assert workspace.published() == published
     assert len(list(workspace.folder.glob(".work/lora/*-find-lr/find_lr/curve.svg"))) == 1
     monkeypatch.setenv("DVC_STAGE", "stage_lora")
-    monkeypatch.setattr("pipeline.launch.die_with_parent", lambda parent: None)
+    monkeypatch.setattr("pipeline.processes.die_with_parent", lambda parent: None)
     ended = workspace.command("lora", **{"runtime.find_lr": True})
     assert ended.code == 2 and "python -m stages.lora runtime.find_lr=true" in ended.said

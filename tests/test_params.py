@@ -60,7 +60,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def write(root: Path, text: str) -> None:
-    (root / "params.yaml").write_text(f"seed: 1\nmodel: nano\nscale: demo\ndata: machine\n{text}\n")
+    (root / "params.yaml").write_text(f"seed: 1\ndata_seed: 1\nmodel: nano\nscale: demo\ndata: machine\n{text}\n")
 
 
 def resolved(root: Path, *overrides: str) -> Params:
@@ -237,7 +237,8 @@ def read_blocks(stage: str) -> set[str]:
     import importlib
 
     module = importlib.import_module(f"stages.{stage}")
-    names = {"seed"} if "job.seed" in Path(f"stages/{stage}.py").read_text() else set()
+    text = Path(f"stages/{stage}.py").read_text()
+    names = {"data_seed" if 'seed="data_seed"' in text else "seed"} if "job.seed" in text else set()
     for field in dataclasses.fields(module.Params):
         source = field.metadata.get("from")
         if source is None:

@@ -62,6 +62,9 @@ def test_rows_and_numbers_say_the_same(model: Path) -> None:
     assert result.numbers["margin_mean"] == pytest.approx(float(margins.abs().mean()), abs=1e-3)
     assert result.numbers["ties"] == int((margins == 0).sum())
     assert [row["verdict"] for row in result.rows] == ["right" if one else "wrong" for one in right]
+    others = told(model, [*PAIRS[:-1], replace(PAIRS[-1], rejected=said("wrong"))])
+    same = [one["item"] == other["item"] for one, other in zip(result.rows, others.rows, strict=True)]
+    assert same == [True] * 23 + [False], "another answer makes another item of the same id"
 
 
 def test_margins_are_differences_of_the_normalised_rewards_of_one_answer_at_a_time(

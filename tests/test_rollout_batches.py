@@ -29,6 +29,15 @@ def test_an_epoch_goes_once_through_all_answers(minibatches: int) -> None:
     assert filled(config(minibatches=minibatches)).rows(0, 9).tolist() == one.rows(0, 9).tolist()
 
 
+def test_answers_to_one_prompt_stay_together_where_the_minibatches_allow_it() -> None:
+    for minibatches, parted in ((1, 0), (2, 0), (4, 0), (3, 2), (12, 4)):  # 4 prompts of 3 answers
+        one = filled(config(minibatches=minibatches))
+        of = [[one.rollouts[row].answer.prompt.id for row in one.rows(part, 9)] for part in range(minibatches)]
+        assert sum(sum(name in part for part in of) > 1 for name in {n for part in of for n in part}) == parted
+        for part in of:
+            assert part == sorted(part, key=part.index), f"a prompt's answers are apart: {part}"
+
+
 def test_another_iteration_has_another_order() -> None:
     one = filled(config(minibatches=1))
     first = one.rows(0, 9).tolist()

@@ -1,6 +1,7 @@
 """What surrounds a stage: exit codes, one-line messages, publishing whole or not at all, resuming, starting over."""
 
 import errno
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -49,7 +50,9 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "conf/model/nano.yaml").write_text("width: 8\n")
     (tmp_path / "conf/scale/demo.yaml").write_text("# @package _global_\ntoy: {times: 3}\n")
     (tmp_path / "conf/data/machine.yaml").write_text("source: machine\n")
-    (tmp_path / "params.yaml").write_text("seed: 1\nmodel: nano\nscale: demo\ndata: machine\ntoy: {times: null}\n")
+    (tmp_path / "params.yaml").write_text(
+        "seed: 1\ndata_seed: 1\nmodel: nano\nscale: demo\ndata: machine\ntoy: {times: null}\n"
+    )
     (tmp_path / "data/raw/a.txt").write_text("ab")
     (tmp_path / "stages/__init__.py").write_text("")
     (tmp_path / "stages/toy.py").write_text(SOURCE)
@@ -78,6 +81,21 @@ def main(stage: ModuleType, *argv: str, **wiring: Any) -> int:
     raise AssertionError("a command ends in SystemExit")
 
 
+def test_a_stage_that_makes_data_is_keyed_by_the_seed_of_the_data_alone(
+    stage: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(stage, seed="data_seed")
+    assert json.loads(Path("metrics/toy.json").read_text())["params"]["data_seed"] == 1
+    main(stage, "seed=2", seed="data_seed")
+    assert "already computed" in capsys.readouterr().err
+    seen: list[int] = []
+    stage.HOOK = lambda job, out: seen.append(job.seed)  # type: ignore[attr-defined]
+    main(stage, "data_seed=2", seed="data_seed")
+    main(stage, "seed=3", "data_seed=9")
+    assert seen == [2, 3]
+    assert json.loads(Path("metrics/toy.json").read_text())["params"]["seed"] == 3
+
+
 def raising(error: BaseException) -> Callable[..., None]:
     def hook(_job: work.Job, out: Path) -> None:
         out.write_text("half")
@@ -93,11 +111,26 @@ def test_a_run_publishes_out_and_metrics_with_their_lineage(
     assert Path("data/toy").read_text() == "ababab"
     metrics = json.loads(Path("metrics/toy.json").read_text())
     assert metrics["bytes"] == 6
-    assert set(metrics["lineage"]) == {"key", "code", "inputs"} and list(metrics["lineage"]["inputs"]) == [
+    assert set(metrics["lineage"]) == {"key", "code", "inputs", "versions"} and list(metrics["lineage"]["inputs"]) == [
         "data/raw/a.txt"
     ]
+    assert set(metrics["lineage"]["versions"]) == {"numpy", "safetensors", "tokenizers", "torch"}  # no lock file here
     assert f" s (key {metrics['lineage']['key']})\n  bytes 6\n" in capsys.readouterr().err
     assert json.loads(Path(f".work/toy/{metrics['lineage']['key']}/speed.json").read_text())["seconds"] >= 0
+
+
+def test_other_packages_are_told_and_invalidate_nothing(
+    stage: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(stage)
+    first = json.loads(Path("metrics/toy.json").read_text())["lineage"]
+    Path("requirements.lock").write_text("numpy==1.0\n")
+    monkeypatch.setattr(work.importlib.metadata, "version", lambda name: "9.9")
+    assert work.versions() == dict.fromkeys(work.COMPUTING, "9.9") | {
+        "requirements.lock": hashlib.sha256(b"numpy==1.0\n").hexdigest()[:16]
+    }
+    assert main(stage) == 0 and "already computed" in capsys.readouterr().err
+    assert json.loads(Path("metrics/toy.json").read_text())["lineage"] == first
 
 
 def test_a_finished_key_is_only_exported(stage: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pipeline.generation.noise import philox, uniforms
-from pipeline.generation.sampling import Completion, Decoder, Sampling, choose, generate, rows_within
+from pipeline.generation.sampling import (
+    Completion,
+    Decoder,
+    Sampling,
+    _truncate,
+    _wide_nucleus_floor,
+    choose,
+    generate,
+    rows_within,
+)
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 
@@ -91,6 +101,41 @@ def test_a_wide_nucleus_needs_the_whole_sort_and_gets_it() -> None:
     falling = logits[0].double().softmax(0).flip(0).cumsum(0)
     size = int((falling < 0.9).sum()) + 1
     assert size > 64 and tokens.min() == 90 - size
+
+
+def by_sorting(weights: Tensor, top_p: float) -> Tensor:
+    """What a nucleus is: the likeliest until their sum (in float64) reaches the share, with all that tie with the last of them."""
+    wanted = top_p * weights.sum(-1, keepdim=True)
+    falling = weights.sort(dim=-1, descending=True).values
+    end = (falling.double().cumsum(-1).to(weights.dtype) < wanted).sum(-1, keepdim=True).clamp_max(weights.shape[1] - 1)
+    return weights.where(weights >= falling.gather(1, end), 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("top_p", [1e-9, 1e-3, 0.3, 0.9, 0.95, 0.999, 1 - 1e-7])
+def test_a_nucleus_found_by_buckets_is_the_one_that_sorting_finds(dtype: torch.dtype, top_p: float) -> None:
+    """Peaked and flat rows, ties in the middle and everywhere, weights of 0 and below every bucket, one token alone."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(40, 1500, generator=generator) * spread for spread in (0.0, 1e-4, 0.3, 1.0, 4.0, 30.0, 90.0)]
+    logits.append(torch.randn(40, 1500, generator=generator).mul(4).round())  # every weight many times
+    lone = torch.full((1, 1500), -200.0)
+    lone[0, 7] = 0
+    weights = torch.cat([*logits, lone]).to(dtype)
+    wide = weights.double() if dtype == torch.float64 else weights.float()
+    weights = (wide - wide.amax(-1, keepdim=True)).exp()
+    kept = by_sorting(weights, top_p)
+    floors = _wide_nucleus_floor(weights, top_p * weights.sum(-1, keepdim=True))  # of narrow rows too
+    assert torch.equal(weights.where(weights >= floors, 0.0), kept)
+    if top_p < 0.99:  # beyond, what is left out is less than float32 can add, as the first look at narrow rows does
+        assert torch.equal(_truncate(weights, Sampling(1, temperature=1.0, top_p=top_p)), kept)
+
+
+def test_rows_that_hold_no_numbers_leave_the_others_alone() -> None:
+    weights = torch.rand(5, 300, generator=torch.Generator().manual_seed(0))
+    weights[2] = math.nan
+    floors = _wide_nucleus_floor(weights, 0.9 * weights.sum(-1, keepdim=True))
+    others = [0, 1, 3, 4]
+    assert torch.equal(weights[others].where(weights[others] >= floors[others], 0.0), by_sorting(weights[others], 0.9))
 
 
 def test_samples_follow_the_distribution() -> None:

@@ -295,4 +295,4 @@ def test_a_wrong_model_or_setting_is_one_line_and_exit_2(
 def test_the_tools_that_the_readme_offers_are_those_of_the_toolbox() -> None:
     path = Path(__file__).parents[1] / "docs/tools.json"
     assert load_tools(path) == [tool_shape.function(TOOLBOX[tool["function"]["name"]]) for tool in load_tools(path)]
-    assert str(path.relative_to(path.parents[1])) in (path.parents[1] / "README.md").read_text()
+    assert str(path.relative_to(path.parents[1])) in (path.parents[1] / "docs/commands.md").read_text()

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import DataError, GateError
-from pipeline.launch import pool_map
+from pipeline.processes import pool_map
 from pipeline.streams import shards
 from pipeline.text.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from pipeline import checkpoint, launch
+from pipeline import checkpoint, processes
 from pipeline.errors import GateError
 from pipeline.export import huggingface, smoke
 from pipeline.model.heads import RewardModel
@@ -116,10 +116,10 @@ def test_wrong_answers_fail_the_gate(
         (tmp_path / "pretender.py").write_text(
             f"import time; print('http://127.0.0.1:{server.server_port}  serves', flush=True); time.sleep(60)"
         )
-        beside = launch.beside
+        beside = processes.beside
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        monkeypatch.setattr(launch, "beside", lambda _, arguments, log: beside("pretender", arguments, log))
+        monkeypatch.setattr(processes, "beside", lambda _, arguments, log: beside("pretender", arguments, log))
         with pytest.raises(GateError, match=message):
             smoke.check(tmp_path / "deploy", model, byte_tokenizer)
         server.shutdown()
@@ -130,15 +130,15 @@ def test_a_process_beside_ends_with_its_block_and_with_its_parent(
 ) -> None:
     (tmp_path / "sleeper.py").write_text("import sys, time; print(sys.argv[1:], __name__, flush=True); time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    with launch.beside("sleeper", ["one", "two"], tmp_path / "log") as process:
+    with processes.beside("sleeper", ["one", "two"], tmp_path / "log") as process:
         _until(lambda: (tmp_path / "log").read_text() == "['one', 'two'] __main__\n")
         assert process.poll() is None
     assert process.returncode == -signal.SIGTERM
     code = f"""
 import os
 from pathlib import Path
-from pipeline import launch
-with launch.beside("sleeper", [], Path({str(tmp_path / "log2")!r})) as process:
+from pipeline import processes
+with processes.beside("sleeper", [], Path({str(tmp_path / "log2")!r})) as process:
     print(process.pid, flush=True)
     while not Path({str(tmp_path / "log2")!r}).read_text():
         pass

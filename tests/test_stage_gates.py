@@ -55,12 +55,20 @@ def assert_refused(workspace: Workspace, stage: str, message: str, **changes: An
     assert workspace.published() == before
 
 
+@pytest.mark.parametrize("seed", [42, 1, 2, 3, 4])
 @pytest.mark.parametrize("stage", SETTINGS)
-def test_a_stage_passes_its_gates_when_nothing_is_wrong(stage: str, workspace: Workspace, updates: list[float]) -> None:
+def test_a_healthy_run_passes_its_gates_without_an_alarm(
+    stage: str, seed: int, workspace: Workspace, updates: list[float]
+) -> None:
     """Else the tests below would prove nothing."""
+    params = workspace.folder / "params.yaml"
+    params.write_text(params.read_text().replace("seed: 1\n", f"seed: {seed}\n", 1))
+    assert f"seed: {seed}\n" in params.read_text()
     ended = workspace.command(stage)
     assert ended.code == 0, ended.said
-    assert len(updates) == 4
+    alarms = [line for line in ended.said.splitlines() if "warning" in line.lower()]
+    untrained = [line for line in alarms if "above ln V" in line]  # true of this workspace's base model
+    assert len(updates) == 4 and alarms == untrained
 
 
 # before the first update

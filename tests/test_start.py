@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir()
     for name in ("conf", "stages", "pipeline"):
         (home / name).symlink_to(ROOT / name)
-    (home / "params.yaml").write_text("seed: 1\nmodel: nano\nscale: smoke\ndata: machine\n")
+    (home / "params.yaml").write_text("seed: 1\ndata_seed: 1\nmodel: nano\nscale: smoke\ndata: machine\n")
     documents = [
         path.read_text(encoding="utf-8")[:2000] for path in sorted((ROOT / "pipeline/streams").glob("[a-z]*.py"))
     ]

@@ -193,6 +193,39 @@ def test_problems_are_counted_by_group_greedy_and_sampled(scripted: Any) -> None
     assert [(r["id"], r["verdict"]) for r in result.rows] == [("a", "passed"), ("b", "failed"), ("c", "failed")]
 
 
+def test_an_item_is_another_one_when_anything_of_it_is_though_its_id_stays(scripted: Any) -> None:
+    """Hidden tests, one character of a document, a tool that was offered: what two runs must share to be compared."""
+
+    def items(result: suites.Result) -> list[str]:
+        assert result.rows
+        return [row["item"] for row in result.rows]
+
+    asked = problem("a", "easy")
+    others = [
+        replace(asked, tests=[{"args": "[1]", "expected": "2", "visible": False}]),
+        replace(asked, question="Write b."),
+    ]
+    first, *rest = (items(suites.solved(scripted({"a": "no"}), [p], Judge([]))) for p in (asked, *others, asked))  # type: ignore[arg-type]
+    assert first == rest[-1] and first not in rest[:-1]
+    whole, cut = (
+        items(suites.documents(scripted({}), "text", [text("a", "The pilot asked." + end)])) for end in ("", "?")
+    )
+    assert whole != cut
+    story = stories.story("stories/trade/50")
+    told = [
+        items(suites.sampled_stories(scripted({"s": "x"}, stories=1), [text("s", one)]))
+        for one in (story, story.replace(" ", "  ", 3))
+    ]
+    assert told[0] != told[1]
+    gaps = [items(suites.gaps(scripted({"g": "x"}), [text("g", SOURCE.replace("+ 1", end).replace("+ 2", end))])) for end in ("+ 1", "+ 3")]  # fmt: skip
+    assert gaps[0] != gaps[1]
+    (talk,) = tools.dialogues("test", 1, 1)
+    turn = tools.turns(talk)[0]
+    fewer = replace(talk, tools=[*talk.tools, talk.tools[0] | {"more": 1}])
+    called = [items(suites_tools.called(scripted({f"{talk.id}#{turn}": "no"}), [one])) for one in (talk, fewer, talk)]
+    assert called[0] == called[2] != called[1]
+
+
 def truthful(dialogue: Dialogue, turn: int) -> str:
     """The true message as the model would write it."""
     shown = chat.render_text([dialogue.messages[turn]]).removeprefix("<|im_start|>assistant\n")
@@ -215,6 +248,11 @@ def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scri
         len(turns),
     )
     assert {row["verdict"] for row in right.rows} == {"right"}
+    wanted = {row["id"]: row["wanted"] for row in right.rows}
+    assert wanted == {
+        f"{d.id}#{turn}": "call" if tools.truth(d, turn) else "question" if category[d.id] == "missing" else "nothing"
+        for d, turn in turns
+    }
     silent = suites_tools.called(scripted({f"{d.id}#{turn}": "I cannot." for d, turn in turns}), dialogues)
     assert (silent.numbers["ast"], silent.numbers["irrelevance"], silent.numbers["left_out"]) == (0.0, 1.0, 0)
 

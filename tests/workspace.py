@@ -134,7 +134,7 @@ def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
     """Write everything. `model` is the policy; the reward model has its shape and other weights."""
     for name in ("conf", "stages", "pipeline"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "params.yaml").write_text("seed: 1\nmodel: nano\nscale: smoke\ndata: machine\n")
+    (folder / "params.yaml").write_text("seed: 1\ndata_seed: 1\nmodel: nano\nscale: smoke\ndata: machine\n")
     ready_to_end(model, tokenizer)
     for name in ("code", "tools"):
         checkpoint.save(folder / "models" / name, model, tokenizer, {})

@@ -147,7 +147,8 @@ def solved(subject: Subject, suite: str, asked: Sequence[Exercise], judge: Judge
     for exercise, one in zip(chosen, greedy, strict=True):
         done = attempts.greedy[exercise.id]
         shown = (exercise.continued if completes else exercise.asked)[-CUT:]
-        result.item(suite, exercise.id, done, subject.tokenizer.decode(done.ids), prompt=shown, verdict=one.verdict,
+        result.item(suite, exercise.id, done, subject.tokenizer.decode(done.ids),
+                    asked=[exercise.asked, exercise.continued, exercise.reference], prompt=shown, verdict=one.verdict,
                     score=one.score)  # fmt: skip
     return result
 
@@ -199,7 +200,7 @@ def main(arguments: list[str]) -> int:
         url = params.build(params.Runtime, values.layers("runtime"), "runtime").sandbox_url
         sets = [load(Path(name)) for name in arguments[1:]]
         model, tokenizer = checkpoint.load(Path(arguments[0]))
-        subject = Subject(model.train(False), tokenizer, settings, values.seed())
+        subject = Subject(model.train(False), tokenizer, settings, values.seed("data_seed"))
         completes = Path(arguments[0]).resolve().name in COMPLETES
         result = score(subject, sets, completes=completes, sandbox=lambda: Judge(limits, 1, url=url))
     except StagecoachError as error:

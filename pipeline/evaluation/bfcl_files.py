@@ -96,7 +96,8 @@ def score(subject: Subject, suite: str, questions: Questions) -> Result:
             continue
         text = subject.tokenizer.decode(done[question.id].ids)
         verdicts.append(_check(kind, question, chat.parse(text)))
-        result.item(suite, question.id, done[question.id], text, prompt=question.messages[-1]["content"][:CUT],
+        result.item(suite, question.id, done[question.id], text, asked=[question.messages, question.tools],
+                    prompt=question.messages[-1]["content"][:CUT],
                     category=name, verdict="right" if verdicts[-1].valid else verdicts[-1].error)  # fmt: skip
     if verdicts:
         measure = f"ast_{name}" if kind in BY_CALLS else name

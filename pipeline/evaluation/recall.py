@@ -7,7 +7,7 @@ Intervals are Wilson's, 95 %; two models are compared on the same questions by a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,15 @@ def known(subject: Subject, folder: Path) -> Result:
         for one, said, right in zip(asked, found.said, found.right, strict=True):
             text = subject.tokenizer.decode(said.ids)
             suite = "facts" if split == "test" else f"facts {split}"
-            result.item(suite, f"{split}/{one.fact.id}", said, text, reference=one.fact.answer, right=int(right))
+            result.item(
+                suite,
+                f"{split}/{one.fact.id}",
+                said,
+                text,
+                asked=asdict(one.fact),
+                reference=one.fact.answer,
+                right=int(right),
+            )
     return result
 
 

@@ -6,12 +6,14 @@
 A row for each pair says whether it was told right, and by how much.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 
 from pipeline import checkpoint
 from pipeline.evaluation import ranking
 from pipeline.evaluation.suites import Result
 from pipeline.streams.preferences import PairSplit
+from pipeline.work import canonical_hash
 
 REWARD = "ForSequenceClassification"  # how the architecture of a reward model ends
 
@@ -27,6 +29,7 @@ def pairs_told(folder: Path, pairs: Path) -> Result:
     for number, (encoded, margin) in enumerate(zip(split.pairs, margins.tolist(), strict=True)):
         told = -margin if ranking.truly_swapped(encoded) else margin
         result.rows.append({"suite": "reward", "id": f"{encoded.pair.kind}/{number}", "group": encoded.pair.kind,
+                            "item": canonical_hash(asdict(encoded.pair)),
                             "margin": round(told, 4), "right": int(told > 0), "verdict": "right" if told > 0 else "wrong"})  # fmt: skip
     spread = {"margin_mean": float(abs(margins).mean()), "margin_std": float(margins.std()), "ties": int((margins == 0).sum())}  # fmt: skip
     result.numbers |= spread

@@ -26,6 +26,7 @@ from pipeline.synthesis import stories
 from pipeline.synthesis.story_check import check
 from pipeline.text import chat, fenced
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.work import canonical_hash
 
 CUT = 2000  # characters of an output that are kept
 PASS_AT = (1, 5, 10)
@@ -104,11 +105,12 @@ class Result:
         """Keep a number with its interval."""
         self.numbers |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
 
-    def item(self, suite: str, name: str, completion: Completion, output: str, **more: Any) -> None:
-        """Keep what was answered to one item."""
+    def item(self, suite: str, name: str, completion: Completion, output: str, *, asked: Any, **more: Any) -> None:
+        """Keep what was answered to one item; `asked` is all that makes the item, so that two runs know whether it is the same."""
         row = {
             "suite": suite,
             "id": name,
+            "item": canonical_hash(asked),
             "output": output[:CUT],
             "stop": completion.stop,
             "tokens": len(completion.ids),
@@ -134,7 +136,13 @@ def documents(subject: Subject, suite: str, texts: Sequence[Text]) -> Result:
 def counted(suite: str, key: str, texts: Sequence[Text], scored: likelihood.Likelihood) -> list[dict[str, Any]]:
     """What each document costs, for comparing two models document by document."""
     return [
-        {"suite": suite, "id": texts[place].path, key: round(d.nats / math.log(2), 3), "bytes": d.bytes}
+        {
+            "suite": suite,
+            "id": texts[place].path,
+            "item": canonical_hash(texts[place].text),
+            key: round(d.nats / math.log(2), 3),
+            "bytes": d.bytes,
+        }
         for place, d in zip(scored.places, scored.documents, strict=True)
     ]
 
@@ -171,6 +179,7 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
             name,
             completion,
             story,
+            asked=chosen[name],
             prompt=chosen[name],
             verdict=f"fails {failed}" if failed else "passes every clause",
             right=int(not failed),
@@ -186,7 +195,7 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
 def gaps(subject: Subject, texts: Sequence[Text]) -> Result:
     """Lines of held-out code filled in from both sides, greedily; exact means the very line."""
     result, tokenizer = Result(), subject.tokenizer
-    prompts, wanted = {}, {}
+    prompts, wanted, asked = {}, {}, {}
     for document in texts:
         lines = document.text.splitlines(keepends=True)[:40]
         places = [n for n, line in enumerate(lines) if len(line.strip()) >= 12 and 2 < n < len(lines) - 2]
@@ -198,7 +207,7 @@ def gaps(subject: Subject, texts: Sequence[Text]) -> Result:
             tokenizer.fim_prefix, *tokenizer.encode(before), tokenizer.fim_suffix, *tokenizer.encode(after),
             tokenizer.fim_middle,
         ]  # fmt: skip
-        wanted[document.path] = lines[place]
+        wanted[document.path], asked[document.path] = lines[place], [before, lines[place], after]
     if not prompts:
         return result
     done = subject.complete("gaps", prompts, tokens=64, temperature=0.0)
@@ -209,7 +218,8 @@ def gaps(subject: Subject, texts: Sequence[Text]) -> Result:
         filled = tokenizer.decode(completion.ids)
         right = filled.strip("\n") == wanted[path].strip("\n")
         verdict = "exact" if right else "differs"
-        result.item("gaps", path, completion, filled, reference=wanted[path], verdict=verdict, right=int(right))
+        result.item("gaps", path, completion, filled, asked=asked[path], reference=wanted[path], verdict=verdict,
+                    right=int(right))  # fmt: skip
     result.measure("fim_exact_match", wilson(sum(r["verdict"] == "exact" for r in result.rows), len(result.rows)))
     return result
 
@@ -273,7 +283,8 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Resul
     shares = code.pass_rows(sampled, 1)
     for problem, one in zip(problems, judged, strict=True):
         more = {"sampled": shares[problem.id]} if problem.id in shares else {}
-        result.item("problems", problem.id, greedy[problem.id], answers[problem.id], prompt=problem.question,
+        result.item("problems", problem.id, greedy[problem.id], answers[problem.id],
+                    asked=asdict(problem), prompt=problem.question,
                     verdict=one.verdict, score=one.score, group=problem.group, right=int(one.verdict == "passed"),
                     parses=int(one.parses), **more)  # fmt: skip
     return result
@@ -311,9 +322,8 @@ def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
         if name in done:
             given.append(chat.parse(subject.tokenizer.decode(done[name].ids)).content)
             references.append(dialogue.messages[turn]["content"])
-            result.item(
-                "answers", name, done[name], given[-1], prompt=last(dialogue.messages[:turn]), reference=references[-1]
-            )
+            result.item("answers", name, done[name], given[-1], asked=[dialogue.messages[: turn + 1], dialogue.tools],
+                        prompt=last(dialogue.messages[:turn]), reference=references[-1])  # fmt: skip
     if given:
         result.numbers |= text.text_scores(given, references) | {"n": len(given)}
         result.numbers |= text.bertscore(

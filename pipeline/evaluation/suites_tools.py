@@ -46,19 +46,21 @@ def called(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
     result.numbers |= summary
     for name, low_high in _tool_intervals(rows, subject).items():
         result.numbers |= {f"{name}_low": low_high[0], f"{name}_high": low_high[1]}
-    result.numbers |= _under_grammars(subject, kept, prompts)
+    narrowed = list(dict.fromkeys(d.id for d, _ in kept))[: subject.settings.constrained]
+    result.numbers |= _under_grammars(subject, kept, prompts, narrowed)
     for (dialogue, turn), row, reply in zip(kept, rows, replies, strict=True):
         name = f"{dialogue.id}#{turn}"
-        result.item("tools", name, done[name], reply, prompt=last(dialogue.messages[:turn]), category=row["category"],
-                    tool=row["tool"], verdict="right" if row["valid"] else row["error"], right=int(row["valid"]))  # fmt: skip
+        wanted = "call" if row["needs"] else "question" if row["category"] == "missing" else "nothing"
+        result.item("tools", name, done[name], reply, asked=[dialogue.messages[: turn + 1], dialogue.tools],
+                    prompt=last(dialogue.messages[:turn]), category=row["category"], tool=row["tool"], wanted=wanted,
+                    constrained=int(dialogue.id in narrowed), verdict="right" if row["valid"] else row["error"], right=int(row["valid"]))  # fmt: skip
     return result
 
 
 def _under_grammars(
-    subject: Subject, asked: Sequence[tuple[Dialogue, int]], prompts: dict[str, list[int]]
+    subject: Subject, asked: Sequence[tuple[Dialogue, int]], prompts: dict[str, list[int]], ids: Sequence[str]
 ) -> dict[str, float]:
-    """`ast_constrained` and `schema_valid_constrained`: the same turns when a call can only be one of the tools' schemas."""
-    ids = list(dict.fromkeys(d.id for d, _ in asked))[: subject.settings.constrained]
+    """`ast_constrained` and `schema_valid_constrained`: turns of the dialogues `ids` when a call can only be one of the schemas."""
     if not ids:
         return {}
     known = Grammars(subject.tokenizer, subject.model.config.vocab_size)

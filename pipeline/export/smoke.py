@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import torch
 
-from pipeline import launch
+from pipeline import processes
 from pipeline.errors import GateError
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
@@ -82,13 +82,13 @@ def _serving(folder: Path, tokenizer: Tokenizer, scratch: Path, log: Path) -> It
     (scratch / "key").write_text(key + "\n")
     arguments = [str(folder), "--port", "0", "--api-key-file", str(scratch / "key"), "--weights", "native"]
     headers = {"Authorization": f"Bearer {key}"}
-    with launch.beside("pipeline.serve", arguments, log) as process:
+    with processes.beside("pipeline.serve", arguments, log) as process:
         address = _ready(process, log)
         with httpx.Client(base_url=address, headers=headers, timeout=ANSWER_SECONDS, trust_env=False) as client:
             yield Door(client, folder.resolve().name, tokenizer)
 
 
-def _ready(process: launch.Process, log: Path) -> str:
+def _ready(process: processes.Process, log: Path) -> str:
     """The server's address, once /health says 200. Raises GateError where it ends or is not ready in time."""
     deadline = time.monotonic() + READY_SECONDS
     while process.poll() is None and time.monotonic() < deadline:

@@ -354,15 +354,15 @@ class _Batch:
         if settings.confidence == "tempered" and settings.temperature:
             wide = self._tempered(wide)
         total = wide.logsumexp(-1, keepdim=True)
-        sure = (wide.gather(1, tokens[:, None]) - total).exp().squeeze(1).double().cpu().numpy()
+        sure = (wide.gather(1, tokens[:, None]) - total).exp().squeeze(1).cpu().double().numpy()
         if settings.order == "low_confidence":
             return sure, sure
         if settings.order == "random":
             return sure, lots
         if settings.order == "margin":
             two = (wide.topk(2, -1).values - total).exp()
-            return sure, (two[:, 0] - two[:, 1]).double().cpu().numpy()
-        return sure, torch.special.entr((wide - total).exp()).sum(-1).neg().double().cpu().numpy()
+            return sure, (two[:, 0] - two[:, 1]).cpu().double().numpy()
+        return sure, torch.special.entr((wide - total).exp()).sum(-1).neg().cpu().double().numpy()
 
     def _tempered(self, wide: Tensor) -> Tensor:
         """Logits (N, V) after temperature and top_p."""

@@ -12,9 +12,11 @@ class Course:
     step: int = 0  # batches done
     tokens: int = 0  # trained targets so far
     skipped: int = 0  # updates that were not made
-    skipped_in_row: int = 0
-    skipped_at: list[int] = field(default_factory=list)  # the steps of the last thousand whose update was not made
-    applied: list[list[float]] = field(default_factory=list)  # [loss, gradient norm] of the last applied steps
+    spikes_at: list[int] = field(default_factory=list)  # the steps of the last thousand left out for a spike
+    broken_at: list[int] = field(default_factory=list)  # the same for what is not finite or was vetoed
+    applied: list[float] = field(default_factory=list)  # losses of the last applied steps
+    lowest: float = math.inf  # the lowest median of such losses so far
+    risen: int = 0  # steps in a row whose loss was far above it
     windows: list[list[int]] = field(
         default_factory=list
     )  # [step, count]: from this step on so many data indices are skipped

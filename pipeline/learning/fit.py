@@ -6,7 +6,6 @@ One step (specs: training, 1): a control reduce of stop request, save request an
 forward, backward; global gradient norm; a verdict; clip; update. What a batch holds is a pure function of (seed, step), so
 the state is weights, moments, one integer and the curve, and a killed run ends with the bits of an uninterrupted one (CPU,
 same threads and world size). Not promised: equal bits across world sizes or devices (same data order, loss within 1e-6).
-
 Beside it: `course.py` what is saved of a run, `keeping.py` when and where, `verdict.py` steps that go wrong, `averages.py`, `scaling.py`,
 `compiling.py`, `profiling.py`, `lr_finder.py`, `speed.py` each what its name says.
 """
@@ -205,7 +204,7 @@ class Run:
     def _check_step(self, totals: Totals, norm: float, filled: dict[str, float]) -> None:
         """The gates of the first steps, before their update. A policy's first iterations may give nothing to learn from."""
         overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the scale is still being found
-        if self.course.step == 0 and totals.terms:
+        if self.course.step == 0 and len(totals.terms) == 1:  # a sum of things has no ln V
             gates.first_loss(totals.values()["loss"], self.plain, from_scratch=self.from_scratch)
         due = self.postponed or self.course.step == self.watchers.gradients_at
         self.postponed = due and overflow
@@ -217,39 +216,46 @@ class Run:
     def _update(self, totals: Totals, norm: float, rows: np.ndarray, batches: list[Any]) -> bool:
         """Apply the step's gradients, or do what the settings say about a step that went wrong; False after a rollback."""
         course, value = self.course, totals.value
-        why = totals.veto or verdict.fault(course, value, norm, self.config.on_spike, self.config.max_grad_norm)
-        if not why:
+        if risen := verdict.risen(course, value, self.config.on_spike):
+            raise self._ended(value, norm, risen, rows)
+        why = totals.veto or verdict.fault(course, value, norm, self.config.on_spike)
+        spike = why != verdict.NOT_FINITE and not totals.veto
+        left_out = course.spikes_at if spike else course.broken_at
+        policy = self.config.on_spike if spike else self.config.on_nonfinite
+        target = verdict.rollback_target(course) if why and policy == "rollback" else None
+        back = target is not None and len(course.windows) < verdict.ROLLBACKS
+        if not why or (spike and policy != "stop" and not back and verdict.too_many(left_out, course.step)):
             self.optimizers.step(self.config.factor(course.step, self.steps))
             self.scaler.update()
-            verdict.applied(course, value, norm)
+            verdict.applied(course, value, new_level=bool(why))
             if self.averages:
                 self.averages.update()
             return True
         if self.scaler.update() and not math.isfinite(norm):  # fp16 overflowed: the next scale is smaller
             self.optimizers.zero_grad()
             return True
-        bad = f" Not finite first: {verdict.blamed(self, batches)}." if why == "not finite" else ""
+        bad = f" Not finite first: {verdict.blamed(self, batches)}." if why == verdict.NOT_FINITE else ""
         self.optimizers.zero_grad()
-        policy = self.config.on_nonfinite if why == "not finite" or totals.veto else self.config.on_spike
-        if policy == "rollback" and (target := verdict.rollback_target(course)) is not None:
+        if target is not None and back:
             self._roll_back(target, why)
             return False
-        if verdict.skipped(course) or policy == "stop":
-            raise GateError(
-                f"step {course.step}: loss {value}, gradient norm {norm}: {why} ({course.skipped_in_row} in a row, "
-                f"rows {rows[:8].tolist()}).{bad} Lower {self.job.stage}.learning_rate or lengthen the warm-up; "
-                f"the newest state is in {self.job.folder}"
-            )
+        if policy == "stop" or (target is not None and not spike) or verdict.too_many(left_out, course.step):
+            after = f", after {verdict.ROLLBACKS} rollbacks"
+            after = after if target is not None else f" ({verdict.in_row(left_out, course.step)} in a row)"
+            raise self._ended(value, norm, why + after, rows, bad)
+        verdict.skipped(course, left_out)
         return True
+
+    def _ended(self, loss: float, norm: float, why: str, rows: np.ndarray, more: str = "") -> GateError:
+        """What is said of a run that must not go on."""
+        return GateError(
+            f"step {self.course.step}: loss {loss}, gradient norm {norm}: {why}; rows {rows[:8].tolist()}.{more} "
+            f"Lower {self.job.stage}.learning_rate or lengthen the warm-up; the newest state is in {self.job.folder}"
+        )
 
     def _roll_back(self, target: int, why: str) -> None:
         """Go on from the state after `target` steps, with other batches than those from there to here."""
         step, index, name = self.course.step, self.course.index, self.job.name
-        if len(self.course.windows) >= verdict.ROLLBACKS:
-            raise GateError(
-                f"step {step}: {why}, after {verdict.ROLLBACKS} rollbacks. Lower {self.job.stage}.learning_rate or lengthen the "
-                f"warm-up; the newest state is in {self.job.folder}"
-            )
         say(f"{name}: step {step}: {why}; back to step {target}, without the batches from there to here")
         self.course, self.window, _ = self.keeper.load(target)
         verdict.give_up(self.course, step, index)
@@ -301,7 +307,7 @@ class Run:
         scale = {"loss_scale": self.scaler.scale_now} if self.hardware.precision == "fp16" else {}
         context = {"context": self.config.context_at(course.step - 1)} if self.config.curriculum else {}
         self.job.tracker.log(course.step, values | run | own | scale | context)
-        if course.step >= self.steps // 10 > 20 and not self.rolling:
+        if course.step >= self.steps // 10 > 20 and self.from_scratch:  # a continued model may be near its floor
             gates.falling(self.job.tracker.rows, self.steps, self.job.name)
         self.window = Window()
         if self.watchers.logged:
@@ -385,7 +391,7 @@ class Run:
 
     def _check_before(self) -> None:
         if not self.rolling:  # what the policy fills is checked when it is full
-            gates.repeated(self._passes(self.steps), self.job.name)
+            gates.repeated(self._passes(self.steps), self.plain, self.job.name)
             rows = self.stream.rows(0, self.config.row_length)
             self.ranks.check_different_rows(rows[self.ranks.rank :: self.ranks.world])
             batch = self.stream.batch(0, self.config.row_length, rows[: self.micro_batch])

@@ -45,9 +45,13 @@ def causal(model: nn.Module, longest: int = 24) -> None:
         )
 
 
-def repeated(passes: float, name: str) -> None:
-    """Warn when the data are read more often than pays (Muennighoff et al. 2023, arXiv:2305.16264: up to four times)."""
-    if passes > MOST_PASSES:
+def repeated(passes: float, model: nn.Module, name: str) -> None:
+    """Warn when a causal model reads its data more often than pays (Muennighoff et al. 2023, arXiv:2305.16264: up to four times).
+
+    Masked diffusion gains from many more passes (Prabhudesai et al. 2025, arXiv:2507.15857).
+    """
+    config: Any = getattr(model, "config", None)
+    if passes > MOST_PASSES and (config is None or config.attention != "bidirectional"):
         say(
             f"warning: {name}: the run reads its data {passes:.1f} times; beyond {MOST_PASSES} times repeated text gains little: add "
             "data, or take fewer steps"
@@ -65,7 +69,7 @@ def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
             f"the first loss is {nats:.3f}; an untrained model of {config.vocab_size} tokens must start at "
             f"ln V = {uniform:.3f} within 0.5: the initialisation or the targets are wrong"
         )
-    if not from_scratch and nats > uniform:
+    if not from_scratch and config.attention == "causal" and nats > uniform:
         say(
             f"warning: the first loss {nats:.3f} is above ln V = {uniform:.3f}: does the base model fit this tokenizer?"
         )

@@ -140,10 +140,14 @@ class Ranks:
     def gradient_norm(self, model: nn.Module, limit: float) -> float:
         """The global gradient norm; gradients are clipped to `limit` when it is above 0."""
         parameters = [p for p in model.parameters() if p.grad is not None]
-        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        at_once = all(
+            gradient.device.type != "mps" for gradient in gradients
+        )  # torch's foreach kernels lack Apple's GPU
+        total = nn.utils.get_total_norm(gradients, foreach=at_once)
         norm = float(sharding.full(total))
         if limit > 0 and math.isfinite(norm):  # one that is not would make all gradients what one of them is
-            nn.utils.clip_grads_with_norm_(parameters, limit, total, foreach=True)
+            nn.utils.clip_grads_with_norm_(parameters, limit, total, foreach=at_once)
         return norm
 
     def barrier(self) -> None:

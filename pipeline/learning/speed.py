@@ -10,8 +10,6 @@ from typing import Any
 from pipeline import device
 from pipeline.tracking import say
 
-MUCH = 0.1  # of a step's arithmetic for Muon's iterations
-
 
 def headline(run: Any) -> str:
     """What is about to be trained, on what, in how many steps; `run` is a fit.Run."""
@@ -25,14 +23,13 @@ def headline(run: Any) -> str:
 
 
 def _iterations(run: Any) -> str:
-    """What Muon's iterations add to the arithmetic of a step; a warning where it is much."""
+    """What Muon's iterations add to the arithmetic of a step."""
     per_token: Any = getattr(run.plain, "flops_per_token", None)
     flops = run.optimizers.iteration_flops()
     if not flops or per_token is None:
         return ""
     share = flops / (run.config.rows * run.config.row_length * per_token(run.config.row_length))
-    much = " (warning: much; more tokens a step make it less)" if share > MUCH else ""
-    return f"; Muon's iterations add {100 * share:.1f} % to the arithmetic of a step{much}"
+    return f"; Muon's iterations add {100 * share:.1f} % to the arithmetic of a step"
 
 
 def report(run: Any, seconds: float, steps: int, targets: int) -> None:

@@ -1,15 +1,19 @@
-"""Whether a step's update may be made, and what happens when it may not.
+"""Whether a step's update may be made, and what ends a run.
 
-    finite?  spike?  limit?   ->   apply, skip, stop, or roll back          (one verdict on all ranks: the numbers are global)
+    finite?  spike?  risen?   ->   apply, skip, stop, or roll back          (one verdict on all ranks: the numbers are global)
 
-A spike is a loss or gradient norm above mean + 6 max(std, 1 % of |mean|) of the last 128 applied steps (PaLM restarts before a spike and
-skips the batches around it: Chowdhery et al. 2022, arXiv:2204.02311, 5.1). A loss less than 0.1 nats above the mean is none, nor is a
-norm that clipping leaves alone: a model that knows its data by heart has losses near 0 with rare, small jumps. A skipped step changes no weight and no moment; three in a
-row, or ten in a thousand steps, stop the run. A rollback goes back to the newest evaluated state at least 16 steps old, but never behind
-the rollback before, and never reads the batches from there to here again; where there is none yet the step is skipped, and after three
-rollbacks the run stops.
+A spike is a loss above mean + 6 max(std, 1 % of |mean|) of the last 128 applied steps, and at least 0.1 nats above it (PaLM restarts before
+a spike and skips the batches around it: Chowdhery et al. 2022, arXiv:2204.02311, 5.1). A skipped step changes no weight and no moment. A
+spike is rare: the third in a row, or the tenth in a thousand steps, is the run's new level, and its update is made. So a spike never
+ends a run. A gradient norm is no reason by itself: clipping bounds it, and a model that knows its data by heart has norms near 0 with
+rare jumps.
 
-Not promised: that a spike is harmful. Policies that sample their own data have heavy-tailed norms, so there `on_spike` is `ignore`.
+Two things end a run: three steps in a row, or ten in a thousand, that are not finite; and a loss that has risen and stays: 100 steps in a
+row more than 1 nat above the lowest median that 128 steps ever had. A policy's loss is not measured in nats, so with `on_spike: ignore`
+only what is not finite counts.
+
+A rollback goes back to the newest evaluated state at least 16 steps old, but never behind the rollback before, and never reads the batches
+from there to here again. Where there is none yet, or after three rollbacks, a spike is skipped; numbers that are not finite then stop the run.
 """
 
 import math
@@ -27,43 +31,69 @@ from pipeline.learning.course import Course
 HISTORY = 128  # applied steps that a spike is measured against
 DEVIATIONS = 6.0
 LEAST_SPREAD = 0.01  # of the mean
-LEAST_RISE = 0.1  # of a loss, in nats
+LEAST_RISE = 0.1  # of a spike's loss, in nats
+FEWEST = 16  # applied steps that have a median
+RISEN, STAYED = 1.0, 100  # nats above the lowest median, steps in a row
 IN_ROW, WITHIN, IN_ALL = 3, 1000, 10
 BACK = 16  # steps that the state of a rollback is old at least
 ROLLBACKS = 3
 NOTHING = "the loss alone"
+NOT_FINITE = "not finite"
 ON_NONFINITE = ("skip", "stop", "rollback")
 ON_SPIKE = ("skip", "stop", "rollback", "ignore")
 
 
-def fault(course: Course, loss: float, norm: float, on_spike: str, clip: float = 0.0) -> str:
-    """What is wrong with a step whose gradient is clipped to the norm `clip`; empty when its update may be made."""
+def fault(course: Course, loss: float, norm: float, on_spike: str) -> str:
+    """What is wrong with a step; empty when its update may be made."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        return "not finite"
+        return NOT_FINITE
     if on_spike == "ignore" or len(course.applied) < HISTORY:
         return ""
-    losses, norms = zip(*course.applied, strict=True)
-    for name, value, known in (("loss", loss, losses), ("gradient norm", norm, norms)):
-        mean = statistics.fmean(known)
-        limit = mean + DEVIATIONS * max(statistics.pstdev(known, mean), LEAST_SPREAD * abs(mean))
-        limit = max(limit, mean + LEAST_RISE if name == "loss" else clip)
-        if value > limit:
-            return f"a spike: {name} above {limit:.4g}, the mean of the last {HISTORY} steps being {mean:.4g}"
-    return ""
+    mean = statistics.fmean(course.applied)
+    spread = max(statistics.pstdev(course.applied, mean), LEAST_SPREAD * abs(mean))
+    limit = mean + max(DEVIATIONS * spread, LEAST_RISE)
+    return (
+        f"a spike: loss above {limit:.4g}, the mean of the last {HISTORY} steps being {mean:.4g}"
+        if loss > limit
+        else ""
+    )
 
 
-def applied(course: Course, loss: float, norm: float) -> None:
-    """Count a step whose update was made."""
-    course.skipped_in_row = 0
-    course.applied = [*course.applied[1 - HISTORY :], [loss, norm]]
+def risen(course: Course, loss: float, on_spike: str) -> str:
+    """Count a step, applied or not; why the run must end, empty when it goes on."""
+    if on_spike == "ignore" or not math.isfinite(loss):
+        return ""
+    if len(course.applied) >= FEWEST:
+        course.lowest = min(course.lowest, statistics.median(course.applied))
+    course.risen = course.risen + 1 if loss > course.lowest + RISEN else 0
+    if course.risen < STAYED:
+        return ""
+    return f"the loss rose and stayed: {STAYED} steps in a row more than {RISEN:g} nat above {course.lowest:.4g}, the lowest median so far"
 
 
-def skipped(course: Course) -> bool:
-    """Count a step whose update was not made; whether that is one too many."""
+def applied(course: Course, loss: float, *, new_level: bool = False) -> None:
+    """Count a step whose update was made; after a spike too many, what a spike is measured against begins anew."""
+    course.applied = [loss] if new_level else [*course.applied[1 - HISTORY :], loss]
+
+
+def in_row(steps: list[int], step: int) -> int:
+    """How many steps in a row up to `step` were left out, when it is left out too and `steps` were before."""
+    count = 1
+    while len(steps) >= count and steps[-count] == step - count:
+        count += 1
+    return count
+
+
+def too_many(steps: list[int], step: int) -> bool:
+    """Whether `step` is one too many to be left out like `steps` before it: the third in a row, or the tenth in a thousand."""
+    recent = [earlier for earlier in steps if earlier > step - WITHIN]
+    return in_row(steps, step) >= IN_ROW or len(recent) + 1 >= IN_ALL
+
+
+def skipped(course: Course, steps: list[int]) -> None:
+    """Count a step whose update was not made, in `steps` of its kind."""
     course.skipped += 1
-    course.skipped_in_row += 1
-    course.skipped_at = [step for step in course.skipped_at if step > course.step - WITHIN] + [course.step]
-    return course.skipped_in_row >= IN_ROW or len(course.skipped_at) >= IN_ALL
+    steps[:] = [step for step in steps if step > course.step - WITHIN] + [course.step]
 
 
 def rollback_target(course: Course) -> int | None:

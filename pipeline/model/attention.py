@@ -19,6 +19,7 @@ Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -173,41 +174,44 @@ class Line:
         single = len(starts) == len(numbers) and bool((starts // width == np.arange(len(numbers))).all())
         if ids is not None and causal and single and lengths.max() <= MOST_SHARED:
             tokens = ids.cpu().numpy().reshape(-1)
-            parents, shared = begin_alike([tokens[s : s + n] for s, n in zip(starts, lengths, strict=True)])
-            if any(shared):
-                return cls._branches(positions, starts, lengths, parents, shared)
+            alike = begin_alike([tokens[s : s + n] for s, n in zip(starts, lengths, strict=True)])
+            if any(number for _, _, number in alike):
+                return cls._branches(positions, starts, lengths, alike)
         layout = Documents(tuple(lengths.tolist()), causal)
         return cls(layout, positions if kept is None else positions[kept], kept, kept, None)
 
     @classmethod
-    def _branches(cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, parents: list[int],
-                  shared: list[int]) -> "Line":  # fmt: skip
-        """Each document without its first `shared` tokens, which are those of the document `parents`."""
+    def _branches(
+        cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, alike: list[tuple[int, int, int]]
+    ) -> "Line":
+        """Each document without the tokens at its beginning that another one has too."""
+        shared = np.zeros_like(lengths)
+        for row, _, number in alike:
+            shared[row] = number
         own = lengths - shared
         begins = np.cumsum(own) - own  # where the line holds each document's own tokens
+        places = [np.arange(0)] * len(lengths)  # of all tokens of each document
+        for row, other, number in alike:
+            places[row] = np.concatenate([places[other][:number], begins[row] + np.arange(own[row])])
         computed = torch.from_numpy(np.concatenate([s + np.arange(p, n) for s, p, n in zip(starts, shared, lengths)]))
         kept = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths)])
-        both = [(begins[p] + np.arange(s), b + np.arange(n)) for p, s, b, n in zip(parents, shared, begins, own)]
-        source = torch.from_numpy(np.concatenate([part for pair in both for part in pair]))
-        layout = Branches(tuple(own.tolist()), tuple(shared), source)
+        source = torch.from_numpy(np.concatenate(places))
+        layout = Branches(tuple(own.tolist()), tuple(shared.tolist()), source)
         return cls(layout, positions[computed], computed, torch.from_numpy(kept), source)
 
 
-def begin_alike(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
-    """(parents, shared), for each row: with which earlier row it agrees in how many first tokens; 0 and 0 where with none.
+def begin_alike(rows: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
+    """(row, other, number) of each row: it agrees with the other one in its first `number` tokens; 0 and 0 where with none.
 
-    A parent shares nothing itself, a row keeps at least its last token, and fewer than `LEAST_SHARED` do not count.
+    The other one comes first in the list, and no row before it agrees in more. In the order of their tokens each row stands
+    behind the one that it agrees with most, so what all rows have in common is counted once: answers share their prompt, and
+    prompts share how they begin. A row keeps at least its last token, and fewer than `LEAST_SHARED` do not count.
     """
-    parents, shared = [0] * len(rows), [0] * len(rows)
-    families: dict[bytes, list[int]] = {}
-    for row, own in enumerate(rows):
-        family = families.setdefault(own[:LEAST_SHARED].tobytes(), [])
-        for other in family:
-            most = min(len(own) - 1, len(rows[other]))
-            unequal = np.flatnonzero(own[:most] != rows[other][:most])
-            number = int(unequal[0]) if len(unequal) else most
-            if number > shared[row] and number >= LEAST_SHARED:
-                parents[row], shared[row] = other, number
-        if not shared[row]:
-            family.append(row)
-    return parents, shared
+    order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
+    found = [(order[0], 0, 0)] if order else []
+    for other, row in pairwise(order):
+        most = min(len(rows[row]) - 1, len(rows[other]))
+        unequal = np.flatnonzero(rows[row][:most] != rows[other][:most])
+        number = int(unequal[0]) if len(unequal) else most
+        found.append((row, other, number) if number >= LEAST_SHARED else (row, 0, 0))
+    return found

@@ -31,6 +31,7 @@ from pipeline.model.transformer import Transformer
 EMBEDDING = 0.3  # standard deviation of the embedding's entries
 FAST, SLOW = 0.5, 0.01  # radians a token: from here on an angle tells neighbours apart; up to here it spans a context
 NOISE = 0.2  # of the normal weights that stays in the two heads
+MEASURED_WIDTH = 192  # nano's: a token's own logit grows as sqrt(width), so the last norm shrinks for wider models
 STRENGTH = 1.7  # of what a head adds, in lengths of an embedding
 LEADING = re.compile(rb"[^A-Za-z0-9\x80-\xff]+(?=[A-Za-z\x80-\xff])")  # what may stand before a word in its token
 
@@ -68,7 +69,7 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     length = EMBEDDING * width**0.5
     table.mul_(EMBEDDING / config.initializer_range)
     table[:, 0] = length  # as long as the rest of the row: of a normed row, half the square is the constant's
-    last.fill_(config.initializer_range / EMBEDDING)
+    last.fill_(config.initializer_range / EMBEDDING * (MEASURED_WIDTH / width) ** 0.5)
     last[0] = 0
     added = STRENGTH * length * (2 / size) ** 0.5
 

@@ -226,12 +226,17 @@ class RolloutStream:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def rows(self, step: int, context: int) -> Array:
-        """Places of this update's rollouts; -1 pads, so that each process has as many."""
+        """Places of this update's rollouts; -1 pads, so that each process has as many.
+
+        An epoch shuffles prompts, not rows: answers to one prompt lie side by side, so that where a batch's rows share their
+        beginnings (`attention.Branches`) the prompt is computed once. Only a border between minibatches may part them.
+        """
         within = step % self.steps_per_rollout
         iteration = step // self.steps_per_rollout
         epoch, part = divmod(within, self.config.minibatches)
         draws = np.random.default_rng(stable_hash("minibatches", self._seed, iteration, epoch) % 2**63)
-        order = draws.permutation(len(self.rollouts))
+        groups = np.arange(len(self.rollouts)).reshape(-1, self.config.samples)  # (P, G)
+        order = groups[draws.permutation(len(groups))].reshape(-1)
         chosen = np.array_split(order, self.config.minibatches)[part]
         missing = -len(chosen) % self._ranks.world
         return np.concatenate([chosen, np.full(missing, -1, dtype=chosen.dtype)])

@@ -25,6 +25,7 @@ from pipeline.reinforcement.preferred import Preferred
 from pipeline.reinforcement.rewards import Resources
 from pipeline.reinforcement.rollout import RolloutConfig
 from pipeline.sandbox.judge import Judge, SandboxConfig
+from pipeline.sandbox.remembered import RememberingJudge
 from pipeline.streams.records import Pair
 from pipeline.tracking import say
 from pipeline.work import Job
@@ -121,8 +122,8 @@ class Setting:
 def judge_or_none(
     sandbox: SandboxConfig, workers: int, url: str | None, *, wanted: Collection[str] = ()
 ) -> Iterator[Judge | None]:
-    """The sandbox; without one, None (true scores of code stay empty) unless a reward runs code. Raises ConfigError."""
-    judge = Judge(sandbox, workers, url=url)
+    """The sandbox, which runs an answer that a policy repeats once; without one, None (true scores of code stay empty) unless a reward runs code. Raises ConfigError."""
+    judge = RememberingJudge(sandbox, workers, url=url)
     try:
         judge.__enter__()
     except ConfigError as error:

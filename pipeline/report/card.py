@@ -120,12 +120,17 @@ def _cell(headline: Headline, measured: dict[str, float] | None, change: differe
         return {"value": "–", "interval": "", "change": "", "kind": ""}
     wide = "low" in measured and measured["low"] != measured["high"]
     interval = f"{headline.show(measured['low'])} to {headline.show(measured['high'])}" if wide else ""
-    told = (
-        {"change": headline.show_change(change.after - change.before), "kind": change.kind}
-        if change
-        else {"change": "", "kind": ""}
-    )
-    return {"value": headline.show(measured["value"]), "interval": interval, **told}
+    told = headline.show_change(change.after - change.before) if change else ""
+    if change and change.refused:
+        told = "other items"
+    elif change and change.few:
+        told += f", too few items: {change.items}"
+    return {
+        "value": headline.show(measured["value"]),
+        "interval": interval,
+        "change": told,
+        "kind": change.kind if change else "",
+    }
 
 
 def lineage(run: Run) -> list[dict[str, Any]]:

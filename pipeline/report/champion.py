@@ -4,9 +4,10 @@
     python -m pipeline.report.champion crown       make the model in models/deploy champion, if it is good enough
     python -m pipeline.report.champion crown --although "REASON"      in spite of what was found; the reason is kept
 
-Good enough: each minimum of `report.gate` (by a headline's key, as `dvc metrics show` prints it) lies at or below the lower end of the
-measure's interval, and no measure is worse than the present champion's beyond chance, item by item where both were asked the same. What was
-measured must be of the very model that was deployed. Nothing moves otherwise.
+Good enough: each minimum of `report.gate` (by a headline's key, as `dvc metrics show` prints it) lies at or below the
+lower end of the measure's interval, and no measure is worse than the present champion's beyond chance, item by item. A
+champion that was measured over other items cannot be compared with, which is an objection too. What was measured must be
+of the very model that was deployed. Nothing moves otherwise.
 """
 
 import argparse
@@ -51,11 +52,14 @@ def _read(path: Path, command: str) -> dict[str, Any]:
 def objections(gates: list[claims.Claim], candidate: Measured, present: Measured | None) -> list[str]:
     """Why the candidate is not good enough; empty where it is."""
     found = [f"{one.title}: {one.measured or one.state}" for one in gates if one.state != claims.HOLDS]
+    others: dict[str, list[str]] = {}
     for headline in HEADLINES:
         change = None if present is None else differences.change(headline, present, candidate)
         if change is not None and change.kind == "worse":
             found.append(f"{headline.title} is worse than the champion's: {change.shown}")
-    return found
+        if change is not None and change.refused:
+            others.setdefault(change.refused, []).append(headline.title)
+    return found + [f"not comparable with the champion, {why} ({', '.join(titles)})" for why, titles in others.items()]
 
 
 def crown(although: str | None) -> str:

@@ -6,7 +6,7 @@
     skipped(run)    what was not measured, and why
 
 A claim holds where its 95 % interval lies on the right side; a miss is shown as one. Not promised: that a claim that holds here holds
-for another seed.
+for another seed (benchmarks/seeds.py puts runs of several side by side).
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from pipeline.report.headlines import HEADLINES, lookup
 from pipeline.report.run import Run, flat
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
+UNDECIDED = "no verdict"  # the two sides were asked other items, or too few
 # a measure, the model that should be better at it, and than which
 BETTER = (
     ("code_bpb", "code", "language", "Learning code lowers the bits per byte of code"),
@@ -44,7 +45,7 @@ class Claim:
 
     title: str
     measured: str
-    state: str  # HOLDS, FAILS or UNKNOWN
+    state: str  # HOLDS, FAILS, UNKNOWN or UNDECIDED
 
 
 def claims(run: Run) -> list[Claim]:
@@ -62,7 +63,8 @@ def _better(run: Run) -> Iterator[Claim]:
             continue
         show = told.headline.show
         text = f"{model} {show(told.after)}, {base} {show(told.before)}: {told.shown}"
-        yield Claim(title, text, HOLDS if told.kind == "better" else FAILS)
+        judged = HOLDS if told.kind == "better" else FAILS
+        yield Claim(title, text, UNDECIDED if told.refused or told.few else judged)
 
 
 def _above(run: Run) -> Iterator[Claim]:

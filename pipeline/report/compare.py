@@ -2,9 +2,10 @@
 
     python -m pipeline.report.compare A [B] [--md] [--all]        make compare A=HEAD~1 B=workspace
 
-A and B are commits, branches, tags, experiments (`dvc exp show` names them) or `workspace`, the default of B. Differences are B - A, over
-the same held-out items where both were asked the same (report/differences.py); only those that chance does not explain are marked. Each
-stage's work key and MLflow run are named, so that every number can be traced.
+A and B are commits, branches, tags, experiments (`dvc exp show` names them) or `workspace`, the default of B. Differences
+are B - A, over the same held-out items (report/differences.py); only those that chance does not explain are marked.
+Measures over other items are not compared: the line gives the reason, and below the table stand the items. Each stage's
+work key and MLflow run are named, so that every number can be traced.
 """
 
 import argparse
@@ -37,17 +38,33 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
     ]
     if rebuilt:
         parts.append(table(head, body, markdown))
-    rows = []
+    if others := differences.packages(before, after):
+        parts.append(
+            "\n".join(
+                ["Other packages computed them, which invalidates nothing by itself:", *(f"  {one}" for one in others)]
+            )
+        )
+    rows: list[list[str]] = []
+    apart: dict[str, list[str]] = {}  # which items are not the same -> models
     for model, changes in differences.measures(before, after, every=every).items():
         for told in changes:
             show = told.headline.show
+            by = "intervals" if told.low is None else f"{told.items} items, paired"
             rows.append([model, told.headline.title, show(told.before), show(told.after), told.shown, MARKS[told.kind],
-                         f"{told.items} items, paired" if told.items else "intervals"])  # fmt: skip
+                         "not compared" if told.refused else by])  # fmt: skip
+            if told.apart:
+                apart.setdefault(f"{told.headline.suite}: {told.apart}", []).append(model)
     if rows:
         parts.append(table(["model", "measure", names[0], names[1], "difference", "", "by"], rows, markdown))
     elif rebuilt:
         parts.append("no measure moved")
-    parts.append("Differences with their 95 % intervals; better and worse only where chance does not explain them.")
+    if apart:
+        lines = (f"  {what} ({', '.join(dict.fromkeys(models))})" for what, models in apart.items())
+        parts.append("\n".join(["Items of the measures that are not compared:", *lines]))
+    parts.append(
+        "Differences with their 95 % intervals; better and worse only where chance does not explain them, over "
+        f"{differences.FEWEST} items at least."
+    )
     return "\n\n".join(parts) + "\n"
 
 

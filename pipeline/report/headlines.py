@@ -1,6 +1,6 @@
 """The numbers that stand at the top of the report and in the table at the end of `make`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Row = dict[str, Any]
@@ -19,6 +19,9 @@ class Headline:
     chart: bool = False
     rows: tuple[str, str] | None = None  # of metrics/eval/<model>.jsonl: the suite, and what each item counts
     group: str | None = None  # of these rows
+    asked: dict[str, str | int] = field(
+        default_factory=dict, hash=False
+    )  # of a number that no row counts: which rows it is over
 
     def show(self, value: float) -> str:
         """The value as people read it."""
@@ -30,17 +33,24 @@ class Headline:
         amount = abs(difference)
         return f"{sign}{100 * amount:.1f} points" if self.unit == "share" else f"{sign}{amount:.3f}"
 
-    def counted(self, rows: list[Row]) -> dict[str, tuple[float, float]]:
-        """Of each item by its id what it adds above and below the line: bits and bytes, or right and 1."""
-        if self.rows is None:
-            return {}
-        suite, key = self.rows
-        mine = (r for r in rows if r["suite"] == suite and isinstance(r.get(key), int | float))
-        return {
-            str(r["id"]): (float(r[key]), float(r["bytes"]) if key.endswith("bits") else 1.0)
-            for r in mine
-            if self.group in (None, r.get("group"))
-        }
+    @property
+    def suite(self) -> str:
+        """Whose items it is measured over."""
+        return self.rows[0] if self.rows else self.path[0]
+
+    def items(self, rows: list[Row]) -> dict[str, Row]:
+        """The rows that it is measured over, by what makes an item: its id, and the hash of what was asked where a row has it."""
+        wanted = {"suite": self.suite} | self.asked | ({"group": self.group} if self.group else {})
+        mine = (r for r in rows if wanted.items() <= r.items())
+        if self.rows:
+            mine = (r for r in mine if isinstance(r.get(self.rows[1]), int | float))
+        return {f"{r['id']} {r['item']}" if "item" in r else str(r["id"]): r for r in mine}
+
+    def counted(self, row: Row) -> tuple[float, float]:
+        """What an item adds above and below the line: bits and bytes, or right and 1."""
+        assert self.rows, "only a number that rows count is a sum over them"
+        key = self.rows[1]
+        return float(row[key]), float(row["bytes"]) if key.endswith("bits") else 1.0
 
 
 BITS = "bits per byte, lower is better"
@@ -60,10 +70,14 @@ HEADLINES = (
              rows=("problems", "sampled"), group="easy"),
     Headline(("problems", "medium", "pass_at_1"), "Unseen compositions, pass@1", SOLVED, "share", True, "medium",
              rows=("problems", "sampled"), group="medium"),
-    Headline(("tools", "ast"), "Tool calls right (AST)", "share of calls right", "share", True, "ast", True),
-    Headline(("tools", "ast_constrained"), "The same under the tools' grammar", "share of calls right", "share", True, "ast_grammar"),
-    Headline(("tools", "ast_unseen_tool"), "Calls of unseen tools right", "share of calls right", "share", True, "ast_unseen"),
-    Headline(("tools", "false_call_rate"), "False calls", "share of prompts without a fitting tool", "share", False, "false_calls"),
+    Headline(("tools", "ast"), "Tool calls right (AST)", "share of calls right", "share", True, "ast", True,
+             asked={"wanted": "call"}),
+    Headline(("tools", "ast_constrained"), "The same under the tools' grammar", "share of calls right", "share", True, "ast_grammar",
+             asked={"wanted": "call", "constrained": 1}),
+    Headline(("tools", "ast_unseen_tool"), "Calls of unseen tools right", "share of calls right", "share", True, "ast_unseen",
+             asked={"wanted": "call", "tool": "unseen"}),
+    Headline(("tools", "false_call_rate"), "False calls", "share of prompts without a fitting tool", "share", False, "false_calls",
+             asked={"wanted": "nothing"}),
     Headline(("facts", "exact_match"), "Facts by heart", "share of questions answered right", "share", True, "facts",
              rows=("facts", "right")),
     Headline(("reward", "accuracy"), "The better of two answers", "share of pairs told right", "share", True, "pairs",

@@ -29,7 +29,7 @@ from granian.http import HTTP1Settings
 from starlette.types import ASGIApp
 
 from pipeline.errors import ConfigError, StagecoachError
-from pipeline.launch import die_with_parent
+from pipeline.processes import die_with_parent
 from pipeline.serve.guard import KEYS, Keys
 from pipeline.serve.options import Options
 

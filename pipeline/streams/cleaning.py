@@ -16,7 +16,8 @@ import re
 import warnings
 from dataclasses import dataclass
 
-from pipeline.streams import licences
+from pipeline.errors import DataError
+from pipeline.streams import licences, locked
 from pipeline.streams.duplicates import fingerprint, signature
 from pipeline.streams.records import Text
 from pipeline.streams.sources import DataConfig, Found, split_of
@@ -296,9 +297,15 @@ def _read(found: Found, config: DataConfig) -> bytes | str:
     try:
         if found.file.stat().st_size > config.max_bytes:
             return "size"
-        return found.file.read_bytes()
+        raw = found.file.read_bytes()
     except OSError:
+        if found.sha256 is not None:
+            raise DataError(
+                f"data: packages: {found.file}, of {found.package}, cannot be read; {locked.MEND}"
+            ) from None
         return "unreadable"
+    locked.verify(found, raw)
+    return raw
 
 
 def _record(found: Found, text: str) -> Text:

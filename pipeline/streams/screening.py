@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from pipeline.launch import pool_map
+from pipeline.processes import pool_map
 from pipeline.streams.decontamination import Index
 
 GENERATED = frozenset({"generated"})

@@ -1,4 +1,4 @@
-"""Where the data comes from: the `data` group (`DataConfig`), and the files that this machine has (`data=machine`).
+"""Where the data comes from: the `data` group (`DataConfig`), and the files that this machine has (`data=machine`, `locked.py`).
 
     pyproject.toml -> the closure of its run-time requirements -> their files by RECORD, their READMEs
     the standard library, shell scripts below /usr, /etc, /opt           -> Found: a file, its package, its licence
@@ -29,7 +29,8 @@ from packaging.requirements import Requirement
 from pipeline.errors import DataError
 from pipeline.streams import licences
 
-SOURCES = ("machine", "files", "hub")
+SOURCES = ("packages", "machine", "files", "hub")
+HARVESTS = ("packages", "machine")  # collect installed files and generate the rest
 LICENCES = ("any", "permissive")
 SHELL_ROOTS = (Path("/usr"), Path("/etc"), Path("/opt"))
 SHELL_SUFFIXES = ("sh", "bash", "dash", "ksh", "zsh")
@@ -62,10 +63,13 @@ class HubSet:
 class DataConfig:
     """conf/data/<name>.yaml: where text, code, dialogues, problems and preferences come from."""
 
-    source: str  # machine, files, hub
+    source: str  # packages, machine, files, hub
     licences: str = "any"  # any, or permissive: MIT, BSD, ISC, Apache, PSF, Zlib, CC0 (drops most shell)
     min_bytes: int = 200  # a shorter document of text or code is dropped
     max_bytes: int = 1_000_000  # a longer one too
+    packages: list[str] = field(
+        default_factory=list
+    )  # packages: of requirements.lock, pure Python, permissively licensed
     text: list[str] = field(default_factory=list)  # files: globs in data/own/, one list per kind
     code: list[str] = field(default_factory=list)  # files
     dialogues: list[str] = field(default_factory=list)  # files
@@ -80,6 +84,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise ValueError(f"source: expected {', '.join(SOURCES)}, got {self.source!r}")
+        if (self.source == "packages") != bool(self.packages):
+            raise ValueError("packages: expected names of packages with source: packages, and with no other source")
         if self.licences not in LICENCES:
             raise ValueError(f"licences: expected {' or '.join(LICENCES)}, got {self.licences!r}")
         if not 0 <= self.min_bytes < self.max_bytes:
@@ -112,6 +118,7 @@ class Found:
     package: str  # what order, cap and split go by: a distribution, `python/<top module>`, `shell/<Debian package>`
     path: str  # within the package; the same on every machine that has the package
     licence: str
+    sha256: str | None = None  # as RECORD writes it, where the file must be the installed one
 
 
 def digest(text: str) -> int:
@@ -169,7 +176,7 @@ def closure(pyproject: Path) -> list[Package]:
         if name == own or not fresh:
             continue
         try:
-            installed[name] = installed.get(name) or _package(name)
+            installed[name] = installed.get(name) or package_of(name)
         except PackageNotFoundError:
             if direct:
                 raise DataError(f"{pyproject}: {text}: not installed; run `make` to install what is needed") from None
@@ -179,7 +186,8 @@ def closure(pyproject: Path) -> list[Package]:
     return [installed[name] for name in sorted(installed)]
 
 
-def _package(name: str) -> Package:
+def package_of(name: str) -> Package:
+    """What an installed distribution says of itself. Raises PackageNotFoundError."""
     found = distribution(name)
     metadata, record = found.metadata, found.read_text("RECORD")
     if record is not None:
@@ -196,14 +204,19 @@ def _package(name: str) -> Package:
     )
 
 
-def python_files(packages: list[Package], standard_library: Path | None = None) -> list[Found]:
-    """Every `.py` that is no test: of the packages and of the standard library (None: the one that runs this)."""
-    found = [
+def package_files(packages: list[Package]) -> list[Found]:
+    """Every `.py` of the packages that is no test."""
+    return [
         Found(file=place(package.base, path), package=package.name, path=path, licence=package.licence)
         for package in packages
         for path in package.files
         if path.endswith(".py") and not is_test(path)
     ]
+
+
+def python_files(packages: list[Package], standard_library: Path | None = None) -> list[Found]:
+    """Those, and every `.py` of the standard library that is no test (None: the library that runs this)."""
+    found = package_files(packages)
     library = standard_library or Path(sysconfig.get_paths()["stdlib"])
     for path in _below(library, skip=("site-packages", "dist-packages", "__pycache__")):
         if path.endswith(".py") and not is_test(path):
