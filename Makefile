@@ -72,9 +72,10 @@ EXTRAS := .work/extras
 test-extras: $(EXTRAS)/.ready
 	OMP_NUM_THREADS=1 $(EXTRAS)/bin/python -m pytest -ra -m extra
 
-$(EXTRAS)/.ready: pyproject.toml
+$(EXTRAS)/.ready: pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(EXTRAS)
 	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
 	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,onnx,trackers,parity]' llama-cpp-python
 	touch $@
 
