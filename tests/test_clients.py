@@ -12,7 +12,7 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK, TIME, chat
 from tests.server import Running
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # a server of its own
+pytestmark = pytest.mark.slow  # a server of its own
 
 # -- models ------------------------------------------------------------------------------------------------------------
 

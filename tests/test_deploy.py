@@ -169,7 +169,6 @@ def test_a_masked_diffusion_model_has_the_honest_sentence_and_no_gguf(
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_a_real_server_is_asked_for_canvases(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -198,7 +197,6 @@ def test_onnx_without_its_extra_fails_before_anything_is_written(
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_a_real_server_is_asked(base: Path, corpora: dict[str, Path], tmp_path: Path) -> None:
     assert deployed(deploy.Params(model="tools", gguf=()), base, tmp_path / "out", corpora)["smoke_calls"] == 6
 

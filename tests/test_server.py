@@ -16,7 +16,7 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK
 from tests.server import Running, save_models, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # a server of its own
+pytestmark = pytest.mark.slow  # a server of its own
 
 KEY = "a-key-that-nobody-guesses"
 LONG = {"model": "nano", "messages": ASK, "max_tokens": 1900, "stream": True, "ignore_eos": True}

@@ -16,7 +16,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import Running, random_model, save_models, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 TALK = [{"role": "user", "content": "Add two numbers"}]
 PATH = "/v1/chat/completions"
 
