@@ -26,7 +26,7 @@ from tests.test_denoiser import model
 from tests.test_fit import job
 from tests.workspace import Workspace, command
 
-pytestmark = pytest.mark.slow  # nearly all of them train
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # nearly all of them train
 
 
 def ran(masked: Workspace, stage: str, **changes: Any) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ from tests.test_published import DREAM, LLADA
 from tests.test_published import checkpoint as checkpoint_of
 from tests.workspace import Ended, Workspace, command, pair
 
-pytestmark = pytest.mark.slow  # nearly all of them train
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # nearly all of them train
 
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
 

@@ -21,7 +21,7 @@ from tests import checkpoints
 from tests.graph import Repository, copy_of_built, ran
 from tests.server import serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(2400)]
 MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf")
 MASKED = ("diffusion", "diffusion_dpo", "diffusion_grpo")
 SECOND = ("diffusion_control", "memory_baseline")  # beside the model of their stage
