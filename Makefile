@@ -1,6 +1,6 @@
 # make         set up and build the spine: from text to a deployed model you can talk to, with its evaluations and the report
 # make all     the whole graph, branches included (JOBS=1: one stage after another)
-# make test    set up and pass the tests
+# make test    set up and pass the tests (8 minutes)       make test-all     all the rest of them (25 minutes)
 # make serve   OpenAI's API and a page for what was trained  make chat    talk to it in the terminal
 # make report  where the report card is                      make clients the API through five clients: docs/clients.md
 # make compare A=main B=workspace   what changed between two runs, why, and whether it is more than chance
@@ -14,7 +14,7 @@ READY := .venv/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: run all test check setup update serve chat report compare experiments doctor clients clean
+.PHONY: run all test test-all test-extras check setup update serve chat report compare experiments doctor clients clean
 
 run: setup
 	@python -m pipeline.params
@@ -56,13 +56,28 @@ check: setup
 
 # One process a core, each with one thread: tiny models on several threads wait for each other. A file's tests stay together,
 # since they share what its fixtures built; tests/conftest.py says which file comes when.
-test: export OMP_NUM_THREADS = 1
+PYTEST := OMP_NUM_THREADS=1 pytest -n logical --dist loadfile --no-loadscope-reorder
+
+# What a change should pass before it is committed: eight minutes on two cores. `make test-all` runs every test that this leaves out.
 test: check
-	@mkdir -p .work && echo "environment, format, lint and types done at $$(date +%T)" > .work/times
-	pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not oracle and not gpu and not browser"
-	@echo "fast group done at $$(date +%T)" >> .work/times
-	pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15 -m "(slow or oracle or browser) and not gpu"
-	@echo "slow, oracle and browser groups done at $$(date +%T)" >> .work/times
+	$(PYTEST) --durations=15 -m "not full and not gpu"
+
+test-all: setup
+	$(PYTEST) --durations=15 -m "full and not gpu"
+
+# The tests that are skipped for want of a package, in an environment of their own: trl, onnxruntime-genai, wandb, and llama.cpp,
+# whose bindings pip builds from source (a C++ compiler and some minutes)
+EXTRAS := .work/extras
+
+test-extras: $(EXTRAS)/.ready
+	OMP_NUM_THREADS=1 $(EXTRAS)/bin/python -m pytest -ra -m extra
+
+$(EXTRAS)/.ready: pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(EXTRAS)
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,onnx,trackers,parity]' llama-cpp-python
+	touch $@
 
 # Preferences that are given on the page are read by stage_tasks: the next `dvc repro` learns from them.
 serve: setup

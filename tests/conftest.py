@@ -1,8 +1,13 @@
-"""Shared fixtures: a tiny model, a tokenizer of little more than bytes, the repository as working directory."""
+"""Shared fixtures: a tiny model, a tokenizer of little more than bytes, the repository as working directory.
+
+The whole run has a home of its own (`away_from_home`). STAGECOACH_REQUIRE=chromium,bwrap turns a skip for want of them into a failure.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:  # torch takes seconds to import; the tests that need it import it themselves
-    from collections.abc import Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     import openai
 
@@ -26,7 +31,29 @@ os.environ.setdefault("STAGECOACH_MLFLOW", "off")  # tests of MLflow switch it o
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parents[1]
+BUILD_A_GRAPH = ("test_graph.py", "test_spine.py")
 NEED_THE_GRAPH = {f"test_{name}.py" for name in ("extending", "remotes", "tutorial")}
+AT_HOME = {  # where programs keep what is the person's, below HOME
+    "XDG_CACHE_HOME": ".cache", "XDG_CONFIG_HOME": ".config", "XDG_DATA_HOME": ".local/share", "XDG_STATE_HOME": ".local/state",
+    "HF_HOME": ".cache/huggingface", "MPLCONFIGDIR": ".config/matplotlib", "DVC_SITE_CACHE_DIR": ".cache/dvc",
+    "DVC_GLOBAL_CONFIG_DIR": ".config/dvc",
+}  # fmt: skip
+# What a person's shell may say that would change what a test does
+NOT_OURS = (
+    "MLFLOW_",
+    "WANDB_",
+    "HF_",
+    "HUGGING_FACE_",
+    "OPENAI_",
+    "AWS_",
+    "DVC_",
+    "GIT_",
+    "STAGECOACH_LAUNCH",
+    "STAGECOACH_WORK",
+)
+# What may be required -> what the reason of a skip says where it lacks
+REQUIRED = {"chromium": ("Chromium", "playwright"), "bwrap": ("profile shell", "bwrap", "bubblewrap")}
+SHARED = ("served", "built")  # folders of fixtures that live as long as the run
 SENTENCES = (
     "The pilot asked the girl which way the ferry would go, and the girl told the pilot.\n",
     "def add(left, right):\n    return left + right\n",
@@ -34,19 +61,70 @@ SENTENCES = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything of ours or of others is imported; pytest-xdist's workers inherit the controller's home."""
+    unknown = required() - set(REQUIRED)
+    if unknown:
+        raise pytest.UsageError(f"STAGECOACH_REQUIRE: expected some of {', '.join(REQUIRED)}, got {', '.join(unknown)}")
+    if not hasattr(config, "workerinput"):
+        config.add_cleanup(away_from_home())
+
+
+def away_from_home() -> Callable[[], None]:
+    """Give this process and those that it starts an empty home, and return what removes it: no test reads or writes the person's."""
+    home = Path(tempfile.mkdtemp(prefix="stagecoach-home-"))
+    for name in [name for name in os.environ if name.startswith(NOT_OURS)]:
+        del os.environ[name]
+    os.environ["HOME"] = str(home)
+    for name, place in AT_HOME.items():
+        os.environ[name] = str(home / place)
+    (home / ".gitconfig").write_text("[safe]\n\tdirectory = *\n")  # whoever owns the clone
+    return lambda: shutil.rmtree(home, ignore_errors=True)
+
+
+def required() -> set[str]:
+    """What the tests may not be skipped for."""
+    return {name for name in os.environ.get("STAGECOACH_REQUIRE", "").split(",") if name}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that is skipped for want of what is required has failed."""
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        lacking = [name for name in sorted(required()) if any(word in reason for word in REQUIRED[name])]
+        if lacking:
+            report.outcome = "failed"
+            report.longrepr = f"STAGECOACH_REQUIRE names {lacking[0]}, and the test was skipped. {reason}"
+    return report
+
+
 @pytest.hookimpl(trylast=True)  # when those of other groups are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order of files for `--dist loadfile --no-loadscope-reorder`, of which each process takes the next: so none ends long after another.
 
-    First the file that builds the graph for all, then those of many tests; the others that need the graph wait for it in the middle.
+    First the file that builds a graph, then those of many tests; the others that need the graph wait for it in the middle.
     """
     count = Counter(item.path for item in items)
-    files = sorted(count, key=lambda path: (path.name != "test_graph.py", -count[path], path.name))
+    files = sorted(count, key=lambda path: (path.name not in BUILD_A_GRAPH, -count[path], path.name))
     waiting = [path for path in files if path.name in NEED_THE_GRAPH]
     others = [path for path in files if path not in waiting]
     middle = len(others) // 2
     place = {path: number for number, path in enumerate([*others[:middle], *waiting, *others[middle:]])}
     items.sort(key=lambda item: place[item.path])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def removed_after(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a file's fixtures wrote goes when its tests have passed: copies of a graph have half a gigabyte each."""
+    base, failed = tmp_path_factory.getbasetemp(), request.session.testsfailed
+    before = set(base.iterdir())
+    yield
+    if request.session.testsfailed == failed:
+        for path in set(base.iterdir()) - before:
+            if not path.name.startswith(SHARED):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture

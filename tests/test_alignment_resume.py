@@ -1,4 +1,8 @@
-"""Each stage of alignment, killed and run again, publishes the bytes of a run that nothing stopped (CPU, equal threads)."""
+"""Each stage of alignment, killed and run again, publishes the bytes of a run that nothing stopped (CPU, equal threads).
+
+Three mechanisms: stopped inside the loop (every stage in `make test`), behind its last step, and by SIGKILL (one stage that trains in
+steps and one that trains between rollouts there; the rest in `make test-all`), and what else a state holds: VARIANTS.
+"""
 
 import os
 import signal
@@ -79,6 +83,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "changes"), VARIANTS)
 def test_adapters_and_other_methods_resume_too(
     stage: str, changes: dict[str, Any], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
@@ -90,6 +95,7 @@ def test_adapters_and_other_methods_resume_too(
     assert again == whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", SETTINGS)
 def test_a_stage_that_was_stopped_behind_its_last_step_only_publishes(
     stage: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
@@ -109,7 +115,9 @@ def test_a_stage_that_was_stopped_behind_its_last_step_only_publishes(
     assert again == whole
 
 
-@pytest.mark.parametrize("stage", SETTINGS)
+@pytest.mark.parametrize(
+    "stage", [stage if stage in ("lora", "grpo") else pytest.param(stage, marks=pytest.mark.full) for stage in SETTINGS]
+)
 def test_a_stage_that_was_killed_publishes_what_an_uninterrupted_one_does(stage: str, workspace: Workspace) -> None:
     """SIGKILL: no handler, no flush, no unlocking."""
     whole, _ = finished(workspace, stage, **SAVING)

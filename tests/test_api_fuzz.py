@@ -1,10 +1,14 @@
-"""Two thousand generated requests to the routes of the interface that the server describes itself: none may break it.
+"""Generated requests to the routes of the interface that the server describes itself: none may break it.
+
+`make test` asks the same few hundred each time; `make test-all` two thousand of a new seed, which it prints. STAGECOACH_FUZZ_SEED repeats one.
 
 schemathesis makes bodies that fit the description and bodies that do not (wrong types, missing fields, odd text); whatever comes, the
 answer is below 500, comes in time, and every error is OpenAI's object.
 """
 
 import contextlib
+import os
+import random
 import sys
 import time
 from collections import Counter
@@ -14,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
@@ -25,8 +29,9 @@ from tests.server import Running, random_model, save_models, serving
 pytestmark = pytest.mark.slow
 # for each of nine routes with parameters or a body; bodies that do not fit cost ten times as much to make
 CASES = {GenerationMode.POSITIVE: 170, GenerationMode.NEGATIVE: 60}
+FEW = 8
+SEED = int(os.environ.get("STAGECOACH_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 SECONDS = 30.0
-ASKED = Counter[str]()
 
 
 @pytest.fixture(scope="module")
@@ -48,32 +53,49 @@ def operations(fuzzed: Running) -> list[Any]:
     return [result.ok() for result in schemathesis.openapi.from_dict(found).get_all_operations()]
 
 
-@pytest.mark.parametrize("mode", GenerationMode)
-def test_no_generated_request_breaks_the_server(fuzzed: Running, operations: list[Any], mode: GenerationMode) -> None:
+def ask_all(fuzzed: Running, operations: list[Any], mode: GenerationMode, cases: int, new: bool) -> Counter[str]:
+    """So many requests to each route; how many there were, in all and by status. `new`: others than the last time."""
+    asked = Counter[str]()
     for operation in operations:
-        asked = CASES[mode] if operation.body or operation.path_parameters else 2
 
         @given(case=operation.as_strategy(generation_mode=mode))
         @settings(
-            max_examples=asked, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-        )
+            max_examples=cases if operation.body or operation.path_parameters else 2, deadline=None,
+            derandomize=not new, database=None, suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
         def ask(case: Any) -> None:
             began = time.monotonic()
             answer = case.call(base_url=fuzzed.url, timeout=SECONDS)
-            ASKED.update(["all", str(answer.status_code)])
+            asked.update(["all", str(answer.status_code)])
             assert answer.status_code < 500, (case.as_curl_command(), answer.text)
             assert time.monotonic() - began < SECONDS
             if answer.status_code >= 400:
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
         with contextlib.suppress(Unsatisfiable):  # a route without a body has nothing that could be wrong
-            ask()
-
-
-def test_so_many_were_asked_and_the_server_is_well(fuzzed: Running) -> None:
+            (seed(SEED)(ask) if new else ask)()
     assert httpx.get(f"{fuzzed.url}/health").status_code == 200
-    assert ASKED["all"] >= 2000, ASKED
-    assert ASKED["200"] >= 100 and ASKED["400"] >= 100, ASKED
     assert "Traceback" not in fuzzed.log.read_text()
     assert fuzzed.falls_idle()
-    sys.stderr.write(f"{dict(ASKED)}\n")
+    return asked
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_no_request_of_a_fixed_set_breaks_the_server(
+    fuzzed: Running, operations: list[Any], mode: GenerationMode
+) -> None:
+    asked = ask_all(fuzzed, operations, mode, FEW, new=False)
+    assert asked["all"] >= 5 * FEW, asked
+    assert asked["200" if mode == GenerationMode.POSITIVE else "400"] >= FEW, asked
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_no_request_of_a_new_seed_breaks_the_server(
+    fuzzed: Running, operations: list[Any], mode: GenerationMode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():
+        sys.stderr.write(f"generated requests: STAGECOACH_FUZZ_SEED={SEED}\n")
+    asked = ask_all(fuzzed, operations, mode, CASES[mode], new=True)
+    assert asked["all"] >= 5 * CASES[mode], asked
+    assert asked["200" if mode == GenerationMode.POSITIVE else "400"] >= 50, asked

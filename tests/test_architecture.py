@@ -5,8 +5,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FILES = sorted(p for folder in ("pipeline", "stages") for p in (ROOT / folder).rglob("*.py"))
 
@@ -80,19 +78,21 @@ def imported(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("pipeline", "stages")}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down_the_floors_only(path: Path) -> None:
-    mine = name_of(path)
-    if mine in ("", "__init__"):
-        return
-    for module in imported(path):
-        parts = module.split(".")
-        if parts[0] == "stages":
-            assert mine == "stages" and path.stem == "__init__", f"{path}: no stage is imported by anybody"
-        elif len(parts) > 1 and parts[1] in LEVEL:
-            assert LEVEL[parts[1]] <= LEVEL[mine], f"{path} imports {module}, which stands above it"
-            if mine != parts[1] and {mine, parts[1]} <= {"serve", "stages"}:
-                pytest.fail(f"{path}: stages and serve do not import each other")
+def test_imports_go_down_the_floors_only() -> None:
+    wrong = []
+    for path in FILES:
+        mine = name_of(path)
+        for module in imported(path) if mine not in ("", "__init__") else ():
+            parts = module.split(".")
+            if parts[0] == "stages":
+                if mine != "stages" or path.stem != "__init__":
+                    wrong.append(f"{path}: no stage is imported by anybody")
+            elif len(parts) > 1 and parts[1] in LEVEL:
+                if LEVEL[parts[1]] > LEVEL[mine]:
+                    wrong.append(f"{path} imports {module}, which stands above it")
+                if mine != parts[1] and {mine, parts[1]} <= {"serve", "stages"}:
+                    wrong.append(f"{path}: stages and serve do not import each other")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_import_circle() -> None:
@@ -122,17 +122,19 @@ def top_level_imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("thing", ONE_PLACE)
-def test_each_thing_has_its_one_place(thing: str) -> None:
-    pattern, allowed = ONE_PLACE[thing]
-    for path in FILES:
-        where = str(path.relative_to(ROOT))
-        if where.startswith(allowed) or not re.search(pattern, "\n".join(code_lines(path)), re.MULTILINE):
-            continue
-        for number, line in enumerate(code_lines(path), start=1):
-            assert not re.search(pattern, line), (
+def test_each_thing_has_its_one_place() -> None:
+    wrong = []
+    for thing, (pattern, allowed) in ONE_PLACE.items():
+        for path in FILES:
+            where = str(path.relative_to(ROOT))
+            if where.startswith(allowed) or not re.search(pattern, "\n".join(code_lines(path)), re.MULTILINE):
+                continue
+            wrong += [
                 f"{where}:{number}: {thing} belong in {allowed or 'no file'}: {line.strip()}"
-            )
+                for number, line in enumerate(code_lines(path), start=1)
+                if re.search(pattern, line)
+            ]
+    assert not wrong, "\n".join(wrong)
 
 
 @cache
@@ -146,23 +148,22 @@ def code_lines(path: Path) -> list[str]:
     return [re.sub(r"(^|\s)#.*$", "", line) for line in lines]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_are_short_and_say_what_they_are(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 400, f"{path} is too long; split it by subject"
-    assert path.stem not in ("utils", "common", "helpers", "misc")
-    if path.stem != "__init__":
-        assert ast.get_docstring(tree_of(path)), f"{path}: no module docstring"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_public_functions_have_docstrings_and_annotations(path: Path) -> None:
-    for node in tree_of(path).body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{path}: {node.name} has no docstring"
-            assert node.returns is not None or node.name.startswith("_"), (
-                f"{path}: {node.name} has no return annotation"
-            )
+def test_files_are_short_and_say_what_they_and_their_functions_are() -> None:
+    wrong = []
+    for path in FILES:
+        if len(path.read_text(encoding="utf-8").splitlines()) > 400:
+            wrong.append(f"{path} is too long; split it by subject")
+        if path.stem in ("utils", "common", "helpers", "misc"):
+            wrong.append(f"{path}: its name says no subject")
+        if path.stem != "__init__" and not ast.get_docstring(tree_of(path)):
+            wrong.append(f"{path}: no module docstring")
+        for node in tree_of(path).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                if not ast.get_docstring(node):
+                    wrong.append(f"{path}: {node.name} has no docstring")
+                if node.returns is None:
+                    wrong.append(f"{path}: {node.name} has no return annotation")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_data_and_models_hold_no_code() -> None:

@@ -132,6 +132,7 @@ GROUP_METHODS = {name: METHODS[name] for name in ("grpo", "dr_grpo", "dapo", "rl
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", GROUP_METHODS)
 def test_a_group_method_solves_the_bandit(name: str, tmp_path: Path) -> None:
     """DAPO gets fewer iterations: once every answer is right it finds no group whose scores differ, and stops itself."""
@@ -142,6 +143,7 @@ def test_a_group_method_solves_the_bandit(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_ppo_solves_the_bandit(tmp_path: Path) -> None:
     critic = actor()
     model = ActorCritic(actor(), RewardModel(critic))

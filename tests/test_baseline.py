@@ -56,6 +56,7 @@ def here(history: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_metrics_of_a_commit_come_from_the_cache_and_leave_the_workspace_alone(here: Path) -> None:
     assert baseline.at("HEAD~1").stages["code"]["lineage"]["key"] == "first"
     found = baseline.at("main")
@@ -65,6 +66,7 @@ def test_the_metrics_of_a_commit_come_from_the_cache_and_leave_the_workspace_alo
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_is_not_there_is_said_with_what_to_do(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="nowhere: expected a commit, branch, tag or experiment"):
         baseline.at("nowhere")
@@ -79,6 +81,7 @@ def test_what_is_not_there_is_said_with_what_to_do(here: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_pinned_commit_is_a_full_hash_in_its_line_and_nothing_else_changes(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

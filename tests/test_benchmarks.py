@@ -494,6 +494,7 @@ def test_names_of_numbers_have_no_dots() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_command_scores_a_model_directory_on_a_file_from_anywhere(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, in_repository: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

@@ -20,7 +20,7 @@ from tests.graph import ROOT, Repository
 from tests.hubserver import HubServer
 from tests.test_shapes import BROKEN, GLAIVE, TOOLACE, XLAM
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TALK = [{"role": "user", "content": "How many legs has a spider?"}, {"role": "assistant", "content": "Eight."}]
 TOLD = [stories.story(f"stories/{family}/{n}") for n in range(1, 16) for family in stories.FAMILIES[:8]]

@@ -57,6 +57,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_alias_moves_only_to_a_model_that_reaches_its_gate_and_is_not_worse(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_the_alias_moves_only_to_a_model_that_reaches_its_gate_and_is_not_worse(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_resumed_run_registers_once_and_what_is_missing_is_said(here: Path) -> None:
     with pytest.raises(InputError, match="dvc repro stage_deploy"):
         champion.deployed()

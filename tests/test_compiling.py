@@ -22,6 +22,7 @@ from tests.test_fit import Stopped, config, job
 from tests.test_fit_options import Windows
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # dynamo looks at what warns, and a warning is an error here
     pytest.mark.skipif(bool(compiling.lacking(torch.device("cpu"))), reason="no C++ compiler"),

@@ -87,6 +87,7 @@ def test_a_forced_answer_is_complete_and_valid_or_refused(grammars: Grammars, na
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_thousand_forced_calls(grammars: Grammars, name: str) -> None:
     """50 budgets from 8 to 256 for each of the 20 schemas, each for a call and a document."""

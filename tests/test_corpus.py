@@ -192,6 +192,7 @@ def test_every_fiftieth_drill_and_transcript_is_held_out() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_workers_write_the_bytes_of_one_also_with_full_packages(machine: Machine) -> None:
     """The cap of 3 kB fills within a batch, so which files are read at all differs between the two runs."""
     one, two = (machine.build(f"w{n}", n, cap_mb=0.003, python_mb=0.01) for n in (1, 2))
@@ -366,6 +367,7 @@ def peak_mb(tmp_path: Path, num_mb: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_memory_grows_by_hashes_and_not_by_texts(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
     small, large = peak_mb(tmp_path, 10), peak_mb(tmp_path, 60)
@@ -373,6 +375,7 @@ def test_memory_grows_by_hashes_and_not_by_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_locale_and_hash_seed_change_no_byte(tmp_path: Path) -> None:
     code = """
 import sys

@@ -22,7 +22,7 @@ from tests.test_published import DREAM, LLADA
 from tests.test_published import checkpoint as checkpoint_of
 from tests.workspace import Ended, Workspace, command, pair
 
-pytestmark = pytest.mark.slow  # nearly all of them train
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # nearly all of them train
 
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
 
@@ -77,6 +77,14 @@ def test_the_control_reads_the_same_windows_and_examples(masked: Workspace, monk
             for one, other in zip(tokens.tolist(), ids.tolist(), strict=True):
                 text = [token for token in other if token != masked.tokenizer.pad]
                 assert one[: len(text)] == text
+
+
+def test_the_control_ends_after_its_own_steps(masked: Workspace) -> None:
+    finished(masked, "diffusion", control_steps=2)
+    numbers = masked.numbers("diffusion")
+    assert numbers["adapt"]["steps"] == numbers["sft"]["steps"] == 3
+    assert numbers["control_adapt"]["steps"] == numbers["control_sft"]["steps"] == 2
+    assert int(masked.curve("diffusion")[-1]["step"]) == 10
 
 
 @pytest.mark.parametrize(("changes", "phases"), [

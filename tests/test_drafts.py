@@ -157,6 +157,7 @@ def test_more_rows_than_two_are_not_guessed_for_and_constrained_ones_never(tiny_
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_200_seeded_requests_say_the_same_alone_among_seven_and_with_drafts_on_and_off(
     tiny_model: Transformer, temperature: float

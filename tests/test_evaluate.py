@@ -110,6 +110,7 @@ def test_a_wrong_test_set_stops_the_stage_before_the_model_is_read(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_model_is_measured_into_three_files_the_same_each_time(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tests.training import Case
 STEPS = 12
 COMPILED = (False, True) if os.environ.get("STAGECOACH_TEST_COMPILED") else (False,)
 KINDS = list(product((1, 2), (1, 3), COMPILED))  # processes, micro-batches of a step, compiled
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 def case(folder: Path, processes: int, micro_batches: int, compiled: bool, name: str) -> Case:

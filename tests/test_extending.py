@@ -117,6 +117,8 @@ def test_a_section_touches_as_many_files_as_it_says(title: str, fresh: Repositor
     )
 
 
+@pytest.mark.slow
+@pytest.mark.full
 def test_all_sections_together_pass_their_own_tests_and_the_formatter(fresh: Repository, tmp_path: Path) -> None:
     for section in SECTIONS.values():
         section.put_into(fresh)
@@ -138,6 +140,7 @@ def changed(repository: Repository) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_all_sections_together_pass_the_checks_of_the_project(fresh: Repository, tmp_path: Path) -> None:
     for section in SECTIONS.values():
         section.put_into(fresh)
@@ -168,6 +171,7 @@ def try_out(title: str, repository: Repository) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(2400)
 def test_a_stage_of_ones_own_runs_is_evaluated_and_stands_in_the_report_and_nothing_trains(built: Repository) -> None:
     assert ran(try_out("A stage", built)) == {"code_versions", "stage_soup", "stage_evaluate@soup", "stage_report"}
@@ -184,6 +188,7 @@ def test_a_stage_of_ones_own_runs_is_evaluated_and_stands_in_the_report_and_noth
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(2400)
 def test_a_tool_of_ones_own_is_called_in_the_dialogues_that_are_made(built: Repository) -> None:
     try_out("A tool", built)
@@ -196,6 +201,7 @@ def test_a_tool_of_ones_own_is_called_in_the_dialogues_that_are_made(built: Repo
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(2400)
 def test_a_reward_a_knob_and_a_loss_of_ones_own_are_trained_with(built: Repository) -> None:
     try_out("A reward", built)
@@ -211,6 +217,7 @@ def test_a_reward_a_knob_and_a_loss_of_ones_own_are_trained_with(built: Reposito
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(2400)
 def test_a_size_of_ones_own_is_trained_and_a_data_source_resolves(built: Repository) -> None:
     try_out("A model size", built)

@@ -116,7 +116,13 @@ class Stopped(BaseException):
 
 @pytest.mark.parametrize(
     ("kind", "micro_batch"),
-    [(Dropping, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((Net, 2), (Net, 6), (Dropping, 6)))],
+    [
+        (Dropping, 2),
+        *(
+            pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.full))
+            for case in ((Net, 2), (Net, 6), (Dropping, 6))
+        ),
+    ],
 )
 def test_a_run_killed_at_any_step_ends_with_the_bits_of_an_uninterrupted_one(
     tmp_path: Path, kind: type[Net], micro_batch: int, monkeypatch: pytest.MonkeyPatch

@@ -321,6 +321,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone tells a process's peak anew")
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_within_a_fifth_of_the_measured_peak(name: str) -> None:

@@ -283,6 +283,7 @@ def whole(server: HubServer, child: Child, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_files_become_parts_in_their_order_and_the_revision_is_kept(
     server: HubServer, child: Child, tmp_path: Path
 ) -> None:
@@ -303,6 +304,7 @@ def test_files_become_parts_in_their_order_and_the_revision_is_kept(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_finished_parts_are_read_without_the_network(server: HubServer, child: Child, tmp_path: Path) -> None:
     first = child.read("text", STORIES, tmp_path)
     server.gets.clear()
@@ -315,6 +317,7 @@ def test_finished_parts_are_read_without_the_network(server: HubServer, child: C
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_compressed_lines_in_folders_are_streamed(child: Child, tmp_path: Path) -> None:
     found = child.read("preferences", HubSet(id="me/lines", val="test", shape="pair"), tmp_path)["found"]
     assert [split for split, _ in found] == ["train"] * 30 + ["val"]
@@ -322,6 +325,7 @@ def test_compressed_lines_in_folders_are_streamed(child: Child, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("faults", [["break"], [500, 429, "break"], [None, "break", None, 503, 500]])
 def test_a_server_that_fails_and_recovers_gives_equal_bytes(
     server: HubServer, child: Child, whole: dict[str, bytes], tmp_path: Path, faults: list[int | str | None]
@@ -333,6 +337,7 @@ def test_a_server_that_fails_and_recovers_gives_equal_bytes(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_stays_away_is_an_error_and_the_next_run_goes_on_with_the_missing_part(
     server: HubServer, child: Child, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -350,6 +355,7 @@ def test_a_server_that_stays_away_is_an_error_and_the_next_run_goes_on_with_the_
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_row_caps_end_in_the_middle_of_a_file_and_leave_the_rest_unread(
     server: HubServer, child: Child, tmp_path: Path
 ) -> None:
@@ -359,6 +365,7 @@ def test_row_caps_end_in_the_middle_of_a_file_and_leave_the_rest_unread(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -374,6 +381,7 @@ def test_what_is_not_there_is_an_error_at_once(child: Child, tmp_path: Path, ent
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_killed_and_resumed_gives_equal_bytes(server: HubServer, whole: dict[str, bytes], tmp_path: Path) -> None:
     first = Child(server, tmp_path / "home")
     server.faults[:] = [None, None, "hold"]

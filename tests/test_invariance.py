@@ -144,6 +144,7 @@ def files_of(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_is_the_same_however_its_rows_are_cut(kind: str, tmp_path: Path) -> None:
     run(kind, tmp_path / "whole", micro_batch=8)

@@ -318,6 +318,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 @pytest.mark.parametrize(
     ("number", "moment"),

@@ -20,7 +20,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 from tests import probes
 
-pytestmark = pytest.mark.llamacpp
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.extra]
 llama_cpp: Any = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, built from source")
 
 SHAPE: dict[str, Any] = {"vocab_size": 512, "width": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 32, "d_ff": 96,

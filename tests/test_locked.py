@@ -141,6 +141,7 @@ def reachable(user: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_users_with_other_homes_locales_packages_and_hash_seeds_make_the_same_bytes(tmp_path: Path) -> None:
     found = []
     for number, variables in enumerate(({"PYTHONHASHSEED": "1"}, STRANGER)):

@@ -91,6 +91,7 @@ def test_ratios_between_groups_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_stage_that_looks_for_its_rate_leaves_its_results_and_its_unfinished_run_alone(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

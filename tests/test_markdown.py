@@ -154,6 +154,7 @@ NASTY = {
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("piece", NASTY.values(), ids=NASTY)
 def test_nasty_markdown_ends(piece: str) -> None:
     began = time.process_time()
@@ -162,6 +163,7 @@ def test_nasty_markdown_ends(piece: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("language", sorted(set(LANGUAGES.values())))
 def test_nasty_code_ends(language: str) -> None:
     """One match of a lexer cannot be interrupted; these are what took long in lexers that were left out."""

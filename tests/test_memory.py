@@ -99,6 +99,7 @@ def guess(routing: str, steps: int) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("routing", ["chunk", "token"])
 def test_nobody_predicts_uniform_tokens(routing: str) -> None:
     losses = torch.tensor(guess(routing, 600))
@@ -106,6 +107,7 @@ def test_nobody_predicts_uniform_tokens(routing: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_but_routing_by_sequence_does() -> None:
     assert sum(guess("sequence", 600)[-50:]) / 50 < math.log(16) - 0.1
 

@@ -22,7 +22,7 @@ from tests import masked_workspace
 from tests.test_alignment_resume import DOOMED
 from tests.workspace import Ended, Workspace, command
 
-pytestmark = pytest.mark.slow  # nearly all of them train
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # nearly all of them train
 
 SETTINGS: dict[str, Any] = {
     "steps": 4, "tokens_per_step": 512, "context": 128, "rows": 24, "shared": 1, "chapters": 5, "top_k": 2, "layers": "last_1",

@@ -4,7 +4,7 @@ Needs the extra `onnx`; skipped elsewhere, but for what its absence says.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,11 @@ try:
     ABSENT = False
 except InputError:
     ABSENT = True
-extra = pytest.mark.skipif(ABSENT, reason="needs the extra onnx")
+
+
+def extra(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that needs the packages: `make test-extras`."""
+    return pytest.mark.extra(pytest.mark.skipif(ABSENT, reason="needs the extra onnx")(test))
 
 
 def test_the_missing_packages_of_the_extra_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.browser import SETTINGS, answered, download, idle, opened, say, until
 from tests.server import Running, random_model, save_models, serving
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 EXAMPLE = {
     "type": "function",
     "function": {

@@ -12,7 +12,7 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.browser import opened, say, until
 from tests.server import Running, random_model, save_models, serving
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

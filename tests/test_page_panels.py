@@ -14,7 +14,7 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.browser import chunk, opened, recorded, say, until
 from tests.server import Running, save_models, serving
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 SAMPLED = {"temperature": 0.7, "top_p": 0.95, "seed": 0}
 
 

@@ -14,7 +14,7 @@ from tests.browser import answered, chunk, opened, recorded, say, until
 from tests.server import Running, save_models, serving
 from tests.xss import CORPUS
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 KEY = "a-key-of-more-than-sixteen-characters"
 TABS = ("Chat", "Compare", "Tokens", "Fill in", "Template")
 

@@ -188,7 +188,7 @@ MODELS = sorted(path.stem for path in (ROOT / "conf/model").glob("*.yaml"))
 @pytest.mark.parametrize(
     ("scale", "model"),
     [  # each scale and each model once in the fast group
-        pytest.param(scale, model, marks=() if number % len(SCALES) == n else pytest.mark.slow)
+        pytest.param(scale, model, marks=() if number % len(SCALES) == n else (pytest.mark.slow, pytest.mark.full))
         for number, model in enumerate(MODELS)
         for n, scale in enumerate(SCALES)
     ],

@@ -235,6 +235,7 @@ def load(factor: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_verdicts_are_the_same_quiet_under_fourfold_load_and_through_the_service():
     asked = stored()
     assert len(asked) == 500

@@ -215,6 +215,7 @@ def test_generated_sources_hold_true_asserts_and_only_training_keys() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_records_do_not_depend_on_the_hash_seed_or_the_locale() -> None:
     script = (
         "import hashlib\n"

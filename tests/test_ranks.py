@@ -131,6 +131,7 @@ def test_passes_are_dealt_so_that_a_model_that_is_cut_never_waits(alone: Ranks) 
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_agree(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

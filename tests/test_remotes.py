@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 
 from tests.graph import Repository, copy_of_built, ran
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(2400)]
 KEYS = {"AWS_ACCESS_KEY_ID": "maker", "AWS_SECRET_ACCESS_KEY": "only-in-the-environment"}
 RCLONE = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 PRIVATE = ("data/raw/code", "data/raw/text", "data/tokens/code", "data/tokens/text")

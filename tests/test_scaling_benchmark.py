@@ -64,6 +64,7 @@ def test_models_have_the_sizes_of_their_names() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_table_and_four_panels_show_every_row(tmp_path: Path) -> None:
     rows: dict[str, list[dict[str, Any]]] = {
         "sizes": [
@@ -78,6 +79,7 @@ def test_a_table_and_four_panels_show_every_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_train_together_and_each_tells_its_own() -> None:
     first, second = scaling.launched("2, DDP", scaling.spec_of(SIZES["tiny"], 4, 8, "fp32"), 2)
     for rank in (first, second):
@@ -85,6 +87,7 @@ def test_two_processes_train_together_and_each_tells_its_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(scaling.PROCESSES, "two", "two")
     with pytest.raises(RuntimeError, match="STAGECOACH_LAUNCH: expected a number of processes"):

@@ -276,6 +276,7 @@ def test_any_schema_is_answered_by_an_instance_or_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @settings(max_examples=500, deadline=None, suppress_health_check=SLOWLY)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_500_schemas_are_answered_by_an_instance_or_refused(

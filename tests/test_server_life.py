@@ -21,7 +21,7 @@ from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK
 from tests.server import ROOT, random_model, save_models, serving
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # a server of its own
 
 BODY = {"model": "nano", "messages": ASK, "seed": 1, "max_tokens": 400, "ignore_eos": True}
 

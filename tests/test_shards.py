@@ -70,6 +70,7 @@ def test_a_second_run_encodes_only_what_is_not_there(raw: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_number_of_workers_changes_nothing(raw: Path, tmp_path: Path) -> None:
     one = encode(raw, "train", tmp_path / "one")
     for path in (tmp_path / "parts").iterdir():
@@ -114,6 +115,7 @@ def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_memory_stays_flat_when_the_corpus_is_ten_times_larger(tmp_path: Path) -> None:
     TOKENIZER.save(tmp_path / "tokenizer")
     code = (

@@ -47,6 +47,7 @@ def test_a_causal_export_answers_six_calls(model: Transformer, byte_tokenizer: T
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_reward_export_answers_six_calls(model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     judge = RewardModel(model)
     with torch.no_grad():
@@ -60,6 +61,7 @@ def test_a_reward_export_answers_six_calls(model: Transformer, byte_tokenizer: T
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_refuses_the_export_is_quoted(
     model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

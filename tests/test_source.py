@@ -98,6 +98,7 @@ def test_a_tokenizer_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_revision_becomes_a_commit_once_and_the_weights_follow_it(server: HubServer, tmp_path: Path) -> None:
     first = located(server, tmp_path / "home", "me/whole", weights=False)
     assert first == {"commit": REVISION, "files": ["config.json", "tokenizer.json"]}
@@ -113,6 +114,7 @@ def test_a_revision_becomes_a_commit_once_and_the_weights_follow_it(server: HubS
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_shards_are_fetched_by_their_index_and_serve_without_a_network(server: HubServer, tmp_path: Path) -> None:
     pinned = f"me/sharded@{REVISION}"
     found = located(server, tmp_path, pinned)
@@ -122,6 +124,7 @@ def test_shards_are_fetched_by_their_index_and_serve_without_a_network(server: H
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("hub", "message"),
     [
@@ -139,6 +142,7 @@ def test_what_the_hub_does_not_have_is_said(hub: str, message: str, server: HubS
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_is_not_in_the_cache_is_said_where_the_hub_may_not_be_asked(server: HubServer, tmp_path: Path) -> None:
     pinned = f"me/whole@{REVISION}"
     assert (

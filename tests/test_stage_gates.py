@@ -26,7 +26,7 @@ from pipeline.text.chat import Rendered
 from pipeline.text.tokenizer import Tokenizer
 from tests.workspace import SETTINGS, Workspace
 
-pytestmark = pytest.mark.slow  # each test runs a stage
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # each test runs a stage
 ADAPTER = {"rank": 2, "alpha": 4}
 
 

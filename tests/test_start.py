@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.hubserver import REVISION, HubServer
 from tests.workspace import Ended, command
 
-pytestmark = [pytest.mark.slow, pytest.mark.oracle]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.oracle]
 pytest.importorskip("transformers")
 TRAINING = {"steps": 3, "tokens_per_step": 256, "context": 128, "optimizer": "adamw", "learning_rate": 1e-4,
             "warmup_steps": 0, "eval_steps": 100, "eval_tokens": 512}  # fmt: skip

@@ -68,6 +68,7 @@ def test_small_sample_holds_the_diversity_floors(small: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_megabytes_compress_no_better_than_the_floor_and_come_fast_enough(large: tuple[list[Text], float]) -> None:
     texts = [record.text for record in large[0]]
     assert xz_ratio(texts) >= 0.13

@@ -31,10 +31,10 @@ Made = dict[str, Any]  # kind -> split -> records, and "report"
 
 
 class FakeJudge:
-    """Scores sources by their length: enough for pairs, and no process is started."""
+    """Scores sources by their length: enough for pairs, and no process is started. It knows no single results, so each is asked for alone."""
 
     def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
-        pass
+        self.config = config
 
     def __enter__(self) -> "FakeJudge":
         return self
@@ -140,6 +140,7 @@ def test_stories_to_train_on_are_not_held_out_and_val_and_test_are_apart() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fake: None) -> None:
     small = replace(PARAMS, dialogues=20, problems=10, rl_problems=2, pairs=6, test_items=3)
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -153,6 +154,7 @@ def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fak
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_test_item_that_the_training_data_hold_is_dropped(usual: Made, tmp_path: Path, fake: None) -> None:
     long = next(p for p in usual["problems"]["test"] if len(p.answer.split()) > 15)
     found = made(tmp_path, replace(PARAMS, dialogues=20, pairs=3), code=["x = 1\n" + wording.unfenced(long.answer)])
@@ -163,6 +165,7 @@ def test_a_test_item_that_the_training_data_hold_is_dropped(usual: Made, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_noise_swaps_generated_training_pairs_and_pairs_that_people_gave_join_them_unswapped(
     usual: Made, tmp_path: Path, fake: None
 ) -> None:
@@ -180,6 +183,7 @@ def test_noise_swaps_generated_training_pairs_and_pairs_that_people_gave_join_th
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
 
@@ -289,6 +293,7 @@ def test_counts_and_shares_out_of_range_are_refused(change: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
     found = made(tmp_path, replace(PARAMS, pairs=60), workers=2)
     pairs = [p for p in found["preferences"]["train"] if p.kind == "code"]
@@ -323,6 +328,7 @@ def test_answers_to_be_paired_run_in_the_sandbox_of_its_block(tmp_path: Path, mo
 
     class Taking(FakeJudge):
         def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
+            super().__init__(config, workers, url)
             asked.append(config)
 
     monkeypatch.setattr(tasks, "Judge", Taking)

@@ -190,6 +190,7 @@ def test_the_table_and_the_chart_show_what_was_reached_and_what_was_not(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_tiny_run_compares_both_sides(
     tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,6 +165,7 @@ def test_transformers_reads_the_saved_tokenizer_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_python_is_told_in_few_tokens() -> None:
     """At least 0.9 of 3.25 bytes per token at 4,096 ids (specs, measured on a 10 MB sample)."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))

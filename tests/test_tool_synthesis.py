@@ -68,6 +68,7 @@ def test_a_conversation_depends_on_split_seed_and_number_alone(train: list[Dialo
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_hash_seed_changes_nothing() -> None:
     code = (
         "import hashlib; from pipeline.streams.records import dumps; from pipeline.synthesis.tools import dialogues;"

@@ -32,6 +32,7 @@ def run(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_tensorboard_holds_each_step_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     run("tensorboard", tmp_path)
@@ -48,6 +49,8 @@ def test_tensorboard_holds_each_step_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.extra
 def test_wandb_keeps_an_offline_run_in_the_work_folder(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run("wandb", tmp_path)

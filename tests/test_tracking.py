@@ -105,6 +105,7 @@ def stored(root: Path, query: str) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_four_first_users_of_one_store_give_no_error(tmp_path: Path) -> None:
     code = "log(1, 5); one.report(best={'loss': 0.25, 'note': 'text'}); one.finish()"
     running = [started(tmp_path, f"w{n}", code) for n in range(4)]
@@ -122,6 +123,7 @@ def test_four_first_users_of_one_store_give_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_resumed_stage_is_one_finished_run_without_a_step_twice(tmp_path: Path) -> None:
     killed = "log(1, 21); one.flush(); log(21, 41); one.flush(); log(41, 50); os._exit(9)"
     stopped = "one.restore([{'step': s, 'loss': 1 / s} for s in range(1, 21)]); log(21, 45); one.flush(); one.abandon('KILLED')"
@@ -136,6 +138,7 @@ def test_a_resumed_stage_is_one_finished_run_without_a_step_twice(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_store_that_does_not_answer_costs_one_warning(tmp_path: Path) -> None:
     code = "log(1, 5); one.flush(); log(5, 9); one.speed['seconds'] = 3; one.finish()"
     process = started(tmp_path, "w", code, MLFLOW_TRACKING_URI="http://127.0.0.1:9")

@@ -70,6 +70,7 @@ def test_all_sides_see_the_same_rows_of_a_step() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_tiny_run_compares_fit_with_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     given = [

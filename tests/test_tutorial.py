@@ -29,6 +29,7 @@ def wait_for_queue(repository: Repository) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(2400)
 def test_every_command_of_the_tutorial_works_and_shows_what_the_page_says(
     tmp_path_factory: pytest.TempPathFactory,

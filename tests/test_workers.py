@@ -14,7 +14,7 @@ import pytest
 from tests.training import environment, free_port
 from tests.workspace import Workspace, arguments
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(300)]
 # AdamW makes steps of the rounding of gradients that are near eps
 STEPS: dict[str, Any] = {"steps": 30, "learning_rate": 1e-3, "eps": 1e-5, "runtime.save_steps": 3}
 

@@ -56,6 +56,7 @@ def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.oracle
+@pytest.mark.extra
 @pytest.mark.parametrize("oracle", ["A", "B", "hand"])
 def test_the_oracle_gives_the_stored_numbers_again(oracle: str, tmp_path: Path) -> None:
     command = [interpreter(oracle), "-W", "ignore", str(GOLDEN / "make.py"), oracle.lower(), str(tmp_path)]

@@ -84,6 +84,7 @@ def assert_same_weights(model: nn.Module, start: dict[str, Tensor], folder: Path
 
 
 @pytest.mark.oracle
+@pytest.mark.extra
 def test_five_steps_of_dpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Transformer, tmp_path: Path) -> None:
     steps = walked("dpo", tiny_model, byte_tokenizer, tmp_path)
     frozen, _ = checkpoint.load(tmp_path / "model")
@@ -104,6 +105,7 @@ def test_five_steps_of_dpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Tran
 
 
 @pytest.mark.oracle
+@pytest.mark.extra
 def test_five_steps_of_grpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Transformer, tmp_path: Path) -> None:
     steps = walked("grpo", tiny_model, byte_tokenizer, tmp_path)
     frozen, _ = checkpoint.load(tmp_path / "model")
