@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import GateError
+from pipeline.learning import ranks
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.sharding import Sharding
 
@@ -47,6 +48,25 @@ def test_the_gradient_norm_is_over_all_weights_and_clips_only_above_a_limit(alon
 
     assert gradients(0) == gradients(7) == [2.0, 4.0, 4.0]
     assert gradients(3) == pytest.approx([1.0, 2.0, 2.0])
+
+
+def test_a_device_without_foreach_kernels_is_never_asked_for_them(
+    alone: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Apple's GPU, of which torch says so; there clipping raised at the first step."""
+    assert not ranks._device_has_foreach_support(torch.device("mps"))
+    model = nn.Linear(2, 1)
+    found = []
+    for supported in (True, False):
+        monkeypatch.setattr(ranks, "_device_has_foreach_support", lambda where, answer=supported: answer)
+        with monkeypatch.context() as patch:
+            if not supported:
+                patch.setattr(torch, "_foreach_norm", None)
+                patch.setattr(torch, "_foreach_mul_", None)
+            model.weight.grad, model.bias.grad = torch.tensor([[2.0, 4.0]]), torch.tensor([4.0])
+            norm = alone.gradient_norm(model, 3.0)
+        found.append((norm, model.weight.grad.tolist(), model.bias.grad.tolist()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("limit", [0.0, 1.0])

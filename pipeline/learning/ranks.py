@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _device_has_foreach_support
 
 from pipeline import device
 from pipeline.errors import ConfigError, GateError
@@ -141,9 +142,7 @@ class Ranks:
         """The global gradient norm; gradients are clipped to `limit` when it is above 0."""
         parameters = [p for p in model.parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        at_once = all(
-            gradient.device.type != "mps" for gradient in gradients
-        )  # torch's foreach kernels lack Apple's GPU
+        at_once = all(_device_has_foreach_support(gradient.device) for gradient in gradients)  # else torch raises
         total = nn.utils.get_total_norm(gradients, foreach=at_once)
         norm = float(sharding.full(total))
         if limit > 0 and math.isfinite(norm):  # one that is not would make all gradients what one of them is
