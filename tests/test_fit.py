@@ -258,3 +258,34 @@ def test_a_resumed_state_of_another_micro_batch_says_so(tmp_path: Path, capsys: 
     fit(Net(), Rows(), loss, config(), job(tmp_path))
     fit(Net(), Rows(), loss, config(), replace(job(tmp_path, micro_batch=3)))
     assert "not bit-exact" in capsys.readouterr().err
+
+
+def test_a_term_s_coefficient_is_in_its_gradient(tmp_path: Path) -> None:
+    """Half the loss at twice the rate moves plain weights as the whole loss would, so the gradients are compared."""
+    norms = []
+    for coefficient in (1.0, 0.25):
+
+        def weighted(model: nn.Module, batch: Batch, share: float = coefficient) -> Loss:
+            return Loss([replace(term, coefficient=share) for term in loss(model, batch).terms])
+
+        at_work = job(tmp_path / str(coefficient), logging_steps=1)
+        fit(Net(), Rows(), weighted, config(steps=1, max_grad_norm=0.0), at_work)
+        norms.append(next(row["grad_norm"] for row in at_work.tracker.rows if "grad_norm" in row))
+    assert norms[1] == pytest.approx(0.25 * norms[0])
+
+
+def test_each_micro_batch_drops_something_else_and_an_evaluation_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds, modes = [], []
+    original = device.seed_step
+    monkeypatch.setattr(device, "seed_step", lambda *parts: (seeds.append(parts), original(*parts)))
+
+    class Watching(Dropping):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            modes.append((torch.is_grad_enabled(), self.training))
+            return super().forward(ids)
+
+    fit(Watching(), Rows(), loss, config(steps=4, eval_steps=2), job(tmp_path, micro_batch=2))
+    assert len(seeds) == len(set(seeds)) == 4 * 3
+    assert set(modes) == {(True, True), (False, False)}

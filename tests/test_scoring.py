@@ -1,12 +1,13 @@
 """Log-probabilities at the trained positions alone equal those of the whole forward pass."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipeline.learning.scoring import sum_by_row, token_logprobs, trained_logits
 from pipeline.model.transformer import Transformer
-from pipeline.streams.batch import Answered, TokenBatch
+from pipeline.streams.batch import Answered, Piece, TokenBatch, answered
 from tests.goldens import assert_near, cases, tensors
 
 I = -100  # noqa: E741 (nothing is trained here)
@@ -94,3 +95,14 @@ def test_half_precision_logits_are_normalised_in_float32() -> None:
 def test_sums_are_taken_row_by_row_and_a_row_without_places_is_zero() -> None:
     chosen = torch.tensor([[True, False, True], [False, False, False], [False, True, False]])
     assert sum_by_row(torch.tensor([1.0, 20.0, 300.0]), chosen).tolist() == [21.0, 0.0, 300.0]
+
+
+def test_rows_of_answers_are_laid_out_as_worked_out_by_hand() -> None:
+    """A place is aimed at its next token where that one is trained; padding stands behind, whatever its id."""
+    short = Piece(np.array([5, 6]), np.array([False, True]))
+    long = Piece(np.array([7, 8, 9, 4]), np.array([False, False, True, True]))
+    found = answered([short, long], pad=0)
+    assert found.input_ids.tolist() == [[5, 6, 0, 0], [7, 8, 9, 4]]
+    assert found.targets.tolist() == [[6, -100, -100, -100], [-100, 9, 4, -100]]
+    assert found.documents.tolist() == [[0, 0, -1, -1], [0, 0, 0, 0]]
+    assert found.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
