@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.learning import objectives_pairs
 from pipeline.learning.objectives import Loss
 from pipeline.learning.objectives_pairs import LOSSES, PairLogprobs, PairLoss, bradley_terry, dpo, untrained_loss
 from pipeline.learning.window import Totals
@@ -234,3 +235,11 @@ def test_a_constant_that_is_allowed_changes_the_loss(loss: str) -> None:
         assert value(gamma=3.0) != pytest.approx(plain, rel=1e-3)
     if loss in ("sigmoid", "cdpo", "robust", "hinge", "norm"):
         assert value(reference_free=True) != pytest.approx(plain, rel=1e-3)
+
+
+def test_a_token_rarer_than_one_in_148_is_guessed_as_one_of_them() -> None:
+    none = objectives_pairs.Loss([])
+    found = objectives_pairs.with_likelihood(none, torch.tensor([-5.0, -1.0]), torch.tensor([-30.0, -3.0]), weight=0.5)
+    assert [(term.name, float(term.sum), term.per, term.coefficient) for term in found.terms] == [
+        ("likelihood", 4.0, "tokens", 0.5)
+    ]
