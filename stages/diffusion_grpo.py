@@ -120,7 +120,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             Method(sample=setting.sample, score=Scorer(params.rewards, setting.resources(judge)),
                    annotate=lambda rollouts: canvases.annotate(
                        rollouts, inner=config.epochs, rollout=stream.at, policy=setting.scores,
-                       reference=setting.reference if method.beta else None),
+                       reference=setting.reference if method.beta else None, own_first=config.minibatches == 1),
                    estimate=partial(estimators.estimate_group, method=method, samples=config.samples)),
             pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks,
         )  # fmt: skip
@@ -144,7 +144,7 @@ def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: P
     """The clipped policy gradient on the coupled estimates."""
     logprobs = scoring_masked.coupled_logprobs(model, batch, released=params.estimator == "released")
     return objectives_policy.group_policy(
-        logprobs, -logprobs.detach(), old=batch.old, advantages=batch.arrays["advantages"],
+        logprobs, -logprobs.detach(), old=logprobs.detach() if batch.old is None else batch.old, advantages=batch.arrays["advantages"],
         reference=batch.arrays.get("reference"), row_of=batch.row_of, num_rows=len(batch.tokens), method=method,
         max_tokens=params.fit.max_new_tokens,
     )  # fmt: skip

@@ -194,7 +194,7 @@ def test_the_minibatches_of_prompts_have_together_the_gradient_of_the_whole_batc
 
     def complete(asked: Sequence[Any]) -> list[Answer]:
         draws = np.random.default_rng(3)
-        return [rollouts.answer(prompt, n, draws.integers(2, 16, 4), logprob=-2.5) for prompt, n in asked]
+        return [rollouts.answer(prompt, n, draws.integers(2, 16, 4).tolist(), logprob=-2.5) for prompt, n in asked]
 
     def annotate(found: list[Rollout]) -> None:
         given = [one.answer for one in found]

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.learning.objectives_policy import kl_k3
+from pipeline.learning.objectives_policy import group_policy, kl_k3
 from pipeline.learning.ranks import Ranks
 from pipeline.learning.scoring_masked import coupled_logprobs
-from pipeline.reinforcement.canvases import CanvasRollouts, Coupling
+from pipeline.reinforcement.canvases import CanvasRollouts, Coupling, annotate
 from pipeline.reinforcement.rewards import Resources, Scorer
 from pipeline.reinforcement.rollout import Method, Rollout, RolloutConfig
 from pipeline.sandbox.judge import Judge, SandboxConfig, Verdict
 from pipeline.streams import masking
 from tests.masked_workspace import arguments
-from tests.test_coupled import answer, scored
+from tests.test_coupled import METHOD, answer, scored
 from tests.test_denoiser import model
 from tests.workspace import Workspace, command
 
@@ -144,3 +144,72 @@ def test_10_each_completion_has_a_time_of_its_own() -> None:
     stream = filled()
     times = torch.cat([stream.batch(step, 0, np.arange(4)).times for step in (0, 1)])
     assert len(set(times.tolist())) == 8
+
+
+def test_the_first_inner_iteration_of_one_update_needs_no_old_scores() -> None:
+    """The training pass has them: the gradients of both inner iterations are those with old scores that were computed before."""
+    policy = model().train(True)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)), alpha=0.05)
+    asked: list[int] = []
+
+    def score(answers: Any, iteration: int) -> list[np.ndarray]:
+        asked.append(iteration)
+        return COUPLING.scores(policy, answers, iteration, torch.device("cpu"))
+
+    def gradients(own_first: bool) -> list[list[Tensor]]:
+        stream = filled()
+        for number, one in enumerate(stream.rollouts):
+            one.arrays = {"advantages": np.full(4, (-1.0) ** number * (number + 1))}
+        annotate(stream.rollouts, inner=2, rollout=1, policy=score, reference=None, own_first=own_first)
+        found = []
+        for step in (2, 3):  # the second rollout
+            policy.zero_grad()
+            given = stream.batch(step, 0, np.arange(4))
+            assert (given.old is None) == (own_first and step == 2)
+            told = coupled_logprobs(policy, given)
+            old = told.detach() if given.old is None else given.old
+            scored_loss = group_policy(told, -told.detach(), old=old, advantages=given.arrays["advantages"], reference=None,
+                                       row_of=given.row_of, num_rows=4, method=METHOD, max_tokens=6)  # fmt: skip
+            scored_loss.terms[0].sum.backward()
+            found.append([p.grad.clone() for p in policy.parameters() if p.grad is not None])
+        return found
+
+    before, own = gradients(False), gradients(True)
+    assert asked == [2, 3, 3]
+    assert max(float(one.abs().max()) for one in own[0]) > 1e-3
+    for a, b in zip(before, own, strict=True):
+        for expected, found in zip(a, b, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_rollout_has_all_old_scores_which_its_gate_compares() -> None:
+    stream = filled()
+    for one in stream.rollouts:
+        one.arrays = {"advantages": np.ones(4)}
+    annotate(stream.rollouts, inner=2, rollout=0, policy=lambda answers, _: [np.zeros(4)] * len(answers),
+             reference=lambda answers, _: [np.zeros(4)] * len(answers), own_first=True)  # fmt: skip
+    assert set(stream.rollouts[0].arrays) == {"advantages", "old/0", "old/1", "reference/0", "reference/1"}
+    assert stream.batch(0, 0, np.arange(4)).old is not None
+
+
+def test_more_than_one_minibatch_has_the_old_scores_of_before_the_first_update(
+    masked: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    original = CanvasRollouts.batch
+
+    def batch(self: CanvasRollouts, step: int, context: int, rows: np.ndarray) -> Any:
+        found = original(self, step, context, rows)
+        told.append(found.old is None)
+        return found
+
+    monkeypatch.setattr(CanvasRollouts, "batch", batch)
+    for minibatches, expected in ((1, [False, False, True, False]), (2, [False] * 8)):
+        told.clear()
+        ended = command(
+            "diffusion_grpo", arguments("diffusion_grpo", {"minibatches": minibatches, "runtime.micro_batch": 100})
+        )
+        assert ended.code == 0, ended.said
+        assert told == expected

@@ -4,7 +4,8 @@
 
 A completion is a whole canvas; what stands behind its first end of turn stays in the input and leaves the loss. Each of the inner
 iterations over a rollout has masks of its own, by (seed, problem, sample, rollout * inner iterations + inner), and the old and the
-reference scores of all of them come before the first update (coupled-GRPO; Gong et al. 2025, arXiv:2506.20639, section 4).
+reference scores of all of them come before the first update (coupled-GRPO; Gong et al. 2025, arXiv:2506.20639, section 4). Where the
+first inner iteration is one update its old scores are the training pass's own: another pass would give them again.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,10 +67,10 @@ class Coupling:
     apart: bool = False  # two masks that know nothing of each other, to compare with
 
     def batch(
-        self, answers: Sequence[CanvasAnswer], iteration: int, *, old: Sequence[np.ndarray] = (), rows: int = 0,
+        self, answers: Sequence[CanvasAnswer], iteration: int, *, old: Sequence[np.ndarray] | None = (), rows: int = 0,
         arrays: dict[str, list[np.ndarray]] | None = None, fresh: bool = False,
     ) -> CoupledBatch:  # fmt: skip
-        """Completions under the masks of an iteration; rows of padding up to `rows`."""
+        """Completions under the masks of an iteration; rows of padding up to `rows`. `old` None: the training pass's own."""
         count = max(rows, len(answers))
         width = max((len(answer.prompt.ids) + len(answer.canvas) for answer in answers), default=2)
         shape = (count, width)
@@ -89,7 +90,7 @@ class Coupling:
         return CoupledBatch(
             *(torch.from_numpy(x) for x in (tokens, documents, positions, canvas, counted, first, times)),
             row_of=torch.repeat_interleave(torch.arange(count), torch.from_numpy(lengths)),
-            old=_line(old), arrays={name: _line(values) for name, values in (arrays or {}).items()},
+            old=None if old is None else _line(old), arrays={name: _line(values) for name, values in (arrays or {}).items()},
             counts={"tokens": int(lengths.sum()), "sequences": len(answers), "positions": 3 * int((documents >= 0).sum())},
             fresh=fresh, second=torch.from_numpy(second) if self.apart else None,
         )  # fmt: skip
@@ -119,12 +120,26 @@ class Coupling:
 Score = Callable[[Sequence[CanvasAnswer], int], list[np.ndarray]]  # completions, iteration -> (L,) each
 
 
-def annotate(rollouts: list[Rollout], *, inner: int, rollout: int, policy: Score, reference: Score | None) -> None:
-    """Old and reference scores for every inner iteration of a rollout, before its first update."""
+def annotate(
+    rollouts: list[Rollout],
+    *,
+    inner: int,
+    rollout: int,
+    policy: Score,
+    reference: Score | None,
+    own_first: bool = False,
+) -> None:
+    """Old and reference scores for every inner iteration of a rollout, before its first update.
+
+    `own_first`: the first inner iteration is one update, whose pass gives its old scores itself. The first rollout has them all
+    the same: the gate of the first step compares them with the training pass.
+    """
     answers: Any = [one.answer for one in rollouts]
     for number in range(inner):
         iteration = rollout * inner + number
         for name, score in (("old", policy), ("reference", reference)):
+            if own_first and rollout and (name, number) == ("old", 0):
+                continue
             if score is not None:
                 for one, values in zip(rollouts, score(answers, iteration), strict=True):
                     one.arrays[f"{name}/{number}"] = values
@@ -154,8 +169,10 @@ class CanvasRollouts(RolloutStream):
         arrays = {"advantages": [one.arrays["advantages"] for one in chosen]}
         if f"reference/{inner}" in (self.rollouts[0].arrays if self.rollouts else {}):
             arrays["reference"] = [one.arrays[f"reference/{inner}"] for one in chosen]
+        known = not self.rollouts or f"old/{inner}" in self.rollouts[0].arrays
         return self.coupling.batch(
-            answers, iteration * self.coupling.inner + inner, old=[one.arrays[f"old/{inner}"] for one in chosen],
+            answers, iteration * self.coupling.inner + inner,
+            old=[one.arrays[f"old/{inner}"] for one in chosen] if known else None,
             rows=len(rows), arrays=arrays, fresh=within == 0,
         )  # fmt: skip
 
@@ -171,10 +188,14 @@ class CanvasRollouts(RolloutStream):
 
 
 def variance(rollouts: Sequence[Rollout], inner: int) -> dict[str, float]:
-    """The mean over completions of the unbiased variance of their summed estimate over the inner iterations' masks."""
-    if inner < 2 or not rollouts:
+    """The mean over completions of the unbiased variance of their summed estimate over the inner iterations' masks.
+
+    Of two at least whose old scores were computed before: nothing is scored for this number alone.
+    """
+    names = [f"old/{number}" for number in range(inner) if rollouts and f"old/{number}" in rollouts[0].arrays]
+    if len(names) < 2:
         return {}
-    sums = np.array([[one.arrays[f"old/{number}"].sum() for number in range(inner)] for one in rollouts])
+    sums = np.array([[one.arrays[name].sum() for name in names] for one in rollouts])
     return {"coupled/variance": float(sums.var(1, ddof=1).mean())}
 
 

@@ -37,7 +37,7 @@ class CoupledBatch:
     first: Tensor  # (B, T) bool: R < t
     times: Tensor  # (B,) float32: t
     row_of: Tensor  # (N,) int64, the row of each counted token
-    old: Tensor  # (N,) float32
+    old: Tensor | None  # (N,) float32; none: what the training pass itself gives
     arrays: dict[str, Tensor]  # (N,) float32 each: advantages, reference
     counts: dict[str, int] = field(default_factory=dict)
     fresh: bool = False  # the policy has not moved since the old scores
