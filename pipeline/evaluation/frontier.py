@@ -66,7 +66,7 @@ def _rates(prompts: Sequence[Prompt], setting: Any, judge: Judge, kept: Path) ->
         for first in range(0, len(share), AT_ONCE):
             some = share[first : first + AT_ONCE]
             passed = _passed(some, range(FIRST), setting, judge)  # (P, FIRST)
-            sure = passed.all(1) | ~passed.any(1)
+            sure = np.isin(passed.sum(1), (0, FIRST))  # (P,)
             open_ = [prompt for prompt, decided in zip(some, sure, strict=True) if not decided]
             more = _passed(open_, range(FIRST, SAMPLES), setting, judge)
             rates = passed.mean(1)
