@@ -44,9 +44,7 @@ class Params:
     """The block `diffusion_grpo`; its training keys are those of RolloutConfig. `epochs` are the inner iterations."""
 
     rewards: dict[str, float]  # name: weight; code, code_format, length
-    difficulty: str = (
-        "frontier"  # of the problems: frontier (solved by 20 to 80 % of 8 samples), all, or a group of theirs
-    )
+    difficulty: str = "frontier"  # of the problems: frontier (solved by 20 to 80 % of 8 samples, the first 4 not all alike), all, or a group
     frontier_problems: int = 1000  # that are tried for it
     denoising_steps: int  # forward passes of a completion, at most its length
     threshold: float | None = None  # uncover all tokens of at least this probability at once: fewer passes than steps

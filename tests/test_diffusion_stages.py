@@ -128,10 +128,9 @@ def test_dpo_and_grpo_publish_masked_models_that_moved(masked: Workspace) -> Non
     assert told["n"] == 6 and {"accuracy", "likelihood", "likelihood_before", "margin"} <= told.keys()
     curve = masked.curve("diffusion_grpo")
     assert any(row.get("coupled/variance") for row in curve) and any(row.get("kl") for row in curve)
-    measured = [row for row in curve if row["kl_held_out"]]
-    assert measured
-    for row in measured:
-        assert 0 < float(row["coupled/held_out_variance"]) < float(row["apart/held_out_variance"])
+    assert any(row["kl_held_out"] for row in curve) and not any("held_out_variance" in name for name in curve[0])
+    variance = masked.numbers("diffusion_grpo")["held_out_variance"]
+    assert 0 < variance["coupled"] < variance["apart"]
     assert Path("metrics/samples/diffusion_grpo.jsonl").read_text()
 
 

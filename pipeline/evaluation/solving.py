@@ -19,7 +19,7 @@ from pipeline.reinforcement.rewards import judged
 from pipeline.reinforcement.setting import Setting
 from pipeline.sandbox.judge import Judge
 
-More = Callable[[list[Answer]], dict[str, float]]
+More = Callable[[list[Answer]], dict[str, Any]]
 SHOWN = 16  # sample answers that are kept
 
 
@@ -46,7 +46,7 @@ class HeldOut:
         config: SolvingConfig,
         more: More | None = None,
     ) -> None:
-        """`more` is what else each evaluation tells of its answers."""
+        """`more` is what else the end tells of the policy's answers: dear, and of no use to the curve."""
         self.more = more
         self.prompts = sorted(prompts, key=lambda p: stable_hash("held out", p.id))[: config.eval_problems]
         self.setting, self.judge, self.config = setting, judge, config
@@ -60,14 +60,15 @@ class HeldOut:
             row |= {"gold": passed.value, "gold_low": passed.low, "gold_high": passed.high}
         kl, k3 = self.setting.divergence(answers)
         length = float(np.mean([len(answer.ids) for answer in answers]))
-        row |= {"kl_held_out": kl, "kl_k3": k3, "length": length}
-        return row | (self.more(answers) if self.more else {})
+        return row | {"kl_held_out": kl, "kl_k3": k3, "length": length}
 
     def report(self) -> dict[str, Any]:
-        """The policy against its reference at the end, by group of problems."""
+        """The policy against its reference at the end, by group of problems, and `more`."""
+        mine = self._answered() if self.judge is not None or self.more else []
+        told = self.more(mine) if self.more else {}
         if self.judge is None:
-            return {}
-        sides = [self._passed(self._answered(of_reference=of)) for of in (True, False)]
+            return told
+        sides = [self._passed(self._answered(of_reference=True)), self._passed(mine)]
         groups = [getattr(prompt.record, "group", prompt.kind) for prompt in self.prompts]
         found: dict[str, Any] = {}
         for group in ("", *sorted(set(groups))):
@@ -77,7 +78,7 @@ class HeldOut:
             part = {"pass_at_1_before": float(np.mean(before)), "pass_at_1": float(np.mean(after)), "gain": moved.value,
                     "gain_low": moved.low, "gain_high": moved.high, "n": len(places)}  # fmt: skip
             found |= {group: part} if group else part
-        return {"held_out": found}
+        return told | {"held_out": found}
 
     def write_samples(self, path: Path) -> None:
         """Some problems with the answers from before and after, a JSON line each."""

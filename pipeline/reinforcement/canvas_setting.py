@@ -101,9 +101,9 @@ class CanvasSetting:
         k3 = [float(kl_k3(gap, torch.zeros_like(gap)).sum()) for gap in gaps]
         return float(np.mean([float(gap.sum()) for gap in gaps])), float(np.mean(k3))
 
-    def variances(self, given: Sequence[CanvasAnswer]) -> dict[str, float]:
+    def variances(self, given: Sequence[CanvasAnswer]) -> dict[str, dict[str, float]]:
         """The variance of a completion's summed estimate over its masks, coupled and drawn apart; a mean over some completions."""
-        found, some = {}, given[:COMPARED]
+        found, some = dict[str, float](), given[:COMPARED]
         for name, coupling in (
             ("coupled", replace(self.coupling, shared_time=False)),
             ("apart", replace(self.coupling, apart=True)),
@@ -111,8 +111,8 @@ class CanvasSetting:
             with self.hardware.autocast():
                 told = [coupling.scores(self.policy, some, draw, self.hardware.device) for draw in range(DRAWS)]
             sums = np.array([[values.sum() for values in one] for one in told])
-            found[f"{name}/held_out_variance"] = float(sums.var(0, ddof=1).mean())
-        return found
+            found[name] = float(sums.var(0, ddof=1).mean())
+        return {"held_out_variance": found}
 
     def resources(self, judge: Judge | None) -> Resources:
         """What the rewards may use."""
