@@ -4,9 +4,11 @@
         (Gong et al. 2024, arXiv:2410.17891; Nie et al. 2025, arXiv:2502.09992)
 
 First windows of code under masks, while attention grows from causal to full; then problems, of which only the answers are masked.
-The control is the causal model on the same windows and examples under cross-entropy, so that both have read as much. `init:
-scratch` starts from fresh weights, `block_size` makes a block-diffusion model of them (arXiv:2503.09573); `init: pretrained` takes a
-published checkpoint (Dream, DiffuCoder, LLaDA) with its own tokenizer.
+The control is the causal model on the same windows and examples, in the same order, under cross-entropy. A causal model learns this
+data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so each of its runs ends after `control_steps` steps with the
+weights of its lowest validation loss: the comparison is between what each of the two can make of the data, not one at equal compute.
+`init: scratch` starts from fresh weights, `block_size` makes a block-diffusion model of them (arXiv:2503.09573); `init: pretrained`
+takes a published checkpoint (Dream, DiffuCoder, LLaDA) with its own tokenizer.
 """
 
 from dataclasses import dataclass, field
@@ -78,10 +80,10 @@ def run(
     if streams.examples:
         fit(model, streams.examples, partial(masked_loss, per=per), config.tuning, phases.begin("sft"), last=False)
     if same.corpus:
-        fit(causal, same.corpus, causal_loss, config.adapting, phases.begin("control_adapt", prefix="control/"),
+        fit(causal, same.corpus, causal_loss, config.control_adapting, phases.begin("control_adapt", prefix="control/"),
             last=not same.examples)  # fmt: skip
     if same.examples:
-        fit(causal, PlainExamples(same.examples, theirs), causal_loss, config.tuning,
+        fit(causal, PlainExamples(same.examples, theirs), causal_loss, config.control_tuning,
             phases.begin("control_sft", prefix="control/"))  # fmt: skip
     denoisers.save(out, model, tokenizer, job.lineage)
     traces.write([out / "trace.json", trace], model, tokenizer, held_out(problems, tokenizer), length=traced(params),

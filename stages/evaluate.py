@@ -7,12 +7,14 @@ json: the numbers. jsonl: a row per item with what the model answered. csv: curv
 nowhere else; where there is none, the problems say "skipped: no sandbox". Test sets that `benchmarks` names (HumanEval,
 MBPP, BFCL) are read before anything is measured, so that a wrong file stops the stage at once.
 
+A causal model is measured by the suites that its work asks for (evaluation/purposes.py), or with `every_suite` by all of them.
+
 A suite that is done is kept in the work folder under a digest of what it read: a killed evaluation goes on after it, and another
 file in `benchmarks` costs only itself.
 
 A masked-diffusion model answers the same problems on canvases, and has measurements of its own (evaluation/canvases.py); what only
-decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas is uncovered by as many forward
-passes as it has tokens, so this is done in the precision of training, which `settings` tells.
+decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas takes many forward passes
+over all its places, so this is done in the precision of training, which `settings` tells.
 """
 
 import json
@@ -27,7 +29,7 @@ import pyarrow.parquet
 from pipeline import checkpoint, denoisers, device
 from pipeline.errors import ConfigError
 from pipeline.evaluation import benchmarks as brought
-from pipeline.evaluation import canvases, kept, recall, rewarded, suites, suites_tools
+from pipeline.evaluation import canvases, kept, purposes, recall, rewarded, suites, suites_tools
 from pipeline.evaluation.canvases import CanvasSettings, CanvasSubject
 from pipeline.evaluation.suites import Result, Settings, Subject
 from pipeline.model.config import read_config
@@ -51,6 +53,7 @@ class Params:
 
     settings: Settings
     canvas: CanvasSettings = field(default_factory=CanvasSettings)
+    every_suite: bool = False  # measure each causal model by all suites, also those that its work does not ask for
     benchmarks: list[str] = field(default_factory=list)  # files of data/benchmarks/ to score: HumanEval, MBPP, BFCL
     sandbox: SandboxConfig = block("sandbox")
 
@@ -128,6 +131,8 @@ def measurements(
         return plan, said, hardware
     plan = causal_plan(subject, texts, sources, talks, asked, sandbox)
     plan["facts"] = lambda: recall.known(subject, facts)
+    if not params.every_suite:
+        plan = purposes.of(model.name, plan)
     completes = model.name in brought.COMPLETES
     for one in sets:  # each for itself: another file costs no more than itself
         plan[f"benchmarks {one.name}"] = partial(brought.score, subject, [one], completes=completes, sandbox=sandbox)
@@ -162,7 +167,7 @@ def canvas_plan(
     return {
         "code": lambda: canvases.documents(subject, sources[: subject.settings.documents]),
         "problems": lambda: canvases.with_orders(solve(subject, asked, sandbox), subject, asked),
-        "quality": lambda: solve(subject, asked, sandbox, canvases.quality),
+        "quality": lambda: solve(subject, asked, sandbox, partial(canvases.quality, only=canvases.CURVE)),
     }
 
 

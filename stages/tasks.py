@@ -21,7 +21,9 @@ from pipeline.errors import DataError
 from pipeline.evaluation import references
 from pipeline.params import block, group, main
 from pipeline.processes import pool_map
-from pipeline.sandbox.judge import Judge, Program, SandboxConfig
+from pipeline.sandbox import together
+from pipeline.sandbox.judge import Judge, SandboxConfig
+from pipeline.sandbox.together import Candidates
 from pipeline.streams import hub, readers, screening, sources
 from pipeline.streams.records import Dialogue, Pair, Problem, write
 from pipeline.synthesis import drills, facts, preferences, programs, small_talk, stories, tool_choices, tools, wording
@@ -284,13 +286,14 @@ def _pairs(params: Params, job: Job) -> Splits:
     with Judge(params.sandbox, job.workers, url=job.runtime.sandbox_url) as judge:
 
         def scores(sources: list[tuple[Problem, str]]) -> Iterator[float | None]:
-            asked = (
-                Program(source=wording.unfenced(content), entry_point=problem.entry_point,
-                        tests=[test for test in problem.tests if not test["visible"]])
-                for problem, content in sources
-            )  # fmt: skip
-            for verdict in judge.judge(asked):
-                yield verdict.score
+            asked = []
+            for _, group in itertools.groupby(sources, key=lambda source: source[0].id):
+                candidates = list(group)
+                problem, hidden = candidates[0][0], [test for test in candidates[0][0].tests if not test["visible"]]
+                texts = [wording.unfenced(content) for _, content in candidates]
+                asked.append(Candidates(texts, problem.entry_point, hidden))
+            for found in together.scores(judge, asked):
+                yield from found
 
         def made(kind: str) -> Iterator[Any]:
             for records in _in_workers(_chunks(kind, split, more, job.seed + 1), job.workers):

@@ -96,17 +96,48 @@ def test_a_completion_is_a_canvas_up_to_its_end(subject: CanvasSubject) -> None:
     found = subject.complete("problems", prompts, tokens=4, temperature=0.0)
     assert found.keys() == {"a", "b"} and len(subject.told) == 2
     for one, told in zip(found.values(), subject.told, strict=True):
-        assert one.ids == told.ids and len(told.canvas) == 16 and told.forwards == 16
+        assert one.ids == told.ids and len(told.canvas) == 16 and told.forwards <= 16
     hot = subject.complete("problems", prompts, tokens=4, temperature=1.0, sample=1)
     assert hot != subject.complete("problems", prompts, tokens=4, temperature=1.0, sample=2)
     assert hot == subject.complete("problems", prompts, tokens=4, temperature=1.0, sample=1)
+
+
+def test_problems_are_answered_by_threshold_in_blocks_with_a_cache_or_a_token_a_pass(subject: CanvasSubject) -> None:
+    assert subject.way == ways(16, 8)["threshold 0.99, dual cache"]
+    plain = replace(subject, canvas=replace(subject.canvas, canvas_threshold=None))
+    assert plain.way == ways(16, 8)["1 a step"]
+    prompts = {"a": [20, 21, 22]}
+    plain.complete("problems", prompts, tokens=4, temperature=0.0)
+    assert [one.forwards for one in plain.told] == [16]
+    low = replace(subject, canvas=replace(subject.canvas, canvas_threshold=1e-9), told=[], known={})
+    low.complete("problems", prompts, tokens=4, temperature=0.0)
+    assert [one.forwards for one in low.told] == [2]  # a pass for each block: every token is likely enough
+
+
+def test_each_run_measures_some_points_of_the_curve_of_which_one_is_the_way_that_answers(
+    subject: CanvasSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def denoise(model: Any, prompts: Any, settings: Any, seeds: Any) -> list[Generation]:
+        asked.extend(settings for _ in prompts[:1])
+        return [Generation([], [], "stop", 1, [Step([], [])]) for _ in prompts]
+
+    monkeypatch.setattr(canvases, "denoise", denoise)
+    judge: Any = FakeJudge()
+    problems = [judged_problem("1")]
+    subject.complete("problems", {"1": canvases.suites.user(subject.tokenizer, "?")}, tokens=4, temperature=0.0)
+    assert asked == [subject.way]
+    numbers = canvases.quality(subject, problems, judge, canvases.CURVE).numbers
+    assert tuple(numbers) == canvases.CURVE and set(canvases.CURVE) <= set(ways(16, 8))
+    assert asked.count(subject.way) == 1 and len(asked) == len(canvases.CURVE)
 
 
 def test_a_greedy_answer_is_written_once(subject: CanvasSubject, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = {"a": [20, 21, 22]}
     first = subject.complete("problems", prompts, tokens=4, temperature=0.0)
     monkeypatch.setattr(canvases, "denoise", lambda _, asked, *rest: [1 / 0 for _ in asked])
-    again = subject.generate("quality", prompts, ways(16, 8)["1 a step"])
+    again = subject.generate("quality", prompts, ways(16, 8)["threshold 0.99, dual cache"])
     assert again["a"].ids == first["a"].ids
     with pytest.raises(ZeroDivisionError):
         subject.complete("problems", prompts, tokens=4, temperature=0.5)
@@ -156,25 +187,37 @@ def test_quality_is_measured_against_passes_beside_one_token_a_step(
     assert figure["title"].endswith("diffusion") and len(figure["rows"]) == len(numbers)
 
 
-def test_how_it_decodes_and_what_an_answer_costs_stand_beside_the_problems(subject: CanvasSubject) -> None:
+@pytest.mark.parametrize(
+    ("changes", "later"), [({"canvas_threshold": None}, None), ({"canvas_cache": "none"}, None), ({}, 9)]
+)
+def test_how_it_decodes_and_what_an_answer_costs_stand_beside_the_problems(
+    subject: CanvasSubject, changes: dict[str, Any], later: int | None
+) -> None:
+    """`later`: places that a pass computes which is not a block's first; None: all of them."""
+    subject = replace(subject, canvas=replace(subject.canvas, **changes))
     problems = [judged_problem(str(n)) for n in range(2)]
     subject.complete("problems", {"a": [20, 21]}, tokens=4, temperature=0.0)
     told = canvases.with_orders(canvases.Result(), subject, problems).numbers["decoding"]
-    assert told["forwards"] == 16 and 0 <= told["local_ar_1"] <= 1 and 0 <= told["global_ar_4"] <= 1
+    passes = subject.told[0].forwards
+    assert told["forwards"] == passes and 0 <= told["local_ar_1"] <= 1 and 0 <= told["global_ar_4"] <= 1
+    assert passes == 16 if changes.get("canvas_threshold", 1) is None else 2 <= passes <= 16
     config = subject.denoiser.config
-    prompt = len(canvases.suites.user(subject.tokenizer, "?"))
-    one = (
-        16
-        * (prompt + 16)
-        * (2 * config.matmul_parameters + 4 * config.layers * config.heads * config.head_dim * (prompt + 16))
-    )
-    assert told["flops_per_answer"] == one
+    length = len(canvases.suites.user(subject.tokenizer, "?")) + 16
+    first = passes if later is None else 2
+    places = first * length + (passes - first) * (later or 0)
+    a_place = 2 * config.matmul_parameters + 4 * config.layers * config.heads * config.head_dim * length
+    assert told["flops_per_answer"] == places * a_place
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for wrong in ({"canvas": 20, "canvas_block": 8}, {"elbo_draws": 0}):
+    both: list[dict[str, Any]] = [{"canvas": 20, "canvas_block": 8}, {"elbo_draws": 0}]
+    for wrong in both:
         with pytest.raises(ValueError, match="canvas_block a divisor of canvas"):
             CanvasSettings(**wrong)
+    with pytest.raises(ValueError, match="canvas_threshold: expected more than 0 and at most 1, or none, got 0"):
+        CanvasSettings(canvas_threshold=0)
+    with pytest.raises(ValueError, match="canvas_cache: expected one of none, prefix, dual, got 'both'"):
+        CanvasSettings(canvas_cache="both")
 
 
 # -- traces ----------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pipeline.errors import DataError
 from pipeline.evaluation import frontier
 from pipeline.learning.phases import Phases
 from pipeline.learning.reference_masked import Following
+from pipeline.learning.settings_masked import DiffusionConfig
 from pipeline.params import Settings, stage_params
 from pipeline.reinforcement.answers import Prompt
 from pipeline.tracking import Tracker
@@ -209,7 +210,7 @@ def test_a_reference_follows_the_policy_and_comes_back_from_its_file(tmp_path: P
     assert kept == [f"reference-{step:08d}.safetensors" for step in (12, 16, 20)]
 
 
-# -- presets, phases -------------------------------------------------------------------------------------------------------
+# -- the control, presets, phases -------------------------------------------------------------------------------------------------------
 
 TABLE: dict[tuple[str, str], dict[str, Any]] = {
     ("diffusion", "paper"): {"adapt_steps": 100_000, "learning_rate": 2e-5, "warmup_steps": 20_000, "schedule": "cosine",
@@ -231,6 +232,43 @@ TABLE: dict[tuple[str, str], dict[str, Any]] = {
         "max_grad_norm": 1.0, "prompts": 2, "samples": 10, "epochs": 2, "beta": 0.01, "max_prompt": 512, "max_new_tokens": 512,
         "denoising_steps": 512, "temperature": 1.2, "top_p": 0.95, "ref_sync": 64, "passes": 1.0, "estimator": "normalised"},
 }  # fmt: skip
+
+
+def diffusion_config(**changes: Any) -> DiffusionConfig:
+    values: dict[str, Any] = {
+        "adapt_steps": 700, "context": 64, "tokens_per_step": 128, "sft_epochs": 8, "sft_examples": 16, "max_prompt": 32,
+        "max_new_tokens": 32, "learning_rate": 1e-3, "warmup_steps": 20,
+    }  # fmt: skip
+    return DiffusionConfig(**values | changes)
+
+
+def test_the_control_has_at_most_its_own_steps_and_a_whole_schedule_over_them() -> None:
+    config = diffusion_config(control_steps=300)
+    epoch = 5_000 * 64  # tokens of 5,000 problems: 2,500 steps are eight passes
+    assert config.adapting.resolve_steps(0) == 700 and config.tuning.resolve_steps(epoch) == 2_500
+    for own in (config.control_adapting, config.control_tuning):
+        assert own.resolve_steps(epoch) == 300
+        assert own.factor(0, 300) < own.factor(19, 300) == 1.0  # as long a warm-up
+        assert own.factor(299, 300) == pytest.approx(0.1, abs=1e-3)
+    assert config.control_tuning.resolve_steps(100 * 64) == 50  # fewer where there are fewer
+
+
+def test_without_a_bound_the_control_trains_as_the_masked_model_does() -> None:
+    config = diffusion_config()
+    assert config.control_adapting == config.adapting and config.control_tuning == config.tuning
+
+
+def test_a_long_warm_up_leaves_the_control_half_of_its_steps() -> None:
+    config = diffusion_config(warmup_steps=20_000, sft_warmup_steps=5, control_steps=300)
+    assert config.adapting.warmup_steps == 20_000
+    assert config.control_adapting.warmup_steps == 150 and config.control_tuning.warmup_steps == 5
+
+
+def test_a_control_without_steps_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="control_steps: expected at least 1, or none for as many as the masked model's, got 0"
+    ):
+        diffusion_config(control_steps=0)
 
 
 @pytest.mark.parametrize(("stage", "preset"), TABLE)

@@ -79,6 +79,14 @@ def test_the_control_reads_the_same_windows_and_examples(masked: Workspace, monk
                 assert one[: len(text)] == text
 
 
+def test_the_control_ends_after_its_own_steps(masked: Workspace) -> None:
+    finished(masked, "diffusion", control_steps=2)
+    numbers = masked.numbers("diffusion")
+    assert numbers["adapt"]["steps"] == numbers["sft"]["steps"] == 3
+    assert numbers["control_adapt"]["steps"] == numbers["control_sft"]["steps"] == 2
+    assert int(masked.curve("diffusion")[-1]["step"]) == 10
+
+
 @pytest.mark.parametrize(("changes", "phases"), [
     ({"adapt_steps": 0}, {"sft", "control_sft"}), ({"sft_epochs": 0}, {"adapt", "control_adapt"}),
 ])  # fmt: skip

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pipeline.evaluation import purposes
 from tests import checkpoints
 from tests.graph import Repository, copy_of_built, ran
 from tests.server import serving
@@ -71,8 +72,8 @@ def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: 
     assert not re.search(r"<script|src=|url\(|@import|href=\"[^#]", page)
     for model in MODELS:
         numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
-        assert numbers["text"]["bpb"] > 0
-        assert numbers["problems"]["n"] > 0
+        assert numbers["code"]["bpb"] > 0
+        assert numbers.keys() - {"settings", "lineage"} == {name.split()[0] for name in purposes.SUITES[model]}
     for model in MASKED:
         numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
         assert numbers["code"]["bpb_bound"] > 0 and numbers["problems"]["decoding"]["forwards"] > 0

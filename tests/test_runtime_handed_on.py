@@ -71,7 +71,7 @@ def test_reinforcement_judges_where_the_address_says(
     tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judges = Judges(ConfigError)
-    monkeypatch.setattr(setting, "Judge", judges)
+    monkeypatch.setattr(setting, "RememberingJudge", judges)
     start: Any = SimpleNamespace(policy=tiny_model, tokenizer=byte_tokenizer)
     config: Any = None
     with Setting(start, config, at_work(tmp_path)).judge(SandboxConfig(), wanted=()) as judge:
@@ -83,7 +83,7 @@ def test_reinforcement_judges_where_the_address_says(
 
 def test_the_reward_stage_judges_where_the_address_says(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     judges = Judges()
-    monkeypatch.setattr(setting, "Judge", judges)
+    monkeypatch.setattr(setting, "RememberingJudge", judges)
     params = reward.Params(
         centring=0.0, label_flip=0.0, own_prompts=0, calibration_answers=4, answer_tokens=24, sandbox=SandboxConfig(),
         fit=PairConfig(steps=1, learning_rate=1e-3, pairs=4, max_prompt=60, max_length=120),

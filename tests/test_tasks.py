@@ -31,10 +31,10 @@ Made = dict[str, Any]  # kind -> split -> records, and "report"
 
 
 class FakeJudge:
-    """Scores sources by their length: enough for pairs, and no process is started."""
+    """Scores sources by their length: enough for pairs, and no process is started. It knows no single results, so each is asked for alone."""
 
     def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
-        pass
+        self.config = config
 
     def __enter__(self) -> "FakeJudge":
         return self
@@ -328,6 +328,7 @@ def test_answers_to_be_paired_run_in_the_sandbox_of_its_block(tmp_path: Path, mo
 
     class Taking(FakeJudge):
         def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
+            super().__init__(config, workers, url)
             asked.append(config)
 
     monkeypatch.setattr(tasks, "Judge", Taking)

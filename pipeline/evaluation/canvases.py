@@ -5,12 +5,14 @@
     quality    pass@1 against forward passes: tokens a step, thresholds, caches
     order      how autoregressive its decoding is
 
-A completion costs forward passes over prompt and canvas; `flops_per_answer` says how many operations that is, so that a model that
+Canvases are uncovered by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`), which takes
+9 times fewer forward passes than a token a pass and lost nothing that 256 problems showed (docs/LOG.md, 2026-11-23); `quality`
+measures both side by side. A completion costs forward passes over prompt and canvas; `flops_per_answer` says how many operations that is, so that a model that
 decodes token by token can be given as many tries (`suites.solved` of the control has its pass@k).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,7 +23,7 @@ from pipeline.evaluation import likelihood_masked, suites
 from pipeline.evaluation.intervals import paired_difference, wilson
 from pipeline.evaluation.suites import Result, Subject
 from pipeline.generation.arness import global_ar, local_ar, order_of
-from pipeline.generation.denoising import Denoising, Generation, denoise
+from pipeline.generation.denoising import CACHES, Denoising, Generation, denoise
 from pipeline.generation.sampling import Completion
 from pipeline.model.denoiser import Denoiser
 from pipeline.sandbox.judge import Judge
@@ -30,6 +32,13 @@ from pipeline.streams.records import Problem, Text
 PER_STEP = (1, 2, 4, 8)  # tokens
 THRESHOLDS = (0.7, 0.8, 0.9, 0.95, 0.99)
 CACHED = (0.9, 0.99)  # thresholds that are also measured with caches
+CURVE = (
+    "1 a step",
+    "4 a step",
+    "threshold 0.9",
+    "threshold 0.99",
+    "threshold 0.99, dual cache",
+)  # ways that each run measures
 AR_WITHIN = (1, 2, 4)
 
 
@@ -39,6 +48,12 @@ class CanvasSettings:
 
     canvas: int = 96  # tokens of a completion
     canvas_block: int = 32  # tokens that thresholds and caches uncover together
+    canvas_threshold: float | None = (
+        0.99  # a forward pass uncovers all tokens that are at least as likely; none: one token
+    )
+    canvas_cache: str = (
+        "dual"  # what is kept between the passes of a block where there is a threshold: none, prefix, dual
+    )
     canvas_problems: int = 100  # the first so many problems are answered
     canvas_samples: int = 1  # of each problem at `temperature`, beside the greedy one
     elbo_draws: int = 8  # masks of each window for bits per byte
@@ -50,6 +65,12 @@ class CanvasSettings:
         numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
         if min(numbers) < 1 or self.canvas % self.canvas_block:
             raise ValueError("canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1, and canvas_block a divisor of canvas")  # fmt: skip
+        if self.canvas_threshold is not None and not 0 < self.canvas_threshold <= 1:
+            raise ValueError(
+                f"canvas_threshold: expected more than 0 and at most 1, or none, got {self.canvas_threshold}"
+            )
+        if self.canvas_cache not in CACHES:
+            raise ValueError(f"canvas_cache: expected one of {', '.join(CACHES)}, got {self.canvas_cache!r}")
 
 
 @dataclass(frozen=True)
@@ -66,12 +87,20 @@ class CanvasSubject(Subject):
     def complete(
         self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
     ) -> dict[str, Completion]:
-        """One completion for each prompt on a canvas of its own length, a token a step; `tokens` is the causal models'."""
-        settings = Denoising(length=self.canvas.canvas, steps=self.canvas.canvas, temperature=temperature,
-                             top_p=self.settings.top_p if temperature else 1.0, block=self.denoiser.traits.block_size or None)  # fmt: skip
-        found = self.generate(suite, prompts, settings, sample)
+        """One completion for each prompt on a canvas of its own length; `tokens` is the causal models'."""
+        top_p = self.settings.top_p if temperature else 1.0
+        found = self.generate(suite, prompts, replace(self.way, temperature=temperature, top_p=top_p), sample)
         self.told[:] = found.values()
         return {name: Completion(one.ids, [], one.stop) for name, one in found.items()}
+
+    @property
+    def way(self) -> Denoising:
+        """How problems are answered, at temperature 0."""
+        canvas, own = self.canvas, self.denoiser.traits.block_size
+        if canvas.canvas_threshold is None:
+            return Denoising(length=canvas.canvas, steps=canvas.canvas, block=own or None)
+        return Denoising(length=canvas.canvas, steps=canvas.canvas, block=own or canvas.canvas_block,
+                         threshold=canvas.canvas_threshold, cache=canvas.canvas_cache)  # fmt: skip
 
     def generate(
         self, suite: str, prompts: dict[str, list[int]], settings: Denoising, sample: int = 0
@@ -110,8 +139,10 @@ def ways(canvas: int, block: int) -> dict[str, Denoising]:
                     for t in CACHED for cache in ("prefix", "dual")}  # fmt: skip
 
 
-def quality(subject: CanvasSubject, problems: Sequence[Problem], judge: Judge) -> Result:
-    """Greedy pass@1 against forward passes; each way beside one token a step, problem by problem."""
+def quality(
+    subject: CanvasSubject, problems: Sequence[Problem], judge: Judge, only: Collection[str] | None = None
+) -> Result:
+    """Greedy pass@1 against forward passes; each way (or `only` some) beside the first one, problem by problem."""
     result, canvas = Result(), subject.canvas
     if subject.denoiser.traits.block_size:
         canvas = replace(canvas, canvas_block=subject.denoiser.traits.block_size)
@@ -119,6 +150,8 @@ def quality(subject: CanvasSubject, problems: Sequence[Problem], judge: Judge) -
     prompts = {p.id: suites.user(subject.tokenizer, p.question) for p in problems}
     first: list[float] = []
     for name, settings in ways(canvas.canvas, canvas.canvas_block).items():
+        if only is not None and name not in only:
+            continue
         if subject.denoiser.traits.block_size:
             settings = replace(settings, block=canvas.canvas_block)
             if settings.threshold is None and settings.steps < settings.blocks:
@@ -149,13 +182,20 @@ def with_orders(result: Result, subject: CanvasSubject, problems: Sequence[Probl
             for name, measure in (("local", local_ar), ("global", global_ar)):
                 own[f"{name}_ar_{k}"] = float(np.mean([measure(order_of(one.steps), k) for one in told]))
         prompts = [suites.user(subject.tokenizer, problem.question) for problem in problems]
-        result.numbers |= {"decoding": own | {"flops_per_answer": flops_per_answer(subject, prompts)}}
+        result.numbers |= {"decoding": own | {"flops_per_answer": flops_per_answer(subject, prompts, own["forwards"])}}
     return result
 
 
-def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]]) -> float:
-    """Operations of a completion at one token a step: 2 a weight for each place of each pass, and attention's."""
-    config, canvas = subject.denoiser.config, subject.canvas.canvas
-    lengths = np.array([len(prompt) + canvas for prompt in prompts], dtype=np.float64)
+def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]], forwards: float) -> float:
+    """Operations of a completion of so many passes: 2 a weight for each place that a pass computes, and attention's.
+
+    Under a cache the first pass of a block computes all places, the others those from before the block to its end (dual) or to
+    the canvas's (prefix: a mean over the blocks).
+    """
+    config, way = subject.denoiser.config, subject.way
+    lengths = np.array([len(prompt) + way.length for prompt in prompts], dtype=np.float64)
+    window = {"none": lengths, "prefix": (way.length + way.size) / 2 + 1, "dual": way.size + 1}[way.cache]
+    whole = min(float(way.blocks), forwards)  # passes
+    places = whole * lengths + (forwards - whole) * window
     attention = 4 * config.layers * config.heads * config.head_dim * lengths
-    return float((canvas * lengths * (2 * config.matmul_parameters + attention)).mean())
+    return float((places * (2 * config.matmul_parameters + attention)).mean())

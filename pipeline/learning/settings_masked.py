@@ -6,7 +6,7 @@ ValidatedConfig
 └── (PairConfig)        diffusion_dpo
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from pipeline.learning.settings import FitConfig, ValidatedConfig
@@ -21,6 +21,7 @@ class ExampleConfig(ValidatedConfig):
     examples: int
     max_prompt: int
     max_new_tokens: int
+    most_steps: int | None = None  # however many passes those are; none: no bound
 
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
 
@@ -39,7 +40,8 @@ class ExampleConfig(ValidatedConfig):
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
         """The number of steps."""
-        return max(1, round(self.epochs * tokens_per_epoch / (self.rows * self.row_length)))
+        steps = max(1, round(self.epochs * tokens_per_epoch / (self.rows * self.row_length)))
+        return steps if self.most_steps is None else min(steps, self.most_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,9 @@ class DiffusionConfig(ValidatedConfig):
     sft_norm: str = "answer"  # a row's loss is divided by its canvas (answer), by all canvases (tokens), or not (batch)
     max_prompt: int = 512  # tokens; problems with a longer prompt are dropped and counted
     max_new_tokens: int = 256  # of the longest canvas
+    control_steps: int | None = (
+        None  # of each of the causal control's two runs at most; none: as many as the masked model's
+    )
 
     length_key: ClassVar[str] = "context and max_prompt + max_new_tokens"
 
@@ -79,6 +84,10 @@ class DiffusionConfig(ValidatedConfig):
             )
         if self.sft_learning_rate is not None and self.sft_learning_rate < 0:
             raise ValueError(f"sft_learning_rate: expected at least 0, got {self.sft_learning_rate}")
+        if self.control_steps is not None and self.control_steps < 1:
+            raise ValueError(
+                f"control_steps: expected at least 1, or none for as many as the masked model's, got {self.control_steps}"
+            )
         _ = self.adapting  # its own checks
 
     @property
@@ -108,6 +117,27 @@ class DiffusionConfig(ValidatedConfig):
         common |= {name: value for name, value in own.items() if value is not None}
         return ExampleConfig(**common, epochs=self.sft_epochs, examples=self.sft_examples, max_prompt=self.max_prompt,
                              max_new_tokens=self.max_new_tokens)  # fmt: skip
+
+    @property
+    def control_adapting(self) -> FitConfig:
+        """The control's run over windows: the schedule over its own steps."""
+        whole = self.adapting
+        if self.control_steps is None:
+            return whole
+        return replace(whole, steps=min(whole.steps or 1, self.control_steps), **self._shorter_warmup(whole))
+
+    @property
+    def control_tuning(self) -> ExampleConfig:
+        """The control's run over problems."""
+        whole = self.tuning
+        if self.control_steps is None:
+            return whole
+        return replace(whole, most_steps=self.control_steps, **self._shorter_warmup(whole))
+
+    def _shorter_warmup(self, whole: ValidatedConfig) -> dict[str, int]:
+        """A warm-up for 100,000 steps would be longer than the control's whole run."""
+        assert self.control_steps is not None
+        return {"warmup_steps": min(whole.warmup_steps, self.control_steps // 2)}
 
     def _common(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(ValidatedConfig)}

@@ -122,7 +122,8 @@ class Setting:
 def judge_or_none(
     sandbox: SandboxConfig, workers: int, url: str | None, *, wanted: Collection[str] = ()
 ) -> Iterator[Judge | None]:
-    """The sandbox, which runs an answer that a policy repeats once; without one, None (true scores of code stay empty) unless a reward runs code. Raises ConfigError."""
+    """The sandbox, which runs an answer once however often a policy repeats it; without one, None (true scores of code stay empty)
+    unless a reward runs code. Raises ConfigError."""
     judge = RememberingJudge(sandbox, workers, url=url)
     try:
         judge.__enter__()

@@ -15,7 +15,7 @@ from typing import Any
 ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "lora", "dpo", "grpo",
          "reward", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo", "diffusion_grpo", "memory", "memory_baseline", "deploy")  # fmt: skip
 # What a model was made from, and so is compared with, where that is not the model that its lineage names: lora does the work of
-# tools; the masked-diffusion model is compared with its control, the causal model that read the same; a memory with a wider model.
+# tools; the masked-diffusion model is compared with its control, the causal model at its best on the same data; a memory with a wider model.
 COMPARED = {"lora": "tools", "diffusion": "diffusion_control", "diffusion_control": "code", "memory": "memory_baseline",
             "memory_baseline": "code", "reward": ""}  # fmt: skip
 SECOND = {

@@ -1,0 +1,71 @@
+"""Each model is measured by the suites that its work asks for, and no comparison of the report loses a side by it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.evaluation import purposes
+from pipeline.evaluation.suites import Subject
+from pipeline.model.transformer import Transformer
+from pipeline.params import Runtime
+from pipeline.report import claims
+from pipeline.report.headlines import HEADLINES
+from pipeline.sandbox.judge import SandboxConfig
+from pipeline.text.tokenizer import Tokenizer
+from stages import evaluate
+from tests.test_evaluate import SETTINGS
+
+CHAT = ("tools", "lora", "dpo", "grpo", "rlhf")
+
+
+@pytest.fixture
+def plan(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:  # (model, every_suite) -> names of its suites
+    subject = Subject(tiny_model, byte_tokenizer, SETTINGS, 1)
+    monkeypatch.setattr(evaluate, "read_config", lambda model: tiny_model.config)
+    monkeypatch.setattr(evaluate, "causal_subject", lambda *_: subject)
+    monkeypatch.setattr(evaluate, "held_out", lambda corpus: [])
+    monkeypatch.setattr(evaluate, "read", lambda path, kind: [])
+    data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "benchmarks"), tmp_path)
+
+    def suites_of(model: str, every_suite: bool = False) -> list[str]:
+        params = evaluate.Params(settings=SETTINGS, sandbox=SandboxConfig(), every_suite=every_suite)
+        job: Any = SimpleNamespace(seed=1, workers=1, runtime=Runtime())
+        return list(evaluate.measurements(params, job, tmp_path / model, **data)[0])
+
+    return suites_of
+
+
+def test_every_suite_of_the_table_is_one_of_the_plan(plan: Any) -> None:
+    every = plan("one of a person's own")
+    assert len(every) == 12
+    for model, names in purposes.SUITES.items():
+        assert plan(model) == [name for name in every if name in names] and len(plan(model)) == len(names), model
+    assert {name for names in purposes.SUITES.values() for name in names} == set(every), "a suite that nobody asks for"
+
+
+def test_every_suite_can_be_asked_for(plan: Any) -> None:
+    assert plan("rlhf", every_suite=True) == plan("one of a person's own")
+
+
+def test_a_chat_model_is_not_measured_by_what_it_left_behind(plan: Any) -> None:
+    for model in CHAT:
+        assert set(plan(model)) >= {"code", "problems", "tools"}  # what models are compared by
+        assert not set(plan(model)) & {"text", "stories", "stories_held_out", "drills", "transcripts", "facts"}
+    assert "stories sampled" in plan("language") and "problems" not in plan("language")
+
+
+def test_what_a_claim_compares_both_of_its_models_are_measured_by() -> None:
+    by_key = {headline.key: headline for headline in HEADLINES}
+    for key, model, base, title in claims.BETTER:
+        suite = by_key[key].path[0]
+        for one in (model, base):
+            assert suite in {name.split()[0] for name in purposes.SUITES[one]}, (title, one)
+
+
+def test_every_headline_of_a_causal_model_is_measured_of_some_model() -> None:
+    measured = {name.split()[0] for names in purposes.SUITES.values() for name in names}
+    assert {headline.path[0] for headline in HEADLINES} - measured == {"reward"}
