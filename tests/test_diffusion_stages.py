@@ -22,7 +22,7 @@ from tests.test_published import DREAM, LLADA
 from tests.test_published import checkpoint as checkpoint_of
 from tests.workspace import Ended, Workspace, command, pair
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # nearly all of them train
+pytestmark = pytest.mark.slow  # nearly all of them train; those without the mark `full` are one of each kind of stage
 
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
 
@@ -59,6 +59,7 @@ def test_diffusion_publishes_a_masked_model_and_a_causal_control(masked: Workspa
     assert {row["phase"] for row in curve} == {"adapt", "sft", "control_adapt", "control_sft"}
 
 
+@pytest.mark.full
 def test_the_control_reads_the_same_windows_and_examples(masked: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[Any]] = {}
     original = fit_module.Run.batches
@@ -79,6 +80,7 @@ def test_the_control_reads_the_same_windows_and_examples(masked: Workspace, monk
                 assert one[: len(text)] == text
 
 
+@pytest.mark.full
 def test_the_control_ends_after_its_own_steps(masked: Workspace) -> None:
     finished(masked, "diffusion", control_steps=2)
     numbers = masked.numbers("diffusion")
@@ -90,11 +92,13 @@ def test_the_control_ends_after_its_own_steps(masked: Workspace) -> None:
 @pytest.mark.parametrize(("changes", "phases"), [
     ({"adapt_steps": 0}, {"sft", "control_sft"}), ({"sft_epochs": 0}, {"adapt", "control_adapt"}),
 ])  # fmt: skip
+@pytest.mark.full
 def test_either_part_may_be_left_out(masked: Workspace, changes: dict[str, Any], phases: set[str]) -> None:
     finished(masked, "diffusion", **changes)
     assert {row["phase"] for row in masked.curve("diffusion")} == phases
 
 
+@pytest.mark.full
 def test_from_scratch_nothing_is_shifted_and_blocks_stand_in_the_configuration(masked: Workspace) -> None:
     finished(masked, "diffusion", init="scratch", block_size=32)
     model, _ = denoisers.load(Path("models/diffusion"))
@@ -105,6 +109,7 @@ def test_from_scratch_nothing_is_shifted_and_blocks_stand_in_the_configuration(m
 
 
 @pytest.mark.parametrize("values", [DREAM, LLADA], ids=["dream", "llada"])
+@pytest.mark.full
 def test_a_published_checkpoint_is_fine_tuned_with_its_own_tokenizer(masked: Workspace, values: dict[str, Any]) -> None:
     """The control stays the causal model of the graph."""
     name = "<|mask|>" if values is DREAM else "<|mdm_mask|>"
@@ -135,6 +140,7 @@ def test_dpo_and_grpo_publish_masked_models_that_moved(masked: Workspace) -> Non
 
 
 @pytest.mark.parametrize("stage", ["diffusion_dpo", "diffusion_grpo"])
+@pytest.mark.full
 def test_an_adapter_trains_alone_and_is_merged(masked: Workspace, stage: str) -> None:
     more = {"ref_sync": 0} if stage == "diffusion_grpo" else {}
     finished(masked, stage, adapter={"rank": 2, "alpha": 4}, **more)
@@ -146,7 +152,7 @@ def test_an_adapter_trains_alone_and_is_merged(masked: Workspace, stage: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last", range(1, 12, 2))
+@pytest.mark.parametrize("last", [5, *(pytest.param(last, marks=pytest.mark.full) for last in (1, 3, 7, 9, 11))])
 def test_diffusion_stopped_in_any_phase_publishes_what_an_uninterrupted_run_does(
     masked: Workspace, monkeypatch: pytest.MonkeyPatch, last: int
 ) -> None:
@@ -172,6 +178,7 @@ def test_diffusion_stopped_in_any_phase_publishes_what_an_uninterrupted_run_does
 @pytest.mark.parametrize(("stage", "last"), [
     ("diffusion", "2"), ("diffusion_dpo", "1"), ("diffusion_dpo", "3"), ("diffusion_grpo", "2"), ("diffusion_grpo", "3"),
 ])  # fmt: skip
+@pytest.mark.full
 def test_a_killed_stage_publishes_what_an_uninterrupted_one_does(masked: Workspace, stage: str, last: str) -> None:
     """SIGKILL. The reference of diffusion_grpo follows its policy, so it is part of the state."""
     whole, _ = finished(masked, stage, **SAVING)
@@ -183,6 +190,7 @@ def test_a_killed_stage_publishes_what_an_uninterrupted_one_does(masked: Workspa
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_see_the_same_masks_and_learn_the_same(
     masked: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +220,7 @@ def test_two_processes_see_the_same_masks_and_learn_the_same(
 
 
 @pytest.mark.parametrize("stage", ["diffusion_dpo", "diffusion_grpo"])
+@pytest.mark.full
 def test_a_causal_model_is_refused_where_a_masked_one_is_needed(masked: Workspace, stage: str) -> None:
     model, tokenizer = checkpoint.load(Path("models/code"))
     checkpoint.save(Path("models/diffusion"), model, tokenizer, {})
@@ -221,6 +230,7 @@ def test_a_causal_model_is_refused_where_a_masked_one_is_needed(masked: Workspac
     assert "dvc repro stage_diffusion" in ended.said
 
 
+@pytest.mark.full
 def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspace) -> None:
     model, tokenizer = denoisers.load(Path("models/diffusion"))
     denoisers.save(Path("models/code"), model, tokenizer, {})
@@ -259,6 +269,7 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
     ("diffusion", {"max_new_tokens": 192}, "the model's context, got 272"),
     ("diffusion", {"cart_p": 1.0}, "cart_p: expected a share between 0 and 1"),
 ])  # fmt: skip
+@pytest.mark.full
 def test_what_cannot_be_is_refused_with_value_and_remedy(
     masked: Workspace, stage: str, changes: dict[str, Any], message: str
 ) -> None:
@@ -267,6 +278,7 @@ def test_what_cannot_be_is_refused_with_value_and_remedy(
     assert not Path(f"metrics/{stage}.json").exists() and not Path(f"models/{stage}_x").exists()
 
 
+@pytest.mark.full
 def test_pairs_whose_answers_are_empty_are_counted_or_stop_the_stage(masked: Workspace) -> None:
     path = Path("data/preferences/train.jsonl")
     rows = list(records.read(path, records.Pair))
@@ -279,6 +291,7 @@ def test_pairs_whose_answers_are_empty_are_counted_or_stop_the_stage(masked: Wor
     assert ended.code == 2 and "6 empty answer" in ended.said
 
 
+@pytest.mark.full
 def test_a_problem_whose_answer_is_empty_is_named(masked: Workspace) -> None:
     rows = list(records.read(Path("data/problems/train.jsonl"), records.Problem))
     records.write(Path("data/problems/train.jsonl"), [*rows, replace(rows[0], id="blank", answer="  ")])
@@ -289,6 +302,7 @@ def test_a_problem_whose_answer_is_empty_is_named(masked: Workspace) -> None:
 # -- files -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_directory_says_which_ids_are_what_and_comes_back(masked: Workspace) -> None:
     values = json.loads(Path("models/diffusion/config.json").read_text())
     tokenizer = masked.tokenizer
@@ -309,6 +323,7 @@ def test_a_directory_says_which_ids_are_what_and_comes_back(masked: Workspace) -
     ({"mask_token_id": 40}, "mask_token_id 40 is no special token of its tokenizer"),
     ({"banned_ids": [900]}, "expected ids below 320"),
 ])  # fmt: skip
+@pytest.mark.full
 def test_a_directory_without_a_mask_that_its_tokenizer_knows_is_refused(
     masked: Workspace, change: dict[str, Any], message: str
 ) -> None:
@@ -319,6 +334,7 @@ def test_a_directory_without_a_mask_that_its_tokenizer_knows_is_refused(
         denoisers.load(Path("models/diffusion"))
 
 
+@pytest.mark.full
 def test_the_mask_starts_as_the_mean_embedding(masked: Workspace) -> None:
     causal, tokenizer = checkpoint.load(Path("models/code"))
     table = causal.model.embed_tokens.weight.detach().clone()

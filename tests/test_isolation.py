@@ -12,6 +12,7 @@ from tests.conftest import AT_HOME, ROOT
 WRITES_AT_HOME = """
 from pathlib import Path
 import subprocess
+import sys
 
 def test_a_person_is_never_asked():
     import huggingface_hub.constants
@@ -19,7 +20,7 @@ def test_a_person_is_never_asked():
     for place in (Path.home(), matplotlib.get_cachedir(), huggingface_hub.constants.HF_HOME):
         (Path(place) / "written").mkdir(parents=True)
     assert subprocess.run(["git", "config", "user.name"], capture_output=True, text=True).stdout == ""
-    assert not subprocess.run(["dvc", "config", "--global", "core.analytics", "false"]).returncode
+    assert not subprocess.run([sys.executable, "-m", "dvc", "config", "--global", "core.analytics", "false"]).returncode
 """
 
 

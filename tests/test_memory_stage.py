@@ -22,7 +22,7 @@ from tests import masked_workspace
 from tests.test_alignment_resume import DOOMED
 from tests.workspace import Ended, Workspace, command
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # nearly all of them train
+pytestmark = pytest.mark.slow  # nearly all of them train; those without the mark `full` are one of each kind of stage
 
 SETTINGS: dict[str, Any] = {
     "steps": 4, "tokens_per_step": 512, "context": 128, "rows": 24, "shared": 1, "chapters": 5, "top_k": 2, "layers": "last_1",
@@ -81,12 +81,14 @@ def test_it_publishes_a_memory_and_a_wider_model_of_its_size_on_the_untouched_ba
 
 @pytest.mark.parametrize("changes", [{"routing": "chunk"}, {"routing": "token"}, {"storage": "factorised", "bank_rank": 4, "rank": 2, "share": "each", "layers": "all"},
                                      {"storage": "reduced", "bank_rank": 16}])  # fmt: skip
+@pytest.mark.full
 def test_every_shape_trains(masked: Workspace, changes: dict[str, Any]) -> None:
     finished(masked, **changes)
     told = json.loads(Path("models/memory/memory.json").read_text())["config"]
     assert {name: told[name] for name in changes} == changes
 
 
+@pytest.mark.full
 def test_the_base_may_learn_too_with_adapters_or_whole(masked: Workspace) -> None:
     base = masked.weights("code")
     for changes in ({"adapter": {"rank": 2, "alpha": 4, "targets": ["all-linear"]}}, {"train_base": True}):
@@ -99,6 +101,7 @@ def test_the_base_may_learn_too_with_adapters_or_whole(masked: Workspace) -> Non
             )
 
 
+@pytest.mark.full
 def test_three_rates_on_three_groups(masked: Workspace) -> None:
     """A rate of 0 leaves a group where it was, beside others that move."""
     adapter = {"rank": 2, "alpha": 4, "targets": ["q_proj"]}
@@ -119,6 +122,7 @@ def loaded_config() -> MemoryConfig:
     return MemoryConfig(rows=24, shared=1, chapters=5, top_k=2, layers="last_1", routing="prompt", window=16)
 
 
+@pytest.mark.full
 def test_the_wider_model_may_have_a_rate_of_its_own(masked: Workspace) -> None:
     same, _ = finished(masked)
     other, _ = finished(masked, baseline_learning_rate=1e-4)
@@ -127,6 +131,7 @@ def test_the_wider_model_may_have_a_rate_of_its_own(masked: Workspace) -> None:
     assert "models/memory/memory.safetensors" not in moved
 
 
+@pytest.mark.full
 def test_routing_by_sequence_is_refused_unless_asked_for_and_said_to_leak(masked: Workspace) -> None:
     ended = run(routing="sequence")
     assert ended.code == 2 and "a causal loss would see the future" in ended.said
@@ -142,12 +147,14 @@ def test_routing_by_sequence_is_refused_unless_asked_for_and_said_to_leak(masked
      ({"storage": "reduced", "bank_rank": 15}, "expected a multiple of"), ({"train_base": True, "adapter": {"rank": 1, "alpha": 1}}, "expected one of them"),
      ({"context": 8, "tokens_per_step": 512}, "tokens, more than context"), ({"context": 100000, "tokens_per_step": 100000}, "the model's context")],
 )  # fmt: skip
+@pytest.mark.full
 def test_what_cannot_be_is_refused_by_name(masked: Workspace, changes: dict[str, Any], complaint: str) -> None:
     ended = run(**changes)
     assert ended.code == 2 and complaint in ended.said, ended.said[-2000:]
     assert not Path("models/memory").exists()
 
 
+@pytest.mark.full
 def test_a_bank_in_few_bits_is_published(masked: Workspace) -> None:
     finished(masked, quantise="int8")
     (bank,) = loaded("memory").memory.bank
@@ -156,6 +163,7 @@ def test_a_bank_in_few_bits_is_published(masked: Workspace) -> None:
     assert 0 < told["bpb_after"] <= told["bpb_before"] * 1.005
 
 
+@pytest.mark.full
 def test_the_router_losses_change_what_is_learnt(masked: Workspace) -> None:
     plain, _ = finished(masked)
     for name, value in (("load_balance", 1.0), ("auxiliary", 10.0), ("z", 1.0)):
@@ -165,7 +173,7 @@ def test_the_router_losses_change_what_is_learnt(masked: Workspace) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last", ["1", "3"])
+@pytest.mark.parametrize("last", [pytest.param("1", marks=pytest.mark.full), "3"])
 def test_a_killed_stage_publishes_what_an_uninterrupted_one_does(masked: Workspace, last: str) -> None:
     whole, _ = finished(masked, **SAVING)
     line = [sys.executable, "-c", DOOMED, last, "memory", *arguments(**SAVING, **{"runtime.fresh": True})]
@@ -176,6 +184,7 @@ def test_a_killed_stage_publishes_what_an_uninterrupted_one_does(masked: Workspa
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_learn_what_one_does(masked: Workspace) -> None:
     """DDP over gloo: choices are counted over both, so losses and weights are those of one process."""
     weights: list[dict[str, torch.Tensor]] = []
@@ -223,6 +232,7 @@ def from_start(masked: Workspace, stage: str, shape: dict[str, Any] = SHAPE, **c
     return command(stage, ["model=own", "runtime.precision=fp32", *given])
 
 
+@pytest.mark.full
 def test_a_model_file_with_a_memory_is_trained_and_goes_on_with_its_router(masked: Workspace) -> None:
     shutil.rmtree(masked.folder / "models/code")
     for stage in ("language", "code"):
@@ -239,6 +249,7 @@ def test_a_model_file_with_a_memory_is_trained_and_goes_on_with_its_router(maske
     assert any(not torch.equal(a, b) for a, b in zip(before, loaded("code").memory.parameters(), strict=True))
 
 
+@pytest.mark.full
 def test_stages_that_a_model_with_a_memory_does_not_fit_say_so(masked: Workspace) -> None:
     shutil.rmtree(masked.folder / "models/code")
     for stage in ("language", "code"):
@@ -249,6 +260,7 @@ def test_stages_that_a_model_with_a_memory_does_not_fit_say_so(masked: Workspace
     assert ended.code == 2 and "cannot begin from a model with a memory" in ended.said
 
 
+@pytest.mark.full
 def test_the_router_of_a_model_file_learns_from_its_losses(masked: Workspace) -> None:
     spread = {}
     for weight in (0.0, 10.0):
@@ -257,11 +269,13 @@ def test_the_router_of_a_model_file_learns_from_its_losses(masked: Workspace) ->
     assert not torch.equal(spread[0.0], spread[10.0])
 
 
+@pytest.mark.full
 def test_weights_of_a_router_that_is_not_there_are_refused(masked: Workspace) -> None:
     ended = from_start(masked, "language", {k: v for k, v in SHAPE.items() if k != "memory"}, load_balance=0.1)
     assert ended.code == 2 and "since the model has no memory" in ended.said
 
 
+@pytest.mark.full
 def test_a_model_file_whose_memory_sees_the_future_is_refused(masked: Workspace) -> None:
     ended = from_start(masked, "language", SHAPE | {"memory": SHAPE["memory"] | {"routing": "sequence"}})
     assert ended.code == 2 and "a causal loss would see the future" in ended.said

@@ -122,6 +122,7 @@ def test_headers_are_bounded(server: Running) -> None:
     assert raw(server.url, big).split()[1] == b"431"
 
 
+@pytest.mark.full  # ten idle seconds
 def test_half_sent_requests_are_closed_within_eleven_seconds(server: Running) -> None:
     began = time.monotonic()
     connections = [socket.create_connection(head(server.url), timeout=30) for _ in range(50)]
@@ -135,6 +136,7 @@ def test_half_sent_requests_are_closed_within_eleven_seconds(server: Running) ->
     assert 9 < time.monotonic() - began < 11.5
 
 
+@pytest.mark.full  # ten idle seconds
 def test_a_body_that_stops_coming_is_given_up(server: Running) -> None:
     request = (
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"

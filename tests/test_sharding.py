@@ -169,16 +169,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], within: float = 1e-6) -> bool:
+    """Whether no weight differs by more."""
     assert first.keys() == second.keys()
-    return all((first[name] - second[name]).abs().max() <= within for name in first)
+    return max(float((first[name] - second[name]).abs().max()) for name in first) <= within
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_end_with_the_weights_of_one(name: str, pairs: Path, tmp_path: Path, alone: None) -> None:
-    # with the micro-batches of the two: what those do alone is test_invariance's, and up to 2.8e-6 with Muon on some CPUs
+    # with the micro-batches of the two: what those do alone is test_invariance's. Muon makes every direction of a step as large as any
+    # other; where the gradient has next to none, rounding decides, and that differs by processor: 1.2e-6 and 2.8e-6 were seen
     training.run(replace(case(pairs, name), folder=str(tmp_path), sharding=""))
-    assert close(weights(tmp_path), weights(pairs / name))
+    assert close(weights(tmp_path), weights(pairs / name), 5e-6 if "muon" in name else 1e-6)
     ones, twos = ([row["loss"] for row in told(folder)["curve"]] for folder in (tmp_path, pairs / name))
     assert ones == pytest.approx(twos, abs=1e-6)
     vals = [[r["val/loss"] for r in told(folder)["curve"] if "val/loss" in r] for folder in (tmp_path, pairs / name)]
