@@ -111,10 +111,11 @@ class Build:
 
     def progress(self, running: dict[str, float]) -> str:
         """`7 of 12, about 4 min left`."""
-        open_ = self.named("waiting", "running")
         left = self.left(running)
         said = f"{left / 60:.0f} min" if left >= 90 else "1 min" if left >= 45 else f"{max(left, 1):.0f} s"
-        return f"{len(self.stages) - len(open_)} of {len(self.stages)}, about {said} left"
+        return f"{len(self.named('built', 'up to date'))} of {len(self.stages)}" + (
+            f", about {said} left" if left else ""
+        )
 
     def table(self) -> str:
         """A line for each stage: its name, what became of it, seconds, why."""
