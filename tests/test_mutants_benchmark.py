@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import mutants  # noqa: E402
-from mutants import MUTANTS, Mutant  # noqa: E402
+import mutants  # noqa: E402  # pyright: ignore[reportMissingImports]
+from mutants import MUTANTS, Mutant  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def test_every_mutant_changes_exactly_one_place_and_names_tests_that_are_there() -> None:
