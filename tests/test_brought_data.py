@@ -108,7 +108,7 @@ def kept_books(folder: Path) -> list[dict[str, Any]]:
 def test_own_files_of_every_shape_with_every_fault_go_through_the_graph(tmp_path: Path) -> None:
     repository = Repository.copy_of_ours(tmp_path / "repository")
     broken = fill(repository.folder / "data/own")
-    repository.edit("params.yaml", "data: machine", "data: files")
+    repository.edit("params.yaml", "data: packages", "data: files")
     refused = repository.dvc("repro", "stage_corpus", check=False)
     assert "max_rejected" in refused and "told.jsonl:" in refused
     assert not (repository.folder / "data/raw/text").exists()
@@ -184,7 +184,7 @@ def test_a_hub_that_breaks_off_and_a_kill_cost_no_row_of_the_stages(tmp_path: Pa
     try:
         repository = Repository.copy_of_ours(tmp_path / "repository")
         (repository.folder / "conf/data/hub.yaml").write_text(HUB)
-        repository.edit("params.yaml", "data: machine", "data: hub")
+        repository.edit("params.yaml", "data: packages", "data: hub")
         home = {"HF_ENDPOINT": server.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
         corpus = ("python", "-m", "stages.corpus")
         repository.run(*corpus, check=True, **home)

@@ -75,6 +75,16 @@ def test_a_token_is_the_inverse_of_the_cumulative_distribution() -> None:
     assert torch.allclose(logprobs.float(), logits[tokens], atol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-300, 5e-324])
+def test_a_temperature_below_every_float32_chooses_the_most_likely(temperature: float) -> None:
+    """0 / 0 once made a token behind the vocabulary's last block, which ended the server's loop."""
+    logits = torch.linspace(-40, 40, 300).repeat(16, 1)
+    logits[8:, :298] = 40.0  # a tie of 299
+    tokens, logprobs = choose(logits, torch.from_numpy(uniforms(0, 0, 16)), Sampling(1, temperature, top_p=0.9))
+    assert tokens[:8].tolist() == [299] * 8 and logprobs[:8].tolist() == [0.0] * 8
+    assert torch.allclose(logprobs[8:], -torch.tensor(299.0, dtype=torch.float64).log()) and 298 not in tokens
+
+
 @pytest.mark.parametrize(
     ("sampling", "kept"),
     [
@@ -248,7 +258,13 @@ def test_what_cannot_be_sampled_is_refused(model: Transformer) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             generate(model, prompts, Sampling(4), stop=(), seeds=seeds)
-    for wrong in ({"max_new_tokens": 0}, {"max_new_tokens": 1, "temperature": -1}, {"max_new_tokens": 1, "top_p": 0}):
+    for wrong in (
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 1, "temperature": -1},
+        {"max_new_tokens": 1, "top_p": 0},
+        {"max_new_tokens": 1, "temperature": float("nan")},
+        {"max_new_tokens": 1, "temperature": float("inf")},
+    ):
         with pytest.raises(ValueError, match="expected"):
             Sampling(**wrong)
     with pytest.raises(ValueError, match="bidirectional"):

@@ -366,7 +366,7 @@ class _Batch:
 
     def _tempered(self, wide: Tensor) -> Tensor:
         """Logits (N, V) after temperature and top_p."""
-        wide = wide / self.settings.temperature
+        wide = (wide - wide.amax(-1, keepdim=True)) / max(self.settings.temperature, torch.finfo(wide.dtype).tiny)
         falling, places = wide.softmax(-1).sort(-1, descending=True)
         outside = falling.cumsum(-1) - falling >= self.settings.top_p
         return wide.masked_fill(torch.zeros_like(outside).scatter(1, places, outside), float("-inf"))

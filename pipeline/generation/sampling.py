@@ -9,6 +9,7 @@ Cached and uncached logits agree to 1e-5, the log-probabilities equal teacher fo
 (`constrain.py`), tool execution (`tools.py`), the server's queue and threads (`serve/engine.py`).
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -43,8 +44,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: expected at least 1, found {self.max_new_tokens}")
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"expected temperature >= 0, 0 < top_p <= 1, top_k >= 0, found {self}")
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(f"expected a finite temperature >= 0, 0 < top_p <= 1, top_k >= 0, found {self}")
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,12 @@ def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[
     assert numbers is not None, "sampling needs a uniform number a row"
     wide = logits if logits.dtype == torch.float64 else logits.float()
     most = wide.amax(-1, keepdim=True)
-    weights = (wide - most).div_(sampling.temperature).exp_()  # the difference is exact near the most, where it counts
+    temperature = max(sampling.temperature, torch.finfo(wide.dtype).tiny)  # below it 0 / 0 has no value
+    weights = (wide - most).div_(temperature).exp_()  # the difference is exact near the most, where it counts
     tokens = _inverse(_truncate(weights, sampling), numbers.to(logits.device))
     total = _blocks(weights).sum(-1).double().sum(-1)
     chosen = wide.gather(1, tokens[:, None]).double() - most.double()
-    return tokens, chosen.squeeze(1) / sampling.temperature - total.log()
+    return tokens, chosen.squeeze(1) / temperature - total.log()
 
 
 def _blocks(weights: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pipeline.tracking import say
 
 Row = dict[str, Any]
 WITHOUT_FIT = 10  # iterations of a critic worse than the mean
+WITHOUT_SPREAD = 5  # iterations in which groups were alike: one of few prompts may be so by chance
 LOSSES = 2  # evaluations at which gold fell while the proxy rose
 LOW_ENTROPY = 0.2  # of what it was at the start
 
@@ -30,16 +31,20 @@ def of(rows: Sequence[Row], *, target_kl: float | None = None) -> dict[str, int]
         for row in told:
             if row[name] < LOW_ENTROPY * told[0][name]:
                 raise_at(int(row["step"]), f"{name} is below 20 % of its start: the answers become all alike")
-    bad = [row["val/var_explained"] < 0 for row in rows if "val/var_explained" in row]
-    steps = [int(row["step"]) for row in rows if "val/var_explained" in row]
-    for place in range(WITHOUT_FIT, len(bad) + 1):
-        if all(bad[place - WITHOUT_FIT : place]):
-            raise_at(steps[place - 1], f"the critic explained nothing for {WITHOUT_FIT} iterations: raise its rate")
+    critic = [row for row in rows if "val/var_explained" in row]
+    groups = [row for row in rows if "frac_reward_zero_std" in row]
     told = [row for row in rows if "gold" in row and "proxy" in row]
-    worse = [b["gold"] < a["gold"] and b["proxy"] > a["proxy"] for a, b in itertools.pairwise(told)]
-    for place in range(LOSSES, len(worse) + 1):
-        if all(worse[place - LOSSES : place]):
-            raise_at(int(told[place]["step"]), "gold falls while the proxy rises: the reward model is being exploited")
+    for of_rows, bad, times, what in (
+        (critic, [row["val/var_explained"] < 0 for row in critic], WITHOUT_FIT,
+         f"the critic explained nothing for {WITHOUT_FIT} iterations: raise its rate"),
+        (groups, [row["frac_reward_zero_std"] > 0.9 for row in groups], WITHOUT_SPREAD,
+         f"nine tenths of the groups had one reward for {WITHOUT_SPREAD} iterations: choose problems of middle difficulty"),
+        (told[1:], [b["gold"] < a["gold"] and b["proxy"] > a["proxy"] for a, b in itertools.pairwise(told)], LOSSES,
+         "gold falls while the proxy rises: the reward model is being exploited"),
+    ):  # fmt: skip
+        for place in range(times, len(bad) + 1):
+            if all(bad[place - times : place]):
+                raise_at(int(of_rows[place - 1]["step"]), what)
     return found
 
 
@@ -51,7 +56,6 @@ def _of_row(row: Row, target_kl: float | None) -> list[str]:
         "ratio": (0.9, 1.1),
         "policy/clipfrac_avg": (None, 0.3),
         "completions/clipped_ratio": (None, 0.5),
-        "frac_reward_zero_std": (None, 0.9),
         "unscorable": (None, 0.01),
     }
     found = []
