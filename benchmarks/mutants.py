@@ -1,6 +1,6 @@
-"""Mutants: one wrong line each in losses, loop, resume, masks and jail, and the test that notices it.
+"""Mutants: one wrong line each in losses, loop, graph, intervals, resume, masks and jail, and the test that notices it.
 
-    python benchmarks/mutants.py [--only losses loop resume masks jail] [--numbers 3 17]
+    python benchmarks/mutants.py [--only losses loop graph ...] [--numbers 3 17]
 
 For each mutant the file is changed in a copy of the tree, the named tests run until one fails, and the file is put back. Prints the
 test that killed it, or SURVIVED, and writes benchmarks/results/mutants.json; mutants that were not run keep their earlier row. Ends with
@@ -42,7 +42,7 @@ LEARNING, SANDBOX, STREAMS = "pipeline/learning", "pipeline/sandbox", "pipeline/
 class Mutant:
     """One wrong change and the tests that should fail by it."""
 
-    subject: str  # losses, loop, resume, masks, jail
+    subject: str  # losses, loop, graph, ...
     file: str
     old: str  # stands exactly once in the file
     new: str
@@ -82,6 +82,7 @@ MUTANTS = [
         ("t.coefficient * t.sum * (", "t.sum * ("),
         ("self.course.index, micro, self.ranks.rank)", "self.course.index, 0, self.ranks.rank)"),
         ("self.model.train(False)", "self.model.train(True)"),
+        ("self.course.index, micro, self", "0, micro, self"),  # one dropout mask for every step
     ),
     *_of("loop", f"{LEARNING}/window.py", "test_window.py", ("sum(c * s / self.counts[per]", "sum(s / self.counts[per]")),
     *_of(
@@ -98,7 +99,8 @@ MUTANTS = [
     *_of("loop", f"{LEARNING}/ranks.py", "test_ranks.py test_fit_options.py",
          ("if limit > 0 and math.isfinite(norm):", "if limit > 0:")),
     *_of("loop", f"{LEARNING}/course.py", "test_verdict.py test_fit.py",
-         ("if value < self.anchor - threshold:", "if value < self.anchor:")),
+         ("if value < self.anchor - threshold:", "if value < self.anchor:"),
+         ("if value < self.best:", "if value <= self.best:")),
     *_of(
         "resume", f"{LEARNING}/keeping.py", "test_fit.py test_fit_options.py",
         ('"window": window.state()', '"window": Window().state()'),
@@ -112,6 +114,11 @@ MUTANTS = [
         ("[:-keep]", "[: -keep - 1]"),
         ("reverse=True):\n        wrong", "reverse=False):\n        wrong"),
     ),
+    *_of("graph", "dvc.yaml", "test_wiring.py",
+         ("      - data/benchmarks\n      - build/code/corpus.txt", "      - build/code/corpus.txt"),
+         ("      - feedback\n", ""),
+         ("    outs:\n      - models/reward\n", "    outs:\n")),
+    *_of("intervals", "pipeline/evaluation/intervals.py", "test_intervals.py", ("(0.025, 0.975)", "(0.05, 0.95)")),
     *_of("resume", f"{LEARNING}/course.py", "test_verdict.py", ("if self.step >= first)", "if self.step > first)")),
     *_of(
         "resume", f"{LEARNING}/verdict.py", "test_verdict.py",

@@ -5,7 +5,8 @@
     python -m pipeline.launch stage_dpo  one stage and what it needs
 
 A stage that fails takes with it only what needs it: the rest is built, then a table gives what became of each stage and how to go on, and
-the exit code is that of the first failure. The report reads whatever was measured, so it only waits for the others. SIGINT, SIGTERM
+the exit code is that of the first failure. Each stage has all cores, as under `dvc repro`: how many threads it has decides its last bits, so
+that must not depend on what happens to run beside it. The report reads whatever was measured, so it only waits for the others. SIGINT, SIGTERM
 and SIGHUP reach each running stage once; it saves its state, and the same command resumes. When the launcher is killed, the kernel ends
 DVC and its stage (Linux).
 
@@ -220,7 +221,6 @@ class Launcher:
         self.code = 0  # of the first stage that failed
         self.told: set[int] = set()  # processes that were asked to end,
         self.deadline = float("inf")  # and when those that have not are killed
-        self.cores = device.workers("auto")
         self.ended = work.root() / "ended"
 
     def run(self) -> int:
@@ -252,10 +252,9 @@ class Launcher:
     def _start(self) -> None:
         free = self.build.jobs - len(self.running)
         names = [] if self.signal else self.build.ready()[:free]
-        threads = str(max(1, self.cores // max(1, len(self.running) + len(names))))
         for name in names:
             (self.ended / name).unlink(missing_ok=True)
-            environment = {"OMP_NUM_THREADS": threads} | os.environ | {ENDED: str(self.ended / name)}
+            environment = os.environ | {ENDED: str(self.ended / name)}
             command = [sys.executable, "-c", REPRO, str(os.getpid()), "--wait-for-lock", "repro", "-s", name]
             process = subprocess.Popen(command, env=environment, start_new_session=True)
             self.running[name] = (process, time.monotonic())

@@ -240,6 +240,20 @@ def test_the_gate_of_the_first_step_names_what_moved() -> None:
             check(good | {name: wrong})
 
 
+# -- losses by hand --------------------------------------------------------------------------------------------------------
+
+
+def test_the_masked_cross_entropy_weighs_each_token_by_one_over_its_noise() -> None:
+    """Tokens of -1 and -3 nats at t = 1/2 and t = 1/4: 2 * 1 + 4 * 3."""
+    logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
+    found = objectives_masked.masked_cross_entropy(logprobs, torch.tensor([2.0, 4.0]), per="tokens")
+    (term,) = found.terms
+    assert (term.name, term.sum.item(), term.per) == ("loss", 14.0, "tokens")
+    term.sum.backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [-2.0, -4.0]
+    assert (float(found.metrics["masked/nll"][0]), found.metrics["masked/nll"][1]) == (4.0, 2), "unweighted"
+
+
 # -- Diffusion-DPO's loss --------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -19,14 +20,17 @@ def test_every_mutant_changes_exactly_one_place_and_names_tests_that_are_there()
         assert text.count(mutant.old) == 1, (mutant.file, mutant.old)
         changed = text.replace(mutant.old, mutant.new)
         assert changed != text
-        compile(changed, mutant.file, "exec")  # a syntax error would be killed by any test
+        if mutant.file.endswith(".py"):
+            compile(changed, mutant.file, "exec")  # a syntax error would be killed by any test
+        else:
+            yaml.safe_load(changed)
         assert all((ROOT / "tests" / name).is_file() for name in mutant.tests.split()), mutant.tests
 
 
 def test_forty_or_more_mutants_over_five_subjects_and_none_twice() -> None:
     assert len(MUTANTS) >= 40 and len({mutants.key_of(mutant) for mutant in MUTANTS}) == len(MUTANTS)
     found = Counter(mutant.subject for mutant in MUTANTS)
-    assert set(found) == {"losses", "loop", "resume", "masks", "jail"} and min(found.values()) >= 5
+    assert all(found[subject] >= 5 for subject in ("losses", "loop", "resume", "masks", "jail"))
 
 
 def test_a_mutant_dies_by_the_test_that_notices_it_and_lives_where_none_does(tmp_path: Path) -> None:
