@@ -5,10 +5,10 @@
     python -m pipeline.launch stage_dpo  one stage and what it needs
 
 A stage that fails takes with it only what needs it: the rest is built, then a table gives what became of each stage and how to go on, and
-the exit code is that of the first failure. Each stage has all cores, as under `dvc repro`: how many threads it has decides its last bits, so
-that must not depend on what happens to run beside it. The report reads whatever was measured, so it only waits for the others. SIGINT, SIGTERM
+the exit code is that of the first failure. The report reads whatever was measured, so it only waits for the others. SIGINT, SIGTERM
 and SIGHUP reach each running stage once; it saves its state, and the same command resumes. When the launcher is killed, the kernel ends
-DVC and its stage (Linux).
+DVC and its stage (Linux). A stage has the cores divided by the jobs as threads, also where it runs alone: their number decides its last
+bits, so one that was stopped must resume with as many.
 
 Not promised: that an estimate of the time left is right before the first full run; it starts from `seconds` in the scale file.
 """
@@ -221,6 +221,7 @@ class Launcher:
         self.code = 0  # of the first stage that failed
         self.told: set[int] = set()  # processes that were asked to end,
         self.deadline = float("inf")  # and when those that have not are killed
+        self.threads = str(max(1, device.workers("auto") // build.jobs))
         self.ended = work.root() / "ended"
 
     def run(self) -> int:
@@ -254,7 +255,7 @@ class Launcher:
         names = [] if self.signal else self.build.ready()[:free]
         for name in names:
             (self.ended / name).unlink(missing_ok=True)
-            environment = os.environ | {ENDED: str(self.ended / name)}
+            environment = {"OMP_NUM_THREADS": self.threads} | os.environ | {ENDED: str(self.ended / name)}
             command = [sys.executable, "-c", REPRO, str(os.getpid()), "--wait-for-lock", "repro", "-s", name]
             process = subprocess.Popen(command, env=environment, start_new_session=True)
             self.running[name] = (process, time.monotonic())

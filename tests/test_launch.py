@@ -33,13 +33,13 @@ class Repro:
     most: int
     codes: dict[str, int]
     cached: set[str]  # stages whose command does not run
-    threads: dict[str, str | None]
+    threads: dict[str, str]
 
     def __init__(self, command: list[str], env: dict[str, str], start_new_session: bool) -> None:
         assert command[-4:-1] == ["--wait-for-lock", "repro", "-s"] and start_new_session
         self.name, self.looks, self.pid = command[-1], 0, 2**30
         self.told = Path(env[launch.ENDED])
-        Repro.threads[self.name] = env.get("OMP_NUM_THREADS")
+        Repro.threads[self.name] = env["OMP_NUM_THREADS"]
         Repro.started.append(self.name)
         Repro.alive += 1
         Repro.most = max(Repro.most, Repro.alive)
@@ -86,7 +86,7 @@ def test_the_longest_chain_in_seconds_goes_first_and_no_stage_has_other_threads_
     assert build.ready() == ["alone", "tools"]  # 9 s against a chain of three stages of 1 s
     assert Launcher(build_of(waits), "make").run() == 0
     assert repros.started == ["corpus", "tools", "alone", "reward", "rlhf"]
-    assert set(repros.threads.values()) == {None}
+    assert set(repros.threads.values()) == {"2"}  # of 4 cores for 2 jobs, also where a stage is alone
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert Launcher(build_of(waits), "make").run() == 0 and set(repros.threads.values()) == {"3"}
 
