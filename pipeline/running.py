@@ -80,6 +80,11 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
             "free some space (python -m pipeline.work prune removes unfinished work) and run again: it resumes.\n"
         )
         _leave(1)
+    except work.Stopped as stopped:
+        sys.stderr.write(
+            f"stage_{stage}{_who()}: stopped by {stopped.signal.name} outside of its training loop; the same command resumes\n"
+        )
+        _leave(128 + stopped.signal)
     except KeyboardInterrupt:  # data stages; a training stage handles the signal itself
         sys.stderr.write(f"stage_{stage}: interrupted; the same command resumes\n")
         _leave(128 + signal.SIGINT)

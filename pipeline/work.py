@@ -45,21 +45,47 @@ FORMAT = 1
 KEEP_NEWEST, KEEP_SECONDS = 4, 30 * 24 * 3600
 
 
+class Stopped(SystemExit):
+    """A signal ended the stage where no training loop could save a state; the exit code is 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+
+
 class StopRequest:
-    """SIGTERM and SIGINT set a flag that the training loop reads at every step; a second signal ends at once."""
+    """SIGTERM and SIGINT in a training stage.
+
+    While a model is built, data are read or a result is written, the first one raises Stopped there: nothing is lost that a
+    state does not hold. Within `heeded` it sets a flag, which the training loop reads at every step. A second one ends at once.
+    """
 
     def __init__(self) -> None:
         self.signal = 0
+        self._heeded = False
 
     def install(self) -> None:
         """Handle both signals in this process."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """A loop that reads `signal` and saves before it ends. Raises Stopped behind it for one that came after its last look."""
+        self._heeded = True
+        try:
+            yield
+        finally:
+            self._heeded = False
+        if self.signal:
+            raise Stopped(self.signal)
+
     def _on_signal(self, number: int, _frame: object) -> None:
         if self.signal:
             os._exit(128 + number)
         self.signal = number
+        if not self._heeded:
+            raise Stopped(number)
 
 
 COMPUTING = ("numpy", "safetensors", "tokenizers", "torch")  # packages that may change a result
