@@ -80,6 +80,7 @@ class Pair:
     # What scores any answer to the prompt: {"entry_point", "tests"} of a problem, {"right": message} of a tool turn, {} of a
     # story; None where nobody knows it.
     truth: dict[str, Any] | None = None
+    given_by: str | None = None  # whose API key gave it on the web page
 
 
 @dataclass(frozen=True, kw_only=True)
