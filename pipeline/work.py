@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import device
-from pipeline.errors import StagecoachError
+from pipeline.errors import ConfigError, StagecoachError
 from pipeline.tracking import Tracker, say
 
 FORMAT = 1
@@ -50,7 +50,7 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
-        self.signal = signal.Signals(number)
+        self.status, self.name = 128 + number, signal.Signals(number).name
 
 
 class StopRequest:
@@ -223,6 +223,17 @@ def need_space(folder: Path, num_bytes: int) -> None:
             f"{folder}: no space: {num_bytes / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free. Nothing was written; "
             "free some space (python -m pipeline.work prune removes unfinished work) and run again: it resumes."
         )
+
+
+def need_writable(*targets: Path) -> None:
+    """Raise ConfigError where a target could not be put in its place: found before the work is done, not after it."""
+    for target in targets:
+        folder = next(folder for folder in target.absolute().parents if folder.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            what = "cannot be written" if folder.is_dir() else "is no folder"
+            raise ConfigError(
+                f"{target}: {folder} {what}; nothing was computed. Make it writable (see ls -ld) and run again"
+            )
 
 
 @contextmanager

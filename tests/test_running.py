@@ -4,6 +4,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import signal
 import sys
@@ -317,7 +318,7 @@ def test_a_signal_before_or_after_the_loop_ends_a_training_stage_at_once(
         stage.HOOK = hook  # type: ignore[attr-defined]
         assert main(stage, trains=True) == 128 + number
         assert capsys.readouterr().err == (
-            f"stage_toy: stopped by {number.name} outside of its training loop; the same command resumes\n"
+            f"stage_toy: stopped by {number.name} outside the loop; the same command resumes\n"
         )
     assert told == ["KILLED", "KILLED"] and not Path("data/toy").exists()
 
@@ -401,3 +402,28 @@ def test_the_commit_is_read_from_loose_and_packed_references(tmp_path: Path, mon
     assert running.git_commit() == "3333"
     (tmp_path / ".git/HEAD").write_text("4444\n")
     assert running.git_commit() == "4444"
+
+
+@pytest.mark.parametrize("locked", ["models", ".work"])
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(
+    stage: ModuleType, locked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a file system that is mounted to be read: root may not write there either."""
+    stage.HOOK = raising(AssertionError("it ran"))  # type: ignore[attr-defined]
+    Path(locked).mkdir()
+    original = os.access
+    monkeypatch.setattr(work.os, "access", lambda path, mode: Path(path).name != locked and original(path, mode))
+    assert main(stage, outs={"out": "models/toy"}) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("stage_toy: ") and f"{locked} cannot be written; nothing was computed. Make it writable" in said
+    )
+    assert said.count("\n") == 1
+
+
+def test_an_out_whose_folder_is_a_file_is_found_before_anything_is_computed(
+    stage: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("models").write_text("")
+    assert main(stage, outs={"out": "models/toy"}) == 2
+    assert "models is no folder; nothing was computed" in capsys.readouterr().err
