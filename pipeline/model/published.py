@@ -86,7 +86,7 @@ def read(folder: Path) -> Published:
 
 def _llada(values: dict[str, Any], path: Path) -> ModelConfig:
     try:
-        sizes = {name: whole(values, key) for name, key in LLADA_SIZES.items() if name != "rope_theta"}
+        sizes: dict[str, Any] = {name: whole(values, key) for name, key in LLADA_SIZES.items() if name != "rope_theta"}
         heads = whole(values, "n_heads")
         return ModelConfig(
             **sizes, rope_theta=number(values, "rope_theta", 0.0),

@@ -93,7 +93,8 @@ def _num_bytes(batch: pa.RecordBatch) -> int:
 def _bytes_of(array: Any) -> int:
     """Bytes of an array once its dictionaries are written out."""
     if isinstance(array, pa.DictionaryArray):
-        return pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
+        lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
+        return pc.call_function("sum", [lengths]).as_py() or 0
     if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):  # a map is one too
         return 8 * len(array) + _bytes_of(array.flatten())
     if isinstance(array, pa.StructArray):
