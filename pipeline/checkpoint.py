@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from pipeline.errors import ModelError
-from pipeline.model import convert, memory_files
-from pipeline.model.config import FAMILIES, REMEMBERING, ModelConfig, read_config
+from pipeline.model import convert, memory_files, stored
+from pipeline.model.config import FAMILIES, REMEMBERING, ModelConfig, read_config, read_values
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
@@ -119,6 +120,7 @@ def load(folder: Path) -> tuple[Transformer, Tokenizer]:
 def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
     """As `load`, of any attention; denoisers.py knows what else a masked-diffusion model has."""
     config = read_config(folder)
+    stored.check(config, folder, stored.headers(folder))
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(config, tokenizer, folder)
     model = Transformer(config)
@@ -130,7 +132,7 @@ def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
 
 def kind(folder: Path) -> str:
     """`model_type` of a directory's config.json."""
-    return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type"))
+    return str(read_values(folder).get("model_type"))
 
 
 def load_frozen(folder: Path) -> Transformer:
@@ -145,12 +147,15 @@ def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
     Raises ModelError for another kind of model, one without its mean and deviation, and as `load`.
     """
     config = read_config(folder)
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found = (values.get("architectures") or ["no architecture"])[0]
+    values = read_values(folder)
+    found = values.get("architectures") or "no architecture"
+    found = found[0] if isinstance(found, list) else found
     if found != _classifier(config):
         raise ModelError(
             f"{folder}: expected a reward model ({_classifier(config)}), found {found}; make one with dvc repro stage_reward"
         )
+    trunk = {name: shape for name, shape in stored.headers(folder).items() if name != "score.weight"}
+    stored.check(replace(config, tied=True), folder, trunk)  # it has no head over the vocabulary
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(config, tokenizer, folder)
     model = RewardModel(Transformer(config))

@@ -304,3 +304,14 @@ def give_back(where: torch.device) -> None:
     gc.collect()
     if where.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def need_memory(num_bytes: int, what: str) -> None:
+    """Raise ConfigError for more than this machine has in all; `what` takes it."""
+    import psutil
+
+    room = psutil.virtual_memory().total + psutil.swap_memory().total
+    if num_bytes > room:
+        raise ConfigError(
+            f"{what}: {num_bytes / 1e9:,.1f} GB needed, this machine has {room / 1e9:,.1f} GB; take a smaller model"
+        )

@@ -38,7 +38,7 @@ from packaging.specifiers import SpecifierSet
 from pipeline import device, work
 from pipeline.errors import ConfigError, StagecoachError
 from pipeline.params import Settings, build, stage_names, stage_params
-from pipeline.runtime import Runtime
+from pipeline.runtime import Runtime, without_password
 from pipeline.sandbox import servers
 from pipeline.sandbox.config import SandboxConfig
 
@@ -282,7 +282,8 @@ def sandbox(root: Path) -> Iterator[Finding]:
     settings = Settings(root, [])
     config = build(SandboxConfig, settings.layers("sandbox"), "sandbox")
     if url := build(Runtime, settings.layers("runtime"), "runtime").sandbox_url:
-        yield Finding("sandbox", "ok", f"generated code runs at {url} (runtime.sandbox.url; not contacted)")
+        shown = without_password(url)
+        yield Finding("sandbox", "ok", f"generated code runs at {shown} (runtime.sandbox.url; not contacted)")
         return
     for profile, remedy in PROFILES.items():
         server = servers.Server(config, profile)
@@ -377,7 +378,7 @@ def remote(root: Path) -> list[Finding]:
         found = f"no url for core.remote ({name or 'none'}): dvc push and pull go nowhere"
         return [Finding("remote", "note", found, f"dvc remote add --default {name or 'store'} FOLDER")]
     if "://" in url:
-        return [Finding("remote", "ok", f"{name}: {url} (not contacted)")]
+        return [Finding("remote", "ok", f"{name}: {without_password(url)} (not contacted)")]
     folder = (root / ".dvc" / Path(url).expanduser()).resolve()
     remedy = None if folder.is_dir() else "it is not there yet: dvc push makes it"
     return [Finding("remote", "note" if remedy else "ok", f"{name}: {folder}", remedy)]

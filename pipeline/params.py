@@ -104,6 +104,8 @@ class Settings:
         from hydra import compose, initialize_config_dir
         from omegaconf import OmegaConf
 
+        for which in GROUPS:
+            _check_mapping(self.root / "conf" / which / f"{self.name(which)}.yaml")
         with initialize_config_dir(str((self.root / "conf").resolve()), version_base=None):
             config = compose("config", overrides=[f"{which}={self.name(which)}" for which in GROUPS])
         plain = OmegaConf.to_container(config, resolve=False)
@@ -179,12 +181,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
+def _check_mapping(path: Path) -> None:
+    """Raise ConfigError for a file that Hydra would read as nothing, or refuse with a traceback."""
+    try:
+        tree = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{path}: expected a mapping of keys, found {type(tree).__name__}")
+
+
 def parse_override(text: str) -> tuple[str, Any]:
     """`language.steps=3` -> ("language.steps", 3). Raises ConfigError when there is no `=`."""
     key, equals, raw = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"command line: expected key=value such as language.steps=3, got {text!r}")
-    return key, yaml.safe_load(raw) if raw else ""
+    try:
+        return key, yaml.safe_load(raw) if raw else ""
+    except yaml.YAMLError as error:
+        raise ConfigError(f"command line: {key}: not valid YAML: {raw!r}") from error
 
 
 def stage_names(root: Path) -> list[str]:

@@ -42,7 +42,7 @@ Written by `python -m pipeline.reference` from the code: a meaning is the commen
 command again.
 
 **The tables.** Under `smoke`, `demo` and `full` stands what `conf/scale/` says, in *italics* the default where it says nothing, and – where a
-value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that the scale file sets some of these. A block
+value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that the scale file, or a default, sets some of these. A block
 that no scale file mentions has one column, the default.
 
 **Which value holds.** The first that is found: the command line, `params.yaml` where it is not null, the block's preset, the scale file, the
@@ -250,7 +250,10 @@ def default(field: dataclasses.Field[Any]) -> str:
     """The cell of a field's default."""
     if field.default is not dataclasses.MISSING:
         return escaped(shown(field.default))
-    return NOT_GIVEN if field.default_factory is dataclasses.MISSING else escaped(shown(field.default_factory()))
+    if field.default_factory is dataclasses.MISSING:
+        return NOT_GIVEN
+    made = field.default_factory()
+    return "below" if dataclasses.is_dataclass(made) else escaped(shown(made))
 
 
 def shown(raw: Any) -> str:

@@ -10,13 +10,17 @@ the artefact `evaluation`, so that a later one can be compared with it item by i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import sqlite3
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pipeline.errors import ConfigError
 
 NAME, ALIAS, EVALUATION = "stagecoach", "champion", "evaluation"
 DEFAULTS = {  # MLflow's own would retry for four minutes and warn at each try
@@ -38,7 +42,7 @@ class Version:
 
 
 def connect() -> tuple[Any, str]:
-    """A client, and the id of the experiment `stagecoach`, made when it is not there. Raises what MLflow raises."""
+    """A client, and the id of the experiment `stagecoach`, made when it is not there. Raises ConfigError, and what MLflow raises."""
     for variable, value in DEFAULTS.items():
         os.environ.setdefault(variable, value)
     root = Path(os.environ.get("DVC_ROOT", ".")).resolve()
@@ -47,6 +51,7 @@ def connect() -> tuple[Any, str]:
     with warnings.catch_warnings(), (root / ".work" / "mlflow.lock").open("w") as lock:
         warnings.simplefilter("ignore")
         fcntl.flock(lock, fcntl.LOCK_EX)  # two first users would both create the tables
+        _check_file(uri)
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -55,6 +60,21 @@ def connect() -> tuple[Any, str]:
             return client, experiment.experiment_id
         where = (root / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
         return client, client.create_experiment("stagecoach", artifact_location=where)
+
+
+def _check_file(uri: str) -> None:
+    """Raise ConfigError where SQLite cannot open the store's file, a folder for example: MLflow would try for 100 seconds."""
+    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    if path in (uri, "", ":memory:"):
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=60.0)) as store:
+            store.execute("pragma schema_version").fetchone()
+    except sqlite3.Error as error:
+        what = "a folder" if Path(path).is_dir() else f"what SQLite cannot open ({error})"
+        raise ConfigError(
+            f"{path}: expected MLflow's database, found {what}; move it away, or set MLFLOW_TRACKING_URI"
+        ) from error
 
 
 def register(client: Any, run_id: str, folder: Path, tags: Mapping[str, str]) -> Version:

@@ -80,6 +80,9 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
             "free some space (python -m pipeline.work prune removes unfinished work) and run again: it resumes.\n"
         )
         _leave(1)
+    except work.Stopped as end:
+        sys.stderr.write(f"stage_{stage}{_who()}: stopped by {end.name} outside the loop; the same command resumes\n")
+        _leave(end.status)
     except KeyboardInterrupt:  # data stages; a training stage handles the signal itself
         sys.stderr.write(f"stage_{stage}: interrupted; the same command resumes\n")
         _leave(128 + signal.SIGINT)
@@ -130,6 +133,8 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
         folder = _finder_folder(folder, stage, wiring)
     plan = _plan(wiring, stage)
     follows = plan is not None and plan.machine > 0  # the lock, a fresh start and the outs are machine 0's
+    if device.rank() == 0 and not follows:
+        work.need_writable(folder / "lock", *(target for target, _ in out_paths(folder, wiring, names)))
     if follows:
         os.environ["STAGECOACH_LOCKED"] = str(folder)
     with work.locked(folder):

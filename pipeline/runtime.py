@@ -5,11 +5,17 @@ Not promised: equal bits between two precisions, micro-batches or process counts
 that changes one of them says so.
 """
 
+import re
 from dataclasses import dataclass
 
 CHECKPOINTING = ("none", "full", "every_2", "selective")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 TRACKERS = ("tensorboard", "wandb")
+
+
+def without_password(url: str) -> str:
+    """An address as messages show it: what stands before its last @ is left out."""
+    return re.sub(r"^([A-Za-z][\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)

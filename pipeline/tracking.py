@@ -174,9 +174,9 @@ class Tracker:
         self._logged = end
 
     def abandon(self, status: str) -> None:
-        """Say in MLflow that the run ended early: "KILLED" (it resumes) or "FAILED"."""
+        """Say in MLflow that the run ended early: "KILLED" (it resumes) or "FAILED". Nobody waits long for that."""
         if self._mlflow is not None:
-            self._mlflow.end(status)
+            self._mlflow.end(status, wait=SHORT_WAIT)
 
     def finish(self, system: Sequence[tuple[int, Mapping[str, float]]] = ()) -> None:
         """Close the run: speed.json, MLflow's final metrics, system metrics (milliseconds, values) and status."""
@@ -206,7 +206,7 @@ def known_run(folder: Path) -> str:
 
 
 NOTE = "mlflow.json"
-WAIT = 120.0  # seconds
+WAIT, SHORT_WAIT = 120.0, 5.0  # seconds for the store to open: of a run that trains, of one that is being stopped
 
 
 class MlflowRun:
@@ -270,11 +270,12 @@ class MlflowRun:
             say(f"warning: MLflow does not answer ({type(error).__name__}: {first[:200]}); going on without it")
         self.failed = True
 
-    def _ready(self) -> bool:
+    def _ready(self, wait: float | None = None) -> bool:
         if self._thread.ident is not None and not self.failed:
-            self._thread.join(timeout=WAIT)
+            wait = WAIT if wait is None else wait
+            self._thread.join(timeout=wait)
             if self._thread.is_alive():
-                self._fail(TimeoutError(f"no answer within {WAIT:.0f} s"))
+                self._fail(TimeoutError(f"no answer within {wait:.0f} s"))
         return self.client is not None and not self.failed
 
     def log(self, rows: list[dict[str, Number]]) -> None:
@@ -331,9 +332,9 @@ class MlflowRun:
             self._send([(f"final/{k}", v, now, last) for k, v in final.items()])
             self.end("FINISHED")
 
-    def end(self, status: str) -> None:
-        """Set the run's status."""
-        if not self._ready():
+    def end(self, status: str, wait: float | None = None) -> None:
+        """Set the run's status; `wait` seconds at most for a store that is still being opened (None: WAIT)."""
+        if not self._ready(wait):
             return
         try:
             self.client.set_terminated(self.run_id, status=status)

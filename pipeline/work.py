@@ -38,28 +38,54 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import device
-from pipeline.errors import StagecoachError
+from pipeline.errors import ConfigError, StagecoachError
 from pipeline.tracking import Tracker, say
 
 FORMAT = 1
 KEEP_NEWEST, KEEP_SECONDS = 4, 30 * 24 * 3600
 
 
+class Stopped(SystemExit):
+    """A signal ended the stage where no training loop could save a state; the exit code is 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.status, self.name = 128 + number, signal.Signals(number).name
+
+
 class StopRequest:
-    """SIGTERM and SIGINT set a flag that the training loop reads at every step; a second signal ends at once."""
+    """SIGTERM and SIGINT in a training stage.
+
+    While a model is built, data are read or a result is written, the first one raises Stopped there: nothing is lost that a
+    state does not hold. Within `heeded` it sets a flag, which the training loop reads at every step. A second one ends at once.
+    """
 
     def __init__(self) -> None:
         self.signal = 0
+        self._heeded = False
 
     def install(self) -> None:
         """Handle both signals in this process."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """A loop that reads `signal` and saves before it ends. Raises Stopped behind it for one that came after its last look."""
+        self._heeded = True
+        try:
+            yield
+        finally:
+            self._heeded = False
+        if self.signal:
+            raise Stopped(self.signal)
+
     def _on_signal(self, number: int, _frame: object) -> None:
         if self.signal:
             os._exit(128 + number)
         self.signal = number
+        if not self._heeded:
+            raise Stopped(number)
 
 
 COMPUTING = ("numpy", "safetensors", "tokenizers", "torch")  # packages that may change a result
@@ -197,6 +223,17 @@ def need_space(folder: Path, num_bytes: int) -> None:
             f"{folder}: no space: {num_bytes / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free. Nothing was written; "
             "free some space (python -m pipeline.work prune removes unfinished work) and run again: it resumes."
         )
+
+
+def need_writable(*targets: Path) -> None:
+    """Raise ConfigError where a target could not be put in its place: found before the work is done, not after it."""
+    for target in targets:
+        folder = next(folder for folder in target.absolute().parents if folder.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            what = "cannot be written" if folder.is_dir() else "is no folder"
+            raise ConfigError(
+                f"{target}: {folder} {what}; nothing was computed. Make it writable (see ls -ld) and run again"
+            )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.checkpoint import save
-from pipeline.device import generator
+from pipeline.device import generator, need_memory
 from pipeline.learning.fit import fit
 from pipeline.learning.objectives_memory import RouterWeights
 from pipeline.learning.remembering import next_tokens
@@ -58,6 +58,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
 
 def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:
     """Random weights of the selected size."""
+    need_memory(4 * params.model.num_parameters, f"a model of {params.model.num_parameters:,} weights in float32")
     weights = generator("language", "weights", seed)
     model = Transformer(params.model, weights)
     if params.induction_heads:

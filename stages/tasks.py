@@ -6,14 +6,14 @@
 `data: machine` generates all three. `data: files` and `data: hub` bring their own where they name some, and the rest is
 generated. Problems that are brought are tried in the sandbox: one whose tests cannot be judged, or whose own solution fails
 them, stops the stage (of the user's files) or leaves (of the hub's sets, up to `max_rejected`). Test items whose text stands in the training data are dropped here, so that no knob of this stage retrains the
-language model. Pairs that people gave on the web page join the training pairs. Facts are always invented.
+language model. Pairs that people gave on the web page join the training pairs as far as `tasks.feedback` says. Facts are always invented.
 """
 
 import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from pipeline.processes import pool_map
 from pipeline.sandbox import together
 from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.sandbox.together import Candidates
-from pipeline.streams import hub, readers, screening, sources
+from pipeline.streams import feedback_pairs, hub, readers, screening, sources
+from pipeline.streams.feedback_pairs import FeedbackConfig
 from pipeline.streams.records import Dialogue, Pair, Problem, write
 from pipeline.synthesis import drills, facts, preferences, programs, small_talk, stories, tool_choices, tools, wording
 from pipeline.tracking import progress, say
@@ -48,6 +49,8 @@ class Params:
     services: int  # that facts are invented about, four each, for the memory branch
     test_items: int  # held-out items of each kind; three times as many pairs, a third of each kind
     label_noise: float  # share of the training pairs whose answers are swapped
+    # {accept: reviewed, share: 0.2}: pairs that people gave on the web page; none: leave them out
+    feedback: FeedbackConfig | None = field(default_factory=FeedbackConfig)
     data: sources.DataConfig = group("data")
     sandbox: SandboxConfig = block("sandbox")
 
@@ -93,7 +96,11 @@ def run(
         dropped = _screen(talks, made, text, code, job.workers)
         bar.update()
         judged = _pairs(params, job) if brought["preferences"] is None else brought["preferences"]
-        judged["train"] += _feedback(feedback, params.data, parts, rows)
+        given, told = [], {}
+        if params.feedback is not None:
+            file, rejected = feedback / "preferences.jsonl", parts / "feedback-rejected.jsonl"
+            given, told = feedback_pairs.pairs(file, params.feedback, len(judged["train"]), rejected)
+        judged["train"] += given
         bar.update()
     invented = facts.facts(params.services, job.seed)
     for folder, splits in ((dialogues, talks), (problems, made), (pairs, judged), (known, invented)):
@@ -107,6 +114,8 @@ def run(
             (target / ("feedback-rejected.jsonl" if kind == "feedback" else hub.REJECTED)).write_bytes(rejected)
     if rows:
         job.report(rows=rows)
+    if told.get("rows"):
+        job.report(feedback=told)
     job.report(
         dialogues=_counts(talks), problems=_counts(made), preferences=_counts(judged), facts=_counts(invented), dropped_test_items=dropped,
         kinds=dict(sorted(Counter(d.kind for d in talks["train"]).items())),
@@ -171,18 +180,6 @@ def _try_out(splits: Splits, params: Params, job: Job, parts: Path, counts: dict
         splits[split] = [problem for problem in records if problem.id not in wrong]
     counts["rejected"] += len(wrong)
     counts["accepted"] -= len(wrong)
-
-
-def _feedback(folder: Path, data: sources.DataConfig, parts: Path, counts: dict[str, dict[str, int]]) -> list[Pair]:
-    """Pairs that people gave on the page; each line is checked as a user's own file is."""
-    path = folder / "preferences.jsonl"
-    if not path.is_file() or path.stat().st_size == 0:
-        return []
-    parts.mkdir(parents=True, exist_ok=True)
-    config = replace(data, preferences=[path.name], shape="auto")
-    rejected = parts / "feedback-rejected.jsonl"
-    rows = readers.read_files(folder, config, "preferences", rejected, counts.setdefault("feedback", {}))
-    return [replace(record, source="feedback") for _, record in rows if isinstance(record, Pair)]
 
 
 def generate(chunk: Chunk) -> list[Any]:

@@ -18,7 +18,7 @@ from pipeline.learning.fit import fit
 from pipeline.learning.objectives import Loss
 from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import Curriculum
-from pipeline.work import Job
+from pipeline.work import Job, Stopped
 from tests.test_fit import Batch, Dropping, Net, Rows, config, equal, job, loss
 from tests.test_fit_options import Spiking, Windows, killed_and_resumed, spiking_loss
 
@@ -74,6 +74,34 @@ def test_a_signal_before_a_policy_samples_does_not_wait_for_it(tmp_path: Path) -
     at_work.stop.signal = signal.SIGINT
     with pytest.raises(SystemExit):
         fit(Net(), stream, loss, config(), at_work)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_real_signal_in_the_loop_saves_a_state_and_one_before_it_does_not_reach_the_loop(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    settings, whole = config(), Net()
+    fit(whole, Rows(), loss, settings, job(tmp_path / "whole"))
+    cut, stream = job(tmp_path / "cut"), Rows()
+    original = stream.rows
+    stream.rows = lambda step, context: (signal.raise_signal(number) if step == 5 else None, original(step, context))[1]  # type: ignore[method-assign]
+    try:
+        cut.stop.install()
+        with pytest.raises(SystemExit) as ended:
+            fit(Net(), stream, loss, settings, cut)
+        early = job(tmp_path / "early")
+        early.stop.install()
+        with pytest.raises(Stopped):
+            signal.raise_signal(number)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    state = states.newest(cut.folder)
+    assert ended.value.code == 128 + number and state is not None and state.step == 5
+    again = Net()
+    fit(again, Rows(), loss, settings, job(cut.folder))
+    assert equal(whole, again) and states.newest(early.folder) is None
 
 
 # -- rollbacks ---------------------------------------------------------------------------------------------------------

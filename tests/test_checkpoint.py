@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pipeline import checkpoint, work
 from pipeline.errors import ModelError, StagecoachError
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.model import convert
+from pipeline.model import stored
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.text import chat
@@ -160,8 +160,8 @@ def test_transformers_computes_and_says_the_same(tied: bool, byte_tokenizer: Tok
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_a_broken_index_of_shards_is_refused_by_name(folder: Path, text: str) -> None:
-    (folder / convert.WHOLE).unlink()  # which would be taken
-    (folder / convert.INDEX).write_text(text)
+    (folder / stored.WHOLE).unlink()  # which would be taken
+    (folder / stored.INDEX).write_text(text)
     with pytest.raises(ModelError, match=r"index\.json: expected a JSON object with weight_map"):
         checkpoint.load(folder)
 

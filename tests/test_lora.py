@@ -336,6 +336,17 @@ def exported(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def test_a_rank_beyond_the_files_is_refused_before_it_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = exported(tmp_path, r=10**9)
+    monkeypatch.setattr(lora_files, "attach", lambda *_: pytest.fail("an adapter was built"))
+    with pytest.raises(
+        ModelError, match=r"lora_A\.weight has shape \[3, \d+\], expected \[1000000000, \d+\]: another rank"
+    ):
+        lora_files.import_peft(folder, fresh())
+
+
 @pytest.mark.parametrize(("key", "value"), [
     ("peft_type", "IA3"), ("task_type", "SEQ_CLS"), ("bias", "all"), ("modules_to_save", ["lm_head"]),
     ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}), ("layers_to_transform", [0]), ("lora_bias", True),

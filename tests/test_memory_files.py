@@ -166,3 +166,25 @@ def test_the_wider_model_has_as_many_weights() -> None:
     for wrong, complaint in (({"width": 0, "layers": (0,)}, "expected at least 1"), ({"width": 3, "layers": (6,)}, "from 0 to 5")):  # fmt: skip
         with pytest.raises(ValueError, match=complaint):
             memory_files.attach(Transformer(NANO), WiderConfig(**wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 10**9 * 48}, r"memory\.safetensors: its tensors are not those that memory\.json describes \(bank\.0\.rows: expected"),
+        ({"rows": 10**24 * 48}, r"memory\.json: sizes that no memory can have"),
+        ({"rank": 10**9}, r"its tensors are not those"),
+    ],
+)  # fmt: skip
+def test_a_shape_larger_than_the_file_is_refused_before_a_memory_is_built(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any], message: str,
+) -> None:  # fmt: skip
+    kept(tiny_model, byte_tokenizer, tmp_path / "m", memory())
+    path = tmp_path / "m/memory.json"
+    told = json.loads(path.read_text())
+    told["config"] |= changes
+    path.write_text(json.dumps(told))
+    monkeypatch.setattr(memory_files, "attach", lambda *_: pytest.fail("a memory was built"))
+    with pytest.raises(ModelError, match=message):
+        checkpoint.load(tmp_path / "m")

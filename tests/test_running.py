@@ -4,10 +4,11 @@ import errno
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -286,21 +287,64 @@ def test_mlflow_is_told_how_a_run_ended(
     assert told == [status]
 
 
-def test_a_stage_that_trains_publishes_its_curve_and_handles_signals(stage: ModuleType) -> None:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """What the signals did before comes back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_before_or_after_the_loop_ends_a_training_stage_at_once(
+    stage: ModuleType, number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(tracking.Tracker, "abandon", lambda self, status: told.append(status))
+
+    def before(job: work.Job, out: Path) -> None:
+        out.write_text("half")
+        signal.raise_signal(number)
+        pytest.fail("it went on")
+
+    def after(job: work.Job, out: Path) -> None:
+        with job.stop.heeded():
+            pass
+        before(job, out)
+
+    for hook in (before, after):
+        stage.HOOK = hook  # type: ignore[attr-defined]
+        assert main(stage, trains=True) == 128 + number
+        assert capsys.readouterr().err == (
+            f"stage_toy: stopped by {number.name} outside the loop; the same command resumes\n"
+        )
+    assert told == ["KILLED", "KILLED"] and not Path("data/toy").exists()
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_in_the_loop_is_left_to_the_loop_and_one_in_its_last_step_ends_the_stage(stage: ModuleType) -> None:
+    seen: list[int] = []
+
+    def hook(job: work.Job, out: Path) -> None:
+        with job.stop.heeded():
+            signal.raise_signal(signal.SIGTERM)
+            seen.append(job.stop.signal)
+        pytest.fail("it went on")
+
+    stage.HOOK = hook  # type: ignore[attr-defined]
+    assert main(stage, trains=True) == 128 + signal.SIGTERM and seen == [signal.SIGTERM]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_stage_that_trains_publishes_its_curve(stage: ModuleType) -> None:
     def hook(job: work.Job, out: Path) -> None:
         job.tracker.log(1, {"loss": 2.5})
         job.report(best={"step": 1, "val_loss": 2.25, "val_bpb": 1.5}, tokens=64, steps=1)
-        signal.raise_signal(signal.SIGTERM)
-        assert job.stop.signal == signal.SIGTERM
 
     stage.HOOK = hook  # type: ignore[attr-defined]
-    try:
-        assert main(stage, trains=True) == 0
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    assert main(stage, trains=True) == 0
     assert Path("metrics/toy.csv").read_text() == "step,loss\n1,2.5\n"
     compared = json.loads(Path("metrics/training/toy.json").read_text())
     assert compared == {"val_loss": 2.25, "val_bpb": 1.5, "tokens": 64}
@@ -358,3 +402,28 @@ def test_the_commit_is_read_from_loose_and_packed_references(tmp_path: Path, mon
     assert running.git_commit() == "3333"
     (tmp_path / ".git/HEAD").write_text("4444\n")
     assert running.git_commit() == "4444"
+
+
+@pytest.mark.parametrize("locked", ["models", ".work"])
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(
+    stage: ModuleType, locked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a file system that is mounted to be read: root may not write there either."""
+    stage.HOOK = raising(AssertionError("it ran"))  # type: ignore[attr-defined]
+    Path(locked).mkdir()
+    original = os.access
+    monkeypatch.setattr(work.os, "access", lambda path, mode: Path(path).name != locked and original(path, mode))
+    assert main(stage, outs={"out": "models/toy"}) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("stage_toy: ") and f"{locked} cannot be written; nothing was computed. Make it writable" in said
+    )
+    assert said.count("\n") == 1
+
+
+def test_an_out_whose_folder_is_a_file_is_found_before_anything_is_computed(
+    stage: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("models").write_text("")
+    assert main(stage, outs={"out": "models/toy"}) == 2
+    assert "models is no folder; nothing was computed" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The server as a process: keys on every route, limits, slow and vanishing clients, its own death and end."""
 
+import hashlib
 import json
 import re
 import socket
@@ -326,6 +327,7 @@ def test_a_preference_is_stored_once_in_the_form_of_the_data(keyed: Running) -> 
     path = keyed.log.parent / "feedback/preferences.jsonl"
     [pair] = records.read(path, records.Pair)
     assert pair.source == "page" and pair.prompt == ASK and pair.chosen[0]["content"] == "North."
+    assert pair.given_by == f"key-{hashlib.sha256(KEY.encode()).hexdigest()[:8]}"
     for wrong in (
         body | {"rejected": body["chosen"]},
         body | {"chosen": ASK},

@@ -182,6 +182,56 @@ def test_noise_swaps_generated_training_pairs_and_pairs_that_people_gave_join_th
     assert found["test"] == usual["preferences"]["test"]
 
 
+SMALL = replace(PARAMS, dialogues=20, problems=10, rl_problems=2, pairs=20, test_items=3)
+
+
+def choice(number: int, **more: Any) -> dict[str, Any]:
+    """A row as the service appends it."""
+    good, bad = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
+    return {"id": f"page-{number}", "prompt": [{"role": "user", "content": f"Is it {number}?"}], "chosen": [good], "rejected": [bad], **more}  # fmt: skip
+
+
+def test_thousands_of_rows_that_one_person_gave_are_no_more_than_their_share_of_the_pairs(
+    tmp_path: Path, fake: None
+) -> None:
+    """5,000 poisoned rows, after them two of somebody else: a fifth of the training pairs at most, and both persons are heard."""
+    (tmp_path / "feedback").mkdir()
+    rows = [choice(n, given_by="key-00000001") for n in range(5000)]
+    rows += [choice(n, given_by="key-00000002") for n in (5000, 5001)]
+    (tmp_path / "feedback/preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = made(tmp_path, SMALL)
+    train = found["preferences"]["train"]
+    given = [p for p in train if p.source == "feedback"]
+    assert (len(train), len(given)) == (25, 5)
+    assert [p.given_by for p in given].count("key-00000002") == 2
+    assert found["report"]["feedback"] == {
+        "rows": 5002, "kept": 5, "duplicates": 0, "rejected": 0, "not_reviewed": 0, "over_share": 4997,
+        "kept_by": {"key-00000001": 3, "key-00000002": 2},
+    }  # fmt: skip
+
+
+def test_feedback_that_is_cut_or_no_utf8_costs_its_own_rows_and_stops_nothing(tmp_path: Path, fake: None) -> None:
+    (tmp_path / "feedback").mkdir()
+    lines = [json.dumps(choice(n)).encode() for n in range(4)]
+    lines[1] = lines[1][:-30]
+    lines[2] = lines[2].replace(b"Yes.", b"\xff\xfe")
+    (tmp_path / "feedback/preferences.jsonl").write_bytes(b"\n".join([*lines, b"[1]", b""]))
+    found = made(tmp_path, SMALL)
+    assert [p.id for p in found["preferences"]["train"] if p.source == "feedback"] == ["page-0", "page-3"]
+    assert (found["report"]["feedback"]["kept"], found["report"]["feedback"]["rejected"]) == (2, 3)
+    named = [
+        json.loads(line) for line in (tmp_path / "out/preferences/feedback-rejected.jsonl").read_text().splitlines()
+    ]
+    assert [(row["file"], row["line"]) for row in named] == [("preferences.jsonl", n) for n in (2, 3, 5)]
+
+
+def test_feedback_in_which_no_row_can_be_read_stops_nothing(tmp_path: Path, fake: None) -> None:
+    (tmp_path / "feedback").mkdir()
+    (tmp_path / "feedback/preferences.jsonl").write_bytes(b"\x00\xff{" * 50)
+    found = made(tmp_path, SMALL)
+    assert len(found["preferences"]["train"]) == 20 and found["report"]["feedback"]["rejected"] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.full
 def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -167,6 +168,46 @@ def test_a_store_that_never_answers_is_waited_for_once(
         "warning: MLflow does not answer (TimeoutError: no answer within 0 s); going on without it"
     ]
     assert (tmp_path / "speed.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [("folder", "a folder"), ("text", r"what SQLite cannot open \(file is not a database\)")]
+)
+def test_a_store_that_is_no_database_costs_one_warning_and_no_time(
+    kind: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MLflow would try to open it for 100 seconds."""
+    if kind == "folder":
+        (tmp_path / "mlflow.db").mkdir()
+    else:
+        (tmp_path / "mlflow.db").write_text("no database" * 100)
+    monkeypatch.setenv("STAGECOACH_MLFLOW", "on")
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(tracking, "WAIT", 10.0)
+    one = tracker(tmp_path)
+    one.log(1, {"loss": 2.0})
+    one.flush()
+    one.finish()
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"warning: MLflow does not answer \(ConfigError: .*mlflow\.db: expected MLflow's database, found {found}; .*",
+        warning,
+    )
+
+
+def test_a_run_that_is_being_stopped_does_not_wait_for_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import threading
+
+    release = threading.Event()
+    monkeypatch.setenv("STAGECOACH_MLFLOW", "on")
+    monkeypatch.setattr(tracking, "SHORT_WAIT", 0.05)
+    monkeypatch.setattr(tracking.MlflowRun, "_open", lambda self: release.wait(20))
+    tracker(tmp_path).abandon("KILLED")
+    release.set()
+    assert "no answer within 0 s" in capsys.readouterr().err
 
 
 class Held:

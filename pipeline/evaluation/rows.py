@@ -6,13 +6,13 @@ DataError `file:line: field: expected ..., found ...; repair the file or take it
 Not promised: little memory; a file is read whole.
 """
 
-import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DataError
+from pipeline.streams import formats
 
 GZIP = b"\x1f\x8b"  # how every gzip file begins, whatever its name says
 
@@ -55,8 +55,9 @@ class Row:
 def read(path: Path) -> list[Row]:
     """The rows of a file, at least one. Raises DataError."""
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw.startswith(GZIP) else raw).decode("utf-8-sig")
+        with path.open("rb") as file:
+            is_gzip = file.read(len(GZIP)) == GZIP
+        text = (formats.unzipped(path) if is_gzip else path.read_bytes()).decode("utf-8-sig")
     except OSError as error:  # gzip.BadGzipFile is one
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (EOFError, UnicodeDecodeError) as error:

@@ -115,8 +115,8 @@ class Run:
         if self.course.step == 0 and not self.course.done:
             self._check_before()
         say(speed.headline(self))
-        start, first_step, tokens = time.monotonic(), self.course.step, self.course.tokens
-        with progress(total=self.steps, desc=self.job.name, unit="step", initial=self.course.step) as bar:
+        start, first, tokens = time.monotonic(), self.course.step, self.course.tokens
+        with self.job.stop.heeded(), progress(total=self.steps, desc=self.job.name, unit="step", initial=first) as bar:
             if self.course.owes_evaluation:
                 self._finish_step(evaluate=True)
             elif self.course.step == 0 and self.watchers.evaluate:
@@ -131,7 +131,7 @@ class Run:
                     bar.note(" ".join(f"{k} {row[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in row))
         self.profile.stop()
         self.keeper.wait()
-        speed.report(self, time.monotonic() - start, self.course.step - first_step, self.course.tokens - tokens)
+        speed.report(self, time.monotonic() - start, self.course.step - first, self.course.tokens - tokens)
         self._publish()
         self.ranks.finish(self.plain, self.hardware.device, last=last)
 

@@ -59,7 +59,8 @@ def look(run: Any) -> NoReturn:
     before = fingerprint(run)
     kept = [p.detach().clone() for p in run.plain.parameters()]
     try:
-        found = search(attempts(run), run.config.learning_rate, run.job.name)
+        with run.job.stop.heeded():
+            found = search(attempts(run), run.config.learning_rate, run.job.name)
     finally:
         with torch.no_grad():
             for parameter, value in zip(run.plain.parameters(), kept, strict=True):

@@ -12,6 +12,7 @@ Not promised: scaled RoPE, sliding windows, MoE, biases elsewhere. `from_hf` ref
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,61 +142,103 @@ class ModelConfig:
         """Read a `config.json`. Raises ModelError naming the key that this model cannot follow."""
         kind = config.get("model_type")
         family = config.get("base_model_type", "qwen3") if kind in (BIDIRECTIONAL, REMEMBERING) else kind
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise ModelError(f"config.json: model_type {kind!r} is unknown here; expected one of {', '.join(FAMILIES)}")
         _refuse_strangers(config, family)
+        tied = config.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise ModelError(f"config.json: tie_word_embeddings: expected true or false, found {tied!r}")
         try:
-            heads = config["num_attention_heads"]
+            heads, width = whole(config, "num_attention_heads"), whole(config, "hidden_size")
             return cls(
-                vocab_size=config["vocab_size"],
-                width=config["hidden_size"],
-                layers=config["num_hidden_layers"],
+                vocab_size=whole(config, "vocab_size"),
+                width=width,
+                layers=whole(config, "num_hidden_layers"),
                 heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
-                d_ff=config["intermediate_size"],
-                max_context=config["max_position_embeddings"],
+                kv_heads=whole(config, "num_key_value_heads", heads),
+                head_dim=whole(config, "head_dim", 128 if family == "qwen3" else width // heads),
+                d_ff=whole(config, "intermediate_size"),
+                max_context=whole(config, "max_position_embeddings"),
                 rope_theta=_rope_theta(config),
-                tied=config.get("tie_word_embeddings", False),
+                tied=tied,
                 bias=family == "qwen2",
                 qk_norm=family != "llama",
-                norm_eps=config.get("rms_norm_eps", 1e-6),
+                norm_eps=number(config, "rms_norm_eps", 1e-6),
                 attention="bidirectional" if kind == BIDIRECTIONAL else "causal",
             )
         except KeyError as error:
             raise ModelError(
                 f"config.json: key {error} is missing; it is not a whole {family} configuration"
             ) from error
+        except ModelError:
+            raise
         except ValueError as error:
             raise ModelError(f"config.json: {error}") from error
 
 
 def read_config(folder: Path) -> ModelConfig:
     """`config.json` of a directory. Raises ModelError."""
+    return ModelConfig.from_hf(read_values(folder))
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    """The keys of a directory's `config.json`. Raises ModelError."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing: {folder} is not a model directory") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: not JSON ({error})") from error
-    return ModelConfig.from_hf(values)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not JSON ({str(error) or 'nested too deeply'})") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(values).__name__}; fetch it again")
+    return values
+
+
+def whole(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A count of `config.json`. Raises ModelError naming it, KeyError where it is absent and has no `default`."""
+    value = config[key] if default is None else config.get(key)
+    value = default if value is None and default is not None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {key}: expected a whole number of at least 1, found {value!r:.80}")
+    return value
+
+
+def number(config: dict[str, Any], key: str, default: float) -> float:
+    """A finite number of `config.json`. Raises ModelError naming it."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ModelError(f"config.json: {key}: expected a number, found {value!r:.80}")
+    return float(value)
+
+
+def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
+    """An object of `config.json`, empty where it is absent or null. Raises ModelError naming it."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelError(f"config.json: {key}: expected an object, found {value!r:.80}")
+    return value
 
 
 def _rope_theta(config: dict[str, Any]) -> float:
     """The RoPE base from either generation of keys. Raises ModelError where the two disagree or none is there."""
-    old, new = config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta")
-    if old is not None and new is not None and float(old) != float(new):
-        raise ModelError(f"config.json: rope_theta is {old}, rope_parameters.rope_theta is {new}; which one is right?")
-    theta = new if new is not None else old
-    if theta is None:
+    inner = _object(config, "rope_parameters")
+    old, new = ({key: value for key, value in one.items() if value is not None} for one in (config, inner))
+    found = [number(one, "rope_theta", 0.0) for one in (new, old) if "rope_theta" in one]
+    if not found:
         raise ModelError("config.json: neither rope_theta nor rope_parameters.rope_theta is there; add the RoPE base")
-    return float(theta)
+    if found[0] != found[-1]:
+        raise ModelError(
+            f"config.json: rope_theta is {found[-1]}, rope_parameters.rope_theta is {found[0]}; which one is right?"
+        )
+    return found[0]
 
 
 def _refuse_strangers(config: dict[str, Any], family: str) -> None:
     """Raise ModelError where a key asks for something that would silently change what the weights compute."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = _object(config, "rope_scaling") or _object(config, "rope_parameters")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     wrong = {
         "rope_type": rope_type if rope_type != "default" else None,

@@ -7,25 +7,24 @@ Only two things may differ: a stored copy of a tied head is compared and dropped
 Not here: writing directories (`checkpoint.py`), tokenizers, downloads. Nothing is unpickled: `.bin` files are refused.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import ModelError
+from pipeline.model import stored
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.transformer import Transformer
-
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> Transformer:
     """The model of a Hugging Face directory, weights cast to `dtype`. Raises ModelError naming file or key."""
+    config = read_config(folder)
+    stored.check(config, folder, stored.headers(folder))
     with torch.device("meta"):
-        model = Transformer(read_config(folder))
+        model = Transformer(config)
     model.to_empty(device="cpu")
     model.to(dtype)
     load_weights(model, folder)
@@ -39,31 +38,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of `model.safetensors`, where it is not there of the shards that its index names. Raises ModelError."""
-    index = folder / INDEX
-    if index.exists() and not (folder / WHOLE).exists():  # of both, transformers takes the whole file too
-        try:
-            places: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{index}: expected a JSON object with weight_map ({error!r}); fetch it again") from error
-        names = sorted(set(places.values()))
-    else:
-        places, names = {}, [WHOLE]
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        path = folder / name
-        if Path(name).name != name or not path.exists():
-            raise ModelError(f"{path} is missing; expected safetensors (a .bin checkpoint must be converted first)")
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                    if key in tensors or places.get(key, name) != name:
-                        raise ModelError(f"{path}: {key} stands in more than one shard, or not where {INDEX} says")
-                    tensors[key] = file.get_tensor(key)
-        except SafetensorError as error:
-            raise ModelError(f"{path}: damaged ({error}); fetch or build it again") from error
-    if missing := sorted(set(places) - set(tensors)):
-        raise ModelError(f"{folder}: {INDEX} names {missing[0]} and {len(missing) - 1} more that no shard holds")
-    return tensors
+    return {key: file.get_tensor(key) for _, key, file in stored.opened(folder)}
 
 
 def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str = "the weights") -> None:
@@ -93,7 +68,7 @@ def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str =
 
 def _without_derived(state: Mapping[str, Tensor], config: ModelConfig, source: str) -> dict[str, Tensor]:
     """Drop a tied head that equals the embedding, and rotary buffers. Raises ModelError for a head that differs."""
-    kept = {key: tensor for key, tensor in state.items() if not key.endswith("rotary_emb.inv_freq")}
+    kept = {key: tensor for key, tensor in state.items() if not key.endswith(stored.DERIVED)}
     head, table = kept.get("lm_head.weight"), kept.get("model.embed_tokens.weight")
     if config.tied and head is not None and table is not None:
         if not torch.equal(head, table):

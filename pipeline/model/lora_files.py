@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from pipeline.errors import ModelError
 from pipeline.model import lora
@@ -71,6 +72,7 @@ def import_peft(folder: Path, model: Transformer) -> AdapterConfig:
         raise ModelError(f"{path} is missing; expected safetensors (a .bin adapter must be converted first)") from error
     except SafetensorError as error:
         raise ModelError(f"{path}: damaged ({error}); fetch or export it again") from error
+    _compare_rank(stored, config.rank, path)
     attach(model, config, torch.Generator())  # what it draws is overwritten
     names = {_peft_name(name): name for name in adapter_state(model)}
     try:
@@ -79,6 +81,16 @@ def import_peft(folder: Path, model: Transformer) -> AdapterConfig:
         lora.detach(model)
         raise
     return config
+
+
+def _compare_rank(stored: dict[str, Tensor], rank: int, path: Path) -> None:
+    """Raise ModelError for a rank beyond that of the file's tensors, which would be allocated before they are compared."""
+    for name, tensor in stored.items():
+        if name.endswith("lora_A.weight") and rank > tensor.shape[0]:
+            raise ModelError(
+                f"{path}: {name} has shape {list(tensor.shape)}, expected [{rank}, {tensor.shape[-1]}]: another rank than r of "
+                "adapter_config.json; fetch or export it again"
+            )
 
 
 def _read_config(path: Path) -> AdapterConfig:

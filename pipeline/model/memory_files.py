@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeline.errors import ModelError
+from pipeline.model.config import ModelConfig
 from pipeline.model.memory import Memory
 from pipeline.model.memory_config import MemoryConfig
 from pipeline.model.quantised_bank import QuantisedBank, quantised
@@ -81,25 +82,42 @@ def load(model: Transformer, folder: Path, base: str) -> None:
         )
     try:
         config = MemoryConfig.from_json(told["config"]) if told["kind"] == "memory" else WiderConfig(width=told["config"]["width"], layers=tuple(told["config"]["layers"]))  # fmt: skip
+        _compare(config, model.config, told["bits"], folder)
         beside = attach(model, config)
+    except ModelError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / SHAPE}: {error}") from error
     model.requires_grad_(True)
     beside.added = False
     if told["bits"] and isinstance(beside, Memory):
         quantised(beside, told["bits"])
+    beside.load_state_dict(load_file(folder / WEIGHTS))
+
+
+def _compare(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: int | None, folder: Path) -> None:
+    """Raise ModelError unless the header of memory.safetensors has the tensors of this memory; none of them is allocated."""
     try:
-        weights = load_file(folder / WEIGHTS)
-    except (FileNotFoundError, SafetensorError) as error:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{folder / WEIGHTS}: missing or damaged ({error}); build it again: dvc repro stage_memory"
         ) from error
-    own = beside.state_dict()
-    if own.keys() != weights.keys() or any(own[name].shape != tensor.shape for name, tensor in weights.items()):
+    try:
+        with torch.device("meta"):
+            asked = Memory(config, shape) if isinstance(config, MemoryConfig) else Wider(config, shape)
+            if bits and isinstance(asked, Memory):
+                quantised(asked, bits)
+        expected = {name: tuple(tensor.shape) for name, tensor in asked.state_dict().items()}
+    except (RuntimeError, TypeError) as error:  # a size beyond 64 bits
+        raise ModelError(f"{folder / SHAPE}: sizes that no memory can have ({str(error).splitlines()[0]})") from error
+    if expected != found:
+        wrong = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise ModelError(
-            f"{folder / WEIGHTS}: its tensors are not those that {SHAPE} describes; build it again: dvc repro stage_memory"
+            f"{folder / WEIGHTS}: its tensors are not those that {SHAPE} describes ({wrong}: expected "
+            f"{list(expected.get(wrong, ())) or 'nothing'}, found {list(found.get(wrong, ())) or 'nothing'}); build it again: dvc repro stage_memory"
         )
-    beside.load_state_dict(weights)
 
 
 def described(folder: Path) -> dict[str, Any]:

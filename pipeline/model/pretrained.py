@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ModelError
-from pipeline.model import convert
+from pipeline.model import convert, stored
 from pipeline.model.config import read_config
 from pipeline.model.transformer import Transformer
 from pipeline.text.adoption import adopt
@@ -36,6 +36,7 @@ def load(folder: Path, tokenizer: Tokenizer) -> Transformer:
     config = read_config(folder)
     if config.attention != "causal":
         raise ModelError(f"{folder}: expected a causal model to continue, found a {config.attention} one")
+    stored.check(config, folder, stored.headers(folder))
     adopted = adopt(folder, config.vocab_size)
     if adopted.tokenizer.hash != tokenizer.hash:
         raise ModelError(
@@ -45,10 +46,6 @@ def load(folder: Path, tokenizer: Tokenizer) -> Transformer:
     state = convert.read_weights(folder)
     for name in TABLES:
         if name in state:
-            if len(state[name]) != config.vocab_size:
-                raise ModelError(
-                    f"{folder}: {name} has {len(state[name])} rows, config.json says vocab_size {config.vocab_size}"
-                )
             state[name] = grown(state[name], tokenizer.vocab_size, adopted.known, adopted.fresh)
     model = Transformer(replace(config, vocab_size=tokenizer.vocab_size))
     convert.load_state(model, state, source=str(folder))

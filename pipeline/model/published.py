@@ -10,17 +10,16 @@ Not promised: their own conversation templates: a prompt is rendered as everywhe
 that a checkpoint brings along is never run.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from pipeline.errors import ModelError
-from pipeline.model import convert
-from pipeline.model.config import ModelConfig
+from pipeline.model import convert, stored
+from pipeline.model.config import ModelConfig, number, read_values, whole
 from pipeline.model.denoiser import Denoiser, Traits
 from pipeline.model.pretrained import TABLES, grown
 from pipeline.model.transformer import Transformer
@@ -38,6 +37,7 @@ LLADA_BLOCK = {
     "attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm", "ff_proj": "mlp.gate_proj",
     "up_proj": "mlp.up_proj", "ff_out": "mlp.down_proj",
 }  # fmt: skip
+Named = TypeVar("Named")
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
     Raises ModelError for another family, a missing or unknown tensor, and ids that the tokenizer does not have.
     """
     told = read(folder)
+    found, keys = stored.headers(folder), stored.KEYS
+    if any(name.startswith("model.transformer.") for name in found):
+        found, keys = renamed(found), keys | LLADA_SIZES
+    stored.check(told.shape, folder, found, keys)
     adopted = adopt(folder, told.shape.vocab_size)
     tokenizer = adopted.tokenizer
     state = convert.read_weights(folder)
     state = renamed(state) if any(name.startswith("model.transformer.") for name in state) else dict(state)
     for name in TABLES:
         if name in state:
-            if len(state[name]) != told.shape.vocab_size:
-                raise ModelError(
-                    f"{folder}: {name} has {len(state[name])} rows, config.json says {told.shape.vocab_size}"
-                )
             state[name] = grown(state[name], tokenizer.vocab_size, adopted.known, adopted.fresh)
     trunk = Transformer(replace(told.shape, vocab_size=tokenizer.vocab_size))
     convert.load_state(trunk, state, source=str(folder))
@@ -73,11 +73,7 @@ def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
 
 def read(folder: Path) -> Published:
     """What config.json says. Raises ModelError."""
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: expected a model's configuration ({error})") from error
+    path, values = folder / "config.json", read_values(folder)
     kind = values.get("model_type")
     ids = {name: values.get(f"{name}_token_id") for name in ("mask", "eos", "pad", "bos")}
     if kind == "Dream":
@@ -90,22 +86,25 @@ def read(folder: Path) -> Published:
 
 def _llada(values: dict[str, Any], path: Path) -> ModelConfig:
     try:
-        sizes = {name: values[key] for name, key in LLADA_SIZES.items()}
-        heads = values["n_heads"]
+        sizes: dict[str, Any] = {name: whole(values, key) for name, key in LLADA_SIZES.items() if name != "rope_theta"}
+        heads = whole(values, "n_heads")
         return ModelConfig(
-            **sizes, vocab_size=values.get("embedding_size") or values["vocab_size"],
-            kv_heads=values.get("n_kv_heads") or heads, head_dim=values["d_model"] // heads,
-            tied=values.get("weight_tying", False), norm_eps=values.get("rms_norm_eps", 1e-5), qk_norm=False,
+            **sizes, rope_theta=number(values, "rope_theta", 0.0),
+            vocab_size=whole(values, "embedding_size" if values.get("embedding_size") else "vocab_size"),
+            kv_heads=whole(values, "n_kv_heads", heads), head_dim=whole(values, "d_model") // heads,
+            tied=bool(values.get("weight_tying", False)), norm_eps=number(values, "rms_norm_eps", 1e-5), qk_norm=False,
             attention="bidirectional",
         )  # fmt: skip
     except KeyError as error:
         raise ModelError(f"{path}: key {error} is missing; it is not a whole llada configuration") from error
+    except ModelError:
+        raise
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from error
 
 
-def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """LLaDA's tensors under our names: its ff_proj is the gate. Raises ModelError for a name that it does not have."""
+def renamed(state: Mapping[str, Named]) -> dict[str, Named]:
+    """LLaDA's tensors, or their shapes, under our names: its ff_proj is the gate. Raises ModelError for a name that it does not have."""
     found = {}
     for name, tensor in state.items():
         parts = name.removeprefix("model.transformer.").split(".")

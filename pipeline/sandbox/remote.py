@@ -6,7 +6,7 @@ service that says it is full is asked again later, for ten minutes. The token is
 
 `start` asks what the service enforces and refuses one whose ceilings or modules would change verdicts.
 
-Not promised: privacy on the way. Over anything but a trusted network put TLS in front of it and use https.
+A user and password in the url are sent, and shown in no message. Not promised: privacy on the way. Over anything but a trusted network put TLS in front of it and use https.
 """
 
 import json
@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from pipeline.errors import ConfigError
+from pipeline.runtime import without_password
 from pipeline.sandbox.config import SandboxConfig
 from pipeline.sandbox.pool import job_limits
 from pipeline.sandbox.servers import HarnessError
@@ -44,13 +45,14 @@ class Remote:
     """The service at `url` (without a scheme: http). `call` may be used by `threads` threads at once."""
 
     def __init__(self, url: str, config: SandboxConfig) -> None:
-        self.url, self.config, self.threads = address(url), config, BATCH * SENDERS
+        full = address(url)
+        self.url, self.config, self.threads = without_password(full), config, BATCH * SENDERS  # what messages show
         self.enforced: dict[str, Any] = {}  # what the service says it enforces
         self.num_restarts = 0  # requests that had to be sent again
         self._jobs: queue.Queue[_Waiting | None] = queue.Queue()
         token = os.environ.get(TOKEN)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT, trust_env=False)
+        self._client = httpx.Client(base_url=full, headers=headers, timeout=TIMEOUT, trust_env=False)
         self._senders = [threading.Thread(target=self._send_all, daemon=True) for _ in range(SENDERS)]
 
     def start(self) -> None:
@@ -176,18 +178,20 @@ def address(url: str) -> str:
     except httpx.InvalidURL:
         parsed = None
     if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host or parsed.path not in ("", "/"):
-        raise ConfigError(f"runtime.sandbox.url: expected an address such as http://10.0.0.2:8801, got {url!r}")
+        raise ConfigError(
+            f"runtime.sandbox.url: expected an address such as http://10.0.0.2:8801, got {without_password(url)!r}"
+        )
     return full
 
 
 def _check_status(answer: httpx.Response) -> None:
     if answer.status_code in (401, 403):
         raise ConfigError(
-            f"runtime.sandbox.url: {answer.url} refuses the token; expected the service's {TOKEN} in the environment"
+            f"runtime.sandbox.url: {without_password(str(answer.url))} refuses the token; expected the service's {TOKEN} in the environment"
         )
     if answer.status_code != 200:
         raise ConfigError(
-            f"runtime.sandbox.url: {answer.url}: expected status 200, found {answer.status_code}: {answer.text[:300]}; "
+            f"runtime.sandbox.url: {without_password(str(answer.url))}: expected status 200, found {answer.status_code}: {answer.text[:300]}; "
             "is it a sandbox service of this version?"
         )
 

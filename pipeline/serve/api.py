@@ -134,7 +134,9 @@ def make(options: Options) -> ASGIApp:
     keyed = [Depends(service.keys.asker)]
     app.include_router(_openai(service))
     app.include_router(_about(service, app), dependencies=keyed)
-    app.include_router(extensions.router(lambda: service.catalogue, service.feedback), dependencies=keyed)
+    app.include_router(
+        extensions.router(lambda: service.catalogue, service.feedback, service.keys.asker), dependencies=keyed
+    )
     app.include_router(extensions.page())
 
     @app.get("/health")

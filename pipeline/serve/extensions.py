@@ -9,11 +9,11 @@ GET  /  /page/{name}                              the page's files
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,11 +36,13 @@ def pieces(served: Served, ids: list[int]) -> list[dict[str, Any]]:
     return [{"id": id_, "text": spelled(served.tokenizer, id_)[1], "special": id_ in controls} for id_ in ids]
 
 
-def router(catalogue: Callable[[], Catalogue], feedback: Feedback | None) -> APIRouter:
-    """The routes that need a key."""
+def router(
+    catalogue: Callable[[], Catalogue], feedback: Feedback | None, asker: Callable[[Request], Awaitable[str]]
+) -> APIRouter:
+    """The routes that need a key; `asker` gives whose request it is."""
     routes = APIRouter()
     routes.include_router(_reading(catalogue))
-    routes.include_router(_judging(catalogue, feedback))
+    routes.include_router(_judging(catalogue, feedback, asker))
     return routes
 
 
@@ -89,7 +91,9 @@ def _reading(catalogue: Callable[[], Catalogue]) -> APIRouter:
     return routes
 
 
-def _judging(catalogue: Callable[[], Catalogue], feedback: Feedback | None) -> APIRouter:
+def _judging(
+    catalogue: Callable[[], Catalogue], feedback: Feedback | None, asker: Callable[[Request], Awaitable[str]]
+) -> APIRouter:
     """What a reward model and a person think of answers."""
     routes = APIRouter()
 
@@ -110,12 +114,12 @@ def _judging(catalogue: Callable[[], Catalogue], feedback: Feedback | None) -> A
         return JsonResponse({"object": "list", "model": served.id, "data": found})
 
     @routes.post("/preferences")
-    async def preferences(body: PreferenceBody) -> Response:
+    async def preferences(body: PreferenceBody, owner: str = Depends(asker)) -> Response:
         """Store a choice."""
         if feedback is None:
             raise ApiFault(404, "preferences are not collected; start the server with --feedback FILE", code="no_feedback")  # fmt: skip
         catalogue().find(body.model, "causal")
-        new, count = await asyncio.to_thread(feedback.add, body)
+        new, count = await asyncio.to_thread(feedback.add, body, owner)
         return JsonResponse({"stored": new, "count": count}, 201 if new else 200)
 
     return routes

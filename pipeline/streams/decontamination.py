@@ -13,7 +13,6 @@ paraphrase, or a solution with other names.
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import re
 import unicodedata
@@ -25,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import DataError
+from pipeline.streams import formats
+from pipeline.streams.calls import RowError
 from pipeline.streams.duplicates import shingle_hashes
 
 RUN, SHORTEST = 13, 40  # words in a row; characters of an item that counts as a whole
@@ -115,13 +116,13 @@ def strings(value: Any) -> Iterator[str]:
 def _rows(path: Path) -> Iterator[Any]:
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     if suffix == ".parquet":
-        import pyarrow.parquet
-
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+        for number, row in formats.rows(path, "utf-8"):
+            if isinstance(row, RowError):
+                raise DataError(f"{path}:{number}: {row}; repair it or take it away")
+            yield row
         return
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        raw = formats.unzipped(path) if path.suffix == ".gz" else path.read_bytes()
         text = raw.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: expected UTF-8 text, plain or gzip ({error}); convert it or take it away") from error

@@ -11,20 +11,20 @@ list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these
 
 import codecs
 import csv
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from pipeline.errors import DataError
+from pipeline.streams import parquet_rows
 from pipeline.streams.calls import RowError, from_json
 
 ROW_BYTES = 64 * 1024 * 1024  # a longer row is a mistake (a quote left open, a file without line feeds)
 DOCUMENT_BYTES = 32 * 1024 * 1024  # a longer plain text is read as several rows, cut where lines are blank
 CHUNK_BYTES = 1024 * 1024
+UNZIPPED_BYTES = 256 * 1024 * 1024  # that a gzip file may expand to
 
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _MARKS = (  # UTF-32 before UTF-16: the mark of the one begins with the mark of the other
@@ -50,7 +50,7 @@ def rows(path: Path, encoding: str) -> Rows:
     """The rows of a table by its suffix. Raises DataError for a header or an encoding that nobody can read."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        return _parquet(path)
+        return parquet_rows.rows(path, ROW_BYTES)
     if suffix == ".csv":
         return _csv(path, encoding)
     if suffix == ".json":
@@ -73,6 +73,15 @@ def document(path: Path, encoding: str) -> Rows:
         size += len(text)
     if parts or failure:
         yield first, failure or {"text": "".join(parts)}
+
+
+def unzipped(path: Path) -> bytes:
+    """What a gzip file holds. Raises DataError for one that expands to more than 256 MB, and what `gzip` raises for a damaged one."""
+    with gzip.open(path) as file:
+        raw = file.read(UNZIPPED_BYTES + 1)
+    if len(raw) > UNZIPPED_BYTES:
+        raise DataError(f"{path}: expands to more than {UNZIPPED_BYTES >> 20} MB; unpack what you need of it")
+    return raw
 
 
 def is_binary(path: Path) -> bool:
@@ -307,24 +316,3 @@ def _csv(path: Path, encoding: str) -> Rows:
             yield first, RowError("row", f"expected {len(header)} cells, found {len(row)}")
         elif header and row:
             yield first, {name: cell or None for name, cell in zip(header, row, strict=True)}
-
-
-def _parquet(path: Path) -> Rows:
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for index in range(batch.num_rows):
-                    number += 1
-                    yield number, _parquet_row(batch.slice(index, 1))
-    except (pa.ArrowException, OSError) as error:
-        yield number + 1, RowError("row", f"not parquet ({str(error)[:120]}); the rest is not read")
-
-
-def _parquet_row(row: pa.RecordBatch) -> Any:
-    if row.nbytes > ROW_BYTES:
-        return _too_long()
-    try:
-        return row.to_pylist()[0]
-    except (pa.ArrowException, ValueError, OverflowError) as error:  # dates out of range, bytes that are not UTF-8
-        return RowError("row", f"a value cannot be read ({error})")

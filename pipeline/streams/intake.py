@@ -33,8 +33,9 @@ _LINE_FEED = re.compile(r"\n")
 class Intake:
     """The books of one source. A context manager: on leaving without an error it checks them, else only closes the file."""
 
-    def __init__(self, rejected: Path, max_rejected: float, name: str, *, has_val: bool = False) -> None:
-        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows; `name`: of the source, for messages.
+    def __init__(self, rejected: Path, max_rejected: float | None, name: str, *, has_val: bool = False) -> None:
+        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows, None where any number may be rejected, all
+        of them too; `name`: of the source, for messages.
 
         `has_val`: the source brings held-out rows of its own, so no id is held out here.
         """
@@ -105,6 +106,8 @@ class Intake:
             say(self._first[-1])
 
     def _check(self) -> None:
+        if self._max_rejected is None:
+            return
         if self.num_rejected > self._max_rejected * self.num_rows:
             raise DataError(
                 f"{self._name}: {self.num_rejected} of {self.num_rows} rows are rejected, more than max_rejected = "

@@ -5,13 +5,16 @@ In: globs below a root folder, one list per kind. A `.jsonl`, `.json`, `.csv` or
 other file is one text. A folder that a glob names is a folder of sources: every text file in it is one document, whatever
 its suffix. Out: (split, record), and the rejected rows in a file; `streams.intake` keeps the books.
 
-Hidden files and `__pycache__` are never read. Binary files are skipped, and their number is said. An empty file is warned
-of; a glob that matches nothing is an error.
+Hidden files and `__pycache__` are never read. A link is followed as long as it stays below the root; one that leaves it is an
+error, for a repository from elsewhere may link to anything on this machine. Links that lead nowhere or to a folder above them
+are left out, and so are binary files; how many there are is said. An empty file is warned of; a glob that matches nothing is an
+error.
 
 Not promised: cleaning. Secrets, generated files and near duplicates leave later, in `stage_corpus`.
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -106,8 +109,9 @@ def _globs(config: FilesConfig, kind: str) -> Sequence[str]:
 def find(root: Path, patterns: Sequence[str], kind: str) -> list[Source]:
     """The files that the globs match, each once, in order of name. Raises DataError for a glob that matches none."""
     sources: dict[str, Source] = {}
+    links = _Links(root)
     for pattern in patterns:
-        matched = _match(root, pattern)
+        matched = _match(root, pattern, links)
         if not matched:
             raise DataError(
                 f"no file matches {root / pattern}: put files there, or write data.{kind}=[] if there are none of this kind"
@@ -115,31 +119,57 @@ def find(root: Path, patterns: Sequence[str], kind: str) -> list[Source]:
         for path in matched:
             name = path.relative_to(root).as_posix()
             if path.is_dir():
-                for file in _walk(path):
+                for file in _walk(path, links):
                     inner = file.relative_to(root).as_posix()
                     sources.setdefault(inner, _source(file, inner, name, kind, direct=False))
             else:
                 sources[name] = _source(path, name, name, kind, direct=True)
+    if links.lost:
+        say(
+            f"{kind}: {len(links.lost)} links lead nowhere or to a folder above them, the first {min(links.lost)}; they are not read"
+        )
     binary = [name for name, source in sources.items() if not source.is_table and formats.is_binary(source.path)]
     if binary:
         say(f"{kind}: {len(binary)} binary files are skipped, the first {binary[0]}")
     return [sources[name] for name in sorted(sources.keys() - set(binary))]
 
 
-def _match(root: Path, pattern: str) -> list[Path]:
+def _match(root: Path, pattern: str, links: "_Links") -> list[Path]:
     try:
         paths = sorted(root.glob(pattern))
     except (ValueError, NotImplementedError, IndexError) as error:  # an empty or absolute pattern, a wrong **
         raise DataError(f"{pattern!r} is not a glob below {root} ({error})") from error
-    shown = [path for path in paths if not _is_hidden(path.relative_to(root))]
+    shown = [path for path in paths if not _is_hidden(path.relative_to(root)) and links.allow(path)]
     files = [path for path in shown if path.is_file()]
     # `**/*` matches folders too; one whose files it matches anyway is no folder of sources.
     parents = {parent for file in files for parent in file.parents}
-    return [*files, *(path for path in shown if path.is_dir() and path not in parents and any(_walk(path)))]
+    return [*files, *(path for path in shown if path.is_dir() and path not in parents and any(_walk(path, links)))]
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    return (p for p in sorted(folder.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(folder)))
+def _walk(folder: Path, links: "_Links") -> Iterator[Path]:
+    below = (p for p in sorted(folder.rglob("*")) if not _is_hidden(p.relative_to(folder)))
+    return (p for p in below if links.allow(p) and p.is_file())
+
+
+class _Links:
+    """Which links below a root are followed. A path is judged by where it leads in the end, whatever it passes on the way."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.ends = Path(os.path.realpath(root))
+        self.lost: set[Path] = set()  # lead nowhere, in a circle, or to a folder that they lie in
+
+    def allow(self, path: Path) -> bool:
+        """Whether the path may be read. Raises DataError for one that leads out of the root."""
+        end = Path(os.path.realpath(path))
+        if not end.is_relative_to(self.ends):
+            raise DataError(
+                f"{path}: is a link that leaves {self.root} or lies behind one; put a copy there, or take it away"
+            )
+        if path.is_symlink() and (not path.exists() or Path(os.path.realpath(path.parent)).is_relative_to(end)):
+            self.lost.add(path)
+            return False
+        return not _is_hidden(end.relative_to(self.ends))
 
 
 def _is_hidden(path: Path) -> bool:

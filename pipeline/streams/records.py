@@ -80,6 +80,7 @@ class Pair:
     # What scores any answer to the prompt: {"entry_point", "tests"} of a problem, {"right": message} of a tool turn, {} of a
     # story; None where nobody knows it.
     truth: dict[str, Any] | None = None
+    given_by: str | None = None  # whose API key gave it on the web page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +116,13 @@ def write(path: Path, records: Iterable[Text | Dialogue | Problem | Pair | Fact]
 def read(path: Path, shape: type[Record]) -> Iterator[Record]:
     """Read what `write` wrote. Raises DataError naming file, line and field."""
     kinds = get_type_hints(shape)
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number}: not JSON ({error.msg}); rebuild it with dvc repro") from error
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise DataError(f"{path}:{number}: not JSON in UTF-8 ({why}); rebuild it with dvc repro") from error
             if not isinstance(row, dict) or not row.keys() <= kinds.keys():
                 raise DataError(f"{path}:{number}: expected the keys of {shape.__name__} ({', '.join(sorted(kinds))})")
             for name, value in row.items():

@@ -300,6 +300,7 @@ def _pair(row: Row, columns: Columns) -> Pair:
         gold_chosen=gold[0],
         gold_rejected=gold[1],
         margin=margin,
+        given_by=_optional(row, "given_by") or None,
     )
 
 

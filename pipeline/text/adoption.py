@@ -25,6 +25,7 @@ from pipeline.errors import ModelError
 from pipeline.text.tokenizer import ADDED, SPARE, SPECIAL, Tokenizer, byte_of_character, fill
 
 MULTIPLE = 64  # the embedding's rows: what matrix units of all sizes divide
+MOST_ROWS = 4  # times the tokens: Qwen's smallest have 1.002 times as many
 CONTROL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # how control tokens are written; other added tokens are text
 PROBE = "Ünï 🙂\r\n\tdef f(x):\n    return  x + 1234567 # it's  e\u0301\u3000日本\x00\x7f"
 REMEDY = "use a checkpoint with byte-level BPE: Qwen2, Qwen3 or LLaMA 3"
@@ -57,6 +58,11 @@ def adopt(folder: Path, rows: int) -> Adopted:
     for content in ADDED.values() & entries.keys():
         entries[content]["special"] = False  # decoding must keep the tool calls
     missing = [content for content in (SPECIAL | ADDED).values() if content not in entries]
+    if max(rows, max(used)) > MOST_ROWS * len(used):  # what lies between would become spare tokens
+        raise ModelError(
+            f"{folder}/config.json: vocab_size {rows}, but {path} has {len(used)} tokens, the last with the id {max(used)}; expected "
+            "the two files of one checkpoint"
+        )
     size = max(rows, 1 + max(used) + len(missing))
     fill(state, missing, size + -size % MULTIPLE)
     adopted = Tokenizer(json.dumps(state, ensure_ascii=False, indent=1), source=str(path))

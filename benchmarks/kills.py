@@ -1,0 +1,205 @@
+"""kill -9 at random moments: what each training stage publishes then, against a run that nothing stopped.
+
+    python benchmarks/kills.py [STAGE ...] [--kills 20] [--seed 0] [--folder DIR]      all training stages without names
+
+A scratch folder holds the data and models of scale smoke, made by the stages themselves (a second call goes on with what is there).
+Each stage runs once whole. Then it is started and killed with its children by SIGKILL, at moments drawn evenly from EARLIEST of its
+time to its end, so most kills fall into loading, the loop with a state after every step, and publishing. A run that ends before its
+kill is compared and started over; after the last kill the stage runs to its end and is compared too. Equal means: every file that the
+whole run published, with the same sha256. Prints a line a stage, writes benchmarks/results/kills.json; ends with 1 where bytes differ.
+
+One thread, one process, no MLflow. Not promised: equal bytes across thread counts, machines or versions of torch, or after a loss of
+power, where what was written may not be on the disk.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "kills.json"
+DATA = ("corpus", "tasks", "tokenizer", "encode text", "encode code")
+TRAINING = ("language", "code", "tools", "lora", "reward", "dpo", "rlhf", "grpo", "diffusion", "diffusion_dpo", "diffusion_grpo", "memory")  # fmt: skip
+NEEDS = {  # other training stages whose models a stage reads
+    "code": ("language",), "tools": ("code",), "lora": ("code",), "reward": ("tools",), "dpo": ("tools",),
+    "rlhf": ("tools", "reward"), "grpo": ("tools",), "diffusion": ("code",), "diffusion_dpo": ("diffusion",),
+    "diffusion_grpo": ("diffusion",), "memory": ("code",),
+}  # fmt: skip
+SETTINGS = (
+    "scale=smoke",
+    "runtime.save_steps=1",
+    "runtime.device=cpu",
+    "runtime.precision=fp32",
+    "runtime.compile=false",
+)
+EARLIEST = 0.4  # of a whole run's time: before it Python and torch are imported
+LIMIT = 600.0  # seconds that a run may take
+
+
+@dataclass
+class Found:
+    """What became of one stage."""
+
+    stage: str
+    seconds: float  # of the whole run
+    files: int  # that it published
+    kills: int = 0
+    resumed: int = 0  # starts that went on from a state
+    compared: int = 0  # runs that ended
+    different: int = 0  # of them, with other bytes
+
+
+class Scratch:
+    """A folder in which the stages run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("conf", "pipeline", "stages", "pyproject.toml", "requirements.lock", "params.yaml", "feedback"):
+            if not (folder / name).exists():
+                (folder / name).symlink_to(ROOT / name)
+        for name in ("own", "benchmarks"):
+            (folder / "data" / name).mkdir(parents=True, exist_ok=True)
+
+    def start(self, stage: str, work: str, *more: str) -> subprocess.Popen[bytes]:
+        """Begin a stage; what it says goes into a log beside."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("STAGECOACH_", "DVC_"))}
+        variables = {"OMP_NUM_THREADS": "1", "STAGECOACH_MLFLOW": "off", "STAGECOACH_WORK": str(self.folder / work),
+                     "PYTHONPATH": str(ROOT)}  # fmt: skip
+        name, *item = stage.split()
+        command = [sys.executable, "-m", f"stages.{name}", *item, *SETTINGS, *more]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=kept | variables, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def log(self) -> Path:
+        """Where the stages' output goes."""
+        return self.folder / "log"
+
+    def whole(self, stage: str, work: str) -> float:
+        """Run a stage to its end; returns its seconds. Exits where it fails."""
+        start = time.monotonic()
+        if code := self.start(stage, work).wait(LIMIT):
+            sys.exit(f"stage_{stage} ended with {code}; its output is in {self.log}")
+        return time.monotonic() - start
+
+    def files(self, since: float = 0.0) -> dict[str, str]:
+        """sha256 of what lies under models/ and metrics/, of what was written since a moment."""
+        paths = sorted(
+            path
+            for top in ("models", "metrics")
+            for path in (self.folder / top).rglob("*")
+            if path.is_file() and path.stat().st_mtime >= since
+        )
+        return {str(path.relative_to(self.folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+    def remove(self, published: dict[str, str]) -> None:
+        """Take away what a stage published, so that nothing of an earlier run is taken for a later one's."""
+        for name in published:
+            (self.folder / name).unlink(missing_ok=True)
+
+
+def prepare(scratch: Scratch, stages: list[str]) -> None:
+    """What the stages read: data, and the models of the stages before them."""
+    wanted: list[str] = []
+
+    def want(stage: str) -> None:
+        for need in NEEDS.get(stage, ()):
+            want(need)
+            if need not in wanted:
+                wanted.append(need)
+
+    for stage in stages:
+        want(stage)
+    for stage in (*DATA, *wanted):
+        scratch.whole(stage, "work")
+
+
+def killed(scratch: Scratch, stage: str, kills: int, draw: random.Random) -> Found:
+    """Kill one stage so often, and compare."""
+    for name in ("whole", "killed"):
+        shutil.rmtree(scratch.folder / name, ignore_errors=True)
+    began = time.time()
+    seconds = scratch.whole(stage, "whole")
+    published = scratch.files(began)
+    found = Found(stage, round(seconds, 1), len(published))
+    scratch.remove(published)
+    size = scratch.log.stat().st_size
+    while found.kills < kills:
+        process = scratch.start(stage, "killed")
+        try:
+            code = process.wait(draw.uniform(EARLIEST, 1.0) * seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            found.kills += 1
+            continue
+        if code:
+            sys.exit(f"stage_{stage} ended with {code} after {found.kills} kills; its output is in {scratch.log}")
+        _compare(scratch, published, found)
+        scratch.remove(published)
+        shutil.rmtree(scratch.folder / "killed")
+    scratch.whole(stage, "killed")
+    _compare(scratch, published, found)
+    with scratch.log.open("rb") as log:
+        log.seek(size)
+        found.resumed = log.read().count(b"resumed at step")
+    for name in ("killed", "whole"):
+        shutil.rmtree(scratch.folder / name, ignore_errors=True)
+    return found
+
+
+def _compare(scratch: Scratch, published: dict[str, str], found: Found) -> None:
+    """Count a run that ended, and whether its files are those of the whole run."""
+    now = scratch.files()
+    other = [name for name, hash_ in published.items() if now.get(name) != hash_]
+    found.compared += 1
+    found.different += bool(other)
+    if other:
+        sys.stdout.write(f"  {found.stage}: other bytes after {found.kills} kills: {', '.join(other)}\n")
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks/kills.py", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(TRAINING)}")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "stagecoach-kills")
+    asked = parser.parse_args()
+    if unknown := sorted(set(asked.stages) - set(TRAINING)):
+        parser.error(f"{unknown[0]} trains nothing; expected some of {', '.join(TRAINING)}")
+    stages = [stage for stage in TRAINING if stage in asked.stages or not asked.stages]
+    scratch, rows = Scratch(asked.folder.resolve()), {}
+    if RESULTS.is_file():
+        rows = {row["stage"]: row for row in json.loads(RESULTS.read_text())}
+    prepare(scratch, stages)
+    failed = False
+    for stage in stages:
+        found = killed(scratch, stage, asked.kills, random.Random(f"{asked.seed} {stage}"))
+        sys.stdout.write(
+            f"{stage}: {found.kills} kills in runs of {found.seconds} s, {found.resumed} resumed from a state; {found.compared} runs "
+            f"ended, {found.different} with other bytes in {found.files} files\n"
+        )
+        sys.stdout.flush()
+        failed |= found.different > 0
+        rows[stage] = asdict(found)
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(json.dumps([rows[name] for name in TRAINING if name in rows], indent=1) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
