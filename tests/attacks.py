@@ -1,10 +1,8 @@
 """Candidates that try to get out, to stay, or to pass without being right; data for `test_jail.py`.
 
 `CHEATS`: name, source of `f(x)`, the verdicts and reasons that may follow. The one test is f(2) == 4, three times.
-`REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did; once
-in profile `sealed`, and again in `files` but for what only asks about a path.
-`SCRATCH`: as CHEATS, in profile `files`. `PROGRAMS`, `SCRIPTS`: name, source, stdin, stdout, verdicts; a script is bash
-in profile `shell`. `ROWS`: the rows of the attack table and the attacks that make each.
+`REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did.
+`PROGRAMS`: name, source, stdin, stdout, verdicts. `ROWS`: the rows of the attack table and the attacks that make each.
 Standard library only: `python attacks.py` judges all of them as whoever runs it and prints JSON.
 """
 
@@ -263,61 +261,10 @@ REFUSED: list[tuple[str, str]] = [
 ]
 
 
-# Behind `f` of profile `files`; `refusals` must not run there what only asks about a path.
-ASKS = ("stat", "chdir and unlink")
-OUT_OF_SCRATCH = """
-open('own', 'w').close()
-OUT = (refused(open, '../x', 'w') and refused(os.listdir, '..') and refused(os.rename, 'own', '../own')
-       and refused(os.mkdir, '../d') and refused(os.symlink, '/etc/passwd', 'l') and refused(os.link, 'own', 'l')
-       and refused(os.mkfifo, 'p') and refused(os.chmod, 'own', 0o777) and refused(os.utime, 'own')
-       and refused(os.truncate, 'own', 0) and refused(os.setxattr, 'own', 'user.a', b'')
-       and refused(os.chdir, '/root') | refused(os.listdir, '.'))
-"""
-KILLED = ("error",)
-SCRATCH: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
-    ("uses its scratch", "import os\nos.mkdir('d')\nopen('d/a', 'w').write('1')\nos.rename('d/a', 'b')\n"
-     "def f(x): return x * x * int(open('b').read())", ("passed",), ("",)),
-    ("symlink, hard link, .. out of scratch", "{prelude}" + OUT_OF_SCRATCH + "def f(x): return x * x if OUT else None",
-     ("passed",), ("",)),
-    ("one big file", "def f(x): open('a', 'wb').write(bytes(2 << 20))", KILLED, ("crash",)),
-    ("sparse file", "def f(x): open('a', 'wb').truncate(1 << 40)", KILLED, ("crash",)),
-    ("many bytes", "def f(x):\n for n in range(64): open(str(n), 'wb').write(bytes(1 << 20))", KILLED, ("output",)),
-    ("sparse files", "def f(x):\n for n in range(64): open(str(n), 'wb').truncate(1 << 20)\n return x * x", KILLED, ("output",)),
-    ("many files", "def f(x):\n for n in range(999): open(str(n), 'w')\n return x * x", KILLED, ("output",)),
-    ("deep folders", "import os\ndef f(x):\n while True: os.mkdir('d'); os.chdir('d')", KILLED, ("output",)),
-    ("long deep folders", "import os\ndef f(x):\n for n in range(99): os.mkdir('d' * 250); os.chdir('d' * 250)\n return x * x",
-     KILLED, ("output",)),
-    ("hidden folder", "import os\nos.mkdir('d', 0o300)\nopen('d/a', 'w').write('1')\ndef f(x): return x * x", KILLED,
-     ("output",)),
-    ("subprocess in files", "import subprocess\ndef f(x): return subprocess.run(['true']).returncode or x * x", KILLED,
-     ("exception",)),
-]  # fmt: skip
 PROGRAMS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("only the first expected line", "print(int(input()) ** 2)", "2\n3", "4\n9\n", ("wrong",)),
     ("all expected lines", "print(int(input()) ** 2)\nprint(int(input()) ** 2)", "2\n3", "4\n9\n", ("passed",)),
 ]
-COUNT = "ls -d /proc/[0-9]* | wc -l"
-SCRIPTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("shell: honest", "read -r x; echo $((x * x)) | tee a; cat <(cat a)", "3", "9\n9", ("passed",)),
-    ("shell: fork bomb", "b() { b | b & }; b; b; sleep 0.3; echo done", "", "done", ("passed", "timeout", "error", "memory")),
-    ("shell: 32 processes", "for n in {1..99}; do sleep 9 & done 2> /dev/null; echo none", "", "none", ("timeout", "error")),
-    ("shell: socket", "(exec 9<> /dev/tcp/127.0.0.1/22) 2>&1 | grep -q 'not permitted' && echo 1", "", "1", ("passed",)),
-    ("shell: namespace", "for n in U m n p i u; do unshare -$n true 2> /dev/null || echo refused; done", "",
-     "refused\n" * 6, ("passed",)),
-    ("shell: write to /usr", "for p in /usr /usr/bin / /dev /proc/sys/kernel /script; do\n"
-     " (echo a > $p/x || echo a > $p) 2> /dev/null || echo refused; done", "", "refused\n" * 6, ("passed",)),
-    ("shell: files of others", "cat /etc/passwd /root/x /home/x /proc/1/environ 2> /dev/null | tr -d '\\0'", "", "", ("error", "passed")),
-    ("shell: processes of others", f"[ $({COUNT}) -lt 9 ] && kill -9 -1; kill -9 1; sleep 0.1; echo alone", "", "alone",
-     ("passed", "error")),
-    ("shell: more than 16 MiB", "for n in 1 2; do head -c 16000000 /dev/zero > $n; done 2> /dev/null; cat 1 2 | wc -c", "",
-     "32000000", ("wrong",)),
-    ("shell: many files", "for n in {1..999}; do : > $n; done; ls | wc -l", "", "999", ("error",)),
-    ("shell: survivors", "for n in 1 2 3; do (setsid sleep 60 < /dev/null > /dev/null 2>&1 &); done; echo left", "", "left",
-     ("passed",)),
-    ("shell: endless", "while :; do :; done & wait", "", "", ("timeout",)),
-    ("shell: sleeps", "trap '' TERM XCPU; sleep 60", "", "", ("timeout",)),
-]  # fmt: skip
-
 # The attack table: row -> the attacks above that make it, all of them.
 ROWS: dict[str, tuple[str, ...]] = {
     "eq, hostile subclass": ("honest", "__eq__ always true", "hostile subclass"),
@@ -342,16 +289,12 @@ ROWS: dict[str, tuple[str, ...]] = {
     "floods": ("stdout flood", "stderr flood", "result flood"),
     "thread bomb": ("thread bomb",),
     "fork, vfork, clone, clone3": ("fork", "vfork", "clone", "clone of a thread in new namespaces", "clone3"),
-    "subprocess, multiprocessing": ("subprocess", "multiprocessing", "posix_spawn", "subprocess in files"),
+    "subprocess, multiprocessing": ("subprocess", "multiprocessing", "posix_spawn"),
     "execve, execveat, memfd, system": ("execve", "execveat", "memfd", "system by ctypes"),
     "reads passwd, home, repository": (
         "reads /etc/passwd", "reads the home and the repository", "lists the root", "stat", "openat2"),
     "writes outside, /dev/shm": ("writes outside", "writes /dev/shm"),
-    "links, .. out of scratch": (
-        "symlink", "hard link", "chdir and unlink", "uses its scratch", "symlink, hard link, .. out of scratch"),
-    "big, sparse, many files in scratch": (
-        "one big file", "sparse file", "many bytes", "sparse files", "many files", "deep folders", "long deep folders",
-        "hidden folder"),
+    "symlink, hard link, unlink": ("symlink", "hard link", "chdir and unlink"),
     "environ": ("environment", "/proc/self/environ"),
     "parent's /proc": ("parent's environ", "parent's mem", "parent's maps and fd"),
     "inherited fds": ("inherited descriptors",),
@@ -369,41 +312,27 @@ ROWS: dict[str, tuple[str, ...]] = {
     "TIOCSTI": ("TIOCSTI", "unknown call"),
     "two candidates against each other": ("two candidates against each other",),
     "trainer killed": ("trainer killed",),
-    "shell": tuple(name for name, *_ in SCRIPTS),
 }  # fmt: skip
 
 
-def expected() -> dict[str, tuple[tuple[str, ...], tuple[str, ...] | None, str]]:
-    """name -> the verdicts and reasons (None: any) that may follow, and the profile. What the kernel refuses passes."""
-    found: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None, str]] = {}
-    for table, profile in ((CHEATS, "sealed"), (SCRATCH, "files")):
-        found |= {name: (verdicts, reasons, profile) for name, _, verdicts, reasons in table}
-    found |= {name: (("passed",), None, "sealed") for name, _ in REFUSED}
-    found |= {f"{name} (files)": (("passed",), None, "files") for name, _ in REFUSED if name not in ASKS}
-    found |= {name: (verdicts, None, "sealed") for name, *_, verdicts in PROGRAMS}
-    found |= {name: (verdicts, None, "shell") for name, *_, verdicts in SCRIPTS}
-    return found | {"exact values": (("passed",), None, "sealed"), "trainer killed": (("passed",), None, "sealed")}
+def expected() -> dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]]:
+    """name -> the verdicts and reasons (None: any) that may follow. What the kernel refuses passes."""
+    found: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]] = {
+        name: (verdicts, reasons) for name, _, verdicts, reasons in CHEATS
+    }
+    found |= {name: (("passed",), None) for name, _ in REFUSED}
+    found |= {name: (verdicts, None) for name, *_, verdicts in PROGRAMS}
+    return found | {"exact values": (("passed",), None), "trainer killed": (("passed",), None)}
 
 
 def sources() -> list[tuple[str, dict[str, Any]]]:
     """(name, the fields of a Program) of all but `trainer killed`."""
     prelude = PRELUDE.format(places=str(Path(__file__).parents[1]))
-    found = [(name, {"source": source}) for name, source, _, _ in CHEATS]
-    for name, test in REFUSED:
-        source = f"{prelude}def f(x): return x * x if {test} else 'it worked'\n"
-        found.append((name, {"source": source}))
-        if name not in ASKS:
-            found.append((f"{name} (files)", {"source": source, "profile": "files"}))
-    for name, source, _, _ in SCRATCH:
-        found.append((name, {"source": source.replace("{prelude}", prelude), "profile": "files"}))
-    found = [(name, {"entry_point": "f", "tests": TESTS} | fields) for name, fields in found]
-    for table, profile in ((PROGRAMS, "sealed"), (SCRIPTS, "shell")):
-        for name, source, stdin, stdout, verdicts in table:
-            tests = [{"stdin": stdin, "stdout": stdout}]
-            shell = 1.0 if "timeout" in verdicts else 4.0  # bash and bubblewrap start slowly on a busy machine
-            seconds = shell if profile == "shell" else None
-            fields = {"source": source, "entry_point": "", "tests": tests, "profile": profile, "cpu_seconds": seconds}
-            found.append((name, fields))
+    functions = [(name, source) for name, source, _, _ in CHEATS]
+    functions += [(name, f"{prelude}def f(x): return x * x if {test} else 'it worked'\n") for name, test in REFUSED]
+    found = [(name, {"source": source, "entry_point": "f", "tests": TESTS}) for name, source in functions]
+    for name, source, stdin, stdout, _ in PROGRAMS:
+        found.append((name, {"source": source, "entry_point": "", "tests": [{"stdin": stdin, "stdout": stdout}]}))
     exact = "['\\ud800\\0', -0.0, 1e999, 10**400]".replace("10**400", "1" + "0" * 400)
     tests = [{"args": "[1]", "expected": exact}]
     return [*found, ("exact values", {"source": f"def f(x): return {exact}", "entry_point": "f", "tests": tests})]
@@ -415,7 +344,7 @@ from pipeline.sandbox.pool import Pool, SandboxConfig, Task
 pool = Pool(SandboxConfig(), 2).__enter__()
 task = Task("import time\\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 10.0)
 for _ in range(2): threading.Thread(target=pool.run, args=(task,), daemon=True).start()
-print(*[s.process.pid for s in pool.host.running["sealed"]], flush=True)
+print(*[s.process.pid for s in pool.host.running], flush=True)
 threading.Event().wait()
 """
 
@@ -441,7 +370,7 @@ def survivors() -> int:
 
 
 def judge_all() -> dict[str, Any]:
-    """name -> (verdict, reason, score), two candidates at a time; "missing" -> the profiles not to be had, and why."""
+    """name -> (verdict, reason, score), two candidates at a time."""
     from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 
     with Judge(SandboxConfig(limits=Limits(**FAST)), 2) as judge:
@@ -449,7 +378,6 @@ def judge_all() -> dict[str, Any]:
         found: dict[str, Any] = {
             name: (v.verdict, v.reason, v.score) for (name, _), v in zip(sources(), verdicts, strict=True)
         }
-        found["missing"] = {name: why for name in ("files", "shell") if (why := judge.missing(name)) is not None}
     alive = survivors()
     return found | {"trainer killed": ("passed", "", 1.0) if alive == 0 else ("wrong", f"{alive} alive", 0.0)}
 

@@ -22,7 +22,7 @@ from pipeline.sandbox.pool import Pool, Task
 from tests import attacks
 
 ROOT = Path(__file__).parents[1]
-NEIGHBOURS = ("jail", "child", "filters", "kernel", "scratch", "shell", "trial", "values", "watch")
+NEIGHBOURS = ("jail", "child", "filters", "kernel", "trial", "values", "watch")
 SANDBOX = ROOT / "pipeline" / "sandbox"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 ADD = Program(source="def add(a, b): return a + b", entry_point="add", tests=[{"args": "[1, 2]", "expected": "3"}])
@@ -44,10 +44,10 @@ def unprivileged_python() -> str | None:
     return None
 
 
-def servers_of(judge: Judge, profile: str = "sealed") -> list[servers_module.Server]:
+def servers_of(judge: Judge) -> list[servers_module.Server]:
     """The fork servers of this machine."""
     assert isinstance(judge.pool.host, servers_module.Servers)
-    return judge.pool.host.running[profile]
+    return judge.pool.host.running
 
 
 def judged_as_nobody() -> dict[str, Any]:
@@ -71,32 +71,24 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", attacks.ROWS)
 def test_no_attack_of_the_row_succeeds(row: str, outcomes: dict[str, Any]):
-    expected, wrong, unheld = attacks.expected(), {}, set()
+    expected, wrong = attacks.expected(), {}
     for name in attacks.ROWS[row]:
-        for variant in {name, f"{name} (files)"} & set(expected):
-            verdicts, reasons, profile = expected[variant]
-            verdict, reason, _ = outcomes[variant]
-            if profile in outcomes["missing"]:
-                assert verdict == "unscorable" and reason == "profile"
-                unheld.add(outcomes["missing"][profile])
-            elif verdict not in verdicts or (reasons is not None and reason not in reasons):
-                wrong[variant] = outcomes[variant]
+        verdicts, reasons = expected[name]
+        verdict, reason, _ = outcomes[name]
+        if verdict not in verdicts or (reasons is not None and reason not in reasons):
+            wrong[name] = outcomes[name]
     assert not wrong
-    if unheld and len(unheld) == len(attacks.ROWS[row]):
-        pytest.skip(f"not here: {', '.join(unheld)}")
-    if row == "shell" and unheld:
-        pytest.skip(f"profile shell: {unheld.pop()}")
 
 
-def test_the_table_has_its_46_rows_and_every_attack_stands_in_one():
+def test_the_table_has_its_44_rows_and_every_attack_stands_in_one():
     listed = {name for names in attacks.ROWS.values() for name in names}
-    assert len(attacks.ROWS) == 46
-    assert {name.removesuffix(" (files)") for name in attacks.expected()} == listed
+    assert len(attacks.ROWS) == 44
+    assert set(attacks.expected()) == listed
 
 
 @pytest.mark.slow
 def test_forgeries_score_nothing(outcomes: dict[str, Any]):
-    scores = [outcome[2] for name, outcome in outcomes.items() if name != "missing" and outcome[0] == "unsafe"]
+    scores = [outcome[2] for outcome in outcomes.values() if outcome[0] == "unsafe"]
     assert scores and not any(scores)
 
 
@@ -169,29 +161,6 @@ def test_arguments_decide_about_the_checked_calls(name: str):
         assert all(decision(program, number, machine.audit, arguments) == filters.ALLOW for arguments in good), call
         refused = [decision(program, number, machine.audit, arguments) for arguments in bad]
         assert refused == [filters.ERRNO | filters.EPERM] * len(bad), call
-
-
-@pytest.mark.parametrize("name", filters.ARCHITECTURES)
-def test_files_adds_the_listed_calls_and_shell_denies_the_listed_calls_and_no_other(name: str):
-    machine = filters.ARCHITECTURES[name]
-    denied = {numbers[machine.column] for numbers in filters.DENIED.values()}
-    allowed = {numbers[machine.column] for table in (filters.ALLOWED, filters.ON_FILES) for numbers in table.values()}
-    checked = {numbers[machine.column] for numbers in filters.CHECKED.values()}
-    files, shell = (filters.filter_program(machine, profile) for profile in ("files", "shell"))
-    eperm, enosys = filters.ERRNO | filters.EPERM, filters.ERRNO | filters.ENOSYS
-    for number in {*range(600), 4000, 1 << 29} - checked:
-        other = enosys if number == filters.CLONE3 or number > filters.LAST_KNOWN else None
-        found = decision(files, number, machine.audit)
-        assert found == (filters.ALLOW if number in allowed else other or eperm), number
-        assert decision(shell, number, machine.audit) == (other or (eperm if number in denied else filters.ALLOW)), (
-            number
-        )
-    clone, ioctl = (filters.CHECKED[call][machine.column] for call in ("clone", "ioctl"))
-    for flags, right in ((17, True), (0x3D0F00, True), (0x10000011, False), (0x20011, False), (0x40000011, False)):
-        assert decision(shell, clone, machine.audit, (flags,)) == (filters.ALLOW if right else eperm)
-    for request, right in ((0x5401, True), (0x5412, False), (0x541C, False), (1 << 32 | 0x5412, False)):
-        assert decision(shell, ioctl, machine.audit, (0, request)) == (filters.ALLOW if right else eperm)
-    assert decision(shell, 1, 0x40000003) == filters.KILL
 
 
 def test_a_machine_without_a_sandbox_is_refused_with_what_to_do(monkeypatch, tmp_path):

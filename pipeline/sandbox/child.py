@@ -11,10 +11,8 @@ answers for itself, and still knows no expected value.
 import json
 import os
 import random
-import signal
 import struct
 import sys
-import tempfile
 import threading
 import types
 from collections.abc import Callable
@@ -24,11 +22,7 @@ from typing import Any, NoReturn
 import kernel
 import values
 
-LAYERS = {  # shell has its own (`shell.py`); unsafe: resource limits only, where a person allowed it
-    "sealed": ("landlock", "seccomp"),
-    "files": ("landlock", "seccomp"),
-    "unsafe": (),
-}
+LAYERS = {"sealed": ("landlock", "seccomp"), "unsafe": ()}  # unsafe: resource limits only, where a person allowed it
 CHANNEL = 3  # the descriptor of the answers, a socket: "go" comes in, frames go out
 LOST = 70  # exit code of a child that could not close itself off
 
@@ -44,24 +38,18 @@ def write_all(fd: int, data: bytes, write: Callable[[int, memoryview], int] = os
 class Cell:
     """What closes one child off."""
 
-    profile: str
     memory: int  # bytes of address space
     cpu_seconds: float
     parent: int
-    scratch: str | None = None  # profile `files`: its directory
 
 
 def enter(cell: Cell, layers: tuple[str, ...]) -> None:
     """Close this process off. Raises OSError or Refused if a layer cannot be had; then nothing foreign may run."""
-    if cell.scratch is not None:
-        os.chdir(cell.scratch)
-        tempfile.tempdir = cell.scratch
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file too large ends it, as in a program that is not Python
     kernel.isolate(cell.memory, cell.cpu_seconds, cell.parent)
     if "landlock" in layers and kernel.landlock_version():
-        kernel.install_landlock(tuple(sys.path), () if cell.scratch is None else (cell.scratch,))
+        kernel.install_landlock()
     if "seccomp" in layers:
-        kernel.install_seccomp(cell.profile)
+        kernel.install_seccomp()
 
 
 def prepare_streams() -> list[Any]:
@@ -89,8 +77,7 @@ def run(job: dict[str, Any], ends: tuple[int, int, int, int], memory: int, paren
         os.closerange(CHANNEL + 1, 256)
         random.seed(0)
         limits = job["limits"]
-        cell = Cell(job["profile"], memory + limits["memory"], limits["job_cpu"], parent, job.get("scratch"))
-        enter(cell, LAYERS[cell.profile])
+        enter(Cell(memory + limits["memory"], limits["job_cpu"], parent), LAYERS[job["profile"]])
         os.write(CHANNEL, b"R")
     except BaseException:
         os._exit(LOST)

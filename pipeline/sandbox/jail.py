@@ -7,23 +7,21 @@ answers on fd 3: the byte R when it is closed off, then per test `{"n": nonce, "
 `{"n", "i", "e": [type, message]}`, or once `{"n", "load", "e"}` if the source does not load, then `{"n", "end"}`.
 
     settings  {"profile", "preload": [module], "paths": [folder]}  ->  {"ready": {...}}, {"refused": why} or {"missing": module}
-    job       {"id", "nonce", "profile", "source", "entry", "tests": [{"args", "kwargs"} or {"stdin"}], "limits": {...}}
+    job       {"id", "nonce", "source", "entry", "tests": [{"args", "kwargs"} or {"stdin"}], "limits": {...}}
     answer    {"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"}
               or {"id", "fault"}
 
-Neighbours: `child.py` what runs after the fork, `kernel.py` and `filters.py` the layers, `watch.py` the limits,
-`scratch.py` directories for profile `files`, `shell.py` profile `shell`, `trial.py` the self-test.
+Neighbours: `child.py` what runs after the fork, `kernel.py` and `filters.py` the layers, `watch.py` the limits, `trial.py`
+the self-test.
 `python -m pipeline.sandbox.jail --probe` prints what this machine enforces. Standard library only, nothing of the project.
 
 The opponent is code of a model that is rewarded for passing: careless, greedy, tuned to cheat; through the service,
-hostile. Promised: no file beyond the profile, no network, no other process touched (signal, trace, limit, memory), no
-secret in the address space, bounded time, memory and output, no survivors. Where a layer of a profile cannot be
-had, the profile is refused: without seccomp there is none, without Landlock (ABI 3) no `files`, without bubblewrap and user
-namespaces no `shell`.
+hostile. Promised: no file, no network, no other process touched (signal, trace, limit, memory), no
+secret in the address space, bounded time, memory and output, no survivors. Two profiles:
 
-    sealed   functions, programs on stdin: no call that takes a path; threads
-    files    one scratch directory, and the interpreter to read where the user of the servers may; threads
-    shell    bash scripts, 32 processes in namespaces of their own; /usr to read, 16 MiB at /tmp
+    sealed   functions, programs on stdin: no call that takes a path, threads but no processes. Needs seccomp, else refused;
+             Landlock is put behind it where the kernel has it
+    unsafe   resource limits only, where there is no sandbox and a person allowed it
 
 Not promised: kernel bugs, CPU side channels, hidden test inputs, strong tests, fair shares. This is no virtual machine:
 code of strangers belongs on a machine of its own.
@@ -37,7 +35,6 @@ import importlib
 import json
 import os
 import platform
-import shutil
 import socket
 import struct
 import sys
@@ -51,8 +48,6 @@ _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
 sys.path.insert(0, str(Path(__file__).parent))  # -P left it out; the neighbours are taken without the project package
 import child  # noqa: E402
 import kernel  # noqa: E402
-import scratch  # noqa: E402
-import shell  # noqa: E402
 import trial  # noqa: E402
 from watch import Watch  # noqa: E402
 
@@ -71,8 +66,6 @@ encodings.ascii encodings.base64_codec encodings.cp1252 encodings.hex_codec enco
 encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unicode_escape encodings.utf_16
 encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodings.utf_8_sig
 """
-FILE_MODULES = "configparser filecmp gzip shutil tarfile tomllib zipfile"  # besides, in profile `files`
-PROFILES = ("sealed", "files", "shell")
 WITHOUT_OPENSSL = "_hashlib"  # hashlib falls back to its own implementations
 
 
@@ -106,24 +99,22 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
 
     Returns what is enforced. Raises Refused, or ImportError for a module of `preload`.
     """
-    library = Path(os.__file__).parent
     os.environ.clear()
     os.environ |= {"TZ": "UTC0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     time.tzset()
     sys.path += paths
     sys.modules[WITHOUT_OPENSSL] = None  # pyright: ignore[reportArgumentType]
-    for name in [*MODULES.split(), *(FILE_MODULES.split() if profile == "files" else ()), *preload]:
+    for name in [*MODULES.split(), *preload]:
         importlib.import_module(name)
     os.register_at_fork = _register_at_fork
     builtins.exit = builtins.quit = sys.exit  # programs call them; `site`, which -S leaves out, would define them
     sys.path_importer_cache.clear()
     os.environ.clear()
     uid = kernel.drop_identity()
-    folders = [str(library), str(library / "lib-dynload"), *paths] if profile == "files" else []
-    sys.path[:] = [path for path in folders if os.access(path, os.R_OK | os.X_OK) and Path(path).is_dir()]
-    kernel.harden(profile)
-    if profile != "unsafe":
-        trial.self_test(profile)
+    sys.path.clear()
+    kernel.harden()
+    if profile == "sealed":
+        trial.self_test()
     gc.collect()
     gc.freeze()  # children then copy no page only because the collector wrote to it
     return {
@@ -155,28 +146,12 @@ def serve() -> None:
         write_frame(answers, {"refused": str(error)})
         return
     write_frame(answers, {"ready": ready})
-    folder = scratch.base() if settings["profile"] == "files" else None
     while (job := read_frame(jobs)) is not None:
         try:
-            answer = _answer(job, ready["memory"], jobs, folder)
+            answer = run(job | {"profile": ready["profile"]}, ready["memory"], jobs)
         except Exception as error:  # a defect of ours: the pool logs it and starts another server
             answer = {"id": job["id"], "fault": f"{type(error).__name__}: {error}"}
         write_frame(answers, answer)
-    if folder is not None:
-        scratch.remove(folder)
-
-
-def _answer(job: dict[str, Any], memory: int, jobs: int, folder: str | None) -> dict[str, Any]:
-    """The answer to a job; profile `files` gets a directory in `folder` for as long as it runs."""
-    if job["profile"] == "shell":
-        return shell.run(job, memory, jobs)
-    if folder is None:
-        return run(job, memory, jobs)
-    place = scratch.make(folder)
-    try:
-        return run(job | {"scratch": place}, memory, jobs)
-    finally:
-        scratch.remove(place)
 
 
 def run(job: dict[str, Any], memory: int, jobs: int) -> dict[str, Any]:
@@ -200,35 +175,23 @@ def run(job: dict[str, Any], memory: int, jobs: int) -> dict[str, Any]:
 
 
 def probe() -> dict[str, Any]:
-    """What this machine enforces, for a person: the profiles to be had, and why the others are not.
+    """What profile `sealed` enforces on this machine, or `refused`: why it cannot be had.
 
-    A child for each profile finds out: it cannot write to a file afterwards.
+    A child finds out: it cannot write to a file afterwards.
     """
-    machine = {
-        "architecture": platform.machine(),
-        "landlock": kernel.landlock_version(),
-        "bwrap": shutil.which("bwrap"),
-    }
-    found: dict[str, Any] = {"profiles": [], "refused": {}, "uid": None}
-    for profile in PROFILES:
-        source, sink = os.pipe()
-        if os.fork() == 0:
-            try:
-                answer = prepare([], [], profile)
-            except (kernel.Refused, OSError) as error:
-                answer = {"refused": str(error)}
-            write_frame(sink, answer)
-            os._exit(0)
-        os.close(sink)
-        answer = read_frame(source) or {"refused": "the self-test ended without a word"}
-        os.close(source)
-        os.wait()
-        if "refused" in answer:
-            found["refused"][profile] = answer["refused"]
-        else:
-            found["profiles"].append(profile)
-            found["uid"] = answer["uid"]
-    return found | machine
+    source, sink = os.pipe()
+    if os.fork() == 0:
+        try:
+            answer = prepare([], [], "sealed")
+        except (kernel.Refused, OSError) as error:
+            answer = {"refused": str(error), "architecture": platform.machine(), "landlock": kernel.landlock_version()}
+        write_frame(sink, answer)
+        os._exit(0)
+    os.close(sink)
+    answer = read_frame(source) or {"refused": "the self-test ended without a word"}
+    os.close(source)
+    os.wait()
+    return answer
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 Every function acts on the calling process and cannot be undone; the child of `jail.py` calls them between fork and the
 first line of foreign code. Standard library only, and nothing of the project: `jail.py` loads this file by its path.
 
-Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); the filters themselves stand in `filters.py`.
+Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); the filter itself stands in `filters.py`.
 
 Not promised: protection from bugs of the kernel, or from CPU side channels.
 """
@@ -22,15 +22,10 @@ from filters import Refused, architecture
 
 UIDS = (61000, 65534)  # whom root becomes: the first one that the user namespace maps
 NOFILE, STACK = 32, 8 << 20
-FILE_BYTES = {"files": 1 << 20, "shell": 16 << 20}  # of one file; in the other profiles nothing is written but pipes
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_DUMPABLE = 1, 2, 3, 4
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 36, 38, 39
+PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 38, 39
 SIGKILL = 9
-READ_RIGHTS = 1 << 2 | 1 << 3  # Landlock: read a file, list a directory
-WRITE_RIGHTS = (
-    READ_RIGHTS | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
-)  # make files and directories
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -51,9 +46,9 @@ def prctl(option: int, value: int = 0) -> int:
     return result
 
 
-def install_seccomp(profile: str) -> None:
+def install_seccomp() -> None:
     """Filter the system calls of this process from now on. Needs no_new_privs. Raises Refused or OSError."""
-    call(architecture().seccomp, 1, 0, filters.filter_code(profile)[0])
+    call(architecture().seccomp, 1, 0, filters.filter_code()[0])
 
 
 @functools.cache
@@ -65,23 +60,13 @@ def landlock_version() -> int:
         return 0
 
 
-def install_landlock(readable: tuple[str, ...] = (), writable: tuple[str, ...] = ()) -> None:
-    """Forbid every right on files, network and scopes that this kernel's Landlock knows, but for some folders.
-
-    `readable` may be read, `writable` holds files and directories of the candidate: no links, devices, pipes, sockets.
-    Raises OSError.
-    """
-    version = landlock_version()
+def install_landlock() -> None:
+    """Forbid every right on files, network and scopes that this kernel's Landlock knows. Raises OSError."""
+    version, machine = landlock_version(), architecture()
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rights = struct.pack("=QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 8 if version < 4 else 16 if version < 6 else 24
-    machine = architecture()
     ruleset = call(machine.landlock_create, rights[:size], size, 0)
-    for paths, granted in ((readable, READ_RIGHTS), (writable, WRITE_RIGHTS)):
-        for path in paths:
-            folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            call(machine.landlock_rule, ruleset, 1, struct.pack("=Qi", granted & files, folder), 0)
-            os.close(folder)
     call(machine.landlock_restrict, ruleset, 0)
     os.close(ruleset)
 
@@ -105,10 +90,10 @@ def drop_identity() -> int:
     return os.getuid()
 
 
-def fixed_limits(profile: str) -> dict[int, int]:
+def fixed_limits() -> dict[int, int]:
     """The resource limits that no job changes."""
     limits = {
-        resource.RLIMIT_FSIZE: FILE_BYTES.get(profile, 0),
+        resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: NOFILE,
         resource.RLIMIT_STACK: STACK,
@@ -125,12 +110,12 @@ def limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value, value))
 
 
-def harden(profile: str) -> None:
+def harden() -> None:
     """What the server gives up and its children inherit: core dumps, new privileges, files, open descriptors.
 
     After the id drop, which would make the process dumpable again.
     """
-    for which, value in fixed_limits(profile).items():
+    for which, value in fixed_limits().items():
         limit(which, value)
     if sys.platform == "linux":
         prctl(PR_SET_DUMPABLE, 0)
@@ -152,12 +137,7 @@ def isolate(memory: int, cpu_seconds: float, parent: int) -> None:
         os._exit(1)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own, so that none is left unwaited."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def faults(memory: int, profile: str) -> list[str]:
+def faults(memory: int) -> list[str]:
     """What `harden` and `isolate` should have set in this process and did not."""
     signal = ctypes.c_int(0)
     _libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(signal), 0, 0, 0)
@@ -168,7 +148,7 @@ def faults(memory: int, profile: str) -> list[str]:
         "root": 0 in os.getresuid(),
         "session": os.getsid(0) != os.getpid(),
     }
-    for which, value in (fixed_limits(profile) | {resource.RLIMIT_AS: memory}).items():
+    for which, value in (fixed_limits() | {resource.RLIMIT_AS: memory}).items():
         found[f"resource limit {which}"] = not all(0 <= bound <= value for bound in resource.getrlimit(which))
     return [name for name, wrong in found.items() if wrong]
 

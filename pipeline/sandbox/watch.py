@@ -17,10 +17,8 @@ import time
 from typing import Any
 
 import kernel
-import scratch
 
 TICK = 0.05  # seconds between two looks at a child's clock, at most
-SCRATCH_TICK = 0.02  # and at its directory
 
 
 class Watch:
@@ -45,8 +43,6 @@ class Watch:
         self.started = time.monotonic()
         self.wall_mark = self.stopped = self.started
         self.poller = select.poll()
-        self.scratch: str | None = job.get("scratch")
-        self.measured = self.started
 
     def until_done(self, jobs: int) -> None:
         """Until the child said end, died, or passed a limit. The end of the trainer ends everything."""
@@ -75,12 +71,7 @@ class Watch:
         """Seconds until the CPU limit can be reached at the earliest, at most a tick."""
         if self.closed:
             return 0.001
-        tick = TICK if self.scratch is None else SCRATCH_TICK
-        return min(tick, max(0.001, self.limits["cpu"] - (self._cpu() - self.cpu_mark)))
-
-    def _cpu(self) -> float:
-        """CPU seconds that it has used."""
-        return kernel.cpu_clock(self.pid)
+        return min(TICK, max(0.001, self.limits["cpu"] - (kernel.cpu_clock(self.pid) - self.cpu_mark)))
 
     def _look(self) -> None:
         """Has it died, or passed a limit of time?"""
@@ -89,21 +80,13 @@ class Watch:
             if pid:
                 self.exit = (status, usage)
                 return
-        cpu, now = self._cpu(), time.monotonic()
-        if now - self.measured >= SCRATCH_TICK and self._stored_too_much():
-            self.cut = "files"
-            return
+        cpu, now = kernel.cpu_clock(self.pid), time.monotonic()
         if not self.ready and now - self.started < self.start_seconds:
             return
         if cpu - self.cpu_mark > self.limits["cpu"] or cpu - self.cpu_start > self.limits["job_cpu"]:
             self.cut = "cpu"
         elif now - self.wall_mark > self.limits["wall"] or now - self.started > self.limits["job_wall"]:
             self.cut = "wall"
-
-    def _stored_too_much(self) -> bool:
-        """Whether its directory, if it has one, holds more than it may."""
-        self.measured = time.monotonic()
-        return self.scratch is not None and scratch.exceeds(self.scratch, self.limits["scratch"], self.limits["files"])
 
     def _feed(self) -> None:
         try:
@@ -143,7 +126,7 @@ class Watch:
         if not self.ready:
             self.ready = self.buffer[:1] == b"R"
             del self.buffer[0]
-            self.cpu_start = self.cpu_mark = self._cpu()
+            self.cpu_start = self.cpu_mark = kernel.cpu_clock(self.pid)
             self.started = self.wall_mark = time.monotonic()
         if self.received > self.limits["results"]:
             self.cut = "output"
@@ -170,18 +153,15 @@ class Watch:
         return body.decode("ascii", "replace")
 
     def _take(self, frame: str) -> None:
-        """An answer counts if its test had been started, and its CPU clock and its directory are within the limits."""
+        """An answer counts if its test had been started, and its CPU clock is within the limits."""
         count = len(self.job["tests"])
         if len(self.frames) == count:
             self.ended = frame == f'{{"n":"{self.job["nonce"]}","end":true}}' and not self.buffer
             self.cut = None if self.ended else "forged"
             return
-        cpu = self._cpu()
+        cpu = kernel.cpu_clock(self.pid)
         if cpu - self.cpu_mark > self.limits["cpu"] or cpu - self.cpu_start > self.limits["job_cpu"]:
             self.cut = "cpu"
-            return
-        if self._stored_too_much():  # a fast disk takes all of it between two looks
-            self.cut = "files"
             return
         self.frames.append(frame)
         self.cpu_mark, self.wall_mark = cpu, time.monotonic()
@@ -200,8 +180,6 @@ class Watch:
         """Kill what is left, collect what it wrote, close everything."""
         self.stopped = time.monotonic()
         self._bury()
-        if self.cut is None and self._stored_too_much():
-            self.cut = "files"
         for fd in (self.out, self.err):
             size = -1
             while self.cut != "output" and size != len(self.output[fd]):  # what is still in the pipe
