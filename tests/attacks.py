@@ -358,7 +358,7 @@ def survivors() -> int:
     assert trainer.stdout is not None
     servers = [int(pid) for pid in trainer.stdout.readline().split()]
     children: list[int] = []
-    while len(children) < 2:
+    while len(children) < 4:  # of each server its zygote and a candidate
         children = [int(p) for s in servers for p in Path(f"/proc/{s}/task/{s}/children").read_text().split()]
     watched = [os.pidfd_open(pid) for pid in (*servers, *children)]
     trainer.send_signal(signal.SIGKILL)

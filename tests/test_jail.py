@@ -22,7 +22,7 @@ from pipeline.sandbox.pool import Pool, Task
 from tests import attacks
 
 ROOT = Path(__file__).parents[1]
-NEIGHBOURS = ("jail", "child", "filters", "kernel", "trial", "values", "watch")
+NEIGHBOURS = ("jail", "child", "filters", "frames", "kernel", "trial", "values", "watch", "zygote")
 SANDBOX = ROOT / "pipeline" / "sandbox"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 ADD = Program(source="def add(a, b): return a + b", entry_point="add", tests=[{"args": "[1, 2]", "expected": "3"}])
@@ -197,22 +197,22 @@ def slow_child(seconds: float) -> dict[str, Any]:
     """The server's answer to a job whose child takes `seconds` of CPU and as long again to close itself off."""
     limits = {"cpu": 0.2, "wall": 0.4, "job_cpu": 0.3, "job_wall": 0.5, "memory": 1 << 28, "results": 4096}
     limits |= {"stdout": 4096, "stderr": 4096}
-    job = {"id": "a", "nonce": "0" * 32, "profile": "sealed", "source": ADD.source, "entry": "add", "limits": limits}
+    job = {"id": "a", "nonce": "0" * 32, "source": ADD.source, "entry": "add", "limits": limits}
     job["tests"] = [{"args": "[1, 2]", "kwargs": "{}"}]
     code = f"""
 import json, os, sys, time
 sys.path.insert(0, {str(SANDBOX)!r})
-import child, jail, watch
+import child, jail, watch, zygote
 never, channel = os.open(os.devnull, os.O_RDWR), os.dup(1)
 for fd in (0, 1, 2, 3): os.dup2(never, fd)
 memory = jail.prepare([], [], "sealed")["memory"]
 watch.Watch.start_seconds, enter = 3.0, child.enter
-def late(cell, layers):
+def late(*given):
     while time.process_time() < {seconds}: pass
     time.sleep({seconds})
-    enter(cell, layers)
+    enter(*given)
 child.enter = late
-answer = jail.run({job!r}, memory, never)
+answer = jail.run({job!r}, zygote.Zygote(child.Cell(child.LAYERS["sealed"], memory, os.getpid())), never)
 os.write(channel, json.dumps(answer).encode())
 """
     return json.loads(subprocess.check_output([sys.executable, "-c", code], timeout=60))
@@ -270,15 +270,46 @@ def test_no_secret_of_the_trainer_is_in_the_memory_of_server_or_child(monkeypatc
         assert server is not None
         verdicts = judge.judge([program])
         future = other_thread.submit(next, verdicts)
-        children = []
-        while not children:
-            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-        memory = _memory(server.pid) + _memory(int(children[0]))
+        children: list[int] = []
+        while len(children) < 2:  # the zygote and the candidate
+            children = _children(server.pid)
+        memory = b"".join(map(_memory, (server.pid, *children)))
         environment = Path(f"/proc/{server.pid}/environ").read_bytes()
         assert future.result().verdict == "timeout"
     assert b"time.sleep(x)" in memory  # we did read the right thing
     assert expected.encode() not in memory and b"environment-5a7c0ffee" not in memory
     assert environment.replace(b"\0", b"").startswith(b"PYTHONHASHSEED=0") or not environment.strip(b"\0")
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may read the memory of others")
+def test_nothing_of_a_job_is_ever_in_the_memory_of_the_zygote():
+    words = [os.urandom(8).hex() for _ in range(5)]
+    source, stdin, argument, value, error = words
+    asked = [
+        Program(source=f"NAME_{source} = 1\nprint(input())", entry_point="", tests=[{"stdin": stdin, "stdout": stdin}]),
+        Program(source="def f(x): return x", entry_point="f", tests=[{"args": f"['{argument}']", "expected": "1"}]),
+        Program(source=f"def f(): return '{value}'", entry_point="f", tests=[{"args": "[]", "expected": "1"}]),
+        Program(
+            source=f"def f(): raise ValueError('{error}')", entry_point="f", tests=[{"args": "[]", "expected": "1"}]
+        ),
+        Program(source="import sys\nsys.exit(97)", entry_point="", tests=[{"stdin": "", "stdout": ""}]),
+    ]
+    with Judge(SandboxConfig(), 1) as judge:
+        process = servers_of(judge)[0].process
+        assert process is not None
+        (zygote,) = _children(process.pid)
+        before = _memory(zygote)
+        assert [v.verdict for v in judge.judge(asked * 20)] == ["passed", "wrong", "wrong", "error", "error"] * 20
+        watcher, after = _memory(process.pid), _memory(zygote)
+        lines = Path(f"/proc/{zygote}/maps").read_text().splitlines()
+        shared = [line for line in lines if line.split()[1] in ("rw-s", "rwxs", "-w-s")]
+    assert any(word.encode() in watcher for word in words)  # we did read the right thing
+    assert not [word for word in words if word.encode() in after or word.encode("utf-16-le") in after]
+    assert not shared and abs(len(after) - len(before)) < 1 << 16
 
 
 def _memory(pid: int) -> bytes:
@@ -385,13 +416,14 @@ def test_a_thousand_jobs_leave_no_process_descriptor_or_server_memory():
             return [server.process.pid for server in servers_of(judge) if server.process is not None]
 
         def state() -> list[int]:
-            return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in servers() if os.getuid() == 0]
+            pids = [*servers(), *(pid for one in children() for pid in one)] if os.getuid() == 0 else []
+            return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
 
-        def children() -> str:
-            return "".join(Path(f"/proc/{pid}/task/{pid}/children").read_text() for pid in servers())
+        def children() -> list[list[int]]:
+            return [_children(pid) for pid in servers()]
 
         assert all(v.verdict == "passed" for v in judge.judge([ADD] * 20))
-        before = state()
+        before, zygotes = state(), children()
         assert all(v.verdict == "passed" for v in judge.judge([ADD] * 1000))
-        assert state() == before and not children()
+        assert state() == before and children() == zygotes and [len(one) for one in zygotes] == [1, 1]
         assert judge.pool.host.num_restarts <= 1  # a machine that stalls may cost a server, never a job

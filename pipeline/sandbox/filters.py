@@ -59,11 +59,12 @@ class Architecture:
     column: int  # of ALLOWED and CHECKED
     audit: int  # AUDIT_ARCH_*
     seccomp: int
+    clone: int
     landlock_create: int = 444
     landlock_restrict: int = 446
 
 
-ARCHITECTURES = {"x86_64": Architecture(0, 0xC000003E, 317), "aarch64": Architecture(1, 0xC00000B7, 277)}
+ARCHITECTURES = {"x86_64": Architecture(0, 0xC000003E, 317, 56), "aarch64": Architecture(1, 0xC00000B7, 277, 220)}
 
 
 class Refused(RuntimeError):

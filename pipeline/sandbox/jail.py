@@ -1,4 +1,4 @@
-"""The fork server that runs untrusted code, and the child that it runs in.
+"""The server that runs untrusted code: a watcher, a zygote that never sees a job, and one child for each job.
 
 `pool.py` executes `python -P -s -S -B jail.py` with an empty environment: this process never held the trainer's memory,
 keys or data. It reads settings, then jobs, as frames (4 bytes of little-endian length, JSON) on stdin, and answers each
@@ -27,7 +27,6 @@ Not promised: kernel bugs, CPU side channels, hidden test inputs, strong tests, 
 code of strangers belongs on a machine of its own.
 """
 
-import ast
 import builtins
 import fcntl
 import gc
@@ -36,7 +35,6 @@ import json
 import os
 import platform
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
@@ -49,7 +47,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # -P left it out; the neighbours
 import child  # noqa: E402
 import kernel  # noqa: E402
 import trial  # noqa: E402
+from frames import read_frame, write_frame  # noqa: E402
 from watch import Watch  # noqa: E402
+from zygote import Zygote  # noqa: E402
 
 sys.path.pop(0)
 
@@ -67,31 +67,6 @@ encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unico
 encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodings.utf_8_sig
 """
 WITHOUT_OPENSSL = "_hashlib"  # hashlib falls back to its own implementations
-
-
-def read_frame(fd: int) -> Any:
-    """One frame, or None at the end of the stream."""
-    head = _read_exactly(fd, 4)
-    if head is None:
-        return None
-    body = _read_exactly(fd, struct.unpack("<I", head)[0])
-    return None if body is None else json.loads(body)
-
-
-def _read_exactly(fd: int, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        piece = os.read(fd, min(size - len(parts), 1 << 20))
-        if not piece:
-            return None
-        parts += piece
-    return bytes(parts)
-
-
-def write_frame(fd: int, message: object) -> None:
-    """One frame, whole."""
-    body = json.dumps(message, separators=(",", ":")).encode("ascii")
-    child.write_all(fd, struct.pack("<I", len(body)) + body)
 
 
 def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any]:
@@ -145,25 +120,22 @@ def serve() -> None:
     except (kernel.Refused, OSError) as error:
         write_frame(answers, {"refused": str(error)})
         return
+    zygote = Zygote(child.Cell(child.LAYERS[ready["profile"]], ready["memory"], os.getpid()))
     write_frame(answers, {"ready": ready})
     while (job := read_frame(jobs)) is not None:
         try:
-            answer = run(job | {"profile": ready["profile"]}, ready["memory"], jobs)
+            answer = run(job, zygote, jobs)
         except Exception as error:  # a defect of ours: the pool logs it and starts another server
             answer = {"id": job["id"], "fault": f"{type(error).__name__}: {error}"}
         write_frame(answers, answer)
+    zygote.stop()
 
 
-def run(job: dict[str, Any], memory: int, jobs: int) -> dict[str, Any]:
-    """Fork one child for a job, watch it, and say what it did. `memory` is the server's own address space in bytes."""
-    if job["entry"] is not None:
-        job["arguments"] = [(ast.literal_eval(test["args"]), ast.literal_eval(test["kwargs"])) for test in job["tests"]]
+def run(job: dict[str, Any], zygote: Zygote, jobs: int) -> dict[str, Any]:
+    """One child for a job: watch it, and say what it did. The end of `jobs` ends everything."""
     outside, inside = (end.detach() for end in socket.socketpair())
     (out, out_inside), (err, err_inside), (stdin_inside, stdin) = os.pipe(), os.pipe(), os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        child.run(job, (stdin_inside, out_inside, err_inside, inside), memory, parent)
+    pid = zygote.fork((stdin_inside, out_inside, err_inside, inside))
     for fd in (inside, out_inside, err_inside, stdin_inside):
         os.close(fd)
     watch = Watch(job, pid, outside, out, err, stdin)

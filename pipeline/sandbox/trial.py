@@ -103,7 +103,7 @@ def _in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]]) -> Non
         try:
             os.dup2(inside, child.CHANNEL)
             os.closerange(child.CHANNEL + 1, 256)
-            child.enter(child.Cell(MEMORY, 10.0, parent), layers)
+            child.enter(child.Cell(layers, 0, parent), MEMORY, 10.0)
             os.write(child.CHANNEL, json.dumps(trial(parent)).encode("ascii"))
         except (OSError, kernel.Refused) as error:
             os.write(child.CHANNEL, json.dumps([f"setting up: {error}"]).encode("ascii"))
@@ -132,3 +132,21 @@ def self_test() -> None:
         return _state() + (_succeeded(_paths().items()) if kernel.landlock_version() else [])
 
     _in_child(("landlock",), paths_and_state)
+    _sibling()
+
+
+def _sibling() -> None:
+    """What a zygote does: its copies are our children. Raises Refused where they are not."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kernel.fork_sibling()
+        finally:
+            os._exit(0)
+    try:
+        ended = {os.waitpid(-1, 0)[0], os.waitpid(-1, 0)[0]}
+    except ChildProcessError as error:
+        raise kernel.Refused(
+            "self-test: a process cannot make another one for its parent (clone, CLONE_PARENT)"
+        ) from error
+    assert pid in ended
