@@ -112,8 +112,6 @@ def decision(program: list, number: int, arch: int, arguments: tuple[int, ...] =
             return constant
         if code == filters.LOAD:
             word = struct.unpack_from("<I", data, constant)[0]
-        elif code == filters.AND:
-            word &= constant
         elif code == filters.JUMP:
             at += constant
         else:
@@ -148,7 +146,10 @@ def test_arguments_decide_about_the_checked_calls(name: str):
     cases = {
         "clone": (
             [(thread,), (0x7D0F00,)],
-            [(17,), (0x11200,), (thread | 0x10000000,), (thread & ~0x10000,), (0x20000 | thread,)],
+            [
+                *[(17,), (0x11200,), (thread | 0x10000000,), (0x20000 | thread,), (0,), (0x8011,), (thread | 0x8000,)],
+                *[(thread & ~(1 << bit),) for bit in range(32) if thread >> bit & 1],
+            ],
         ),
         "fcntl": ([(1, 0), (1, 3), (1, 1030)], [(1, 4), (1, 8), (1, 10), (1, 1024), (1, 1033)]),
         "ioctl": ([(1, 0x5401), (1, 0x5451)], [(1, 0x5412), (1, 0x5452), (1, 0x8901)]),
@@ -212,7 +213,7 @@ def late(*given):
     time.sleep({seconds})
     enter(*given)
 child.enter = late
-answer = jail.run({job!r}, zygote.Zygote(child.Cell(child.LAYERS["sealed"], memory, os.getpid())), never)
+answer = jail.run({job!r}, zygote.Zygote(child.Cell(child.LAYERS["sealed"], memory, os.getpid(), False)), never)
 os.write(channel, json.dumps(answer).encode())
 """
     return json.loads(subprocess.check_output([sys.executable, "-c", code], timeout=60))

@@ -24,7 +24,10 @@ REMOVED = {  # layer -> what takes it away
     "session": "os.setsid = lambda: None",
     "prctl": "kernel.prctl = lambda option, value=0, f=kernel.prctl: f(option, value) if option in (3, 38, 39) else 0",
     "no_new_privs": "kernel.prctl = lambda option, value=0, f=kernel.prctl: f(option, value) if option != 38 else 0",
-    "identity": "kernel.drop_identity = os.getuid",
+    "identity": "kernel.drop_identity = lambda: False",
+    "threads": "kernel.limit = lambda which, value, f=kernel.limit: which == kernel.resource.RLIMIT_NPROC or f(which, value)",
+    "the count of threads": "kernel.num_threads = lambda pid: 0",
+    "siblings": "kernel.fork_sibling = os.fork",
 }
 QUICK = ("seccomp", "landlock", "identity")  # the others are slow tests
 
@@ -33,8 +36,8 @@ QUICK = ("seccomp", "landlock", "identity")  # the others are slow tests
     "layer", [pytest.param(layer, marks=() if layer in QUICK else pytest.mark.slow) for layer in REMOVED]
 )
 def test_the_self_test_refuses_when_a_layer_is_removed(layer: str):
-    if layer == "identity" and os.getuid() != 0:
-        pytest.skip("only root has an identity to drop")
+    if layer in ("identity", "threads") and os.getuid() != 0:
+        pytest.skip("only root has an identity to drop, and becomes somebody whose threads the kernel counts")
     code = f"""
 import os, sys
 sys.path.insert(0, {str(SANDBOX)!r})

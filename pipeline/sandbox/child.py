@@ -39,6 +39,7 @@ class Cell:
     layers: tuple[str, ...]
     memory: int  # bytes of address space that a child begins with
     parent: int  # the process that it must not outlive
+    alone: bool  # its user has no other processes than this server's
 
 
 def enter(cell: Cell, memory: int, cpu_seconds: float) -> None:
@@ -46,7 +47,7 @@ def enter(cell: Cell, memory: int, cpu_seconds: float) -> None:
 
     Raises OSError or Refused if a layer cannot be had; then nothing foreign may run.
     """
-    kernel.isolate(cell.memory + memory, cpu_seconds, cell.parent)
+    kernel.isolate(cell.memory + memory, cpu_seconds, cell.parent, alone=cell.alone)
     if "landlock" in cell.layers and kernel.landlock_version():
         kernel.install_landlock()
     if "seccomp" in cell.layers:

@@ -85,18 +85,19 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
     builtins.exit = builtins.quit = sys.exit  # programs call them; `site`, which -S leaves out, would define them
     sys.path_importer_cache.clear()
     os.environ.clear()
-    uid = kernel.drop_identity()
+    alone = kernel.drop_identity()
     sys.path.clear()
     kernel.harden()
     if profile == "sealed":
-        trial.self_test()
+        trial.self_test(alone=alone)
     gc.collect()
     gc.freeze()  # children then copy no page only because the collector wrote to it
     return {
         "profile": profile,
         "architecture": platform.machine(),
         "landlock": kernel.landlock_version(),
-        "uid": uid,
+        "uid": os.getuid(),
+        "alone": alone,
         "memory": kernel.address_space(),
     }
 
@@ -120,7 +121,7 @@ def serve() -> None:
     except (kernel.Refused, OSError) as error:
         write_frame(answers, {"refused": str(error)})
         return
-    zygote = Zygote(child.Cell(child.LAYERS[ready["profile"]], ready["memory"], os.getpid()))
+    zygote = Zygote(child.Cell(child.LAYERS[ready["profile"]], ready["memory"], os.getpid(), ready["alone"]))
     write_frame(answers, {"ready": ready})
     while (job := read_frame(jobs)) is not None:
         try:

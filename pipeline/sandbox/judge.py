@@ -330,6 +330,8 @@ def _ending(report: Report) -> _Answer | None:
         return _Answer(verdict="timeout", message=f"{report.cut} limit")
     if report.cut == "forged":
         return FORGED
+    if report.cut == "threads":
+        return _Answer(verdict="error", reason="crash", message="too many threads")
     if report.cut is not None:
         return _Answer(verdict="error", reason="output", message="too much output")
     if report.signal == signal.SIGKILL:  # it cannot kill itself, and we did not: the kernel was out of memory

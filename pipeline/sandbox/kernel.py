@@ -20,8 +20,11 @@ from pathlib import Path
 import filters
 from filters import Refused, architecture
 
-UIDS = (61000, 65534)  # whom root becomes: the first one that the user namespace maps
+OWN_UIDS = range(1 << 30, 1 << 31)  # whom root becomes, by lot: nobody else's processes then count towards its limit
+UIDS = (61000, 65534)  # where the user namespace maps none of those: the first one that it maps
 NOFILE, STACK = 32, 8 << 20
+THREADS = 64  # of one candidate, its first one included
+SERVER = 2  # watcher and zygote, which count with it
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_DUMPABLE = 1, 2, 3, 4
 PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 38, 39
@@ -73,13 +76,14 @@ def install_landlock() -> None:
     os.close(ruleset)
 
 
-def drop_identity() -> int:
-    """Give up root for good: groups, all ids, and with them the capabilities. Returns the uid.
+def drop_identity() -> bool:
+    """Give up root for good: groups, all ids, and with them the capabilities. Returns whether the new uid is nobody else's.
 
-    Raises Refused if neither of UIDS can be taken, or if something is left.
+    Raises Refused if no other id can be taken, or if something is left.
     """
+    own = OWN_UIDS[int.from_bytes(os.urandom(8)) % len(OWN_UIDS)]
     if 0 in (os.getuid(), os.geteuid()):
-        for uid in UIDS:
+        for uid in (own, *UIDS):
             try:
                 os.setgroups([])
                 os.setresgid(uid, uid, uid)
@@ -89,7 +93,7 @@ def drop_identity() -> int:
                 continue
     if 0 in os.getresuid():
         raise Refused(f"running as root, and the ids {UIDS} cannot be taken: run as another user")
-    return os.getuid()
+    return os.getuid() == own
 
 
 def fixed_limits() -> dict[int, int]:
@@ -143,8 +147,8 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def isolate(memory: int, cpu_seconds: float, parent: int) -> None:
-    """What is the child's own: bytes of address space, a session, death with its parent.
+def isolate(memory: int, cpu_seconds: float, parent: int, *, alone: bool) -> None:
+    """What is the child's own: bytes of address space, a session, death with its parent, and threads if its uid is `alone`.
 
     RLIMIT_CPU stands only where there is no CPU clock to watch: on Linux it would make that clock tick in jiffies.
     """
@@ -153,10 +157,12 @@ def isolate(memory: int, cpu_seconds: float, parent: int) -> None:
         limit(resource.RLIMIT_CPU, int(cpu_seconds) + 2)
         return
     limit(resource.RLIMIT_AS, memory)
+    if alone:
+        limit(resource.RLIMIT_NPROC, THREADS + SERVER)
     die_with(parent)
 
 
-def faults(memory: int) -> list[str]:
+def faults(memory: int, *, alone: bool) -> list[str]:
     """What `harden` and `isolate` should have set in this process and did not."""
     signal = ctypes.c_int(0)
     _libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(signal), 0, 0, 0)
@@ -167,7 +173,8 @@ def faults(memory: int) -> list[str]:
         "root": 0 in os.getresuid(),
         "session": os.getsid(0) != os.getpid(),
     }
-    for which, value in (fixed_limits() | {resource.RLIMIT_AS: memory}).items():
+    own = {resource.RLIMIT_AS: memory} | ({resource.RLIMIT_NPROC: THREADS + SERVER} if alone else {})
+    for which, value in (fixed_limits() | own).items():
         found[f"resource limit {which}"] = not all(0 <= bound <= value for bound in resource.getrlimit(which))
     return [name for name, wrong in found.items() if wrong]
 
@@ -186,6 +193,14 @@ def cpu_clock(pid: int) -> float:
         return time.clock_gettime((~pid << 3) | 2)  # MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED)
     except OSError:  # exited, perhaps not yet reaped
         return 0.0
+
+
+def num_threads(pid: int) -> int:
+    """How many threads a process that has not been waited for has: the links of its folder of them. 0 where it cannot be seen."""
+    try:
+        return os.stat(f"/proc/{pid}/task").st_nlink - 2  # noqa: PTH116  a Path would cost three times as much
+    except OSError:  # /proc is hidden, or there is none
+        return 0
 
 
 def address_space() -> int:

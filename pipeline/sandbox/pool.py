@@ -52,7 +52,7 @@ class Report:
     frames: list[str]
     status: int | None  # exit code, if it ended by itself before its end
     signal: int | None
-    cut: str | None  # what the server ended it for: cpu, wall, output, forged
+    cut: str | None  # what the server ended it for: cpu, wall, threads, output, forged
     stdout: str
     stderr: str
     cpu_ms: int

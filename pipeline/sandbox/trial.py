@@ -85,9 +85,9 @@ def _succeeded(attempts: Iterable[tuple[str, Callable[[], object]]]) -> list[str
     return names
 
 
-def _state() -> list[str]:
+def _state(*, alone: bool) -> list[str]:
     """What is wrong with this child's limits, identity and descriptors."""
-    wrong = kernel.faults(MEMORY)
+    wrong = kernel.faults(MEMORY, alone=alone)
     for fd in range(child.CHANNEL + 1, 256):
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_GETFD)
@@ -95,7 +95,7 @@ def _state() -> list[str]:
     return wrong
 
 
-def _in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]]) -> None:
+def _in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]], *, alone: bool) -> None:
     """Run a trial behind the layers. Raises Refused with what it reports, and if it reports nothing."""
     parent, (outside, inside) = os.getpid(), os.pipe()
     pid = os.fork()
@@ -103,7 +103,7 @@ def _in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]]) -> Non
         try:
             os.dup2(inside, child.CHANNEL)
             os.closerange(child.CHANNEL + 1, 256)
-            child.enter(child.Cell(layers, 0, parent), MEMORY, 10.0)
+            child.enter(child.Cell(layers, 0, parent, alone), MEMORY, 10.0)
             os.write(child.CHANNEL, json.dumps(trial(parent)).encode("ascii"))
         except (OSError, kernel.Refused) as error:
             os.write(child.CHANNEL, json.dumps([f"setting up: {error}"]).encode("ascii"))
@@ -113,25 +113,26 @@ def _in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]]) -> Non
     ready = select.select([outside], [], [], PATIENCE)[0]
     report = os.read(outside, 65536) if ready else b""
     os.close(outside)
+    failed = json.loads(report) if report else ["a child reported nothing"]
+    failed += [] if kernel.num_threads(pid) == 1 else ["the number of its threads cannot be seen"]
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    failed = json.loads(report) if report else ["a child reported nothing"]
     if failed:
         raise kernel.Refused(f"self-test behind {' and '.join(layers)}: not held: {', '.join(failed)}")
 
 
-def self_test() -> None:
+def self_test(*, alone: bool) -> None:
     """Try the layers of profile `sealed`, each without the other. Raises Refused naming what was not held."""
     filters.filter_code()  # made here once, and inherited by every child; no architecture: refused
     if b"CapEff:\t0000000000000000" not in Path("/proc/self/status").read_bytes():
         raise kernel.Refused("the process that runs candidates would keep capabilities; start it without them")
     everything = lambda parent: _attempts(parent) | _paths() | _links()  # noqa: E731
-    _in_child(("seccomp",), lambda parent: _succeeded(everything(parent).items()))
+    _in_child(("seccomp",), lambda parent: _succeeded(everything(parent).items()), alone=alone)
 
     def paths_and_state(_: int) -> list[str]:
-        return _state() + (_succeeded(_paths().items()) if kernel.landlock_version() else [])
+        return _state(alone=alone) + (_succeeded(_paths().items()) if kernel.landlock_version() else [])
 
-    _in_child(("landlock",), paths_and_state)
+    _in_child(("landlock",), paths_and_state, alone=alone)
     _sibling()
 
 

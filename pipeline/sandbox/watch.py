@@ -21,7 +21,7 @@ import child
 import kernel
 from frames import frame
 
-TICK = 0.05  # seconds between two looks at a child's clock, at most
+TICK = 0.01  # seconds between two looks at a child's clock and threads, at most
 
 
 class Watch:
@@ -96,7 +96,9 @@ class Watch:
         cpu, now = kernel.cpu_clock(self.pid), time.monotonic()
         if not self.said and now - self.started < self.start_seconds:
             return
-        if self._used_up(cpu):
+        if kernel.num_threads(self.pid) > kernel.THREADS:
+            self.cut = "threads"
+        elif self._used_up(cpu):
             self.cut = "cpu"
         elif now - self.started > self.limits["job_wall"] or (
             self.begun and now - self.wall_mark > self.limits["wall"]
