@@ -24,7 +24,6 @@ Not promised: that the tests are strong, that hidden inputs stay hidden from the
 need more than values (`asserts.py`): they are counted in `unprotected` and take no part in the score.
 """
 
-import ast
 import functools
 import signal
 from collections.abc import Iterable, Iterator
@@ -34,6 +33,7 @@ from typing import Any
 from pipeline.errors import DataError
 from pipeline.sandbox import asserts, values
 from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
+from pipeline.streams import literals
 
 __all__ = ["Judge", "Limits", "Program", "SandboxConfig", "TestResult", "Verdict"]
 
@@ -238,8 +238,9 @@ def _expected(args: str, expected: str, entry_point: str) -> Any:
     """The lifted expected value, once both texts have been checked."""
     if not isinstance(_literal(args, entry_point), list):
         raise DataError(f"{entry_point}: args: expected the text of a list, found {args[:80]!r}")
+    value = _literal(expected, entry_point)
     try:
-        return values.lift(_literal(expected, entry_point))
+        return values.check(value)
     except ValueError as error:
         raise DataError(f"{entry_point}: expected: {error}") from error
 
@@ -249,8 +250,8 @@ _assertion = functools.lru_cache(maxsize=4096)(asserts.parse)
 
 def _literal(text: str, entry_point: str) -> Any:
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        return literals.read(text, values.bag, values.mapping)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise DataError(f"{entry_point}: expected a Python literal, found {text[:80]!r}") from error
 
 

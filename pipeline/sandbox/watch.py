@@ -49,7 +49,7 @@ class Watch:
         self.died = False  # by itself
         self.cpu_start = self.cpu_mark = 0.0
         self.started = time.monotonic()
-        self.wall_mark = self.stopped = self.started
+        self.wall_mark = self.stopped = self.counted = self.started
         self.poller = select.poll()
 
     def until_done(self, jobs: int) -> None:
@@ -96,7 +96,7 @@ class Watch:
         cpu, now = kernel.cpu_clock(self.pid), time.monotonic()
         if not self.said and now - self.started < self.start_seconds:
             return
-        if kernel.num_threads(self.pid) > kernel.THREADS:
+        if now - self.counted > TICK and self._too_many_threads():
             self.cut = "threads"
         elif self._used_up(cpu):
             self.cut = "cpu"
@@ -104,6 +104,10 @@ class Watch:
             self.begun and now - self.wall_mark > self.limits["wall"]
         ):
             self.cut = "wall"
+
+    def _too_many_threads(self) -> bool:
+        self.counted = time.monotonic()
+        return kernel.num_threads(self.pid) > kernel.THREADS
 
     @property
     def begun(self) -> bool:
