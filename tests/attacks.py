@@ -1,5 +1,6 @@
 """Candidates that try to get out, to stay, or to pass without being right; data for `test_jail.py`.
 
+`FORGING` (`forging.py`) want to pass, `EXHAUSTING` (`exhausting.py`) want all of the machine, `REFUSED` want to get out.
 `CHEATS`: name, source of `f(x)`, the verdicts and reasons that may follow. The one test is f(2) == 4, three times.
 `REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did.
 `PROGRAMS`: name, source, stdin, stdout, verdicts. `ROWS`: the rows of the attack table and the attacks that make each.
@@ -15,24 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
+from tests.exhausting import EXHAUSTING
+from tests.forging import FORGING, FRAME
+
 RIGHT = "def f(x): return x * x\n"
 TESTS = [{"args": f"[{n}]", "expected": str(n * n), "visible": n == 2} for n in (2, 3, 4)]
 FAST = {"cpu_seconds": 0.4, "wall_extra_seconds": 0.4, "timeouts": 1, "memory_mib": 64}
 NO_PASS = ("wrong", "error", "timeout", "unsafe")
-
-FRAME = r"""
-import os, struct, sys
-def nonce():
-    frame = sys._getframe()
-    while frame:
-        if "job" in frame.f_locals:
-            return frame.f_locals["job"]["nonce"]
-        frame = frame.f_back
-def send(body):
-    os.write(3, struct.pack("<I", len(body)) + body)
-def answer(index, value, key=None):
-    send(b'{"n":"%s","i":%d,"v":%s}' % ((key or nonce()).encode(), index, value))
-"""
 
 CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
     ("honest", RIGHT, ("passed",), ("",)),
@@ -258,6 +249,45 @@ REFUSED: list[tuple[str, str]] = [
     ("seccomp again", f"raw({_nr(317, 277)}, 1, 0, bytes(16))"),
     ("prctl", "libc.prctl(4, 1, 0, 0, 0) == -1"),
     ("unknown call", "raw(4000)"),
+    ("shared memory of System V", f"raw({_nr(29, 194)}, 0, 4096, 0o1666) and raw({_nr(30, 196)}, 0, 0, 0)"),
+    ("messages of System V", f"raw({_nr(68, 186)}, 1, 0o1666) and raw({_nr(69, 189)}, 0, bytes(16), 8, 0)"),
+    ("semaphores of System V", f"raw({_nr(64, 190)}, 1, 1, 0o1666)"),
+    ("message queues of POSIX", f"raw({_nr(240, 180)}, b'escaped', 0o102, 0o666, 0)"),
+    ("secret memory", "raw(447, 0)"),
+    (
+        "handles of files",
+        f"raw({_nr(303, 264)}, -100, b'/', bytes(128), bytes(4), 0) and raw({_nr(304, 265)}, 3, bytes(128), 0)",
+    ),
+    ("watches files", f"raw({_nr(294, 26)}, 0) and raw({_nr(300, 262)}, 0, 0)"),
+    ("compares and advises processes", f"raw({_nr(312, 272)}, P, P, 0, 0, 0) and raw(440, 3, 0, 0, 0, 0)"),
+    ("personality", f"raw({_nr(135, 92)}, 0x40000)"),
+    (
+        "clocks",
+        f"raw({_nr(164, 170)}, bytes(16), 0) and raw({_nr(227, 112)}, 0, bytes(16)) and raw({_nr(159, 171)}, bytes(208))",
+    ),
+    (
+        "name, swap, reboot",
+        f"raw({_nr(170, 161)}, b'a', 1) and raw({_nr(167, 224)}, b'/', 0) and raw({_nr(169, 142)}, 0, 0, 0, 0)",
+    ),
+    ("moves pages", f"raw({_nr(279, 239)}, P, 0, 0, 0, 0, 0) and raw({_nr(256, 238)}, P, 0, 0, 0)"),
+    (
+        "splices",
+        f"raw({_nr(275, 76)}, 3, 0, 1, 0, 9, 0) and raw({_nr(276, 77)}, 3, 1, 9, 0) and raw({_nr(278, 75)}, 1, 0, 0, 0)",
+    ),
+    ("sends a file", f"raw({_nr(40, 71)}, 1, 0, 0, 9) and raw({_nr(326, 285)}, 0, 0, 1, 0, 9, 0)"),
+    ("timers that signal", f"raw({_nr(222, 107)}, 0, bytes(64), bytes(8)) and raw({_nr(282, 74)}, -1, bytes(8), 8, 0)"),
+    ("waits for others", f"raw({_nr(61, 260)}, -1, 0, 0, 0) and raw({_nr(247, 95)}, 0, 0, bytes(128), 4, 0)"),
+    ("priority and scheduler of others", f"raw({_nr(141, 140)}, 0, P, 9) and raw({_nr(144, 119)}, P, 0, bytes(8))"),
+    ("capabilities", f"raw({_nr(126, 91)}, bytes(8), bytes(24)) and raw({_nr(125, 90)}, bytes(8), bytes(24))"),
+    ("groups", f"raw({_nr(116, 159)}, 0, 0) and raw({_nr(123, 152)}, 0)"),
+    ("landlock again", "raw(444, 0, 0, 1) and raw(446, 3, 0)"),
+    ("a larger pipe", "refused(fcntl.fcntl, os.pipe()[1], 1031, 1 << 20)"),
+    ("a lease and a lock", "refused(fcntl.fcntl, 3, 1024, 1) and refused(fcntl.flock, 3, 2)"),
+    ("its own memory by /proc", "all(refused(open, f'/proc/self/{n}', 'rb') for n in ('mem', 'maps', 'fd/3', 'task'))"),
+    (
+        "the zygote's memory",
+        "all(refused(open, f'/proc/{q}/{n}', 'rb') for q in range(P, P + 9) for n in ('mem', 'environ', 'maps'))",
+    ),
 ]
 
 
@@ -312,6 +342,19 @@ ROWS: dict[str, tuple[str, ...]] = {
     "TIOCSTI": ("TIOCSTI", "unknown call"),
     "two candidates against each other": ("two candidates against each other",),
     "trainer killed": ("trainer killed",),
+    "left over": ("left over",),
+    "forged frames": tuple(name for name in FORGING if name.startswith(("sends ", "writes "))),
+    "forged values": tuple(name for name in FORGING if name.startswith("returns ")),
+    "forged process": tuple(name for name in FORGING if name.startswith("patches ")),
+    "exhausts time, memory, descriptors, threads, output": tuple(EXHAUSTING),
+    "System V, queues, handles": (
+        "shared memory of System V", "messages of System V", "semaphores of System V", "message queues of POSIX", "secret memory",
+        "handles of files", "watches files"),
+    "clocks, names, pages, splices": (
+        "clocks", "name, swap, reboot", "moves pages", "splices", "sends a file", "personality", "compares and advises processes"),
+    "timers, children, scheduler": ("timers that signal", "waits for others", "priority and scheduler of others"),
+    "capabilities, groups, layers": ("capabilities", "groups", "landlock again", "a larger pipe", "a lease and a lock"),
+    "memory by /proc": ("its own memory by /proc", "the zygote's memory"),
 }  # fmt: skip
 
 
@@ -322,13 +365,16 @@ def expected() -> dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]]:
     }
     found |= {name: (("passed",), None) for name, _ in REFUSED}
     found |= {name: (verdicts, None) for name, *_, verdicts in PROGRAMS}
-    return found | {"exact values": (("passed",), None), "trainer killed": (("passed",), None)}
+    found |= dict.fromkeys(FORGING, (NO_PASS, None))
+    found |= dict.fromkeys(EXHAUSTING, ((*NO_PASS, "memory"), None))
+    return found | dict.fromkeys(("exact values", "trainer killed", "left over"), (("passed",), None))
 
 
 def sources() -> list[tuple[str, dict[str, Any]]]:
-    """(name, the fields of a Program) of all but `trainer killed`."""
+    """(name, the fields of a Program) of all but `trainer killed` and `left over`."""
     prelude = PRELUDE.format(places=str(Path(__file__).parents[1]))
     functions = [(name, source) for name, source, _, _ in CHEATS]
+    functions += [*FORGING.items(), *EXHAUSTING.items()]
     functions += [(name, f"{prelude}def f(x): return x * x if {test} else 'it worked'\n") for name, test in REFUSED]
     found = [(name, {"source": source, "entry_point": "f", "tests": TESTS}) for name, source in functions]
     for name, source, stdin, stdout, _ in PROGRAMS:
@@ -369,19 +415,38 @@ def survivors() -> int:
     return alive
 
 
+def state(judge: Any) -> list[int]:
+    """What of two servers and their zygotes may not grow: processes, descriptors (root sees them), IPC objects, 4 MiB of memory."""
+    servers = [server.process.pid for server in judge.pool.host.running]
+    zygotes = [int(pid) for s in servers for pid in Path(f"/proc/{s}/task/{s}/children").read_text().split()]
+    everybody = [*servers, *zygotes]
+    ipc = sum(len(Path(f"/proc/sysvipc/{kind}").read_text().splitlines()) for kind in ("shm", "msg", "sem"))
+    found = [len(zygotes), ipc]
+    for pid in everybody:
+        size, resident = (int(word) * 4096 for word in Path(f"/proc/{pid}/statm").read_text().split()[:2])
+        found += [size >> 22, resident >> 22] if pid in servers else [size]
+        try:
+            found.append(len(list(Path(f"/proc/{pid}/fd").iterdir())))
+        except PermissionError:
+            found.append(0)
+    return found
+
+
 def judge_all() -> dict[str, Any]:
     """name -> (verdict, reason, score), two candidates at a time."""
     from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 
     with Judge(SandboxConfig(limits=Limits(**FAST)), 2) as judge:
         verdicts = judge.judge(Program(**fields) for _, fields in sources())
+        before = state(judge)
         found: dict[str, Any] = {
             name: (v.verdict, v.reason, v.score) for (name, _), v in zip(sources(), verdicts, strict=True)
         }
+        left = [(old, new) for old, new in zip(before, state(judge), strict=True) if new > old]
+        found["left over"] = ("wrong", f"{left} more", 0.0) if left else ("passed", "", 1.0)
     alive = survivors()
     return found | {"trainer killed": ("passed", "", 1.0) if alive == 0 else ("wrong", f"{alive} alive", 0.0)}
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[1])
     sys.stdout.write(json.dumps(judge_all()))
