@@ -416,7 +416,7 @@ def survivors() -> int:
 
 
 def state(judge: Any) -> list[int]:
-    """What of two servers and their zygotes may not grow: processes, descriptors (root sees them), IPC objects, 4 MiB of memory."""
+    """What of two servers and their zygotes may not grow: processes, descriptors (root sees them), IPC objects, 8 MiB of memory."""
     servers = [server.process.pid for server in judge.pool.host.running]
     zygotes = [int(pid) for s in servers for pid in Path(f"/proc/{s}/task/{s}/children").read_text().split()]
     everybody = [*servers, *zygotes]
@@ -424,7 +424,7 @@ def state(judge: Any) -> list[int]:
     found = [len(zygotes), ipc]
     for pid in everybody:
         size, resident = (int(word) * 4096 for word in Path(f"/proc/{pid}/statm").read_text().split()[:2])
-        found += [size >> 22, resident >> 22] if pid in servers else [size]
+        found += [size, resident] if pid in servers else [size]
         try:
             found.append(len(list(Path(f"/proc/{pid}/fd").iterdir())))
         except PermissionError:
@@ -442,7 +442,7 @@ def judge_all() -> dict[str, Any]:
         found: dict[str, Any] = {
             name: (v.verdict, v.reason, v.score) for (name, _), v in zip(sources(), verdicts, strict=True)
         }
-        left = [(old, new) for old, new in zip(before, state(judge), strict=True) if new > old]
+        left = [(a, b) for a, b in zip(before, state(judge), strict=True) if b - a > (0 if a < 1 << 20 else 8 << 20)]
         found["left over"] = ("wrong", f"{left} more", 0.0) if left else ("passed", "", 1.0)
     alive = survivors()
     return found | {"trainer killed": ("passed", "", 1.0) if alive == 0 else ("wrong", f"{alive} alive", 0.0)}

@@ -227,6 +227,36 @@ def test_a_child_that_is_slow_to_close_itself_off_costs_no_server_and_no_verdict
     assert "could not close itself off" in slow_child(4.0)["fault"]
 
 
+@pytest.mark.parametrize("said", [b"RA", b""])
+def test_a_candidate_that_writes_too_much_before_anybody_looked_is_no_fault_of_the_server(said: bytes):
+    limits = {
+        "cpu": 1,
+        "wall": 2,
+        "job_cpu": 1,
+        "job_wall": 2,
+        "memory": 1 << 28,
+        "results": 4096,
+        "stdout": 99,
+        "stderr": 99,
+    }
+    job = {"id": "a", "nonce": "0" * 32, "source": "", "entry": None, "limits": limits, "tests": [{"stdin": ""}]}
+    code = f"""
+import json, os, socket, subprocess, sys
+sys.path.insert(0, {str(SANDBOX)!r})
+from watch import Watch
+outside, inside = socket.socketpair()
+inside.send({said!r})
+(out, _), (err, flood), (reading, stdin), (jobs, held) = (os.pipe() for _ in range(4))
+os.write(flood, bytes(999))
+watch = Watch({job!r}, subprocess.Popen(["sleep", "60"], start_new_session=True).pid, outside.detach(), out, err, stdin)
+watch.until_done(jobs)
+watch.reap()
+print(json.dumps(watch.answer()))
+"""
+    answer = json.loads(subprocess.check_output([sys.executable, "-c", code], timeout=60))
+    assert answer.get("cut") == "output", answer
+
+
 @pytest.mark.slow
 def test_a_killed_server_loses_no_job():
     with Judge(SandboxConfig(), 2) as judge:
