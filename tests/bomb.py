@@ -1,4 +1,4 @@
-"""A source that starts threads by clone(2) itself, past pthread_create and its stacks; data for the attacks. x86_64 alone.
+"""A source that starts threads by clone(2), past pthread_create and its stacks; data for the attacks. x86_64 alone.
 
 Standard library only.
 """
@@ -11,7 +11,7 @@ AVAILABLE = platform.machine() == "x86_64"
 
 
 def _code() -> bytes:
-    """long start(long flags, long count): how many threads could be started; each sleeps for ever, and none uses its stack."""
+    """long start(long flags, long count): how many threads could be started. They sleep, and none uses its stack."""
     enter = bytes.fromhex("53 4154 4155 4989fc 4989f5 31db")  # push rbx, r12, r13; r12 = flags; r13 = count; ebx = 0
     leave = bytes.fromhex("89d8 415d 415c 5b c3")  # eax = ebx; pop r13, r12, rbx; ret
     # eax = 56; rdi = r12; rsi = rsp; rdx = r10 = r8 = word

@@ -4,10 +4,13 @@ import ast
 import json
 import os
 import re
+import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -255,6 +258,28 @@ print(json.dumps(watch.answer()))
 """
     answer = json.loads(subprocess.check_output([sys.executable, "-c", code], timeout=60))
     assert answer.get("cut") == "output", answer
+
+
+@pytest.mark.parametrize("victim", ["watcher", "zygote"])
+def test_nothing_outlives_a_watcher_and_a_zygote_that_is_gone_costs_no_job(victim: str):
+    sleeper = Task("import time\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 0.5)
+    with Pool(SandboxConfig(limits=Limits(wall_extra_seconds=0.1)), 1) as pool, ThreadPoolExecutor(1) as other_thread:
+        assert isinstance(pool.host, servers_module.Servers) and pool.host.running[0].process is not None
+        watcher = pool.host.running[0].process.pid
+        (zygote,) = _children(watcher)
+        if victim == "zygote":
+            os.kill(zygote, signal.SIGKILL)
+        reports = other_thread.submit(pool.run, sleeper)
+        if victim == "watcher":
+            while len(_children(watcher)) < 2:
+                time.sleep(0.001)
+            watched = [os.pidfd_open(pid) for pid in (watcher, *_children(watcher))]
+            os.kill(watcher, signal.SIGKILL)
+            assert all(select.select([fd], [], [], 5.0)[0] for fd in watched)
+            for fd in watched:
+                os.close(fd)
+        found = reports.result()
+        assert found is not None and [report.cut for report in found] == ["wall"] and pool.host.num_restarts == 1
 
 
 @pytest.mark.slow

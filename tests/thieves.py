@@ -1,8 +1,8 @@
 """Candidates that look for another candidate's answer; data for `test_theft.py`.
 
-A problem asks for `answer-<x>-<16 hexadecimal digits>`, which nobody can guess; an honest candidate computes it from a salt in its own
-source. A thief searches whatever it can reach for that answer, and for the salt, by the patterns that `test_theft.py` makes easy
-for it: x says which problem it is. `HUNTS`: name, a generator `hunt()` of bytes that may hold either. Standard library only:
+A problem asks for `answer-<x>-<16 hexadecimal digits>`, which nobody can guess; an honest candidate computes it from a
+salt in its own source. A thief searches whatever it can reach for that answer and for the salt; x says which problem
+it has, so any leak is enough. `HUNTS`: name, a generator `hunt()` of bytes that may hold either. Standard library only:
 `python thieves.py ROOT GROUPS WORKERS [URL]` judges groups of 8 as whoever runs it and prints JSON.
 """
 

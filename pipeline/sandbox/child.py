@@ -1,8 +1,8 @@
 """The child of the fork server: closes itself off, loads one source, calls it, and reports the values.
 
-`run` is entered right after the fork, in a process that knows no job, and never returns. On its channel it reads two numbers, closes
-itself off, says R, and only then reads its job; once it has read the arguments of the tests it says A. From there on everything
-in this process belongs to the candidate, and what it sends is a claim that the judge checks.
+`run` is entered right after the fork, in a process that knows no job, and never returns. On its channel it reads two
+numbers, closes itself off, says R, and only then reads its job; once it has read the arguments of the tests it says A.
+From there on everything in this process belongs to the candidate, and what it sends is a claim that the judge checks.
 Standard library and the neighbours only: `jail.py` loads this file by its path.
 
 Not promised: that the candidate leaves this process as it was. It may replace every function named here; it then

@@ -1,6 +1,7 @@
 """Block `sandbox` of params.yaml: what a candidate may use, what it may import, whether it may run without a sandbox.
 
-All of it changes verdicts, so all of it is tracked. Where candidates run (`runtime.sandbox.url`) changes none and is not.
+All of it changes verdicts, so all of it is tracked. Where candidates run (`runtime.sandbox.url`) changes none and is
+not.
 """
 
 from dataclasses import dataclass, field

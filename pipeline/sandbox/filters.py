@@ -1,7 +1,8 @@
 """The seccomp filter of profile `sealed`, as classic BPF: which system calls a candidate may make, and with what.
 
-It is an allow-list: everything else answers EPERM, what is unknown here and clone3 ENOSYS, so that libc falls back. A call
-of a foreign architecture kills. Standard library only, and nothing of the project: `jail.py` loads this file by its path.
+It is an allow-list: everything else answers EPERM, what is unknown here and clone3 ENOSYS, so that libc falls back. A
+call of a foreign architecture kills. Standard library only, and nothing of the project: `jail.py` loads this file by
+its path.
 
 Sources: seccomp(2), bpf's classic instruction set in linux/filter.h; syscall numbers from the kernel's
 arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (aarch64).
@@ -41,7 +42,7 @@ CHECKED = {  # allowed with some arguments only
 }  # fmt: skip
 CLONE3 = 435
 LAST_KNOWN = 470
-# The flags with which glibc and musl start a thread, all of them: a subset would have descriptors, signals or memory of its own
+# All the flags with which glibc and musl start a thread; with a subset it would have descriptors or signals of its own
 CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00)
 FCNTL_COMMANDS = (0, 1030, 1, 2, 3)  # F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL
 IOCTL_REQUESTS = (0x5401, 0x5451)  # TCGETS, FIOCLEX
@@ -135,7 +136,10 @@ def _one_of(constants: tuple[int, ...]) -> list[Instruction]:
 
 @functools.cache
 def filter_code() -> tuple[bytes, ctypes.Array[ctypes.c_char]]:
-    """The filter for seccomp(2), made once before any fork: struct sock_fprog, and the code it points to. Raises Refused."""
+    """The filter for seccomp(2), made once before any fork: struct sock_fprog, and the code it points to.
+
+    Raises Refused.
+    """
     program = b"".join(struct.pack("=HBBI", *step) for step in filter_program(architecture()))
     code = ctypes.create_string_buffer(program, len(program))
     return struct.pack("@HP", len(program) // 8, ctypes.addressof(code)), code

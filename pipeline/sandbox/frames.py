@@ -2,7 +2,8 @@
 
 Standard library only, and nothing of the project: `jail.py` loads this file by its path.
 
-Not promised: a bound on a message. Only what our own processes send is read with these; what a candidate sends is read by `watch.py`.
+Not promised: a bound on a message. Only what our own processes send is read with these; what a candidate sends is read
+by `watch.py`.
 """
 
 import json

@@ -1,30 +1,43 @@
 """The server that runs untrusted code: a watcher, a zygote that never sees a job, and one child for each job.
 
-`pool.py` executes `python -P -s -S -B jail.py` with an empty environment: this process never held the trainer's memory,
-keys or data. It reads settings, then jobs, as frames (4 bytes of little-endian length, JSON) on stdin, and answers each
-on stdout. A job is one child: forked, closed off by `kernel.py`, told "go" before each test, killed, reaped. The child
-answers on fd 3: the byte R when it is closed off, then per test `{"n": nonce, "i": index, "v": value}` or
-`{"n", "i", "e": [type, message]}`, or once `{"n", "load", "e"}` if the source does not load, then `{"n", "end"}`.
+`servers.py` executes `python -P -s -S -B jail.py` with an empty environment: this process never held the trainer's
+memory, keys or data. It reads settings, imports what candidates may use, gives up root, tests its layers and splits in
+two (`zygote.py`). The watcher then reads jobs as frames (4 bytes of little-endian length, JSON) on stdin and answers
+each on stdout. A job is one child: copied from the zygote, closed off by `kernel.py`, handed its job, told "go" before
+each test, killed, reaped. The child speaks on fd 3: the byte R when it is closed off, A when it has read its job, then
+per test `{"n": nonce, "i": index, "v": value}` or `{"n", "i", "e": [type, message]}`, or once `{"n", "load", "e"}` if
+the source does not load, then `{"n", "end"}`.
 
-    settings  {"profile", "preload": [module], "paths": [folder]}  ->  {"ready": {...}}, {"refused": why} or {"missing": module}
+    settings  {"profile", "preload": [module], "paths": [folder]}  ->  {"ready": {...}}, {"refused"} or {"missing"}
     job       {"id", "nonce", "source", "entry", "tests": [{"args", "kwargs"} or {"stdin"}], "limits": {...}}
     answer    {"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"}
               or {"id", "fault"}
 
-Neighbours: `child.py` what runs after the fork, `kernel.py` and `filters.py` the layers, `watch.py` the limits, `trial.py`
-the self-test.
-`python -m pipeline.sandbox.jail --probe` prints what this machine enforces. Standard library only, nothing of the project.
+Neighbours: `zygote.py` what is copied, `child.py` what runs after the copy, `kernel.py` and `filters.py` the layers,
+`watch.py` the limits, `trial.py` the self-test, `frames.py` the messages. `python -m pipeline.sandbox.jail --probe`
+prints what this machine enforces. Standard library only, nothing of the project.
 
-The opponent is code of a model that is rewarded for passing: careless, greedy, tuned to cheat; through the service,
-hostile. Promised: no file, no network, no other process touched (signal, trace, limit, memory), no
-secret in the address space, bounded time, memory and output, no survivors. Two profiles:
+The opponent is code of a model that is rewarded for passing: careless, greedy, tuned to cheat, and one of a group that
+is judged in turn by the same server; through the service, hostile, and one tenant among several. Promised, in profile
+`sealed`:
 
-    sealed   functions, programs on stdin: no call that takes a path, threads but no processes. Needs seccomp, else refused;
-             Landlock is put behind it where the kernel has it
-    unsafe   resource limits only, where there is no sandbox and a person allowed it
+    no way out         no file, no network, no program, no other process touched (signal, trace, limit, memory)
+    no secret          nothing of the trainer, of another candidate or of another tenant in its address space: the
+                       memory that it begins with was made before the first job, and no job, answer or exit status
+                       reaches the process that it is a copy of
+    no forged pass     what it sends is a claim that `judge.py` compares; expected values never leave the trainer
+    bounds             CPU and wall time, address space, 64 threads, 32 descriptors, output; reading arguments counts
+    nothing left over  no process, descriptor, shared memory; all die with the watcher, which ends with the trainer
 
-Not promised: kernel bugs, CPU side channels, hidden test inputs, strong tests, fair shares. This is no virtual machine:
-code of strangers belongs on a machine of its own.
+`sealed` needs Linux with seccomp, else it is refused; Landlock is put behind it where the kernel has it. `unsafe` is
+resource limits only, where there is no sandbox and a person allowed it, and promises none of this.
+
+Not promised: protection from bugs of the kernel (a candidate makes system calls, if few) or of the processor (CPU
+caches, timing, speculation: a candidate can measure time, and what else runs on a core); the inputs of hidden tests,
+which it is given; strong tests: a program that is right on all of them passes; fair shares between candidates, beyond
+the limits; an exact number of threads where the servers run as another user than root (the kernel counts a user's
+processes over the whole machine, so the watcher counts, every 10 ms). This is no virtual machine: code of strangers
+belongs on a machine of its own.
 """
 
 import builtins

@@ -77,7 +77,7 @@ def install_landlock() -> None:
 
 
 def drop_identity() -> bool:
-    """Give up root for good: groups, all ids, and with them the capabilities. Returns whether the new uid is nobody else's.
+    """Give up root for good: groups, all ids, and with them the capabilities. Returns whether the uid is ours alone.
 
     Raises Refused if no other id can be taken, or if something is left.
     """
@@ -148,7 +148,7 @@ def die_with(parent: int) -> None:
 
 
 def isolate(memory: int, cpu_seconds: float, parent: int, *, alone: bool) -> None:
-    """What is the child's own: bytes of address space, a session, death with its parent, and threads if its uid is `alone`.
+    """What is the child's own: bytes of address space, a session, death with its parent; threads if its uid is `alone`.
 
     RLIMIT_CPU stands only where there is no CPU clock to watch: on Linux it would make that clock tick in jiffies.
     """
@@ -196,7 +196,7 @@ def cpu_clock(pid: int) -> float:
 
 
 def num_threads(pid: int) -> int:
-    """How many threads a process that has not been waited for has: the links of its folder of them. 0 where it cannot be seen."""
+    """How many threads a process has that was not waited for: the links of their folder. 0 where it cannot be seen."""
     try:
         return os.stat(f"/proc/{pid}/task").st_nlink - 2  # noqa: PTH116  a Path would cost three times as much
     except OSError:  # /proc is hidden, or there is none

@@ -3,8 +3,8 @@
     {"scripts": [text], "languages": [python], "timeout": s, "request_timeout": s}             ("language" for all: too)
     -> [{"execution": {"results", "logs", "error", "execution_count"} or null, "exception_str": text or null}]
 
-As in a notebook cell, the result of a script is the value of its last expression, as text: open-r1 reads its reward there.
-Each is one job of one test.
+As in a notebook cell, the result of a script is the value of its last expression, as text: open-r1 reads its reward
+there. Each is one job of one test.
 
 Not promised: that the result was not forged. Script and candidate share a sandbox here, as they do in the router;
 `/run_batch` and the judge exist because of it. No processes and no files, as for every candidate; neither pictures nor

@@ -2,9 +2,9 @@
 
 The child owns its end of every pipe, so nothing that arrives is trusted: bytes are counted, frames must begin as an
 answer of this job does, an answer must follow its question, and what they say is left to the judge. The CPU clock of a
-child is read while it waits for its next "go", so load on the machine moves no test over its limit. What it takes to read
-the arguments counts towards the whole job, and towards no test.
-Standard library and the neighbours only: `jail.py` loads this file by its path.
+child is read while it waits for its next "go", so load on the machine moves no test over its limit. What it takes to
+read the arguments counts towards the whole job, and towards no test. Standard library and the neighbours only:
+`jail.py` loads this file by its path.
 
 Not promised: a wall-clock limit that holds under any load; it is for sleepers.
 """
@@ -172,7 +172,7 @@ class Watch:
             self._take(frame)
 
     def _begin(self) -> None:
-        """One of the two bytes before the first frame: it is closed off, it has read its job. Our own code sends them."""
+        """One of the two bytes before the first frame: it is closed off, it has read its job. Our own code sends it."""
         self.said += bytes(self.buffer[:1])
         del self.buffer[0]
         self.cpu_mark, self.wall_mark = kernel.cpu_clock(self.pid), time.monotonic()

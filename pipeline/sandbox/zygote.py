@@ -4,13 +4,13 @@
                                      |                                          | clone
                                      +--------- job, "go", answers ---------> child
 
-Creating a `Zygote` splits a prepared server: this process goes on as the watcher, which alone reads jobs and keeps answers; the other
-half becomes the zygote, and the zygote's whole life is to wait for a byte and to copy itself. A candidate's job goes from the watcher
-to the copy alone, over the copy's own channel. So there is nothing of an earlier job in the memory that a candidate inherits: no
-frame, no object, no freed block, no buffer, no descriptor.
+Creating a `Zygote` splits a prepared server: this process goes on as the watcher, which alone reads jobs and keeps
+answers; the other half becomes the zygote, and the zygote's whole life is to wait for a byte and to copy itself. A
+candidate's job goes from the watcher to the copy alone, over the copy's own channel. So there is nothing of an earlier
+job in the memory that a candidate inherits: no frame, no object, no freed block, no buffer, no descriptor.
 
-A copy is a child of the watcher, not of the zygote (CLONE_PARENT). The watcher waits for it, so that no pid is used twice
-while somebody means it, and not even an exit status reaches the zygote. Zygote and children die with the watcher.
+A copy is a child of the watcher, not of the zygote (CLONE_PARENT). The watcher waits for it, so that no pid is used
+twice while somebody means it, and not even an exit status reaches the zygote. Zygote and children die with the watcher.
 Standard library and the neighbours only: `jail.py` loads this file by its path.
 
 Not promised: any of this elsewhere than on Linux, where the only profile is `unsafe`: there the server copies itself.

@@ -1,7 +1,8 @@
-"""Python literals of strangers as data: what `ast.literal_eval` reads, but no set or dict is built and nothing is hashed.
+"""Python literals of strangers as data: what `ast.literal_eval` reads, but nothing is hashed: no set or dict is built.
 
-A row of 500 KB can hold a set of integers that all have the same hash; building that set takes seconds. Here the elements of sets
-and the pairs of dicts go, as lists, to functions of the caller. Tests of problems (`asserts.py`, `sandbox/`) are read with this.
+A row of 500 KB can hold a set of integers that all have the same hash; building that set takes seconds. Here the
+elements of sets and the pairs of dicts go, as lists, to functions of the caller. Tests of problems (`asserts.py`,
+`sandbox/`) are read with this.
 
 Not promised: that two equal elements of a set are seen as one; that is the caller's business.
 """
