@@ -148,7 +148,7 @@ MUTANTS = [
     *_of(
         "jail", f"{SANDBOX}/filters.py", "test_jail.py",
         ("(LOAD, 0, 0, 36), *_one_of((0,)), forbidden]", "*_one_of((0,)), forbidden]"),
-        ("(JUMP_SET, 1, 0, CLONE_THREAD)", "(JUMP_SET, 1, 1, CLONE_THREAD)"),
+        ("CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00)", "CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00, 0x003D0B00)"),
         ("(JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL)", "(JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, ALLOW)"),
         ("0x40000000), (RETURN, 0, 0, KILL)", "0x40000000), (RETURN, 0, 0, ALLOW)"),
     ),

@@ -55,11 +55,6 @@ SWITCHES: dict[str, tuple[State, str]] = {  # of DVC, that must be off: how bad 
     "hydra.enabled": ("problem", "dvc repro then ignores edits of conf/, and dvc exp run reverts edits by hand"),
     "core.autostage": ("note", "git checkout . then keeps the staged dvc.lock"),
 }
-PROFILES = {  # of the sandbox, and what to do where it cannot be had
-    "sealed": servers.NO_SANDBOX,
-    "files": "only candidates that write files need it: Linux 6.2 or newer with Landlock",
-    "shell": "only bash scripts need it: install bubblewrap (apt install bubblewrap) and allow user namespaces",
-}
 
 
 @dataclass(frozen=True)
@@ -278,24 +273,23 @@ def leftovers(root: Path) -> list[Finding]:
 
 
 def sandbox(root: Path) -> Iterator[Finding]:
-    """Which profiles hold generated code here, each proved by a server of its own."""
+    """Whether there is a sandbox for generated code here, proved by a server."""
     settings = Settings(root, [])
     config = build(SandboxConfig, settings.layers("sandbox"), "sandbox")
     if url := build(Runtime, settings.layers("runtime"), "runtime").sandbox_url:
         shown = without_password(url)
         yield Finding("sandbox", "ok", f"generated code runs at {shown} (runtime.sandbox.url; not contacted)")
         return
-    for profile, remedy in PROFILES.items():
-        server = servers.Server(config, profile)
-        try:
-            server.launch()
-            server.greet()
-            yield Finding("sandbox", "ok", f"profile {profile} holds generated code")
-        except (ConfigError, servers.HarnessError, OSError) as error:
-            state = "problem" if profile == "sealed" and not config.allow_unsafe else "note"
-            yield Finding("sandbox", state, f"profile {profile} cannot be had: {error}", remedy)
-        finally:
-            server.stop()
+    server = servers.Server(config, "sealed")
+    try:
+        server.launch()
+        server.greet()
+        yield Finding("sandbox", "ok", "profile sealed holds generated code")
+    except (ConfigError, servers.HarnessError, OSError) as error:
+        state = "note" if config.allow_unsafe else "problem"
+        yield Finding("sandbox", state, f"profile sealed cannot be had: {error}", servers.NO_SANDBOX)
+    finally:
+        server.stop()
 
 
 def packages(root: Path) -> Iterator[Finding]:

@@ -1,10 +1,9 @@
 """Candidates that try to get out, to stay, or to pass without being right; data for `test_jail.py`.
 
+`FORGING` (`forging.py`) want to pass, `EXHAUSTING` (`exhausting.py`) want all of the machine, `REFUSED` want to get out.
 `CHEATS`: name, source of `f(x)`, the verdicts and reasons that may follow. The one test is f(2) == 4, three times.
-`REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did; once
-in profile `sealed`, and again in `files` but for what only asks about a path.
-`SCRATCH`: as CHEATS, in profile `files`. `PROGRAMS`, `SCRIPTS`: name, source, stdin, stdout, verdicts; a script is bash
-in profile `shell`. `ROWS`: the rows of the attack table and the attacks that make each.
+`REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did.
+`PROGRAMS`: name, source, stdin, stdout, verdicts. `ROWS`: the rows of the attack table and the attacks that make each.
 Standard library only: `python attacks.py` judges all of them as whoever runs it and prints JSON.
 """
 
@@ -17,24 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
+from tests.exhausting import EXHAUSTING
+from tests.forging import FORGING, FRAME
+
 RIGHT = "def f(x): return x * x\n"
 TESTS = [{"args": f"[{n}]", "expected": str(n * n), "visible": n == 2} for n in (2, 3, 4)]
 FAST = {"cpu_seconds": 0.4, "wall_extra_seconds": 0.4, "timeouts": 1, "memory_mib": 64}
 NO_PASS = ("wrong", "error", "timeout", "unsafe")
-
-FRAME = r"""
-import os, struct, sys
-def nonce():
-    frame = sys._getframe()
-    while frame:
-        if "job" in frame.f_locals:
-            return frame.f_locals["job"]["nonce"]
-        frame = frame.f_back
-def send(body):
-    os.write(3, struct.pack("<I", len(body)) + body)
-def answer(index, value, key=None):
-    send(b'{"n":"%s","i":%d,"v":%s}' % ((key or nonce()).encode(), index, value))
-"""
 
 CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
     ("honest", RIGHT, ("passed",), ("",)),
@@ -260,64 +249,52 @@ REFUSED: list[tuple[str, str]] = [
     ("seccomp again", f"raw({_nr(317, 277)}, 1, 0, bytes(16))"),
     ("prctl", "libc.prctl(4, 1, 0, 0, 0) == -1"),
     ("unknown call", "raw(4000)"),
+    ("shared memory of System V", f"raw({_nr(29, 194)}, 0, 4096, 0o1666) and raw({_nr(30, 196)}, 0, 0, 0)"),
+    ("messages of System V", f"raw({_nr(68, 186)}, 1, 0o1666) and raw({_nr(69, 189)}, 0, bytes(16), 8, 0)"),
+    ("semaphores of System V", f"raw({_nr(64, 190)}, 1, 1, 0o1666)"),
+    ("message queues of POSIX", f"raw({_nr(240, 180)}, b'escaped', 0o102, 0o666, 0)"),
+    ("secret memory", "raw(447, 0)"),
+    (
+        "handles of files",
+        f"raw({_nr(303, 264)}, -100, b'/', bytes(128), bytes(4), 0) and raw({_nr(304, 265)}, 3, bytes(128), 0)",
+    ),
+    ("watches files", f"raw({_nr(294, 26)}, 0) and raw({_nr(300, 262)}, 0, 0)"),
+    ("compares and advises processes", f"raw({_nr(312, 272)}, P, P, 0, 0, 0) and raw(440, 3, 0, 0, 0, 0)"),
+    ("personality", f"raw({_nr(135, 92)}, 0x40000)"),
+    (
+        "clocks",
+        f"raw({_nr(164, 170)}, bytes(16), 0) and raw({_nr(227, 112)}, 0, bytes(16)) and raw({_nr(159, 171)}, bytes(208))",
+    ),
+    (
+        "name, swap, reboot",
+        f"raw({_nr(170, 161)}, b'a', 1) and raw({_nr(167, 224)}, b'/', 0) and raw({_nr(169, 142)}, 0, 0, 0, 0)",
+    ),
+    ("moves pages", f"raw({_nr(279, 239)}, P, 0, 0, 0, 0, 0) and raw({_nr(256, 238)}, P, 0, 0, 0)"),
+    (
+        "splices",
+        f"raw({_nr(275, 76)}, 3, 0, 1, 0, 9, 0) and raw({_nr(276, 77)}, 3, 1, 9, 0) and raw({_nr(278, 75)}, 1, 0, 0, 0)",
+    ),
+    ("sends a file", f"raw({_nr(40, 71)}, 1, 0, 0, 9) and raw({_nr(326, 285)}, 0, 0, 1, 0, 9, 0)"),
+    ("timers that signal", f"raw({_nr(222, 107)}, 0, bytes(64), bytes(8)) and raw({_nr(282, 74)}, -1, bytes(8), 8, 0)"),
+    ("waits for others", f"raw({_nr(61, 260)}, -1, 0, 0, 0) and raw({_nr(247, 95)}, 0, 0, bytes(128), 4, 0)"),
+    ("priority and scheduler of others", f"raw({_nr(141, 140)}, 0, P, 9) and raw({_nr(144, 119)}, P, 0, bytes(8))"),
+    ("capabilities", f"raw({_nr(126, 91)}, bytes(8), bytes(24)) and raw({_nr(125, 90)}, bytes(8), bytes(24))"),
+    ("groups", f"raw({_nr(116, 159)}, 0, 0) and raw({_nr(123, 152)}, 0)"),
+    ("landlock again", "raw(444, 0, 0, 1) and raw(446, 3, 0)"),
+    ("a larger pipe", "refused(fcntl.fcntl, os.pipe()[1], 1031, 1 << 20)"),
+    ("a lease and a lock", "refused(fcntl.fcntl, 3, 1024, 1) and refused(fcntl.flock, 3, 2)"),
+    ("its own memory by /proc", "all(refused(open, f'/proc/self/{n}', 'rb') for n in ('mem', 'maps', 'fd/3', 'task'))"),
+    (
+        "the zygote's memory",
+        "all(refused(open, f'/proc/{q}/{n}', 'rb') for q in range(P, P + 9) for n in ('mem', 'environ', 'maps'))",
+    ),
 ]
 
 
-# Behind `f` of profile `files`; `refusals` must not run there what only asks about a path.
-ASKS = ("stat", "chdir and unlink")
-OUT_OF_SCRATCH = """
-open('own', 'w').close()
-OUT = (refused(open, '../x', 'w') and refused(os.listdir, '..') and refused(os.rename, 'own', '../own')
-       and refused(os.mkdir, '../d') and refused(os.symlink, '/etc/passwd', 'l') and refused(os.link, 'own', 'l')
-       and refused(os.mkfifo, 'p') and refused(os.chmod, 'own', 0o777) and refused(os.utime, 'own')
-       and refused(os.truncate, 'own', 0) and refused(os.setxattr, 'own', 'user.a', b'')
-       and refused(os.chdir, '/root') | refused(os.listdir, '.'))
-"""
-KILLED = ("error",)
-SCRATCH: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
-    ("uses its scratch", "import os\nos.mkdir('d')\nopen('d/a', 'w').write('1')\nos.rename('d/a', 'b')\n"
-     "def f(x): return x * x * int(open('b').read())", ("passed",), ("",)),
-    ("symlink, hard link, .. out of scratch", "{prelude}" + OUT_OF_SCRATCH + "def f(x): return x * x if OUT else None",
-     ("passed",), ("",)),
-    ("one big file", "def f(x): open('a', 'wb').write(bytes(2 << 20))", KILLED, ("crash",)),
-    ("sparse file", "def f(x): open('a', 'wb').truncate(1 << 40)", KILLED, ("crash",)),
-    ("many bytes", "def f(x):\n for n in range(64): open(str(n), 'wb').write(bytes(1 << 20))", KILLED, ("output",)),
-    ("sparse files", "def f(x):\n for n in range(64): open(str(n), 'wb').truncate(1 << 20)\n return x * x", KILLED, ("output",)),
-    ("many files", "def f(x):\n for n in range(999): open(str(n), 'w')\n return x * x", KILLED, ("output",)),
-    ("deep folders", "import os\ndef f(x):\n while True: os.mkdir('d'); os.chdir('d')", KILLED, ("output",)),
-    ("long deep folders", "import os\ndef f(x):\n for n in range(99): os.mkdir('d' * 250); os.chdir('d' * 250)\n return x * x",
-     KILLED, ("output",)),
-    ("hidden folder", "import os\nos.mkdir('d', 0o300)\nopen('d/a', 'w').write('1')\ndef f(x): return x * x", KILLED,
-     ("output",)),
-    ("subprocess in files", "import subprocess\ndef f(x): return subprocess.run(['true']).returncode or x * x", KILLED,
-     ("exception",)),
-]  # fmt: skip
 PROGRAMS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("only the first expected line", "print(int(input()) ** 2)", "2\n3", "4\n9\n", ("wrong",)),
     ("all expected lines", "print(int(input()) ** 2)\nprint(int(input()) ** 2)", "2\n3", "4\n9\n", ("passed",)),
 ]
-COUNT = "ls -d /proc/[0-9]* | wc -l"
-SCRIPTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("shell: honest", "read -r x; echo $((x * x)) | tee a; cat <(cat a)", "3", "9\n9", ("passed",)),
-    ("shell: fork bomb", "b() { b | b & }; b; b; sleep 0.3; echo done", "", "done", ("passed", "timeout", "error", "memory")),
-    ("shell: 32 processes", "for n in {1..99}; do sleep 9 & done 2> /dev/null; echo none", "", "none", ("timeout", "error")),
-    ("shell: socket", "(exec 9<> /dev/tcp/127.0.0.1/22) 2>&1 | grep -q 'not permitted' && echo 1", "", "1", ("passed",)),
-    ("shell: namespace", "for n in U m n p i u; do unshare -$n true 2> /dev/null || echo refused; done", "",
-     "refused\n" * 6, ("passed",)),
-    ("shell: write to /usr", "for p in /usr /usr/bin / /dev /proc/sys/kernel /script; do\n"
-     " (echo a > $p/x || echo a > $p) 2> /dev/null || echo refused; done", "", "refused\n" * 6, ("passed",)),
-    ("shell: files of others", "cat /etc/passwd /root/x /home/x /proc/1/environ 2> /dev/null | tr -d '\\0'", "", "", ("error", "passed")),
-    ("shell: processes of others", f"[ $({COUNT}) -lt 9 ] && kill -9 -1; kill -9 1; sleep 0.1; echo alone", "", "alone",
-     ("passed", "error")),
-    ("shell: more than 16 MiB", "for n in 1 2; do head -c 16000000 /dev/zero > $n; done 2> /dev/null; cat 1 2 | wc -c", "",
-     "32000000", ("wrong",)),
-    ("shell: many files", "for n in {1..999}; do : > $n; done; ls | wc -l", "", "999", ("error",)),
-    ("shell: survivors", "for n in 1 2 3; do (setsid sleep 60 < /dev/null > /dev/null 2>&1 &); done; echo left", "", "left",
-     ("passed",)),
-    ("shell: endless", "while :; do :; done & wait", "", "", ("timeout",)),
-    ("shell: sleeps", "trap '' TERM XCPU; sleep 60", "", "", ("timeout",)),
-]  # fmt: skip
-
 # The attack table: row -> the attacks above that make it, all of them.
 ROWS: dict[str, tuple[str, ...]] = {
     "eq, hostile subclass": ("honest", "__eq__ always true", "hostile subclass"),
@@ -342,16 +319,12 @@ ROWS: dict[str, tuple[str, ...]] = {
     "floods": ("stdout flood", "stderr flood", "result flood"),
     "thread bomb": ("thread bomb",),
     "fork, vfork, clone, clone3": ("fork", "vfork", "clone", "clone of a thread in new namespaces", "clone3"),
-    "subprocess, multiprocessing": ("subprocess", "multiprocessing", "posix_spawn", "subprocess in files"),
+    "subprocess, multiprocessing": ("subprocess", "multiprocessing", "posix_spawn"),
     "execve, execveat, memfd, system": ("execve", "execveat", "memfd", "system by ctypes"),
     "reads passwd, home, repository": (
         "reads /etc/passwd", "reads the home and the repository", "lists the root", "stat", "openat2"),
     "writes outside, /dev/shm": ("writes outside", "writes /dev/shm"),
-    "links, .. out of scratch": (
-        "symlink", "hard link", "chdir and unlink", "uses its scratch", "symlink, hard link, .. out of scratch"),
-    "big, sparse, many files in scratch": (
-        "one big file", "sparse file", "many bytes", "sparse files", "many files", "deep folders", "long deep folders",
-        "hidden folder"),
+    "symlink, hard link, unlink": ("symlink", "hard link", "chdir and unlink"),
     "environ": ("environment", "/proc/self/environ"),
     "parent's /proc": ("parent's environ", "parent's mem", "parent's maps and fd"),
     "inherited fds": ("inherited descriptors",),
@@ -369,41 +342,43 @@ ROWS: dict[str, tuple[str, ...]] = {
     "TIOCSTI": ("TIOCSTI", "unknown call"),
     "two candidates against each other": ("two candidates against each other",),
     "trainer killed": ("trainer killed",),
-    "shell": tuple(name for name, *_ in SCRIPTS),
+    "left over": ("left over",),
+    "forged frames": tuple(name for name in FORGING if name.startswith(("sends ", "writes "))),
+    "forged values": tuple(name for name in FORGING if name.startswith("returns ")),
+    "forged process": tuple(name for name in FORGING if name.startswith("patches ")),
+    "exhausts time, memory, descriptors, threads, output": tuple(EXHAUSTING),
+    "System V, queues, handles": (
+        "shared memory of System V", "messages of System V", "semaphores of System V", "message queues of POSIX", "secret memory",
+        "handles of files", "watches files"),
+    "clocks, names, pages, splices": (
+        "clocks", "name, swap, reboot", "moves pages", "splices", "sends a file", "personality", "compares and advises processes"),
+    "timers, children, scheduler": ("timers that signal", "waits for others", "priority and scheduler of others"),
+    "capabilities, groups, layers": ("capabilities", "groups", "landlock again", "a larger pipe", "a lease and a lock"),
+    "memory by /proc": ("its own memory by /proc", "the zygote's memory"),
 }  # fmt: skip
 
 
-def expected() -> dict[str, tuple[tuple[str, ...], tuple[str, ...] | None, str]]:
-    """name -> the verdicts and reasons (None: any) that may follow, and the profile. What the kernel refuses passes."""
-    found: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None, str]] = {}
-    for table, profile in ((CHEATS, "sealed"), (SCRATCH, "files")):
-        found |= {name: (verdicts, reasons, profile) for name, _, verdicts, reasons in table}
-    found |= {name: (("passed",), None, "sealed") for name, _ in REFUSED}
-    found |= {f"{name} (files)": (("passed",), None, "files") for name, _ in REFUSED if name not in ASKS}
-    found |= {name: (verdicts, None, "sealed") for name, *_, verdicts in PROGRAMS}
-    found |= {name: (verdicts, None, "shell") for name, *_, verdicts in SCRIPTS}
-    return found | {"exact values": (("passed",), None, "sealed"), "trainer killed": (("passed",), None, "sealed")}
+def expected() -> dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]]:
+    """name -> the verdicts and reasons (None: any) that may follow. What the kernel refuses passes."""
+    found: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]] = {
+        name: (verdicts, reasons) for name, _, verdicts, reasons in CHEATS
+    }
+    found |= {name: (("passed",), None) for name, _ in REFUSED}
+    found |= {name: (verdicts, None) for name, *_, verdicts in PROGRAMS}
+    found |= dict.fromkeys(FORGING, (NO_PASS, None))
+    found |= dict.fromkeys(EXHAUSTING, ((*NO_PASS, "memory"), None))
+    return found | dict.fromkeys(("exact values", "trainer killed", "left over"), (("passed",), None))
 
 
 def sources() -> list[tuple[str, dict[str, Any]]]:
-    """(name, the fields of a Program) of all but `trainer killed`."""
+    """(name, the fields of a Program) of all but `trainer killed` and `left over`."""
     prelude = PRELUDE.format(places=str(Path(__file__).parents[1]))
-    found = [(name, {"source": source}) for name, source, _, _ in CHEATS]
-    for name, test in REFUSED:
-        source = f"{prelude}def f(x): return x * x if {test} else 'it worked'\n"
-        found.append((name, {"source": source}))
-        if name not in ASKS:
-            found.append((f"{name} (files)", {"source": source, "profile": "files"}))
-    for name, source, _, _ in SCRATCH:
-        found.append((name, {"source": source.replace("{prelude}", prelude), "profile": "files"}))
-    found = [(name, {"entry_point": "f", "tests": TESTS} | fields) for name, fields in found]
-    for table, profile in ((PROGRAMS, "sealed"), (SCRIPTS, "shell")):
-        for name, source, stdin, stdout, verdicts in table:
-            tests = [{"stdin": stdin, "stdout": stdout}]
-            shell = 1.0 if "timeout" in verdicts else 4.0  # bash and bubblewrap start slowly on a busy machine
-            seconds = shell if profile == "shell" else None
-            fields = {"source": source, "entry_point": "", "tests": tests, "profile": profile, "cpu_seconds": seconds}
-            found.append((name, fields))
+    functions = [(name, source) for name, source, _, _ in CHEATS]
+    functions += [*FORGING.items(), *EXHAUSTING.items()]
+    functions += [(name, f"{prelude}def f(x): return x * x if {test} else 'it worked'\n") for name, test in REFUSED]
+    found = [(name, {"source": source, "entry_point": "f", "tests": TESTS}) for name, source in functions]
+    for name, source, stdin, stdout, _ in PROGRAMS:
+        found.append((name, {"source": source, "entry_point": "", "tests": [{"stdin": stdin, "stdout": stdout}]}))
     exact = "['\\ud800\\0', -0.0, 1e999, 10**400]".replace("10**400", "1" + "0" * 400)
     tests = [{"args": "[1]", "expected": exact}]
     return [*found, ("exact values", {"source": f"def f(x): return {exact}", "entry_point": "f", "tests": tests})]
@@ -415,7 +390,7 @@ from pipeline.sandbox.pool import Pool, SandboxConfig, Task
 pool = Pool(SandboxConfig(), 2).__enter__()
 task = Task("import time\\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 10.0)
 for _ in range(2): threading.Thread(target=pool.run, args=(task,), daemon=True).start()
-print(*[s.process.pid for s in pool.host.running["sealed"]], flush=True)
+print(*[s.process.pid for s in pool.host.running], flush=True)
 threading.Event().wait()
 """
 
@@ -429,7 +404,7 @@ def survivors() -> int:
     assert trainer.stdout is not None
     servers = [int(pid) for pid in trainer.stdout.readline().split()]
     children: list[int] = []
-    while len(children) < 2:
+    while len(children) < 4:  # of each server its zygote and a candidate
         children = [int(p) for s in servers for p in Path(f"/proc/{s}/task/{s}/children").read_text().split()]
     watched = [os.pidfd_open(pid) for pid in (*servers, *children)]
     trainer.send_signal(signal.SIGKILL)
@@ -440,20 +415,38 @@ def survivors() -> int:
     return alive
 
 
+def state(judge: Any) -> list[int]:
+    """What of two servers and their zygotes may not grow: processes, descriptors (root sees them), IPC objects, 8 MiB of memory."""
+    servers = [server.process.pid for server in judge.pool.host.running]
+    zygotes = [int(pid) for s in servers for pid in Path(f"/proc/{s}/task/{s}/children").read_text().split()]
+    everybody = [*servers, *zygotes]
+    ipc = sum(len(Path(f"/proc/sysvipc/{kind}").read_text().splitlines()) for kind in ("shm", "msg", "sem"))
+    found = [len(zygotes), ipc]
+    for pid in everybody:
+        size, resident = (int(word) * 4096 for word in Path(f"/proc/{pid}/statm").read_text().split()[:2])
+        found += [size, resident] if pid in servers else [size]
+        try:
+            found.append(len(list(Path(f"/proc/{pid}/fd").iterdir())))
+        except PermissionError:
+            found.append(0)
+    return found
+
+
 def judge_all() -> dict[str, Any]:
-    """name -> (verdict, reason, score), two candidates at a time; "missing" -> the profiles not to be had, and why."""
+    """name -> (verdict, reason, score), two candidates at a time."""
     from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 
     with Judge(SandboxConfig(limits=Limits(**FAST)), 2) as judge:
         verdicts = judge.judge(Program(**fields) for _, fields in sources())
+        before = state(judge)
         found: dict[str, Any] = {
             name: (v.verdict, v.reason, v.score) for (name, _), v in zip(sources(), verdicts, strict=True)
         }
-        found["missing"] = {name: why for name in ("files", "shell") if (why := judge.missing(name)) is not None}
+        left = [(a, b) for a, b in zip(before, state(judge), strict=True) if b - a > (0 if a < 1 << 20 else 8 << 20)]
+        found["left over"] = ("wrong", f"{left} more", 0.0) if left else ("passed", "", 1.0)
     alive = survivors()
     return found | {"trainer killed": ("passed", "", 1.0) if alive == 0 else ("wrong", f"{alive} alive", 0.0)}
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[1])
     sys.stdout.write(json.dumps(judge_all()))

@@ -1,6 +1,6 @@
 """Shared fixtures: a tiny model, a tokenizer of little more than bytes, the repository as working directory.
 
-The whole run has a home of its own (`away_from_home`). STAGECOACH_REQUIRE=chromium,bwrap turns a skip for want of them into a failure.
+The whole run has a home of its own (`away_from_home`). STAGECOACH_REQUIRE=chromium turns a skip for want of it into a failure.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NOT_OURS = (
     "STAGECOACH_WORK",
 )
 # What may be required -> what the reason of a skip says where it lacks
-REQUIRED = {"chromium": ("Chromium", "playwright"), "bwrap": ("profile shell", "bwrap", "bubblewrap")}
+REQUIRED = {"chromium": ("Chromium", "playwright")}
 SHARED = ("served", "built")  # folders of fixtures that live as long as the run
 SENTENCES = (
     "The pilot asked the girl which way the ferry would go, and the girl told the pilot.\n",

@@ -60,10 +60,9 @@ SKIPPED = 'import pytest\ndef test_it():\n    pytest.skip("{}")\n'
 @pytest.mark.parametrize(
     ("require", "reason", "code"),
     [
-        ("chromium,bwrap", "no Chromium on this machine (apt install chromium)", 1),
-        ("bwrap", "profile shell: bwrap is not installed", 1),
-        ("bwrap", "no Chromium on this machine (apt install chromium)", 0),
-        ("chromium,bwrap", "bf16 is emulated here, 50 times slower", 0),
+        ("chromium", "no Chromium on this machine (apt install chromium)", 1),
+        ("chromium", "the browser's playwright is not installed", 1),
+        ("chromium", "bf16 is emulated here, 50 times slower", 0),
         ("", "no Chromium on this machine (apt install chromium)", 0),
         ("chrome", "", 4),
     ],

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.sandbox import values
+from pipeline.streams import literals
 
 FUNCTIONS = ("abs", "len", "sorted", "set", "round", "isclose", "sum", "min", "max", "list", "tuple")
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -96,8 +97,8 @@ class _Interpreter:
     def value(self, node: ast.expr) -> Any:
         """The value of a node; every branch is visited, so that calls and answers stay in step."""
         try:
-            return values.lift(ast.literal_eval(node))
-        except (ValueError, TypeError):
+            return values.check(literals.read(node, values.bag, values.mapping))
+        except ValueError:
             pass  # not a literal: it holds a call
         if isinstance(node, ast.Call):
             return self._call(node)
@@ -156,7 +157,7 @@ def _literal_call(node: ast.Call) -> Call:
     if any(isinstance(a, ast.Starred) for a in node.args) or any(k.arg is None for k in node.keywords):
         raise _Unsupported("starred arguments")
     for argument in (*node.args, *(k.value for k in node.keywords)):
-        ast.literal_eval(argument)  # ValueError: not a literal
+        literals.read(argument)  # ValueError: not a literal
     args = ", ".join(ast.unparse(a) for a in node.args)
     kwargs = ", ".join(f"{k.arg!r}: {ast.unparse(k.value)}" for k in node.keywords)
     return Call(f"[{args}]", f"{{{kwargs}}}")

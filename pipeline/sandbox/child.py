@@ -1,20 +1,20 @@
 """The child of the fork server: closes itself off, loads one source, calls it, and reports the values.
 
-`run` is entered right after the fork and never returns. Up to the byte R on the channel only our own code has run;
-after it everything in this process belongs to the candidate, and what it sends is a claim that the judge checks.
+`run` is entered right after the fork, in a process that knows no job, and never returns. On its channel it reads two
+numbers, closes itself off, says R, and only then reads its job; once it has read the arguments of the tests it says A.
+From there on everything in this process belongs to the candidate, and what it sends is a claim that the judge checks.
 Standard library and the neighbours only: `jail.py` loads this file by its path.
 
 Not promised: that the candidate leaves this process as it was. It may replace every function named here; it then
 answers for itself, and still knows no expected value.
 """
 
+import ast
 import json
 import os
 import random
-import signal
 import struct
 import sys
-import tempfile
 import threading
 import types
 from collections.abc import Callable
@@ -23,45 +23,35 @@ from typing import Any, NoReturn
 
 import kernel
 import values
+from frames import read_exactly, read_frame, write_all
 
-LAYERS = {  # shell has its own (`shell.py`); unsafe: resource limits only, where a person allowed it
-    "sealed": ("landlock", "seccomp"),
-    "files": ("landlock", "seccomp"),
-    "unsafe": (),
-}
-CHANNEL = 3  # the descriptor of the answers, a socket: "go" comes in, frames go out
+LAYERS = {"sealed": ("landlock", "seccomp"), "unsafe": ()}  # unsafe: resource limits only, where a person allowed it
+CHANNEL = 3  # the descriptor of the answers, a socket: the job and "go" come in, frames go out
+ALLOWANCE = struct.Struct("<Qd")  # what comes first: bytes of memory, seconds of CPU
+CLOSED_OFF, READ = b"R", b"A"  # what a child says before its first frame
 LOST = 70  # exit code of a child that could not close itself off
-
-
-def write_all(fd: int, data: bytes, write: Callable[[int, memoryview], int] = os.write) -> None:
-    """Write until nothing is left."""
-    view = memoryview(data)
-    while view:
-        view = view[write(fd, view) :]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What closes one child off."""
+    """What closes every child of a server off."""
 
-    profile: str
-    memory: int  # bytes of address space
-    cpu_seconds: float
-    parent: int
-    scratch: str | None = None  # profile `files`: its directory
+    layers: tuple[str, ...]
+    memory: int  # bytes of address space that a child begins with
+    parent: int  # the process that it must not outlive
+    alone: bool  # its user has no other processes than this server's
 
 
-def enter(cell: Cell, layers: tuple[str, ...]) -> None:
-    """Close this process off. Raises OSError or Refused if a layer cannot be had; then nothing foreign may run."""
-    if cell.scratch is not None:
-        os.chdir(cell.scratch)
-        tempfile.tempdir = cell.scratch
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file too large ends it, as in a program that is not Python
-    kernel.isolate(cell.memory, cell.cpu_seconds, cell.parent)
-    if "landlock" in layers and kernel.landlock_version():
-        kernel.install_landlock(tuple(sys.path), () if cell.scratch is None else (cell.scratch,))
-    if "seccomp" in layers:
-        kernel.install_seccomp(cell.profile)
+def enter(cell: Cell, memory: int, cpu_seconds: float) -> None:
+    """Close this process off. `memory` and `cpu_seconds` are the candidate's own.
+
+    Raises OSError or Refused if a layer cannot be had; then nothing foreign may run.
+    """
+    kernel.isolate(cell.memory + memory, cpu_seconds, cell.parent, alone=cell.alone)
+    if "landlock" in cell.layers and kernel.landlock_version():
+        kernel.install_landlock()
+    if "seccomp" in cell.layers:
+        kernel.install_seccomp()
 
 
 def prepare_streams() -> list[Any]:
@@ -81,20 +71,19 @@ def prepare_streams() -> list[Any]:
     return streams
 
 
-def run(job: dict[str, Any], ends: tuple[int, int, int, int], memory: int, parent: int) -> NoReturn:
-    """The whole life of a child; `ends` become its descriptors 0 to 3, `memory` is the server's address space."""
+def run(ends: tuple[int, ...], cell: Cell) -> NoReturn:
+    """The whole life of a child; `ends` become its descriptors 0 to 3."""
     try:
         for place, fd in enumerate(ends):
             os.dup2(fd, place)
         os.closerange(CHANNEL + 1, 256)
         random.seed(0)
-        limits = job["limits"]
-        cell = Cell(job["profile"], memory + limits["memory"], limits["job_cpu"], parent, job.get("scratch"))
-        enter(cell, LAYERS[cell.profile])
-        os.write(CHANNEL, b"R")
+        enter(cell, *ALLOWANCE.unpack(read_exactly(CHANNEL, ALLOWANCE.size) or b""))
+        os.write(CHANNEL, CLOSED_OFF)
     except BaseException:
         os._exit(LOST)
     try:
+        job = read_frame(CHANNEL)
         if job["entry"] is None:
             _program(job)
         else:
@@ -117,10 +106,15 @@ def _function(job: dict[str, Any]) -> NoReturn:
     """Load the source as a module, then call its entry point once per test, each time after a "go"."""
     read, write, leave, encode, frame = os.read, os.write, os._exit, values.encode, _framer(job["nonce"])
     entry, last, describe = job["entry"], frame('"end":true'), _describe
-    arguments = job["arguments"]
+    arguments, failure = [], None
+    try:
+        arguments = [(ast.literal_eval(test["args"]), ast.literal_eval(test["kwargs"])) for test in job["tests"]]
+    except BaseException as error:  # they are no literals, or too large for the memory
+        failure = "run", describe(error)
     module = types.ModuleType("candidate")
+    write(CHANNEL, READ)
     read(CHANNEL, 1)
-    failure = _load(job["source"], module)
+    failure = failure or _load(job["source"], module)
     if failure is not None:
         write_all(CHANNEL, frame(f'"load":"{failure[0]}","e":{failure[1]}'), write)
         leave(0)
@@ -141,6 +135,7 @@ def _program(job: dict[str, Any]) -> NoReturn:
     """Run the source as a program; its answer is what it wrote on stdout."""
     write, leave, frame, out = os.write, os._exit, _framer(job["nonce"]), sys.stdout
     last = frame('"end":true')
+    write(CHANNEL, READ)
     os.read(CHANNEL, 1)
     failure = _load(job["source"], types.ModuleType("__main__"))
     if failure is not None and failure[0] == "compile":

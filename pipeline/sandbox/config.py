@@ -1,6 +1,7 @@
 """Block `sandbox` of params.yaml: what a candidate may use, what it may import, whether it may run without a sandbox.
 
-All of it changes verdicts, so all of it is tracked. Where candidates run (`runtime.sandbox.url`) changes none and is not.
+All of it changes verdicts, so all of it is tracked. Where candidates run (`runtime.sandbox.url`) changes none and is
+not.
 """
 
 from dataclasses import dataclass, field
@@ -15,13 +16,11 @@ class Limits:
     wall_extra_seconds: float = 2.0  # a test may last 4 x its CPU limit and this
     timeouts: int = 3  # after so many the rest of the tests time out
     memory_mib: int = 256  # address space above the server's own
-    stdout_kib: int = 64  # what one process of a candidate may write; more ends it
+    stdout_kib: int = 64  # what a candidate may write; more ends it
     stderr_kib: int = 8  # the same of its errors
     results_kib: int = 4096  # of all answers of a candidate
     source_kib: int = 64  # of the candidate's code; a longer one is not run
     max_tests: int = 256  # of a problem; one with more is refused
-    scratch_mib: int = 16  # what a candidate of profile `files` or `shell` may store, all its files together
-    scratch_files: int = 256  # and how many files and folders
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

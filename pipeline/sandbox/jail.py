@@ -1,35 +1,45 @@
-"""The fork server that runs untrusted code, and the child that it runs in.
+"""The server that runs untrusted code: a watcher, a zygote that never sees a job, and one child for each job.
 
-`pool.py` executes `python -P -s -S -B jail.py` with an empty environment: this process never held the trainer's memory,
-keys or data. It reads settings, then jobs, as frames (4 bytes of little-endian length, JSON) on stdin, and answers each
-on stdout. A job is one child: forked, closed off by `kernel.py`, told "go" before each test, killed, reaped. The child
-answers on fd 3: the byte R when it is closed off, then per test `{"n": nonce, "i": index, "v": value}` or
-`{"n", "i", "e": [type, message]}`, or once `{"n", "load", "e"}` if the source does not load, then `{"n", "end"}`.
+`servers.py` executes `python -P -s -S -B jail.py` with an empty environment: this process never held the trainer's
+memory, keys or data. It reads settings, imports what candidates may use, gives up root, tests its layers and splits in
+two (`zygote.py`). The watcher then reads jobs as frames (4 bytes of little-endian length, JSON) on stdin and answers
+each on stdout. A job is one child: copied from the zygote, closed off by `kernel.py`, handed its job, told "go" before
+each test, killed, reaped. The child speaks on fd 3: the byte R when it is closed off, A when it has read its job, then
+per test `{"n": nonce, "i": index, "v": value}` or `{"n", "i", "e": [type, message]}`, or once `{"n", "load", "e"}` if
+the source does not load, then `{"n", "end"}`.
 
-    settings  {"profile", "preload": [module], "paths": [folder]}  ->  {"ready": {...}}, {"refused": why} or {"missing": module}
-    job       {"id", "nonce", "profile", "source", "entry", "tests": [{"args", "kwargs"} or {"stdin"}], "limits": {...}}
+    settings  {"profile", "preload": [module], "paths": [folder]}  ->  {"ready": {...}}, {"refused"} or {"missing"}
+    job       {"id", "nonce", "source", "entry", "tests": [{"args", "kwargs"} or {"stdin"}], "limits": {...}}
     answer    {"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"}
               or {"id", "fault"}
 
-Neighbours: `child.py` what runs after the fork, `kernel.py` and `filters.py` the layers, `watch.py` the limits,
-`scratch.py` directories for profile `files`, `shell.py` profile `shell`, `trial.py` the self-test.
-`python -m pipeline.sandbox.jail --probe` prints what this machine enforces. Standard library only, nothing of the project.
+Neighbours: `zygote.py` what is copied, `child.py` what runs after the copy, `kernel.py` and `filters.py` the layers,
+`watch.py` the limits, `trial.py` the self-test, `frames.py` the messages. `python -m pipeline.sandbox.jail --probe`
+prints what this machine enforces. Standard library only, nothing of the project.
 
-The opponent is code of a model that is rewarded for passing: careless, greedy, tuned to cheat; through the service,
-hostile. Promised: no file beyond the profile, no network, no other process touched (signal, trace, limit, memory), no
-secret in the address space, bounded time, memory and output, no survivors. Where a layer of a profile cannot be
-had, the profile is refused: without seccomp there is none, without Landlock (ABI 3) no `files`, without bubblewrap and user
-namespaces no `shell`.
+The opponent is code of a model that is rewarded for passing: careless, greedy, tuned to cheat, and one of a group that
+is judged in turn by the same server; through the service, hostile, and one tenant among several. Promised, in profile
+`sealed`:
 
-    sealed   functions, programs on stdin: no call that takes a path; threads
-    files    one scratch directory, and the interpreter to read where the user of the servers may; threads
-    shell    bash scripts, 32 processes in namespaces of their own; /usr to read, 16 MiB at /tmp
+    no way out         no file, no network, no program, no other process touched (signal, trace, limit, memory)
+    no secret          nothing of the trainer, of another candidate or of another tenant in its address space: the
+                       memory that it begins with was made before the first job, and no job, answer or exit status
+                       reaches the process that it is a copy of
+    no forged pass     what it sends is a claim that `judge.py` compares; expected values never leave the trainer
+    bounds             CPU and wall time, address space, 64 threads, 32 descriptors, output; reading arguments counts
+    nothing left over  no process, descriptor, shared memory; all die with the watcher, which ends with the trainer
 
-Not promised: kernel bugs, CPU side channels, hidden test inputs, strong tests, fair shares. This is no virtual machine:
-code of strangers belongs on a machine of its own.
+`sealed` needs Linux with seccomp, else it is refused; Landlock is put behind it where the kernel has it. `unsafe` is
+resource limits only, where there is no sandbox and a person allowed it, and promises none of this.
+
+Not promised: protection from bugs of the kernel (a candidate makes system calls, if few) or of the processor (CPU
+caches, timing, speculation: a candidate can measure time, and what else runs on a core); the inputs of hidden tests,
+which it is given; strong tests: a program that is right on all of them passes; fair shares between candidates, beyond
+the limits; an exact number of threads where the servers run as another user than root (the kernel counts a user's
+processes over the whole machine, so the watcher counts, every 10 ms). This is no virtual machine: code of strangers
+belongs on a machine of its own.
 """
 
-import ast
 import builtins
 import fcntl
 import gc
@@ -37,9 +47,7 @@ import importlib
 import json
 import os
 import platform
-import shutil
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
@@ -51,10 +59,10 @@ _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
 sys.path.insert(0, str(Path(__file__).parent))  # -P left it out; the neighbours are taken without the project package
 import child  # noqa: E402
 import kernel  # noqa: E402
-import scratch  # noqa: E402
-import shell  # noqa: E402
 import trial  # noqa: E402
+from frames import read_frame, write_frame  # noqa: E402
 from watch import Watch  # noqa: E402
+from zygote import Zygote  # noqa: E402
 
 sys.path.pop(0)
 
@@ -71,34 +79,7 @@ encodings.ascii encodings.base64_codec encodings.cp1252 encodings.hex_codec enco
 encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unicode_escape encodings.utf_16
 encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodings.utf_8_sig
 """
-FILE_MODULES = "configparser filecmp gzip shutil tarfile tomllib zipfile"  # besides, in profile `files`
-PROFILES = ("sealed", "files", "shell")
 WITHOUT_OPENSSL = "_hashlib"  # hashlib falls back to its own implementations
-
-
-def read_frame(fd: int) -> Any:
-    """One frame, or None at the end of the stream."""
-    head = _read_exactly(fd, 4)
-    if head is None:
-        return None
-    body = _read_exactly(fd, struct.unpack("<I", head)[0])
-    return None if body is None else json.loads(body)
-
-
-def _read_exactly(fd: int, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        piece = os.read(fd, min(size - len(parts), 1 << 20))
-        if not piece:
-            return None
-        parts += piece
-    return bytes(parts)
-
-
-def write_frame(fd: int, message: object) -> None:
-    """One frame, whole."""
-    body = json.dumps(message, separators=(",", ":")).encode("ascii")
-    child.write_all(fd, struct.pack("<I", len(body)) + body)
 
 
 def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any]:
@@ -106,31 +87,30 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
 
     Returns what is enforced. Raises Refused, or ImportError for a module of `preload`.
     """
-    library = Path(os.__file__).parent
     os.environ.clear()
     os.environ |= {"TZ": "UTC0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     time.tzset()
     sys.path += paths
     sys.modules[WITHOUT_OPENSSL] = None  # pyright: ignore[reportArgumentType]
-    for name in [*MODULES.split(), *(FILE_MODULES.split() if profile == "files" else ()), *preload]:
+    for name in [*MODULES.split(), *preload]:
         importlib.import_module(name)
     os.register_at_fork = _register_at_fork
     builtins.exit = builtins.quit = sys.exit  # programs call them; `site`, which -S leaves out, would define them
     sys.path_importer_cache.clear()
     os.environ.clear()
-    uid = kernel.drop_identity()
-    folders = [str(library), str(library / "lib-dynload"), *paths] if profile == "files" else []
-    sys.path[:] = [path for path in folders if os.access(path, os.R_OK | os.X_OK) and Path(path).is_dir()]
-    kernel.harden(profile)
-    if profile != "unsafe":
-        trial.self_test(profile)
+    alone = kernel.drop_identity()
+    sys.path.clear()
+    kernel.harden()
+    if profile == "sealed":
+        trial.self_test(alone=alone)
     gc.collect()
     gc.freeze()  # children then copy no page only because the collector wrote to it
     return {
         "profile": profile,
         "architecture": platform.machine(),
         "landlock": kernel.landlock_version(),
-        "uid": uid,
+        "uid": os.getuid(),
+        "alone": alone,
         "memory": kernel.address_space(),
     }
 
@@ -154,41 +134,22 @@ def serve() -> None:
     except (kernel.Refused, OSError) as error:
         write_frame(answers, {"refused": str(error)})
         return
+    zygote = Zygote(child.Cell(child.LAYERS[ready["profile"]], ready["memory"], os.getpid(), ready["alone"]))
     write_frame(answers, {"ready": ready})
-    folder = scratch.base() if settings["profile"] == "files" else None
     while (job := read_frame(jobs)) is not None:
         try:
-            answer = _answer(job, ready["memory"], jobs, folder)
+            answer = run(job, zygote, jobs)
         except Exception as error:  # a defect of ours: the pool logs it and starts another server
             answer = {"id": job["id"], "fault": f"{type(error).__name__}: {error}"}
         write_frame(answers, answer)
-    if folder is not None:
-        scratch.remove(folder)
+    zygote.stop()
 
 
-def _answer(job: dict[str, Any], memory: int, jobs: int, folder: str | None) -> dict[str, Any]:
-    """The answer to a job; profile `files` gets a directory in `folder` for as long as it runs."""
-    if job["profile"] == "shell":
-        return shell.run(job, memory, jobs)
-    if folder is None:
-        return run(job, memory, jobs)
-    place = scratch.make(folder)
-    try:
-        return run(job | {"scratch": place}, memory, jobs)
-    finally:
-        scratch.remove(place)
-
-
-def run(job: dict[str, Any], memory: int, jobs: int) -> dict[str, Any]:
-    """Fork one child for a job, watch it, and say what it did. `memory` is the server's own address space in bytes."""
-    if job["entry"] is not None:
-        job["arguments"] = [(ast.literal_eval(test["args"]), ast.literal_eval(test["kwargs"])) for test in job["tests"]]
+def run(job: dict[str, Any], zygote: Zygote, jobs: int) -> dict[str, Any]:
+    """One child for a job: watch it, and say what it did. The end of `jobs` ends everything."""
     outside, inside = (end.detach() for end in socket.socketpair())
     (out, out_inside), (err, err_inside), (stdin_inside, stdin) = os.pipe(), os.pipe(), os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        child.run(job, (stdin_inside, out_inside, err_inside, inside), memory, parent)
+    pid = zygote.fork((stdin_inside, out_inside, err_inside, inside))
     for fd in (inside, out_inside, err_inside, stdin_inside):
         os.close(fd)
     watch = Watch(job, pid, outside, out, err, stdin)
@@ -200,35 +161,23 @@ def run(job: dict[str, Any], memory: int, jobs: int) -> dict[str, Any]:
 
 
 def probe() -> dict[str, Any]:
-    """What this machine enforces, for a person: the profiles to be had, and why the others are not.
+    """What profile `sealed` enforces on this machine, or `refused`: why it cannot be had.
 
-    A child for each profile finds out: it cannot write to a file afterwards.
+    A child finds out: it cannot write to a file afterwards.
     """
-    machine = {
-        "architecture": platform.machine(),
-        "landlock": kernel.landlock_version(),
-        "bwrap": shutil.which("bwrap"),
-    }
-    found: dict[str, Any] = {"profiles": [], "refused": {}, "uid": None}
-    for profile in PROFILES:
-        source, sink = os.pipe()
-        if os.fork() == 0:
-            try:
-                answer = prepare([], [], profile)
-            except (kernel.Refused, OSError) as error:
-                answer = {"refused": str(error)}
-            write_frame(sink, answer)
-            os._exit(0)
-        os.close(sink)
-        answer = read_frame(source) or {"refused": "the self-test ended without a word"}
-        os.close(source)
-        os.wait()
-        if "refused" in answer:
-            found["refused"][profile] = answer["refused"]
-        else:
-            found["profiles"].append(profile)
-            found["uid"] = answer["uid"]
-    return found | machine
+    source, sink = os.pipe()
+    if os.fork() == 0:
+        try:
+            answer = prepare([], [], "sealed")
+        except (kernel.Refused, OSError) as error:
+            answer = {"refused": str(error), "architecture": platform.machine(), "landlock": kernel.landlock_version()}
+        write_frame(sink, answer)
+        os._exit(0)
+    os.close(sink)
+    answer = read_frame(source) or {"refused": "the self-test ended without a word"}
+    os.close(source)
+    os.wait()
+    return answer
 
 
 def main() -> None:

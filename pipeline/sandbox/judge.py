@@ -14,9 +14,9 @@ an index out of turn or bad JSON is `unsafe` and scores 0; a value counts only i
 | error | exception, exit, crash, output (too much of it, or a source that is too long) |
 | timeout, memory, syntax, no_code | |
 | unsafe | forged |
-| unscorable | harness (a server died twice, no service), profile (not here), unprotected (no test can be judged) |
+| unscorable | harness (a server died twice, no service), unprotected (no test can be judged) |
 
-An unscorable program has the score None, never 0 or 1. Where no program at all had its profile, that is an error.
+An unscorable program has the score None, never 0 or 1.
 
 A program's verdict is that of its first test that fails; its score is tests passed / tests that can be judged.
 
@@ -24,7 +24,6 @@ Not promised: that the tests are strong, that hidden inputs stay hidden from the
 need more than values (`asserts.py`): they are counted in `unprotected` and take no part in the score.
 """
 
-import ast
 import functools
 import signal
 from collections.abc import Iterable, Iterator
@@ -33,8 +32,8 @@ from typing import Any
 
 from pipeline.errors import DataError
 from pipeline.sandbox import asserts, values
-from pipeline.sandbox.pool import Limits, NoSandboxError, Pool, Report, SandboxConfig, Task
-from pipeline.sandbox.servers import PROFILES
+from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
+from pipeline.streams import literals
 
 __all__ = ["Judge", "Limits", "Program", "SandboxConfig", "TestResult", "Verdict"]
 
@@ -50,13 +49,10 @@ class Program:
     tests: list[dict[str, Any]]
     cpu_seconds: float | None = None  # of one test; None: the sandbox's default
     compare: str = "strict"  # how `expected` is compared: strict, python, close (`values.equal`)
-    profile: str = "sealed"  # what holds it: sealed, files (a scratch directory), shell (`source` is a bash script)
 
     def __post_init__(self) -> None:
         if self.compare not in values.MODES:
             raise ValueError(f"compare: expected one of {', '.join(values.MODES)}, got {self.compare!r}")
-        if self.profile not in PROFILES:
-            raise ValueError(f"profile: expected one of {', '.join(PROFILES)}, got {self.profile!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,21 +122,11 @@ class Judge:
     def __exit__(self, *exception: object) -> None:
         self.pool.__exit__(*exception)
 
-    @property
-    def enforced(self) -> dict[str, Any]:
-        """What holds the candidates: profile, architecture, landlock (its ABI), uid."""
-        return {key: value for key, value in self.pool.host.enforced.items() if key != "memory"}
-
-    def missing(self, profile: str) -> str | None:
-        """Why programs of this profile cannot be judged, or None."""
-        return self.pool.host.missing(profile)
-
     def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
         """The verdicts in the order of the programs; reads a few programs ahead, so they may be endless.
 
-        Raises DataError for a test that is none, and in the end NoSandboxError if no program had its profile here.
+        Raises DataError for a test that is none.
         """
-        judged, counted_out = 0, 0
         prepared: list[tuple[Program, list[_Check], int]] = []
 
         def tasks() -> Iterator[Task | None]:
@@ -151,11 +137,7 @@ class Judge:
 
         for reports in self.pool.map(tasks()):
             program, checks, unprotected = prepared.pop(0)
-            verdict = self._verdict(program, checks, unprotected, reports)
-            judged, counted_out = judged + 1, counted_out + (verdict.reason == "profile")
-            yield verdict
-        if judged and judged == counted_out:
-            raise NoSandboxError(f"none of {judged} programs can be judged here: {verdict.results[0].message}")
+            yield self._verdict(program, checks, unprotected, reports)
 
     def _checks(self, program: Program) -> tuple[list[_Check], int]:
         if len(program.tests) > self.config.limits.max_tests:
@@ -164,18 +146,16 @@ class Judge:
         checks = [check for check in parsed if check is not None]
         if len({_is_program(check) for check in checks}) > 1:
             raise DataError(f"{program.entry_point}: tests with stdin and tests with arguments do not mix")
-        if program.profile == "shell" and checks and not _is_program(checks[0]):
-            raise DataError(f"{program.entry_point}: profile shell: expected tests with stdin and stdout")
         return checks, len(parsed) - len(checks)
 
     def _task(self, program: Program, checks: list[_Check]) -> Task | None:
-        if not checks or _refused(program, self.config.limits) is not None or self.missing(program.profile) is not None:
+        if not checks or _refused(program, self.config.limits) is not None:
             return None
         assert program.source is not None
         entry = None if _is_program(checks[0]) else program.entry_point
         sends = [send for check in checks for send in check.sends]
         cpu_seconds = program.cpu_seconds or self.config.limits.cpu_seconds
-        return Task(program.source, entry, sends, cpu_seconds, program.profile)
+        return Task(program.source, entry, sends, cpu_seconds)
 
     def _verdict(
         self, program: Program, checks: list[_Check], unprotected: int, reports: list[Report] | None
@@ -189,13 +169,10 @@ class Judge:
             score=None,
             results=[],
             unprotected=unprotected,
-            profile=self.pool.host.enforces(program.profile),
+            profile=self.pool.host.profile,
         )
         if not checks:
             return blank
-        if (why := self.missing(program.profile)) is not None:
-            absent = TestResult(verdict="unscorable", reason="profile", visible=False, message=why)
-            return replace(blank, reason="profile", results=[replace(absent, visible=c.visible) for c in checks])
         if refused is not None:
             results = [TestResult(verdict=refused[0], reason=refused[1], visible=c.visible) for c in checks]
         elif reports is None:
@@ -261,8 +238,9 @@ def _expected(args: str, expected: str, entry_point: str) -> Any:
     """The lifted expected value, once both texts have been checked."""
     if not isinstance(_literal(args, entry_point), list):
         raise DataError(f"{entry_point}: args: expected the text of a list, found {args[:80]!r}")
+    value = _literal(expected, entry_point)
     try:
-        return values.lift(_literal(expected, entry_point))
+        return values.check(value)
     except ValueError as error:
         raise DataError(f"{entry_point}: expected: {error}") from error
 
@@ -272,8 +250,8 @@ _assertion = functools.lru_cache(maxsize=4096)(asserts.parse)
 
 def _literal(text: str, entry_point: str) -> Any:
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        return literals.read(text, values.bag, values.mapping)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise DataError(f"{entry_point}: expected a Python literal, found {text[:80]!r}") from error
 
 
@@ -353,11 +331,10 @@ def _ending(report: Report) -> _Answer | None:
         return _Answer(verdict="timeout", message=f"{report.cut} limit")
     if report.cut == "forged":
         return FORGED
-    if report.cut == "memory":
-        return _Answer(verdict="memory", message="memory of all its processes")
+    if report.cut == "threads":
+        return _Answer(verdict="error", reason="crash", message="too many threads")
     if report.cut is not None:
-        what = "output" if report.cut == "output" else "in its files"
-        return _Answer(verdict="error", reason="output", message=f"too much {what}")
+        return _Answer(verdict="error", reason="output", message="too much output")
     if report.signal == signal.SIGKILL:  # it cannot kill itself, and we did not: the kernel was out of memory
         return _Answer(verdict="memory", message="killed by the kernel")
     if report.signal is not None:

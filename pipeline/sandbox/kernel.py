@@ -3,7 +3,7 @@
 Every function acts on the calling process and cannot be undone; the child of `jail.py` calls them between fork and the
 first line of foreign code. Standard library only, and nothing of the project: `jail.py` loads this file by its path.
 
-Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); the filters themselves stand in `filters.py`.
+Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); the filter itself stands in `filters.py`.
 
 Not promised: protection from bugs of the kernel, or from CPU side channels.
 """
@@ -20,18 +20,18 @@ from pathlib import Path
 import filters
 from filters import Refused, architecture
 
-UIDS = (61000, 65534)  # whom root becomes: the first one that the user namespace maps
+OWN_UIDS = range(1 << 30, 1 << 31)  # whom root becomes, by lot: nobody else's processes then count towards its limit
+UIDS = (61000, 65534)  # where the user namespace maps none of those: the first one that it maps
 NOFILE, STACK = 32, 8 << 20
-FILE_BYTES = {"files": 1 << 20, "shell": 16 << 20}  # of one file; in the other profiles nothing is written but pipes
+THREADS = 64  # of one candidate, its first one included
+SERVER = 2  # watcher and zygote, which count with it
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_DUMPABLE = 1, 2, 3, 4
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 36, 38, 39
-SIGKILL = 9
-READ_RIGHTS = 1 << 2 | 1 << 3  # Landlock: read a file, list a directory
-WRITE_RIGHTS = (
-    READ_RIGHTS | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
-)  # make files and directories
+PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 38, 39
+SIGKILL, SIGCHLD = 9, 17
+CLONE_PARENT = 0x8000
 _libc = ctypes.CDLL(None, use_errno=True)
+_locked = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock during a call
 
 
 def call(number: int, *arguments: int | bytes | None) -> int:
@@ -51,9 +51,9 @@ def prctl(option: int, value: int = 0) -> int:
     return result
 
 
-def install_seccomp(profile: str) -> None:
+def install_seccomp() -> None:
     """Filter the system calls of this process from now on. Needs no_new_privs. Raises Refused or OSError."""
-    call(architecture().seccomp, 1, 0, filters.filter_code(profile)[0])
+    call(architecture().seccomp, 1, 0, filters.filter_code()[0])
 
 
 @functools.cache
@@ -65,34 +65,25 @@ def landlock_version() -> int:
         return 0
 
 
-def install_landlock(readable: tuple[str, ...] = (), writable: tuple[str, ...] = ()) -> None:
-    """Forbid every right on files, network and scopes that this kernel's Landlock knows, but for some folders.
-
-    `readable` may be read, `writable` holds files and directories of the candidate: no links, devices, pipes, sockets.
-    Raises OSError.
-    """
-    version = landlock_version()
+def install_landlock() -> None:
+    """Forbid every right on files, network and scopes that this kernel's Landlock knows. Raises OSError."""
+    version, machine = landlock_version(), architecture()
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rights = struct.pack("=QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 8 if version < 4 else 16 if version < 6 else 24
-    machine = architecture()
     ruleset = call(machine.landlock_create, rights[:size], size, 0)
-    for paths, granted in ((readable, READ_RIGHTS), (writable, WRITE_RIGHTS)):
-        for path in paths:
-            folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            call(machine.landlock_rule, ruleset, 1, struct.pack("=Qi", granted & files, folder), 0)
-            os.close(folder)
     call(machine.landlock_restrict, ruleset, 0)
     os.close(ruleset)
 
 
-def drop_identity() -> int:
-    """Give up root for good: groups, all ids, and with them the capabilities. Returns the uid.
+def drop_identity() -> bool:
+    """Give up root for good: groups, all ids, and with them the capabilities. Returns whether the uid is ours alone.
 
-    Raises Refused if neither of UIDS can be taken, or if something is left.
+    Raises Refused if no other id can be taken, or if something is left.
     """
+    own = OWN_UIDS[int.from_bytes(os.urandom(8)) % len(OWN_UIDS)]
     if 0 in (os.getuid(), os.geteuid()):
-        for uid in UIDS:
+        for uid in (own, *UIDS):
             try:
                 os.setgroups([])
                 os.setresgid(uid, uid, uid)
@@ -102,13 +93,13 @@ def drop_identity() -> int:
                 continue
     if 0 in os.getresuid():
         raise Refused(f"running as root, and the ids {UIDS} cannot be taken: run as another user")
-    return os.getuid()
+    return os.getuid() == own
 
 
-def fixed_limits(profile: str) -> dict[int, int]:
+def fixed_limits() -> dict[int, int]:
     """The resource limits that no job changes."""
     limits = {
-        resource.RLIMIT_FSIZE: FILE_BYTES.get(profile, 0),
+        resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: NOFILE,
         resource.RLIMIT_STACK: STACK,
@@ -125,20 +116,39 @@ def limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value, value))
 
 
-def harden(profile: str) -> None:
+def harden() -> None:
     """What the server gives up and its children inherit: core dumps, new privileges, files, open descriptors.
 
     After the id drop, which would make the process dumpable again.
     """
-    for which, value in fixed_limits(profile).items():
+    for which, value in fixed_limits().items():
         limit(which, value)
     if sys.platform == "linux":
         prctl(PR_SET_DUMPABLE, 0)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
-def isolate(memory: int, cpu_seconds: float, parent: int) -> None:
-    """What is the child's own: bytes of address space, a session, death with its parent.
+def fork_sibling() -> int:
+    """fork(2), but the new process is a child of our parent, which then waits for it. Raises OSError.
+
+    Nothing of Python's own after-fork work is done: it serves locks and threads, and the caller has one thread.
+    """
+    number = architecture().clone
+    pid = _locked.syscall(*[ctypes.c_long(word) for word in (number, CLONE_PARENT | SIGCHLD, 0, 0, 0, 0)])
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return pid
+
+
+def die_with(parent: int) -> None:
+    """Be killed when this parent dies; at once if it has died already."""
+    prctl(PR_SET_PDEATHSIG, SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def isolate(memory: int, cpu_seconds: float, parent: int, *, alone: bool) -> None:
+    """What is the child's own: bytes of address space, a session, death with its parent; threads if its uid is `alone`.
 
     RLIMIT_CPU stands only where there is no CPU clock to watch: on Linux it would make that clock tick in jiffies.
     """
@@ -147,17 +157,12 @@ def isolate(memory: int, cpu_seconds: float, parent: int) -> None:
         limit(resource.RLIMIT_CPU, int(cpu_seconds) + 2)
         return
     limit(resource.RLIMIT_AS, memory)
-    prctl(PR_SET_PDEATHSIG, SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
+    if alone:
+        limit(resource.RLIMIT_NPROC, THREADS + SERVER)
+    die_with(parent)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own, so that none is left unwaited."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def faults(memory: int, profile: str) -> list[str]:
+def faults(memory: int, *, alone: bool) -> list[str]:
     """What `harden` and `isolate` should have set in this process and did not."""
     signal = ctypes.c_int(0)
     _libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(signal), 0, 0, 0)
@@ -168,7 +173,8 @@ def faults(memory: int, profile: str) -> list[str]:
         "root": 0 in os.getresuid(),
         "session": os.getsid(0) != os.getpid(),
     }
-    for which, value in (fixed_limits(profile) | {resource.RLIMIT_AS: memory}).items():
+    own = {resource.RLIMIT_AS: memory} | ({resource.RLIMIT_NPROC: THREADS + SERVER} if alone else {})
+    for which, value in (fixed_limits() | own).items():
         found[f"resource limit {which}"] = not all(0 <= bound <= value for bound in resource.getrlimit(which))
     return [name for name, wrong in found.items() if wrong]
 
@@ -187,6 +193,14 @@ def cpu_clock(pid: int) -> float:
         return time.clock_gettime((~pid << 3) | 2)  # MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED)
     except OSError:  # exited, perhaps not yet reaped
         return 0.0
+
+
+def num_threads(pid: int) -> int:
+    """How many threads a process has that was not waited for: the links of their folder. 0 where it cannot be seen."""
+    try:
+        return os.stat(f"/proc/{pid}/task").st_nlink - 2  # noqa: PTH116  a Path would cost three times as much
+    except OSError:  # /proc is hidden, or there is none
+        return 0
 
 
 def address_space() -> int:

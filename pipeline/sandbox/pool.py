@@ -39,7 +39,6 @@ class Task:
     entry: str | None  # the function to call; None: a program, and the tests hold stdin
     tests: list[dict[str, str]]
     cpu_seconds: float
-    profile: str = "sealed"  # sealed, files, shell
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Report:
     frames: list[str]
     status: int | None  # exit code, if it ended by itself before its end
     signal: int | None
-    cut: str | None  # what the server ended it for: cpu, wall, output, forged
+    cut: str | None  # what the server ended it for: cpu, wall, threads, output, forged
     stdout: str
     stderr: str
     cpu_ms: int
@@ -140,7 +139,6 @@ class Pool:
         job = {
             "id": nonce,
             "nonce": nonce,
-            "profile": task.profile,
             "source": task.source,
             "entry": task.entry,
             "tests": tests,
@@ -175,8 +173,6 @@ def job_limits(limits: Limits, cpu_seconds: float, job_cpu: float, job_wall: flo
         "stdout": limits.stdout_kib << 10,
         "stderr": limits.stderr_kib << 10,
         "results": limits.results_kib << 10,
-        "scratch": limits.scratch_mib << 20,
-        "files": limits.scratch_files,
     }
 
 

@@ -44,6 +44,8 @@ _Waiting = tuple[str, "Future[dict[str, Any]]"]  # the text of a job, and where 
 class Remote:
     """The service at `url` (without a scheme: http). `call` may be used by `threads` threads at once."""
 
+    profile = "sealed"  # a service is never unsafe
+
     def __init__(self, url: str, config: SandboxConfig) -> None:
         full = address(url)
         self.url, self.config, self.threads = without_password(full), config, BATCH * SENDERS  # what messages show
@@ -86,16 +88,6 @@ class Remote:
                 f"sandbox.limits: expected at most the ceilings of the service at {self.url} "
                 f"({self.enforced['ceilings']}), found {above or limits.max_tests}; lower them, or judge on this machine"
             )
-
-    def enforces(self, profile: str) -> str:
-        """The profile that holds a job which asks for `profile`; a service is never unsafe."""
-        return profile
-
-    def missing(self, profile: str) -> str | None:
-        """Why jobs of this profile cannot run at the service, or None."""
-        if profile in self.enforced["profiles"]:
-            return None
-        return f"{self.url}: {self.enforced['refused'].get(profile, 'not offered')}"
 
     def call(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to one job. Raises HarnessError; `seconds` are the service's business."""

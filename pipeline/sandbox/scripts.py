@@ -1,14 +1,14 @@
 """Whole scripts for other trainers: the requests and answers of huggingface/open-r1's `scripts/e2b_router.py`.
 
-    {"scripts": [text], "languages": [python or bash], "timeout": s, "request_timeout": s}     ("language" for all: too)
+    {"scripts": [text], "languages": [python], "timeout": s, "request_timeout": s}             ("language" for all: too)
     -> [{"execution": {"results", "logs", "error", "execution_count"} or null, "exception_str": text or null}]
 
-As in a notebook cell, the result of a Python script is the value of its last expression, as text: open-r1 reads its
-reward there. Such scripts start the candidate as a process of their own, so they run in profile `shell` where there is
-one, else in `sealed`; a bash script runs in `shell` or not at all. Each is one job of one test.
+As in a notebook cell, the result of a script is the value of its last expression, as text: open-r1 reads its reward
+there. Each is one job of one test.
 
 Not promised: that the result was not forged. Script and candidate share a sandbox here, as they do in the router;
-`/run_batch` and the judge exist because of it. Neither pictures nor other displays; no other language.
+`/run_batch` and the judge exist because of it. No processes and no files, as for every candidate; neither pictures nor
+other displays; no language but Python.
 """
 
 import json
@@ -18,9 +18,7 @@ from typing import Any
 from pipeline.sandbox.config import Limits
 from pipeline.sandbox.pool import job_limits
 
-LANGUAGES = ("python", "bash")
 MAX_SCRIPT = 64 << 10  # characters
-MARK = "stagecoach-result-"
 DISPLAY: dict[str, Any] = dict.fromkeys(
     ("text", "html", "markdown", "svg", "png", "jpeg", "pdf", "latex", "json", "javascript", "data", "chart", "extra")
 )
@@ -43,20 +41,9 @@ def run():
         sys.stdout.flush()
         sys.stderr.flush()
 """
-# In profile `shell` the cell reports on stdout behind a mark that the request drew.
-IN_SHELL = """
-import json
-try:
-    found = [run(), None]
-except BaseException as error:
-    found = [None, [type(error).__name__, str(error)[:200]]]
-sys.stdout.flush()
-sys.stdout.write("\\n{mark}" + json.dumps(found) + "\\n")
-sys.stdout.flush()
-"""
 
 
-def jobs(batch: Any, refused: dict[str, str]) -> list[dict[str, Any] | str]:
+def jobs(batch: Any) -> list[dict[str, Any] | str]:
     """A job for each script, or why it cannot run. Raises ValueError for a batch that is none."""
     if not isinstance(batch, dict) or not _texts(batch.get("scripts")):
         raise ValueError("scripts: expected a list of texts")
@@ -66,32 +53,28 @@ def jobs(batch: Any, refused: dict[str, str]) -> list[dict[str, Any] | str]:
     times = [batch.get("timeout", 300), batch.get("request_timeout", 30)]
     if not all(type(seconds) in (int, float) and seconds > 0 for seconds in times):
         raise ValueError("timeout, request_timeout: expected positive numbers")
-    return [_job(text, lang, float(times[0]), refused) for text, lang in zip(batch["scripts"], languages, strict=True)]
+    return [_job(text, lang, float(times[0])) for text, lang in zip(batch["scripts"], languages, strict=True)]
 
 
 def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _job(script: str, language: str, seconds: float, refused: dict[str, str]) -> dict[str, Any] | str:
-    if language not in LANGUAGES:
-        return f"language: expected one of {', '.join(LANGUAGES)}, found {language[:40]!r}"
+def _job(script: str, language: str, seconds: float) -> dict[str, Any] | str:
+    if language != "python":
+        return f"language: expected python, found {language[:40]!r}"
     if len(script) > MAX_SCRIPT:
         return f"expected a script of at most {MAX_SCRIPT} characters, found {len(script)}"
-    if language == "bash" and "shell" in refused:
-        return f"no profile shell here: {refused['shell']}"
     nonce = os.urandom(16).hex()
-    job: dict[str, Any] = {"id": nonce, "nonce": nonce, "profile": "shell", "entry": None, "tests": [{"stdin": ""}]}
-    if language == "bash":
-        job["source"] = script
-    elif "shell" in refused:
-        job |= {"profile": "sealed", "entry": "run", "tests": [{"args": "[]", "kwargs": "{}"}]}
-        job["source"] = CELL.format(script=script)
-    else:
-        cell = CELL.format(script=script) + IN_SHELL.format(mark=MARK + nonce)
-        job["source"] = f"exec python3 -I - <<'{MARK}{nonce}'\n{cell}\n{MARK}{nonce}\n"
-    limits = Limits(wall_extra_seconds=0.001)
-    return job | {"limits": job_limits(limits, seconds, seconds, seconds) | {"wall": seconds, "memory": 1 << 30}}
+    limits = job_limits(Limits(wall_extra_seconds=0.001), seconds, seconds, seconds)
+    return {
+        "id": nonce,
+        "nonce": nonce,
+        "source": CELL.format(script=script),
+        "entry": "run",
+        "tests": [{"args": "[]", "kwargs": "{}"}],
+        "limits": limits | {"wall": seconds, "memory": 1 << 30},
+    }
 
 
 def result(answer: dict[str, Any] | str) -> dict[str, Any]:
@@ -102,22 +85,16 @@ def result(answer: dict[str, Any] | str) -> dict[str, Any]:
         return {"execution": None, "exception_str": f"timeout: {answer['cut']} limit"}
     if answer["cut"] is not None:
         return {"execution": None, "exception_str": f"stopped: {answer['cut']}"}
-    stdout, (text, error) = answer["stdout"], _outcome(answer)
-    if (place := stdout.rfind(f"\n{MARK}{answer['id']}")) >= 0:
-        text, error = _reported(stdout[place + len(MARK) + 33 :], error)
-        stdout = stdout[:place]
+    text, error = _outcome(answer)
     shown = [DISPLAY | {"text": text, "is_main_result": True}] if text is not None else []
     failure = None if error is None else {"name": error[0], "value": error[1], "traceback": ": ".join(error)}
-    logs = {name: [out] if out else [] for name, out in (("stdout", stdout), ("stderr", answer["stderr"]))}
+    logs = {name: [out] if out else [] for name, out in (("stdout", answer["stdout"]), ("stderr", answer["stderr"]))}
     execution = {"results": shown, "logs": logs, "error": failure, "execution_count": 1}
     return {"execution": execution, "exception_str": None}
 
 
-Outcome = tuple[str | None, list[str] | None]  # the text of the result, and [type, message] of what was raised
-
-
-def _outcome(answer: dict[str, Any]) -> Outcome:
-    """What a cell of profile `sealed` says in its frame, and how the process ended."""
+def _outcome(answer: dict[str, Any]) -> tuple[str | None, list[str] | None]:
+    """The text of the cell's result, and [type, message] of what was raised or of how its process ended."""
     if answer["signal"] is not None:
         return None, ["Crash", f"signal {answer['signal']}"]
     if answer["status"]:
@@ -129,16 +106,3 @@ def _outcome(answer: dict[str, Any]) -> Outcome:
         value = tree.get("v")
         return (value if isinstance(value, str) else None), None
     return None, None
-
-
-def _reported(text: str, error: list[str] | None) -> Outcome:
-    """What a cell of profile `shell` wrote behind its mark; whatever else stands there counts for nothing."""
-    try:
-        match json.loads(text):
-            case [str(shown), None]:
-                return shown, error
-            case [None, [str(kind), str(message)]]:
-                return None, [kind, message]
-    except (ValueError, RecursionError):
-        pass
-    return None, error

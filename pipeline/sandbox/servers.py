@@ -1,8 +1,7 @@
-"""The fork servers of this machine: one process of `jail.py` per worker and profile; starts them, restarts what dies.
+"""The fork servers of this machine: one process of `jail.py` per worker; starts them, restarts what dies.
 
 The servers are executed, never forked (`subprocess`), with an environment of one variable and no descriptor but three,
-so no memory, key or file of the trainer reaches them. Those of profile `sealed` start at once, the others when the
-first job asks for them. What comes back is believed by nobody but `judge.py`.
+so no memory, key or file of the trainer reaches them. What comes back is believed by nobody but `judge.py`.
 
 Not promised: that a server survives its jobs. A job whose server dies twice raises HarnessError and says nothing about
 the candidate.
@@ -18,7 +17,6 @@ import struct
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ JAIL = Path(__file__).with_name("jail.py")
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # sets iterate alike in every run; python -I would ignore it
 ATTEMPTS = 2  # a job that kills its server this often is unscorable
 START_SECONDS = 120.0
-PROFILES = ("sealed", "files", "shell")
 UNSAFE_WARNING = "sandbox.allow_unsafe: generated code runs with resource limits only; it can read and write your files"
 NO_SANDBOX = (
     "Running generated code safely needs Linux with seccomp. Set runtime.sandbox.url to a Linux machine, "
@@ -134,7 +131,7 @@ class Server:
 
 
 class Servers:
-    """The servers of all profiles, `workers` of each; `call` may be used by as many threads at once.
+    """`workers` servers of one profile; `call` may be used by as many threads at once.
 
     `start` raises ConfigError where there is no sandbox and `allow_unsafe` is false.
     """
@@ -142,13 +139,12 @@ class Servers:
     def __init__(self, config: SandboxConfig, workers: int) -> None:
         if workers < 1:
             raise ValueError(f"workers: expected at least 1, got {workers}")
-        self.config, self.threads, self.profile = config, workers, "sealed"
+        self.config, self.threads = config, workers
+        self.profile = "sealed"  # or "unsafe", where a person allowed it
         self.enforced: dict[str, Any] = {}  # what the first server reported: architecture, landlock, uid, ...
         self.num_restarts = 0
-        self.running: dict[str, list[Server]] = {}
-        self._refused: dict[str, str] = {}
-        self._free: dict[str, queue.SimpleQueue[Server]] = {}
-        self._starting = threading.Lock()
+        self.running: list[Server] = []
+        self._free: queue.SimpleQueue[Server] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Start the servers of profile `sealed`, or of `unsafe` where a person allowed it."""
@@ -160,9 +156,6 @@ class Servers:
             LOG.warning(UNSAFE_WARNING)
             self.profile = "unsafe"
             self._start("unsafe")
-            self._refused = dict.fromkeys(
-                PROFILES[1:], "there is no sandbox here, and sandbox.allow_unsafe covers no more"
-            )
 
     def _start(self, profile: str) -> None:
         servers = [Server(self.config, profile) for _ in range(self.threads)]
@@ -178,38 +171,17 @@ class Servers:
                 for server in servers:
                     server.stop()
         self.enforced = self.enforced or servers[0].ready
-        self.running[profile] = servers
-        free: queue.SimpleQueue[Server] = queue.SimpleQueue()
+        self.running = servers
         for server in servers:
-            free.put(server)
-        self._free[profile] = free
-
-    def enforces(self, profile: str) -> str:
-        """The profile that holds a job which asks for `profile`: `unsafe` for `sealed` where a person allowed it."""
-        return self.profile if profile == "sealed" else profile
-
-    def missing(self, profile: str) -> str | None:
-        """Why jobs of this profile cannot run here, or None; starts its servers if need be."""
-        profile = self.enforces(profile)
-        with self._starting:
-            if profile not in self._free and profile not in self._refused:
-                try:
-                    self._start(profile)
-                except NoSandboxError as error:
-                    self._refused[profile] = str(error)
-                    LOG.warning("sandbox: no profile %s here: %s", profile, error)
-        return self._refused.get(profile)
+            self._free.put(server)
 
     def call(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to one job, once a server of its profile is free. Raises HarnessError after ATTEMPTS failures."""
-        profile = self.enforces(job["profile"])
-        if (why := self.missing(profile)) is not None:
-            raise HarnessError(f"no profile {profile} here: {why}")
-        server = self._free[profile].get()
+        """The answer to one job, once a server is free. Raises HarnessError after ATTEMPTS failures."""
+        server = self._free.get()
         try:
-            return self._call(server, job | {"profile": profile}, seconds)
+            return self._call(server, job, seconds)
         finally:
-            self._free[profile].put(server)
+            self._free.put(server)
 
     def _call(self, server: Server, job: dict[str, Any], seconds: float) -> dict[str, Any]:
         """A dead server is started again, ATTEMPTS times in all."""
@@ -228,5 +200,5 @@ class Servers:
 
     def stop(self) -> None:
         """End every server; the children die with them."""
-        for server in [server for servers in self.running.values() for server in servers]:
+        for server in self.running:
             server.stop()

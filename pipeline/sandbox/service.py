@@ -2,7 +2,7 @@
 
     python -m pipeline.sandbox.service --host 127.0.0.1 --port 8801 [--workers N] [--preload numpy]
 
-    GET  /health         what is enforced here: profiles, those refused and why, ceilings, architecture, uid
+    GET  /health         what is enforced here: profile, ceilings, architecture, uid
     POST /run_batch      {"jobs": [job]} -> [answer] in order; both as in `jail.py`
     POST /execute_batch  whole scripts, as huggingface/open-r1's router takes and answers them (`scripts.py`)
 
@@ -42,7 +42,7 @@ from pipeline.sandbox import scripts
 from pipeline.sandbox.config import SandboxConfig
 from pipeline.sandbox.pool import GRACE_SECONDS
 from pipeline.sandbox.remote import TOKEN
-from pipeline.sandbox.servers import PROFILES, HarnessError, Servers
+from pipeline.sandbox.servers import HarnessError, Servers
 
 MAX_JOBS, MAX_BYTES = 1024, 16 << 20  # of one request
 MAX_QUEUED = 4096  # jobs of all requests that wait or run
@@ -50,7 +50,7 @@ WINDOW = 64  # jobs of one request that run ahead of the answer being sent: boun
 MAX_ARGUMENT = 1 << 20  # characters of the text of a test's arguments, which the server parses
 CEILINGS: dict[str, float] = {
     "cpu": 60.0, "job_cpu": 60.0, "wall": 300.0, "job_wall": 300.0, "memory": 1 << 30, "stdout": 1 << 20,
-    "stderr": 1 << 20, "results": 8 << 20, "scratch": 64 << 20, "files": 4096, "source": 256 << 10, "tests": 1024,
+    "stderr": 1 << 20, "results": 8 << 20, "source": 256 << 10, "tests": 1024,
 }  # fmt: skip
 LIMITS = tuple(name for name in CEILINGS if name not in ("source", "tests"))
 _NONCE = re.compile(r"[0-9a-f]{32}")
@@ -69,17 +69,14 @@ class Service:
 
     def __init__(self, servers: Servers, token: str | None) -> None:
         self.servers, self.token = servers, token
-        self.threads = ThreadPoolExecutor(servers.threads * len(PROFILES), thread_name_prefix="service")
+        self.threads = ThreadPoolExecutor(servers.threads, thread_name_prefix="service")
         self.queued = 0
-        self.refused = {name: why for name in PROFILES if (why := servers.missing(name)) is not None}
 
     def health(self) -> dict[str, Any]:
         """What is enforced, for a person and for `remote.py`."""
         return {
             **self.servers.enforced,
             "status": "ok",
-            "profiles": [name for name in PROFILES if name not in self.refused],
-            "refused": self.refused,
             "preload": list(self.servers.config.preload),
             "ceilings": CEILINGS,
             "workers": self.servers.threads,
@@ -171,7 +168,7 @@ def create_app(service: Service) -> FastAPI:
         service.check(request)
         batch = await service.body(request)
         try:
-            jobs = scripts.jobs(batch, service.refused)
+            jobs = scripts.jobs(batch)
         except ValueError as error:
             raise _Refuse(422, str(error)) from error
         runnable = [clamp(job) for job in jobs if isinstance(job, dict)]
@@ -215,7 +212,7 @@ def checked_jobs(body: Any) -> list[dict[str, Any]]:
 
 def _fault(job: Any) -> str | None:
     """What is wrong with a job, or None."""
-    keys = {"id", "nonce", "profile", "source", "entry", "tests", "limits"}
+    keys = {"id", "nonce", "source", "entry", "tests", "limits"}
     if not isinstance(job, dict) or set(job) != keys:
         return f"the keys {', '.join(sorted(keys))}"
     tests, limits = job["tests"], job["limits"]
@@ -223,10 +220,8 @@ def _fault(job: Any) -> str | None:
     checks = {
         "id: a text of at most 64 characters": isinstance(job["id"], str) and len(job["id"]) <= 64,
         "nonce: 32 hexadecimal digits": isinstance(job["nonce"], str) and _NONCE.fullmatch(job["nonce"]) is not None,
-        f"profile: one of {', '.join(PROFILES)}": job["profile"] in PROFILES,
         "source: a text": isinstance(job["source"], str) and len(job["source"]) <= CEILINGS["source"],
         "entry: a name, or null for a program": job["entry"] is None or isinstance(job["entry"], str),
-        "entry: null in profile shell": job["profile"] != "shell" or job["entry"] is None,
         "tests: 1 to 1024 tests": isinstance(tests, list) and 1 <= len(tests) <= CEILINGS["tests"],
         "tests: one test for a program": job["entry"] is not None or (isinstance(tests, list) and len(tests) == 1),
         f"limits: positive numbers for {', '.join(LIMITS)}": isinstance(limits, dict)
@@ -281,9 +276,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8801)
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="children at once and profile"
-    )
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="children at once")
     parser.add_argument("--preload", nargs="*", default=[], help="modules that candidates may import: numpy")
     asked = parser.parse_args(argv)
     token = os.environ.get(TOKEN) or None

@@ -25,11 +25,14 @@ from typing import Any
 MAX_DEPTH = 32
 MAX_NODES = 100_000
 MAX_BYTES = 1 << 20  # of the encoded text
+MAX_FRAME = MAX_BYTES + 4096  # of a frame, which holds one value, or an exception of at most 200 characters
 MAX_INT_BITS = 1 << 20  # beyond it an integer is opaque: 10^6 digits are an attack on the comparison, not an answer
 PLAIN_INT = 1 << 53  # JSON readers agree on integers below this one
 RELATIVE, ABSOLUTE = 1e-6, 1e-9  # mode "close"
 MODES = ("strict", "python", "close")
 _HEX = re.compile(r"-?0x[0-9a-f]+")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_MAX_COMMAS = 2 * MAX_NODES  # outside of strings; no node has more than two
 
 
 class Malformed(ValueError):
@@ -128,21 +131,31 @@ def parse(text: str) -> Any:
     def refuse(word: str) -> Any:
         raise Malformed(f"{word[:20]!r} is no value of this protocol")
 
-    if len(text) > 4 * MAX_BYTES or not text.isascii():
+    if len(text) > MAX_FRAME or not text.isascii():
         raise Malformed("not ASCII text of a bounded length")
+    if (
+        text.count(",") > _MAX_COMMAS and _STRING.sub("", text).count(",") > _MAX_COMMAS
+    ):  # before objects are made of them
+        raise Malformed("more nodes than encode writes")
     try:
         return json.loads(text, object_pairs_hook=tuple, parse_float=refuse, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise Malformed("not JSON") from error
 
 
-def decode(tree: Any, depth: int = 0) -> Any:
+def decode(tree: Any) -> Any:
     """The value of a parsed tree: plain Python, with Bag, Mapping and Opaque for what must not be hashed.
 
-    Raises Malformed.
+    Raises Malformed, also for a tree that is deeper or has more nodes than `encode` writes.
     """
-    if depth > MAX_DEPTH:
-        raise Malformed("deeper than encode writes")
+    return _decode(tree, [MAX_NODES], 0)
+
+
+def _decode(tree: Any, left: list[int], depth: int) -> Any:
+    """As `decode`; `left` holds the nodes that may still be read."""
+    left[0] -= 1
+    if left[0] < 0 or depth > MAX_DEPTH:
+        raise Malformed("larger or deeper than encode writes")
     if tree is None or isinstance(tree, bool | str):
         return tree
     if isinstance(tree, int):
@@ -150,7 +163,7 @@ def decode(tree: Any, depth: int = 0) -> Any:
             raise Malformed("an integer that needs its tag")
         return tree
     if isinstance(tree, list):
-        return [decode(item, depth + 1) for item in tree]
+        return [_decode(item, left, depth + 1) for item in tree]
     if len(tree) != 1:
         raise Malformed("an object with other than one tag")
     tag, content = tree[0]
@@ -159,13 +172,13 @@ def decode(tree: Any, depth: int = 0) -> Any:
     if not isinstance(content, list):
         raise Malformed(f"tag {tag!r} without a list")
     if tag == "t":
-        return tuple(decode(item, depth + 1) for item in content)
+        return tuple([_decode(item, left, depth + 1) for item in content])
     if tag in ("s", "z"):
-        return Bag([decode(item, depth + 1) for item in content], frozen=tag == "z")
+        return Bag([_decode(item, left, depth + 1) for item in content], frozen=tag == "z")
     if tag == "c" and len(content) == 2:
         return complex(_decode_text("f", content[0]), _decode_text("f", content[1]))
     if tag == "d" and all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-        return Mapping([(decode(k, depth + 1), decode(v, depth + 1)) for k, v in content])
+        return Mapping([(_decode(k, left, depth + 1), _decode(v, left, depth + 1)) for k, v in content])
     raise Malformed("an unknown tag")
 
 
@@ -187,12 +200,51 @@ def _decode_text(tag: str, content: Any) -> Any:
         raise Malformed("not the text of its tag") from error
 
 
-def lift(value: object) -> Any:
-    """A value of our own in the form that `decode` returns. Raises ValueError when it is not plain data."""
-    lifted = decode(parse(encode(value)))
-    if has_opaque(lifted):
-        raise ValueError(f"expected plain data within the sandbox's limits, found {type(value).__name__}")
-    return lifted
+def bag(items: list[Any]) -> Bag:
+    """The set of some hashable values, of which equal ones are one; nothing is hashed but texts. Raises ValueError."""
+    return Bag([item for item, _ in mapping([(item, None) for item in items]).pairs], frozen=False)
+
+
+def mapping(pairs: list[tuple[Any, Any]]) -> Mapping:
+    """The dict of some pairs: of equal keys the first one, with the last value. Raises ValueError."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, value in pairs:
+        text = _key(key)
+        found[text] = (found[text][0] if text in found else key, value)
+    return Mapping(list(found.values()))
+
+
+def _key(value: Any) -> str:
+    try:
+        return canonical(value, "python")
+    except Incomparable as error:
+        raise ValueError("no plain data in a set or as a key of a dict") from error
+
+
+def check(value: Any) -> Any:
+    """A value of ours in the form that `decode` returns, if a candidate could answer it. Raises ValueError."""
+    left = [MAX_NODES, MAX_BYTES]
+
+    def visit(value: Any, depth: int) -> None:
+        left[0] -= 1
+        if isinstance(value, str | bytes):
+            left[1] -= len(value)
+        elif isinstance(value, int):
+            left[1] -= value.bit_length() // 4 if value.bit_length() <= MAX_INT_BITS else MAX_BYTES + 1
+        if min(left) < 0 or depth > MAX_DEPTH:
+            raise ValueError("expected a value within the sandbox's limits")
+        if isinstance(value, Mapping):
+            for pair in value.pairs:
+                visit(pair[0], depth + 1)
+                visit(pair[1], depth + 1)
+        elif isinstance(value, Bag | list | tuple):
+            for item in value.items if isinstance(value, Bag) else value:
+                visit(item, depth + 1)
+        elif value is not None and not isinstance(value, bool | int | float | complex | str | bytes):
+            raise ValueError(f"expected plain data, found {type(value).__name__}")
+
+    visit(value, 0)
+    return value
 
 
 def has_opaque(value: Any) -> bool:

@@ -1,9 +1,10 @@
-"""One child of the fork server, seen from the server: feeds it, reads it, times it, ends it.
+"""One child, seen from the watcher: hands it its job, feeds it, reads it, times it, ends it.
 
 The child owns its end of every pipe, so nothing that arrives is trusted: bytes are counted, frames must begin as an
 answer of this job does, an answer must follow its question, and what they say is left to the judge. The CPU clock of a
-child is read while it waits for its next "go", so load on the machine moves no test over its limit.
-Standard library and the neighbours only: `jail.py` loads this file by its path.
+child is read while it waits for its next "go", so load on the machine moves no test over its limit. What it takes to
+read the arguments counts towards the whole job, and towards no test. Standard library and the neighbours only:
+`jail.py` loads this file by its path.
 
 Not promised: a wall-clock limit that holds under any load; it is for sleepers.
 """
@@ -16,56 +17,66 @@ import struct
 import time
 from typing import Any
 
+import child
 import kernel
-import scratch
+from frames import frame
 
-TICK = 0.05  # seconds between two looks at a child's clock, at most
-SCRATCH_TICK = 0.02  # and at its directory
+TICK = 0.01  # seconds between two looks at a child's clock and threads, at most
 
 
 class Watch:
-    """One child seen from the server: its frames, its output, its clock."""
+    """A child's frames, its output, its clock."""
 
     start_seconds = 20.0  # before a child is closed off nothing of the candidate has run: only a stalled machine waits
 
     def __init__(self, job: dict[str, Any], pid: int, channel: int, out: int, err: int, stdin: int) -> None:
         self.job, self.pid, self.limits = job, pid, job["limits"]
         self.channel, self.out, self.err, self.stdin = channel, out, err, stdin
-        self.feed = memoryview(job["tests"][0].get("stdin", "").encode("utf-8", "surrogatepass"))
+        asked = {"nonce": job["nonce"], "source": job["source"], "entry": job["entry"]}
+        asked |= {"tests": [] if job["entry"] is None else job["tests"]}
+        start = child.ALLOWANCE.pack(int(self.limits["memory"]), self.limits["job_cpu"]) + frame(asked)
+        text = job["tests"][0].get("stdin", "").encode("utf-8", "surrogatepass")
+        self.feeds = {channel: memoryview(start), stdin: memoryview(text)}  # what it has not taken yet
         self.head = f'{{"n":"{job["nonce"]}",'.encode("ascii")
         self.buffer, self.output = bytearray(), {out: bytearray(), err: bytearray()}
         self.caps = {out: self.limits["stdout"], err: self.limits["stderr"]}
         self.received = 0
         self.frames: list[str] = []
-        self.ready, self.ended, self.closed = False, False, False
+        self.said = b""  # of the two bytes before its first frame
+        self.ended, self.closed = False, False
         self.cut: str | None = None
         self.exit: tuple[int, Any] | None = None  # wait status and usage, once reaped
         self.died = False  # by itself
         self.cpu_start = self.cpu_mark = 0.0
         self.started = time.monotonic()
-        self.wall_mark = self.stopped = self.started
+        self.wall_mark = self.stopped = self.counted = self.started
         self.poller = select.poll()
-        self.scratch: str | None = job.get("scratch")
-        self.measured = self.started
 
     def until_done(self, jobs: int) -> None:
         """Until the child said end, died, or passed a limit. The end of the trainer ends everything."""
         self.poller.register(jobs, 0)  # only its hang-up
-        for fd in (self.channel, self.out, self.err):
+        for fd in (self.channel, self.out, self.err, self.stdin):
             os.set_blocking(fd, False)
+        self.poller.register(
+            self.channel, select.POLLIN | select.POLLOUT
+        )  # first: what it says comes before what it wrote
+        for fd in (self.out, self.err):
             self.poller.register(fd, select.POLLIN)
-        os.set_blocking(self.stdin, False)
         self.poller.register(self.stdin, select.POLLOUT)
+        self._feed(self.stdin)
         self._go()
         while not self.ended and self.cut is None and self.exit is None:
-            for fd, _ in self.poller.poll(self._patience() * 1000):
+            for fd, event in self.poller.poll(self._patience() * 1000):
                 if fd == jobs:
                     os.kill(self.pid, signal.SIGKILL)
                     os._exit(0)
                 elif fd == self.stdin:
-                    self._feed()
+                    self._feed(fd)
                 elif fd == self.channel:
-                    self._answers()
+                    if event & select.POLLOUT:
+                        self._feed(fd)
+                    if event & ~select.POLLOUT:
+                        self._answers()
                 else:
                     self._output(fd)
             if not self.ended and self.cut is None:
@@ -75,12 +86,7 @@ class Watch:
         """Seconds until the CPU limit can be reached at the earliest, at most a tick."""
         if self.closed:
             return 0.001
-        tick = TICK if self.scratch is None else SCRATCH_TICK
-        return min(tick, max(0.001, self.limits["cpu"] - (self._cpu() - self.cpu_mark)))
-
-    def _cpu(self) -> float:
-        """CPU seconds that it has used."""
-        return kernel.cpu_clock(self.pid)
+        return min(TICK, max(0.001, self.limits["cpu"] - (kernel.cpu_clock(self.pid) - self.cpu_mark)))
 
     def _look(self) -> None:
         """Has it died, or passed a limit of time?"""
@@ -89,32 +95,50 @@ class Watch:
             if pid:
                 self.exit = (status, usage)
                 return
-        cpu, now = self._cpu(), time.monotonic()
-        if now - self.measured >= SCRATCH_TICK and self._stored_too_much():
-            self.cut = "files"
+        cpu, now = kernel.cpu_clock(self.pid), time.monotonic()
+        if not self.said and now - self.started < self.start_seconds:
             return
-        if not self.ready and now - self.started < self.start_seconds:
-            return
-        if cpu - self.cpu_mark > self.limits["cpu"] or cpu - self.cpu_start > self.limits["job_cpu"]:
+        if now - self.counted > TICK and self._too_many_threads():
+            self.cut = "threads"
+        elif self._used_up(cpu):
             self.cut = "cpu"
-        elif now - self.wall_mark > self.limits["wall"] or now - self.started > self.limits["job_wall"]:
+        elif now - self.started > self.limits["job_wall"] or (
+            self.begun and now - self.wall_mark > self.limits["wall"]
+        ):
             self.cut = "wall"
 
-    def _stored_too_much(self) -> bool:
-        """Whether its directory, if it has one, holds more than it may."""
-        self.measured = time.monotonic()
-        return self.scratch is not None and scratch.exceeds(self.scratch, self.limits["scratch"], self.limits["files"])
+    def _too_many_threads(self) -> bool:
+        self.counted = time.monotonic()
+        return kernel.num_threads(self.pid) > kernel.THREADS
 
-    def _feed(self) -> None:
+    @property
+    def begun(self) -> bool:
+        """Whether the candidate may have run."""
+        return len(self.said) == 2
+
+    def _used_up(self, cpu: float) -> bool:
+        """Whether the CPU seconds of the job, or of the test that runs, are."""
+        return cpu - self.cpu_start > self.limits["job_cpu"] or (
+            self.begun and cpu - self.cpu_mark > self.limits["cpu"]
+        )
+
+    def _feed(self, fd: int) -> None:
+        """Hand over as much as it takes: of its job on the channel, of its input on stdin."""
+        left = self.feeds[fd]
         try:
-            self.feed = self.feed[os.write(self.stdin, self.feed[:65536]) :] if self.feed else self.feed
+            left = left[os.write(fd, left[:65536]) :] if left else left
         except BlockingIOError:
             return
-        except BrokenPipeError:  # the program does not read
-            self.feed = memoryview(b"")
-        if not self.feed:
-            self.poller.unregister(self.stdin)
-            os.close(self.stdin)
+        except OSError:  # it does not read, or has died: the channel's own end of file tells
+            left = memoryview(b"")
+        self.feeds[fd] = left
+        if left:
+            return
+        if fd == self.channel:
+            self.poller.modify(fd, select.POLLIN)
+        else:
+            self.poller.unregister(fd)
+            os.close(fd)
             self.stdin = -1
 
     def _output(self, fd: int) -> None:
@@ -140,15 +164,20 @@ class Watch:
             return
         self.received += len(data)
         self.buffer += data
-        if not self.ready:
-            self.ready = self.buffer[:1] == b"R"
-            del self.buffer[0]
-            self.cpu_start = self.cpu_mark = self._cpu()
-            self.started = self.wall_mark = time.monotonic()
+        while self.buffer and not self.begun and self.cut is None:
+            self._begin()
         if self.received > self.limits["results"]:
             self.cut = "output"
         while not self.ended and self.cut is None and (frame := self._frame()) is not None:
             self._take(frame)
+
+    def _begin(self) -> None:
+        """One of the two bytes before the first frame: it is closed off, it has read its job. Our own code sends it."""
+        self.said += bytes(self.buffer[:1])
+        del self.buffer[0]
+        self.cpu_mark, self.wall_mark = kernel.cpu_clock(self.pid), time.monotonic()
+        if len(self.said) == 1:
+            self.cpu_start, self.started = self.cpu_mark, self.wall_mark
 
     def _frame(self) -> str | None:
         """The next whole frame. What does not begin like an answer of this job is forged."""
@@ -170,18 +199,15 @@ class Watch:
         return body.decode("ascii", "replace")
 
     def _take(self, frame: str) -> None:
-        """An answer counts if its test had been started, and its CPU clock and its directory are within the limits."""
+        """An answer counts if its test had been started, and its CPU clock is within the limits."""
         count = len(self.job["tests"])
         if len(self.frames) == count:
             self.ended = frame == f'{{"n":"{self.job["nonce"]}","end":true}}' and not self.buffer
             self.cut = None if self.ended else "forged"
             return
-        cpu = self._cpu()
-        if cpu - self.cpu_mark > self.limits["cpu"] or cpu - self.cpu_start > self.limits["job_cpu"]:
+        cpu = kernel.cpu_clock(self.pid)
+        if self._used_up(cpu):
             self.cut = "cpu"
-            return
-        if self._stored_too_much():  # a fast disk takes all of it between two looks
-            self.cut = "files"
             return
         self.frames.append(frame)
         self.cpu_mark, self.wall_mark = cpu, time.monotonic()
@@ -191,17 +217,14 @@ class Watch:
             self._go()
 
     def _go(self) -> None:
-        try:
-            os.write(self.channel, b"g")
-        except OSError:  # it died or closed its end: the channel's own end of file tells
-            return
+        """Let it run the next test."""
+        self.feeds[self.channel] = memoryview(bytes(self.feeds[self.channel]) + b"g")
+        self._feed(self.channel)
 
     def reap(self) -> None:
         """Kill what is left, collect what it wrote, close everything."""
         self.stopped = time.monotonic()
         self._bury()
-        if self.cut is None and self._stored_too_much():
-            self.cut = "files"
         for fd in (self.out, self.err):
             size = -1
             while self.cut != "output" and size != len(self.output[fd]):  # what is still in the pipe
@@ -227,7 +250,7 @@ class Watch:
         """The frame for the pool. `status` and `signal` only if the child ended by itself; `cut` if we ended it."""
         assert self.exit is not None
         status, usage = self.exit
-        if not self.ready:
+        if not self.said and self.cut != "output":  # only a candidate writes, and whether it says R first is a race
             return {"id": self.job["id"], "fault": f"a child could not close itself off (wait status {status})"}
         if self.cut is None and not self.ended and self.buffer:
             self.cut = "forged"

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.streams import literals
 from pipeline.streams.calls import RowError
 
 
@@ -43,8 +44,8 @@ def _literal(value: Any, field: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a foreign string is no business of ours
-            ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            literals.read(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         reason = f"expected a Python literal as text (a string is \"'abc'\"), found {text[:40]!r}"
         raise RowError(field, reason) from error
     return text

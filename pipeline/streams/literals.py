@@ -1,0 +1,60 @@
+"""Python literals of strangers as data: what `ast.literal_eval` reads, but nothing is hashed: no set or dict is built.
+
+A row of 500 KB can hold a set of integers that all have the same hash; building that set takes seconds. Here the
+elements of sets and the pairs of dicts go, as lists, to functions of the caller. Tests of problems (`asserts.py`,
+`sandbox/`) are read with this.
+
+Not promised: that two equal elements of a set are seen as one; that is the caller's business.
+"""
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+
+def read(
+    source: str | ast.expr,
+    make_set: Callable[[list[Any]], Any] = list,
+    make_dict: Callable[[list[tuple[Any, Any]]], Any] = list,
+) -> Any:
+    """The value of a literal, given as text or as a syntax tree.
+
+    Raises ValueError (SyntaxError, MemoryError, RecursionError for a text) where it is none.
+    """
+    node = ast.parse(source.lstrip(" \t"), mode="eval").body if isinstance(source, str) else source
+
+    def value(node: ast.expr, *, hashable: bool = False) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Tuple):
+            return tuple([value(item, hashable=hashable) for item in node.elts])
+        if isinstance(node, ast.UnaryOp | ast.BinOp):
+            return _number(node)
+        if hashable:
+            raise ValueError(f"a {type(node).__name__.lower()} in a set or as a key of a dict")
+        if isinstance(node, ast.List):
+            return [value(item) for item in node.elts]
+        if isinstance(node, ast.Set):
+            return make_set([value(item, hashable=True) for item in node.elts])
+        if isinstance(node, ast.Dict) and None not in node.keys:
+            keys = [value(key, hashable=True) for key in node.keys if key is not None]
+            return make_dict(list(zip(keys, [value(item) for item in node.values], strict=True)))
+        if isinstance(node, ast.Call) and ast.unparse(node) == "set()":
+            return make_set([])
+        raise ValueError(f"no literal: {type(node).__name__}")
+
+    return value(node)
+
+
+def _number(node: ast.expr) -> int | float | complex:
+    """A number with a sign, or a complex one written as a sum. Raises ValueError."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        real, imaginary = _number(node.left), node.right
+        if isinstance(imaginary, ast.Constant) and type(imaginary.value) is complex and type(real) in (int, float):
+            return real + imaginary.value if isinstance(node.op, ast.Add) else real - imaginary.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        if isinstance(node.operand, ast.Constant):  # of a number, never of its negation
+            return -_number(node.operand) if isinstance(node.op, ast.USub) else _number(node.operand)
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float, complex):
+        return node.value  # pyright: ignore[reportReturnType]
+    raise ValueError("no literal number")
