@@ -1,16 +1,17 @@
 """POST /v1/completions: text goes on, or is filled in between a beginning and an end (`suffix`); the prompt as text or as ids.
 
 `echo` puts the prompt before the answer, with `logprobs` its log-probabilities too, as plain teacher forcing gives them; with
-`max_tokens: 0` there is nothing but the prompt: what a benchmark asks to score a text. Stop strings, `n`, streams as in a chat.
+`max_tokens: 0` there is nothing but the prompt: what a benchmark asks to score a text. Such a prompt waits in the engine's queue as
+any other and is read beside its answers, before one of its own begins. Stop strings, `n`, streams as in a chat.
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.generation.sampling import Sampling
 from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Frame, Ping, Usage, unheard
 from pipeline.serve.chats import event_line, known, refuse_frames, room, sampling, seeds, spelled
@@ -18,7 +19,6 @@ from pipeline.serve.engine import Engine, Request, Said
 from pipeline.serve.faults import ApiFault
 from pipeline.serve.models import Served
 from pipeline.serve.protocol import CompletionBody
-from pipeline.serve.rows import Rows
 from pipeline.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -61,6 +61,7 @@ class Text:
     body: CompletionBody
     served: Served
     engine: Engine
+    owner: str
     prompts: list[list[int]]
     requests: list[Request]
     id: str
@@ -71,10 +72,10 @@ class Text:
         """Answers to each prompt."""
         return self.body.n or 1
 
-    def answers(self) -> Answers:
+    def answers(self, identity: str) -> Answers:
         """To be entered."""
         assemblers = [Assembler(self.served.tokenizer, self.body.stops) for _ in self.requests]
-        return Answers(self.engine, self.requests, assemblers, n=self.n)
+        return Answers(self.engine, self.requests, assemblers, n=self.n, identity=identity)
 
     def frame(self) -> dict[str, Any]:
         """What an answer and each chunk begin with."""
@@ -107,11 +108,13 @@ def understand(body: CompletionBody, served: Served, engine: Engine, owner: str)
         for number in range(body.n or 1)
         if asked
     ]  # fmt: skip
-    return Text(body, served, engine, prompts, requests, f"cmpl-{secrets.token_hex(12)}", int(time.time()))
+    return Text(body, served, engine, owner, prompts, requests, f"cmpl-{secrets.token_hex(12)}", int(time.time()))
 
 
 def _ids(prompt: str | list[int], suffix: str | None, served: Served) -> list[int]:
     tokenizer = served.tokenizer
+    for part in (prompt if isinstance(prompt, str) else "", suffix or ""):
+        served.refuse_endless(part, "prompt")
     if isinstance(prompt, list) and (wrong := next((id_ for id_ in prompt if id_ >= served.rows), None)):
         raise ApiFault(400, f"prompt: token {wrong} is not in the vocabulary of {served.rows}", param="prompt")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -120,8 +123,32 @@ def _ids(prompt: str | list[int], suffix: str | None, served: Served) -> list[in
     return ids or [tokenizer.end_of_text]  # behind nothing stands what begins a document
 
 
-async def whole(text: Text, answers: Answers) -> dict[str, Any]:
-    """All choices in one piece. Raises ApiFault."""
+Score = tuple[float | None, tuple[tuple[int, float], ...]]  # a token's log-probability, and the most likely ones
+
+
+async def scores(text: Text, identity: str) -> list[list[Score]]:
+    """Of each prompt the score of each token where they are to be told; nothing of the first: nothing stands before it.
+
+    Raises ApiFault, as an answer's.
+    """
+    top = text.body.logprobs if text.body.echo else None
+    if top is None:
+        return []
+    asked = [
+        Request(ids=ids, sampling=Sampling(1), seed=0, listener=unheard, owner=text.owner, score=top)
+        for ids in text.prompts
+    ]
+    async with Answers(
+        text.engine, asked, [Assembler(text.served.tokenizer) for _ in asked], identity=identity
+    ) as heard:
+        async for _ in heard:
+            pass
+    none: Score = (None, ())
+    return [[none, *(pair for one in read for pair in zip(one.logprobs, one.top, strict=True))] for read in heard.read]
+
+
+async def whole(text: Text, found: list[list[Score]], answers: Answers) -> dict[str, Any]:
+    """All choices in one piece; `found` are the prompts' scores. Raises ApiFault."""
     said: list[list[Said]] = [[] for _ in text.requests]
     reasons = ["length"] * len(text.prompts) * text.n
     async for event in answers:
@@ -131,7 +158,7 @@ async def whole(text: Text, answers: Answers) -> dict[str, Any]:
             said[event[0]] += event[1].tokens
     choices = []
     for index, finish in enumerate(reasons):
-        told, before = await _echo(text, index)
+        told, before = _echo(text, found, index)
         content = answers.assemblers[index].content if text.requests else ""
         for one in said[index] if text.requests else ():
             told.add(one.token, one.logprob, one.top)
@@ -146,11 +173,11 @@ async def whole(text: Text, answers: Answers) -> dict[str, Any]:
     return text.frame() | {"choices": choices, "usage": usage.body()}
 
 
-async def stream(text: Text, answers: Answers) -> AsyncIterator[bytes]:
+async def stream(text: Text, found: list[list[Score]], answers: Answers) -> AsyncIterator[bytes]:
     """The chunks, as lines of an event stream, [DONE] not with them. Raises ApiFault."""
     told = []
     for index in range(len(text.prompts) * text.n):
-        own, before = await _echo(text, index)
+        own, before = _echo(text, found, index)
         told.append(own)
         first: dict[str, Any] = {"index": index, "text": before, "logprobs": None, "finish_reason": None}
         if text.body.logprobs is not None and before:
@@ -182,31 +209,12 @@ async def stream(text: Text, answers: Answers) -> AsyncIterator[bytes]:
         yield event_line(text.frame() | {"choices": [], "usage": usage.body()})
 
 
-async def _echo(text: Text, index: int) -> tuple[Told, str]:
+def _echo(text: Text, found: list[list[Score]], index: int) -> tuple[Told, str]:
     """What stands before a choice's answer where it was asked for."""
     told = Told(text.served.tokenizer)
     if not text.body.echo:
         return told, ""
     ids = text.prompts[index // text.n]
-    if text.body.logprobs is None:
-        return told, text.served.tokenizer.decode(ids)
-    found = await asyncio.to_thread(prompt_logprobs, text.engine.decoder_of(1), ids, text.body.logprobs)
-    for token, (logprob, top) in zip(ids, found, strict=True):
+    for token, (logprob, top) in zip(ids, found[index // text.n], strict=True) if found else ():
         told.add(token, logprob, top)
     return told, text.served.tokenizer.decode(ids)
-
-
-def prompt_logprobs(reader: Rows, ids: list[int], top: int) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
-    """Of each token of a prompt its log-probability and the most likely ones; nothing of the first: nothing stands before it.
-
-    `reader` is a row of its own, beside the engine's.
-    """
-    found: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [(None, ())]
-    if len(ids) == 1:
-        return found
-    logprobs = reader.advance([0], [ids], [len(ids)]).float().log_softmax(-1)  # (T, V)
-    for place, token in enumerate(ids[1:]):
-        best = logprobs[place].topk(top)
-        pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        found.append((float(logprobs[place, token]), pairs))
-    return found
