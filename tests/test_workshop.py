@@ -22,10 +22,7 @@ TOOL = {
     "type": "function",
     "function": {"name": "f", "parameters": EXAMPLES["flat"].schema if "flat" in EXAMPLES else {}},
 }
-SLOW = [
-    f"{one}.{{{14 + n}}}{one}" for n, one in enumerate("abcdef")
-]  # each is small, together they are millions of states
-EATS = {"type": "string", "allOf": [{"pattern": pattern} for pattern in SLOW]}
+EATS = {"allOf": [{"type": "integer", "multipleOf": 9973}, {"type": "integer", "multipleOf": 9967}]}  # 10^8 states
 
 
 @pytest.fixture
@@ -101,7 +98,8 @@ def test_what_is_kept_is_bounded(nano: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_a_job_that_takes_too_long_is_ended_and_others_are_done_meanwhile(nano: Path) -> None:
     async def play(shop: Workshop) -> None:
-        hostile = [asyncio.create_task(shop.grammar("nano", schema(EATS | {"minLength": n}), "a")) for n in range(2)]
+        parts = EATS["allOf"]
+        hostile = [asyncio.create_task(shop.grammar("nano", schema({"allOf": x}), "a")) for x in (parts, parts[::-1])]
         await asyncio.sleep(0.2)
         began = time.monotonic()
         found = await shop.grammar("nano", schema({"type": "integer"}), "b")
@@ -109,7 +107,7 @@ def test_a_job_that_takes_too_long_is_ended_and_others_are_done_meanwhile(nano: 
         for task in hostile:
             with pytest.raises(Refused) as refused:
                 await task
-            assert refused.value.code in ("schema_too_slow", "schema_refused", "schema_unclosable")
+            assert refused.value.code == "schema_too_slow"
         assert await childless(shop)
 
     inside(nano, play)

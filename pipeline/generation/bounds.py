@@ -13,7 +13,7 @@ Not promised: that a schema within these bounds compiles in time. What several o
 import re
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 MOST_DIGITS = 40  # of a number that bounds others, written out
 MOST_REMAINDERS = 10_000  # of multipleOf: the number times the power of ten that makes it whole
@@ -46,7 +46,7 @@ def measures(schema: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
             yield "a pattern with its repetitions written out, in characters", written_out(pattern), MOST_WRITTEN
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
