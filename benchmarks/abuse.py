@@ -1,6 +1,7 @@
 """What a server bears: odd requests by the thousand, and one key's attack beside another key's answers.
 
-    python benchmarks/abuse.py [--requests 10000] [--answers 1000] [--users 8] [--only odd attack masked] [--seed 0] [--json FILE]
+    python benchmarks/abuse.py [--requests 10000] [--answers 1000] [--users 8] [--only odd attack masked] [--kinds ...] [--seed 0]
+        [--json FILE]
 
 odd     `--requests` of the kinds of `odd_requests.py`, four at a time: none is answered by 5xx (but 503 that says when to come back)
         or takes more than HANG_SECONDS, every error is OpenAI's object, and behind the first tenth memory grows by at most MOST_GROWTH.
@@ -8,8 +9,8 @@ attack  `--answers` chats by `--users` users of one key, half of them quiet, hal
         Markdown and prompts to score, and others bodies without a key: no chat fails, and the 95th percentile at most doubles.
 masked  the same for a masked-diffusion model, beside the same attack.
 
-A server of untrained models of two layers runs as a process on 127.0.0.1; the attacker is a process of its own, which gives way
-(nice 19) since it stands for other machines. The quiet and the attacked half alternate in ROUNDS, so that a machine that slows
+A server of untrained models of two layers runs as a process on 127.0.0.1; the attacker is a process of its own
+(`attacker.py`). The quiet and the attacked half alternate in ROUNDS, so that a machine that slows
 down slows both. Each attack is bounded: as many requests at a time as in ATTACK, each kind again when it was answered.
 
 Not measured: models of a size that is used; networks.
@@ -18,9 +19,8 @@ Not measured: models of a size that is used; networks.
 import argparse
 import asyncio
 import json
-import multiprocessing
-import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,75 +35,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 
+from benchmarks.attacker import ASK, ATTACK, OTHER, Heard, post, send
 from benchmarks.odd_requests import Maker, Odd
 from pipeline import denoisers
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import Running, random_model, save_models, serving
 
-KEY, OTHER = "a-key-of-those-who-work", "a-key-of-one-who-does-not"
+KEY = "a-key-of-those-who-work"
+WARM_SECONDS = 1.0  # of an attack before its answers count
 HANG_SECONDS, MOST_GROWTH, MOST_TIMES = 5.0, 50.0, 2.0
 ROUNDS = 5  # of a quiet and an attacked part
 AT_ONCE = 4  # odd requests
 TOKENS = 16  # of a chat
-ATTACK = {
-    "schemas": 6,
-    "multiples": 6,
-    "texts": 12,
-    "echoes": 24,
-    "keyless": 4,
-    "fits": 4,
-}  # kinds, and how many at a time
-PAUSE = 0.05  # seconds between an answer and the attacker's next request of the kind
-ASK = [{"role": "user", "content": "Which way would the ferry go?"}]
 SENTENCES = (
     "The pilot asked the girl which way the ferry would go.\n",
     "def add(left, right):\n    return left + right\n",
 )
-
-
-# -- a client ------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Heard:
-    """An answer; status 0 where the connection broke, or the client left."""
-
-    status: int
-    seconds: float
-    head: str = ""
-    body: bytes = b""
-
-
-async def send(url: str, odd: Odd, key: str, seconds: float = 60.0) -> Heard:
-    """One request on a connection of its own."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    headers = {"host": f"{host}:{port}", "content-length": str(len(odd.body)), "connection": "close"}
-    headers |= ({"authorization": f"Bearer {key}"} if key else {}) | odd.headers
-    head = f"{odd.method} {odd.path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    began, heard = time.monotonic(), b""
-    try:
-        async with asyncio.timeout(seconds):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            try:
-                writer.write(head.encode() + b"\r\n" + odd.body)
-                while (odd.cut is None or len(heard) < odd.cut) and (more := await reader.read(65536)):
-                    heard += more
-            finally:
-                writer.close()
-    except (OSError, asyncio.IncompleteReadError):
-        pass
-    except TimeoutError:
-        return Heard(0, seconds)
-    first, _, body = heard.partition(b"\r\n\r\n")
-    words = first.split(None, 2)
-    return Heard(
-        int(words[1]) if len(words) > 1 else 0, time.monotonic() - began, first.decode("latin-1").lower(), body
-    )
-
-
-def post(path: str, body: Any) -> Odd:
-    """JSON to a path."""
-    return Odd("post", "POST", path, json.dumps(body).encode(), {"content-type": "application/json"})
 
 
 # -- the server ----------------------------------------------------------------------------------------------------------------
@@ -111,7 +58,7 @@ def post(path: str, body: Any) -> Odd:
 
 @contextmanager
 def server(folder: Path) -> Iterator[Running]:
-    """Untrained models behind two keys, and no rate that would slow the measurement itself."""
+    """Untrained models behind two keys; a rate that the answers of models this small, 270 a second, do not reach."""
     tokenizer = Tokenizer.train(iter(SENTENCES), 320)
     models = save_models(folder, tokenizer)
     denoisers.save(folder / "masked", denoisers.from_causal(random_model(tokenizer), tokenizer), tokenizer, {})
@@ -199,62 +146,19 @@ def odd_requests(running: Running, count: int, seed: int) -> Borne:
 # -- an attack beside answers --------------------------------------------------------------------------------------------------
 
 
-def attacks(draw: random.Random) -> dict[str, tuple[Odd, str]]:
-    """A request of each kind of ATTACK, with its key."""
-
-    def shaped(rules: Any) -> Odd:
-        form = {"type": "json_schema", "json_schema": {"schema": rules}}
-        return post(
-            "/v1/chat/completions", {"model": "nano", "messages": ASK, "max_tokens": 40, "response_format": form}
-        )
-
-    primes = draw.sample([9973, 9967, 9949, 9941, 9931, 9929, 9923, 9907, 9901, 9887], 2)
-    together = {"allOf": [{"type": "integer", "multipleOf": one} for one in primes]}
-    prompt = [[draw.randrange(20, 300)] * 1900 for _ in range(8)]
-    low = draw.randrange(10**6)
-    return {
-        "schemas": (shaped(together), OTHER),
-        "multiples": (shaped({"type": "integer", "multipleOf": draw.randrange(10**6, 10**7)}), OTHER),
-        "texts": (post("/render", {"markdown": "[" * draw.randrange(40_000, 49_000)}), OTHER),
-        "echoes": (post("/v1/completions", {"model": "nano", "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 5}), OTHER),
-        "keyless": (Odd("keyless", "POST", "/v1/completions", b'{"model": "nano", "prompt": [' + b"[]," * 340_000 + b"[]]}", {"content-type": "application/json"}), ""),
-        "fits": (shaped({"type": "object", "properties": {"a": {"type": "integer", "minimum": low, "maximum": low + 50}}, "required": ["a"]}), OTHER),
-    }  # fmt: skip
-
-
-def attack(url: str, until: Any, told: Any) -> None:
-    """Send every kind until the event is set; the counts of "kind status" go into a queue. For a process of its own."""
-    os.nice(19)
-    draw, found = random.Random(1), Counter[str]()
-
-    async def again(kind: str) -> None:
-        while not until.is_set():
-            odd, key = attacks(draw)[kind]
-            heard = await send(url, odd, key, 30.0)
-            found[f"{kind} {heard.status}"] += 1
-            await asyncio.sleep(PAUSE)
-
-    async def run() -> None:
-        await asyncio.gather(*(again(kind) for kind, count in ATTACK.items() for _ in range(count)))
-
-    asyncio.run(run())
-    told.put(dict(found))
-
-
 @contextmanager
-def attacked(url: str, counts: Counter[str]) -> Iterator[None]:
+def attacked(url: str, kinds: Sequence[str], counts: Counter[str]) -> Iterator[None]:
     """An attack while the block runs."""
-    context = multiprocessing.get_context("spawn")
-    until, told = context.Event(), context.Queue()
-    process = context.Process(target=attack, args=(url, until, told), daemon=True)
-    process.start()
-    time.sleep(3.0)  # until it has begun
-    try:
-        yield
-    finally:
-        until.set()
-        counts.update(told.get(timeout=60))
-        process.join(10)
+    command = [sys.executable, str(Path(__file__).with_name("attacker.py")), url, *kinds]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(WARM_SECONDS)
+        try:
+            yield
+        finally:
+            process.stdin.close()
+            counts.update(json.loads(process.stdout.read() or "{}"))
 
 
 def chats(running: Running, model: str, count: int, users: int) -> list[Heard]:
@@ -310,17 +214,19 @@ class Beside:
         return not self.failures and self.times <= MOST_TIMES and self.growth <= MOST_GROWTH
 
 
-def beside(running: Running, model: str, count: int, users: int, rounds: int = ROUNDS) -> Beside:
+def beside(
+    running: Running, model: str, count: int, users: int, rounds: int = ROUNDS, kinds: Sequence[str] = tuple(ATTACK)
+) -> Beside:
     """Quiet and attacked parts in turns; `count` is of both together."""
     part = max(users, count // (2 * rounds))
     chats(running, model, 2 * users, users)
     quiet, disturbed, sent = list[Heard](), list[Heard](), Counter[str]()
-    with attacked(running.url, sent):
+    with attacked(running.url, kinds, sent):
         chats(running, model, users, users)
     before = memory(running)
     for _ in range(rounds):
         quiet += chats(running, model, part, users)
-        with attacked(running.url, sent):
+        with attacked(running.url, kinds, sent):
             disturbed += chats(running, model, part, users)
     return Beside(model, quiet, disturbed, dict(sent), memory(running) - before)
 
@@ -332,6 +238,7 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=1_000)
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--only", nargs="+", choices=("odd", "attack", "masked"), default=["odd", "attack", "masked"])
+    parser.add_argument("--kinds", nargs="+", choices=ATTACK, default=list(ATTACK), help="of the attack")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -352,7 +259,7 @@ def main() -> int:
             )
             told("\n".join(borne.wrong[:20]))
         for model in [name for name, part in (("nano", "attack"), ("masked", "masked")) if part in options.only]:
-            found = beside(running, model, options.answers, options.users)
+            found = beside(running, model, options.answers, options.users, kinds=options.kinds)
             fine &= found.fine
             tails = {name: found.tail(heard) for name, heard in (("quiet", found.quiet), ("attacked", found.attacked))}
             numbers[model] = {

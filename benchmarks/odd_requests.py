@@ -217,7 +217,7 @@ class Maker:
             )
         }
         headers |= draw.choice([{}, {"origin": "null"}, {"host": "evil.example"}, {"authorization": "Bearer"}, {"authorization": "Bearer " + "k" * 5000},
-                                {"accept": "*/*;q=x"}, {"x-y": "z" * 9000}, {"expect": "100-continue"}, {"if-none-match": "*"}, {"content-length": "5"}])  # fmt: skip
+                                {"accept": "*/*;q=x"}, {"x-y": "z" * 9000}, {"expect": "100-continue"}, {"if-none-match": "*"}, {"content-length": "x"}])  # fmt: skip
         return Odd("headed", draw.choice(METHODS), draw.choice(PATHS), draw.choice([b"", b"{}", b"[1]"]), headers)
 
     # -- parts ---------------------------------------------------------------------------------------------------------

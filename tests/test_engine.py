@@ -273,6 +273,28 @@ def test_a_prompt_that_is_scored_hears_what_one_forward_pass_says_beside_those_t
     assert [heard.ids for heard in others] == [alone(tiny_model, prompt(n, 5), WARM, 0) for n in range(2)]
 
 
+def test_scoring_takes_its_share_of_the_time_while_others_speak(
+    tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny_model, rows=4, drafts=False)
+    now, advance = [0.0], engine.decoder.advance
+    fed: list[int] = []
+
+    def slow(rows: list[int], tokens: list[list[int]], wanted: list[int]) -> torch.Tensor:
+        longest = max(map(len, tokens))
+        fed.append(longest)
+        now[0] += 8.0 if longest == 64 else 1.0
+        return advance(rows, tokens, wanted)
+
+    monkeypatch.setattr(engine.decoder, "advance", slow)
+    monkeypatch.setattr("pipeline.serve.engine.time.monotonic", lambda: now[0])
+    ask(engine, prompt(1, 5), Sampling(100), seconds=1e9)
+    ask(engine, prompt(2, 192), score=0, seconds=1e9)
+    for _ in range(60):
+        engine.step()
+    assert [place for place, longest in enumerate(fed) if longest == 64] == [0, 25, 50]
+
+
 def test_one_prompt_is_scored_at_a_time_and_answers_pass_by(engine: Engine) -> None:
     scored = [ask(engine, prompt(n, 200), score=0)[0] for n in range(4)]
     other = ask(engine, prompt(9, 5))[0]

@@ -246,6 +246,17 @@ def test_a_large_body_costs_more_said_or_not() -> None:
     assert posted(door, [(b"content-length", b"9" * 5000)])[0] in (413, 429)
 
 
+def test_who_finds_no_room_and_comes_again_at_once_is_refused_at_the_door() -> None:
+    async def full(scope: Any, receive: Any, send: Any) -> None:
+        await ApiFault(429, "full", code="queue_full", retry=1).response()(scope, receive, send)
+
+    now = [0.0]
+    door = Guard(full, rates=Rates(10.0, clock=lambda: now[0]))  # fifty at once
+    assert [posted(door, []) for _ in range(6)] == [(429, 1)] * 5 + [(429, 0)]
+    now[0] += 1
+    assert [posted(door, [])[1] for _ in range(2)] == [1, 0]
+
+
 def test_buckets_fill_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.serve.rates.MOST_BUCKETS", 3)
     now = [0.0]

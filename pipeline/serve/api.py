@@ -206,7 +206,7 @@ def _openai(service: Service) -> APIRouter:
 
 async def _answer(
     service: Service, request: Request, model: str, answers: Answers, streamed: bool,
-    whole: Callable[[Answers], Coroutine[Any, Any, dict[str, Any]]], stream: Callable[[Answers], AsyncIterator[bytes]],
+    whole: Callable[[Answers], Coroutine[Any, Any, dict[str, Any] | bytes]], stream: Callable[[Answers], AsyncIterator[bytes]],
 ) -> Response:  # fmt: skip
     """Ask, tell, and count."""
 

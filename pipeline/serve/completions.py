@@ -5,6 +5,7 @@
 any other and is read beside its answers, before one of its own begins. Stop strings, `n`, streams as in a chat.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Frame, Ping, Usage, unheard
 from pipeline.serve.chats import event_line, known, refuse_frames, room, sampling, seeds, spelled
 from pipeline.serve.engine import Engine, Request, Said
-from pipeline.serve.faults import ApiFault
+from pipeline.serve.faults import ApiFault, dumps
 from pipeline.serve.models import Served
 from pipeline.serve.protocol import CompletionBody
 from pipeline.text.tokenizer import Tokenizer
@@ -30,17 +31,24 @@ class Told:
 
     tokenizer: Tokenizer
     characters: int = 0
+    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # of tokens: their texts and labels, spelled once
     fields: dict[str, list[Any]] = field(default_factory=lambda: {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []})  # fmt: skip
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
         """Count a token in."""
-        _, text = spelled(self.tokenizer, token)
+        text, _ = self._named(token)
         self.fields["tokens"].append(text)
         self.fields["token_logprobs"].append(None if logprob is None else max(logprob, -9999.0))
-        named = {label(self.tokenizer, other): max(value, -9999.0) for other, value in top}
+        named = {self._named(other)[1]: max(value, -9999.0) for other, value in top}
         self.fields["top_logprobs"].append(None if logprob is None else named)
         self.fields["text_offset"].append(self.characters)
         self.characters += len(text)
+
+    def _named(self, token: int) -> tuple[str, str]:
+        """A token's text and its label."""
+        if token not in self.names:
+            self.names[token] = (spelled(self.tokenizer, token)[1], label(self.tokenizer, token))
+        return self.names[token]
 
     def take(self) -> dict[str, list[Any]]:
         """What was added since the last time."""
@@ -147,8 +155,8 @@ async def scores(text: Text, identity: str) -> list[list[Score]]:
     return [[none, *(pair for one in read for pair in zip(one.logprobs, one.top, strict=True))] for read in heard.read]
 
 
-async def whole(text: Text, found: list[list[Score]], answers: Answers) -> dict[str, Any]:
-    """All choices in one piece; `found` are the prompts' scores. Raises ApiFault."""
+async def whole(text: Text, found: list[list[Score]], answers: Answers) -> bytes:
+    """All choices in one piece, as JSON; `found` are the prompts' scores. Raises ApiFault."""
     said: list[list[Said]] = [[] for _ in text.requests]
     reasons = ["length"] * len(text.prompts) * text.n
     async for event in answers:
@@ -156,9 +164,17 @@ async def whole(text: Text, found: list[list[Score]], answers: Answers) -> dict[
             reasons[event.index] = event.reason
         elif not isinstance(event, Ping | Frame):
             said[event[0]] += event[1].tokens
-    choices = []
+    if found:  # up to a hundred thousand scores are written: others are told meanwhile
+        return await asyncio.to_thread(_written, text, found, answers, said, reasons)
+    return _written(text, found, answers, said, reasons)
+
+
+def _written(
+    text: Text, found: list[list[Score]], answers: Answers, said: list[list[Said]], reasons: list[str]
+) -> bytes:
+    choices, names = [], dict[int, tuple[str, str]]()
     for index, finish in enumerate(reasons):
-        told, before = _echo(text, found, index)
+        told, before = _echo(text, found, index, names)
         content = answers.assemblers[index].content if text.requests else ""
         for one in said[index] if text.requests else ():
             told.add(one.token, one.logprob, one.top)
@@ -168,16 +184,20 @@ async def whole(text: Text, found: list[list[Score]], answers: Answers) -> dict[
         if text.body.return_token_ids:
             choice["token_ids"] = [one.token for one in said[index]] if text.requests else []
             choice["prompt_token_ids"] = text.prompts[index // text.n]
-        choices.append(choice)
+        choices.append(dumps(choice))  # one by one: nothing else of Python runs while one is written
     usage = answers.usage if text.requests else Usage(sum(map(len, text.prompts)), 0, 0)
-    return text.frame() | {"choices": choices, "usage": usage.body()}
+    end = dumps(text.frame() | {"usage": usage.body()})
+    return b'{"choices":[' + b",".join(choices) + b"]," + end[1:]
 
 
 async def stream(text: Text, found: list[list[Score]], answers: Answers) -> AsyncIterator[bytes]:
     """The chunks, as lines of an event stream, [DONE] not with them. Raises ApiFault."""
-    told = []
+    told, names = [], dict[int, tuple[str, str]]()
     for index in range(len(text.prompts) * text.n):
-        own, before = _echo(text, found, index)
+        if found:
+            own, before = await asyncio.to_thread(_echo, text, found, index, names)
+        else:
+            own, before = _echo(text, found, index, names)
         told.append(own)
         first: dict[str, Any] = {"index": index, "text": before, "logprobs": None, "finish_reason": None}
         if text.body.logprobs is not None and before:
@@ -209,9 +229,9 @@ async def stream(text: Text, found: list[list[Score]], answers: Answers) -> Asyn
         yield event_line(text.frame() | {"choices": [], "usage": usage.body()})
 
 
-def _echo(text: Text, found: list[list[Score]], index: int) -> tuple[Told, str]:
+def _echo(text: Text, found: list[list[Score]], index: int, names: dict[int, tuple[str, str]]) -> tuple[Told, str]:
     """What stands before a choice's answer where it was asked for."""
-    told = Told(text.served.tokenizer)
+    told = Told(text.served.tokenizer, names=names)
     if not text.body.echo:
         return told, ""
     ids = text.prompts[index // text.n]

@@ -9,7 +9,7 @@ those who begin alike (`prefixes.py`). While few rows speak, each may say severa
 What a request says depends on (model, prompt, sampling, seed) alone: a token is chosen by one number of (seed, place), so neighbours,
 prefixes, drafts and cancelled requests change nothing but rounding (`generation/sampling.py`).
 
-A prompt that is scored is read as any other, SCORED tokens a step, beside those that speak. Each row's own work (its grammar, its
+A prompt that is scored is read as any other, SCORED tokens a step, in SCORED_SHARE of the time while others speak. Each row's own work (its grammar, its
 sampling, its draft, its listener) fails that row alone, and a grammar that takes more time than CONSTRAINT_SECONDS and
 CONSTRAINT_EACH a token ends its answer: a mask is made on the thread on which all rows wait.
 
@@ -53,6 +53,7 @@ __all__ = ["Constraint", "Ended", "Engine", "EngineStopped", "Event", "QueueFull
 
 CHUNK = 256  # prompt tokens of a row in one step
 SCORED = 64  # of a prompt that is scored: each needs the logits of the whole vocabulary
+SCORED_SHARE = 0.25  # of the time, what scoring may take while others speak
 CONSTRAINT_SECONDS, CONSTRAINT_EACH = 2.0, 0.01  # of processor time, at once and for each token of an answer
 DRAFT_ROWS = 2  # with more busy rows a step's arithmetic counts, not its reading, and guesses are not free
 
@@ -89,16 +90,19 @@ class Engine(Loop):
     def _empty(self) -> None:
         self.decoder = self.decoder_of(self.rows)
         self.slots = [Slot() for _ in range(self.rows)]
+        self._scored_until = 0.0  # when the next tokens may be scored, if others speak
 
     def _advance(self, busy: list[int]) -> None:
         """Feed each busy row, say what can be said."""
+        began, scoring = time.monotonic(), [row for row in busy if self._request(row).score is not None]
+        if len(scoring) < len(busy) and began < self._scored_until:
+            busy, scoring = [row for row in busy if row not in scoring], []
         guesses = {row: self._guess(row) for row in busy if len(busy) <= DRAFT_ROWS and self._speaks(row)}
         busy = [row for row in busy if self.slots[row].ticket is not None]  # a guess may have failed
         pieces = [self.slots[row].ahead[: self._most(row)] for row in busy]
         wanted = []
         for row, piece in zip(busy, pieces):
-            scored = self._request(row).score is not None
-            wanted.append(len(piece) if scored else 1 + len(guesses.get(row, ())) if self._speaks(row) else 0)
+            wanted.append(len(piece) if row in scoring else 1 + len(guesses.get(row, ())) if self._speaks(row) else 0)
         logits = self.decoder.advance(busy, [piece + guesses.get(row, []) for row, piece in zip(busy, pieces)], wanted)
         self._counts["steps"] += 1
         speakers = []
@@ -106,12 +110,15 @@ class Engine(Loop):
             slot = self.slots[row]
             slot.held += piece
             del slot.ahead[: len(piece)]
-            if self._request(row).score is not None:
+            if row in scoring:
                 with self._alone(row):
                     self._score(row, len(piece), own)
             elif len(own):
                 speakers.append(_Speaker(row, guesses.get(row, []), own))
         self._say(speakers)
+        if scoring:
+            now = time.monotonic()
+            self._scored_until = now + (now - began) * (1 / SCORED_SHARE - 1)
 
     def _most(self, row: int) -> int | None:
         """How many tokens a row may read in a step; None: all, since it is the whole prompt that chooses from a memory."""

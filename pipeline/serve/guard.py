@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.errors import ConfigError
 from pipeline.serve.faults import ApiFault
-from pipeline.serve.rates import Rates, cost
+from pipeline.serve.rates import REFUSED, Rates, cost
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_BYTES, MOST_SECONDS = 2**20, 10.0
@@ -87,7 +87,17 @@ class Guard:
         except ApiFault as fault:
             await fault.response()(scope, receive, _with(extra, send))
             return
-        await self.app(scope, receive, _with(extra, send))
+        await self.app(scope, receive, self._fined(scope["asker"], _with(extra, send)))
+
+    def _fined(self, asker: str, send: Send) -> Send:
+        """Charge an answer that found no room."""
+
+        async def sending(message: Message) -> None:
+            if self.rates is not None and message["type"] == "http.response.start" and message["status"] == 429:
+                self.rates.fine(asker, REFUSED)
+            await send(message)
+
+        return sending
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
         """Find out who asks, and whether he may ask again. Raises ApiFault 401 and 429."""

@@ -3,7 +3,7 @@
     Rates(per_second).take(who, cost) -> seconds until there is enough, 0 where it was taken
 
 A bucket fills by `per_second` and holds BURST_SECONDS of it (token bucket; Turner 1986). A request costs 1, and 1 more for each
-whole COST_BYTES of its body. The buckets of those who asked least recently are forgotten beyond MOST_BUCKETS, which forgives them.
+whole COST_BYTES of its body; one that found no room REFUSED more: who comes again at once is refused at the door, where it costs nothing. The buckets of those who asked least recently are forgotten beyond MOST_BUCKETS, which forgives them.
 
 Not promised: a limit for those behind one proxy each for himself: without keys they are one address.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable
 PER_SECOND = 200.0
 BURST_SECONDS = 5.0
 COST_BYTES = 16 * 1024
+REFUSED = 10
 MOST_BUCKETS = 10_000
 
 
@@ -42,3 +43,8 @@ class Rates:
         if len(self._buckets) > MOST_BUCKETS:
             self._buckets.popitem(last=False)
         return 0.0 if enough else (cost - left) / self.per_second
+
+    def fine(self, who: str, cost: float) -> None:
+        """Take a cost, or what is left of it."""
+        left, since = self._buckets.get(who, (self.per_second * BURST_SECONDS, self._clock()))
+        self._buckets[who] = (max(0.0, left - cost), since)

@@ -31,7 +31,7 @@ GONE = 499  # nginx's number for a client that has gone; it is written to the lo
 
 
 async def whole(
-    request: Request, answers: Answers, tell: Callable[[Answers], Coroutine[Any, Any, dict[str, Any]]]
+    request: Request, answers: Answers, tell: Callable[[Answers], Coroutine[Any, Any, dict[str, Any] | bytes]]
 ) -> Response:
     """Wait for all of it. Raises ApiFault, also where the client has gone."""
     async with answers:
