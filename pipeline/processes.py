@@ -22,7 +22,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,14 +264,15 @@ def exit_code(codes: dict[int, int]) -> int:
 
 
 @contextmanager
-def beside(module: str, arguments: list[str], log: Path) -> Iterator[Process]:
+def beside(module: str, arguments: list[str], log: Path, handed: Sequence[int] = ()) -> Iterator[Process]:
     """One of our modules as a process of its own, output into `log`, until the block ends: SIGTERM, and SIGKILL if that does not help.
 
-    It gets SIGTERM too when this process dies, however it dies.
+    It gets SIGTERM too when this process dies, however it dies, or the thread that began the block ends. `handed` are descriptors
+    that it inherits.
     """
     command = [sys.executable, "-c", BESIDE, str(os.getpid()), module, *arguments]
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, pass_fds=handed)
     try:
         yield process
     finally:

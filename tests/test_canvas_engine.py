@@ -12,7 +12,7 @@ from pipeline import denoisers
 from pipeline.device import stable_hash
 from pipeline.generation.denoising import Denoising, denoise
 from pipeline.generation.sampling import Sampling
-from pipeline.model.denoiser import Denoiser
+from pipeline.model.denoiser import Denoiser, Noised
 from pipeline.model.transformer import Transformer
 from pipeline.serve.canvas_engine import CanvasEngine
 from pipeline.serve.request import Denoised, Ended, Event, Request, Said, Ticket
@@ -187,6 +187,45 @@ def test_a_listener_that_fails_loses_its_own_request_alone(model: Denoiser) -> N
     heard, _ = ask(engine, [21])
     finished(engine, heard)
     assert heard.said == alone(model, [21]) and engine.busy == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_whose_logits_are_no_numbers_ends_alone(
+    model: Denoiser, monkeypatch: pytest.MonkeyPatch, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its canvas alone is broken, from its third step on; the others say what they say alone."""
+    engine = CanvasEngine(model, rows=3, canvas=CANVAS)
+    expected = [alone(model, [21]), alone(model, [22], 1, 0.9)]
+    failed, _ = ask(engine, [20], identity="req-7")
+    others = [ask(engine, [21])[0], ask(engine, [22], seed=1, warm=0.9)[0]]
+    logits = model.logits
+
+    def broken(noised: Noised) -> torch.Tensor:
+        found = logits(noised)
+        return found.fill_(value) if int(noised.tokens[0, 0]) == 20 and engine._counts["steps"] > 2 else found
+
+    monkeypatch.setattr(model, "logits", broken)
+    finished(engine, failed, *others)
+    assert failed.end is not None and failed.end.reason == "error" and "req-7" in caplog.text
+    assert [one.said for one in others] == expected and engine.busy == 0
+
+
+def test_a_panic_in_a_step_ends_its_own_request_alone(model: Denoiser, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        pass
+
+    engine = CanvasEngine(model, rows=2, canvas=CANVAS)
+    failed, other = ask(engine, [20], tokens=60)[0], ask(engine, [21])[0]
+    engine.step()
+
+    def panics() -> Any:
+        raise Panic("index out of bounds")
+        yield
+
+    next(slot for slot in engine.slots if slot.prompt == [20]).work = panics()
+    finished(engine, failed, other)
+    assert failed.end is not None and (failed.end.reason, failed.end.message) == ("error", "Panic")
+    assert other.said == alone(model, [21])
 
 
 def test_the_thread_answers_and_ends(model: Denoiser) -> None:

@@ -1,6 +1,7 @@
 """The engine says what each request would hear alone, shares what begins alike, and loses nobody for another's fault."""
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipeline.generation.noise import uniforms
 from pipeline.generation.sampling import Sampling, choose, generate
 from pipeline.model.transformer import Transformer
 from pipeline.serve.engine import CHUNK, Ended, Engine, EngineStopped, Event, QueueFull, Request, Said, Ticket
+from pipeline.serve.request import Read
 
 WARM = Sampling(24, temperature=0.9, top_p=0.95)
 
@@ -21,12 +23,15 @@ class Heard:
 
     def __init__(self) -> None:
         self.said: list[Said] = []
+        self.read: list[Read] = []
         self.end: Ended | None = None
         self.done = threading.Event()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Said):
             self.said.append(event)
+        elif isinstance(event, Read):
+            self.read.append(event)
         else:
             assert self.end is None, "a request ends once"
             self.end = event
@@ -248,6 +253,155 @@ def test_a_constraint_that_fails_loses_its_own_request_alone(
     assert [heard.ids for heard in others] == [alone(tiny_model, prompt(n, 5), WARM, 0) for n in range(3)]
 
 
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 200, 256])
+def test_a_prompt_that_is_scored_hears_what_one_forward_pass_says_beside_those_that_speak(
+    engine: Engine, tiny_model: Transformer, length: int
+) -> None:
+    ids = prompt(9, length)
+    finished(engine, ask(engine, ids[:60])[0])  # what a row holds of it does not shorten what is told
+    others = [ask(engine, prompt(n, 5))[0] for n in range(2)]
+    scored = ask(engine, ids, score=3)[0]
+    finished(engine, scored, *others)
+    assert scored.end == Ended("length", length, 0, 0) and not scored.said
+    with torch.no_grad():
+        expected = tiny_model(torch.tensor([ids]))[0].log_softmax(-1)
+    found = [pair for read in scored.read for pair in zip(read.logprobs, read.top, strict=True)]
+    assert len(found) == length - 1 and len(scored.read) == -(-length // 64)
+    for place, (logprob, top) in enumerate(found):
+        assert logprob == pytest.approx(float(expected[place, ids[place + 1]]), abs=1e-5)
+        assert [token for token, _ in top] == expected[place].topk(3).indices.tolist()
+    assert [heard.ids for heard in others] == [alone(tiny_model, prompt(n, 5), WARM, 0) for n in range(2)]
+
+
+def test_scoring_takes_its_share_of_the_time_while_others_speak(
+    tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny_model, rows=4, drafts=False)
+    now, advance = [0.0], engine.decoder.advance
+    fed: list[int] = []
+
+    def slow(rows: list[int], tokens: list[list[int]], wanted: list[int]) -> torch.Tensor:
+        longest = max(map(len, tokens))
+        fed.append(longest)
+        now[0] += 8.0 if longest == 64 else 1.0
+        return advance(rows, tokens, wanted)
+
+    monkeypatch.setattr(engine.decoder, "advance", slow)
+    monkeypatch.setattr("pipeline.serve.engine.time.monotonic", lambda: now[0])
+    ask(engine, prompt(1, 5), Sampling(100), seconds=1e9)
+    ask(engine, prompt(2, 192), score=0, seconds=1e9)
+    for _ in range(60):
+        engine.step()
+    assert [place for place, longest in enumerate(fed) if longest == 64] == [0, 25, 50]
+
+
+def test_one_prompt_is_scored_at_a_time_and_answers_pass_by(engine: Engine) -> None:
+    scored = [ask(engine, prompt(n, 200), score=0)[0] for n in range(4)]
+    other = ask(engine, prompt(9, 5))[0]
+    engine.step()
+    assert engine.busy == 2 and other.said
+    finished(engine, *scored, other)
+
+
+def poisoned(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`choose` fails wherever a row with this way to sample is among those that it is given."""
+
+    def fails(logits: torch.Tensor, numbers: torch.Tensor, way: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+        if way.top_k == sampling.top_k and bool((logits[:, 77] > 1e6).any()):
+            raise IndexError("index 320 is out of bounds")
+        return choose(logits, numbers, way)
+
+    monkeypatch.setattr("pipeline.serve.engine.choose", fails)
+
+
+def test_a_row_that_cannot_be_sampled_ends_alone_and_its_cause_is_logged(
+    engine: Engine, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three rows that sample alike are chosen for in one call; the call fails for the one in the middle."""
+    poisoned(WARM, monkeypatch)
+    others = [ask(engine, prompt(n, 5))[0] for n in (0, 1)]
+    failed = ask(engine, prompt(9, 5), bias={77: 1e9}, identity="req-9")[0]
+    others.append(ask(engine, prompt(2, 5))[0])
+    finished(engine, failed, *others)
+    assert failed.end is not None and (failed.end.reason, failed.end.message) == ("error", "IndexError")
+    assert [heard.ids for heard in others] == [alone(tiny_model, prompt(n, 5), WARM, 0) for n in range(3)]
+    assert "req-9" in caplog.text and "index 320 is out of bounds" in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_whose_logits_are_no_numbers_ends_alone(
+    engine: Engine, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    advance = engine.decoder.advance
+
+    def broken(rows: list[int], tokens: list[list[int]], wanted: list[int]) -> torch.Tensor:
+        logits = advance(rows, tokens, wanted)
+        for row, piece in zip(torch.tensor(rows).repeat_interleave(torch.tensor(wanted)), logits):
+            if engine.slots[int(row)].owner == "broken":
+                piece[:] = value
+        return logits
+
+    monkeypatch.setattr(engine.decoder, "advance", broken)
+    failed = [ask(engine, prompt(9, 5), way, owner="broken")[0] for way in (WARM, Sampling(24))]
+    others = [ask(engine, prompt(n, 5))[0] for n in range(2)]
+    finished(engine, *failed, *others)
+    assert [one.end.reason for one in failed if one.end] == ["error", "error"] and not failed[0].said
+    assert [heard.ids for heard in others] == [alone(tiny_model, prompt(n, 5), WARM, 0) for n in range(2)]
+    monkeypatch.undo()
+    finished(engine, again := ask(engine, prompt(9, 5), owner="broken")[0])
+    assert again.ids == alone(tiny_model, prompt(9, 5), WARM, 0)
+
+
+@pytest.mark.parametrize("where", ["guess", "hear", "judge"])
+def test_a_row_whose_draft_fails_ends_alone(
+    engine: Engine, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    failed = ask(engine, prompt(9, 5) * 3)[0]
+    other = ask(engine, prompt(0, 5))[0]
+    engine.step()
+    drafter = next(slot.drafter for slot in engine.slots if slot.ticket and slot.ticket.request.listener is failed)
+    monkeypatch.setattr(drafter, where, lambda *_: 1 // 0)
+    if where == "judge":
+        monkeypatch.setattr(drafter, "guess", lambda most: [5] * min(most, 2))
+    finished(engine, failed, other)
+    assert failed.end is not None and failed.end.reason == "error"
+    assert other.ids == alone(tiny_model, prompt(0, 5), WARM, 0)
+
+
+class Panics(Plan):
+    """Fails as a library that is not Python's does: no Exception, a BaseException."""
+
+    class Panic(BaseException):
+        pass
+
+    def allowed(self, remaining: int) -> torch.Tensor | None:
+        raise self.Panic("called `Option::unwrap()` on a `None` value")
+
+
+def test_a_panic_of_a_grammar_ends_its_own_request_alone(running: Engine, tiny_model: Transformer) -> None:
+    failed, other = ask(running, prompt(9, 5), constraint=Panics(None))[0], ask(running, prompt(0, 5))[0]
+    assert in_time(failed).reason == "error" and in_time(other).reason == "length"
+    assert other.ids == alone(tiny_model, prompt(0, 5), WARM, 0) and running.alive
+
+
+def test_a_grammar_that_takes_too_long_ends_its_own_request_alone(
+    engine: Engine, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.serve.engine.CONSTRAINT_SECONDS", 0.05)
+
+    class Slow(Plan):
+        def allowed(self, remaining: int) -> torch.Tensor | None:
+            end = time.thread_time() + 0.02
+            while time.thread_time() < end:
+                pass
+            return None
+
+    failed, other = ask(engine, prompt(9, 5), constraint=Slow(None))[0], ask(engine, prompt(0, 5))[0]
+    finished(engine, failed, other)
+    assert failed.end is not None and failed.end.reason == "slow" and 1 < len(failed.said) < 10
+    assert other.ids == alone(tiny_model, prompt(0, 5), WARM, 0)
+
+
 def test_the_context_ends_an_answer(engine: Engine) -> None:
     finished(engine, heard := ask(engine, prompt(1, 250))[0])
     assert heard.end is not None and (heard.end.reason, heard.end.new_tokens) == ("length", 6)
@@ -383,6 +537,29 @@ def test_the_end_of_the_engine_ends_its_requests(tiny_model: Transformer) -> Non
     with Engine(tiny_model, rows=1) as engine:
         heard = [ask(engine, prompt(1, 5), Sampling(250))[0] for _ in range(3)]
     assert {in_time(one).reason for one in heard} <= {"cancelled", "length"} and in_time(heard[2]).reason == "cancelled"
+
+
+def test_a_free_row_goes_to_the_owner_with_the_fewest(tiny_model: Transformer) -> None:
+    engine = Engine(tiny_model, rows=4, queue=20)
+    for n in range(8):
+        ask(engine, prompt(n, 4), owner="a")
+    engine.step()
+    late = [ask(engine, prompt(n, 4), owner="b")[0] for n in range(20, 23)]
+    while not late[1].said:
+        engine.step()
+    assert sorted(slot.owner for slot in engine.slots if slot.ticket) == ["a", "a", "b", "b"]
+
+
+def test_a_queue_that_one_owner_filled_takes_another_s_requests(tiny_model: Transformer) -> None:
+    engine = Engine(tiny_model, rows=2, queue=6)
+    for n in range(8):
+        ask(engine, prompt(n, 4), owner="a")
+    assert engine.full("a") and not engine.full("b")
+    for n in range(4):
+        ask(engine, prompt(n, 4), owner="b")
+    for owner in "ab":
+        with pytest.raises(QueueFull):
+            ask(engine, prompt(9, 4), owner=owner)
 
 
 def test_one_owner_has_eight_rows_at_most_and_others_pass_by(tiny_model: Transformer) -> None:

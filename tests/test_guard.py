@@ -13,7 +13,8 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.serve import guard
 from pipeline.serve.faults import ApiFault
-from pipeline.serve.guard import Guard, Keys
+from pipeline.serve.guard import Guard, Keys, ParsedRoute
+from pipeline.serve.rates import Rates, cost
 
 KEY = "a-key-that-nobody-guesses"
 
@@ -174,6 +175,99 @@ def test_every_answer_has_the_policy_and_an_id() -> None:
         assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["x-request-id"].startswith(
             "req-"
         )
+
+
+def posted(door: Guard, headers: list[tuple[bytes, bytes]], path: str = "/x") -> tuple[int, int]:
+    """The status of a post, and how often its body was asked for."""
+    asked, sent = 0, list[Any]()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    given = [(b"host", b"localhost"), (b"content-type", b"application/json"), *headers]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": given, "client": ("10.0.0.1", 1)}
+    asyncio.run(door(scope, receive, send))
+    return sent[0]["status"], asked
+
+
+@pytest.mark.parametrize("path", ["/x", "/health", "/", "/page/x.js", "//v1", "/%76%31/models"])
+def test_nothing_of_a_body_is_read_before_the_key_is_known_whatever_the_path(path: str) -> None:
+    door = Guard(echo, keys=Keys([KEY]))
+    assert posted(door, [], path) == (401, 0)
+    assert posted(door, [(b"authorization", b"Bearer wrong")], path) == (401, 0)
+    assert posted(door, [(b"authorization", f"Bearer {KEY}".encode())], path) == (200, 1)
+
+
+def test_a_body_is_parsed_once_and_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastapi import APIRouter, FastAPI, Request
+    from pydantic import BaseModel
+
+    class Body(BaseModel):
+        a: int
+
+    app, routes = FastAPI(), APIRouter(route_class=ParsedRoute)
+
+    @routes.post("/x")
+    async def route(body: Body, request: Request) -> dict[str, int]:
+        return {"a": body.a}
+
+    app.include_router(routes)
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda *given, **named: (parsed.append(given[0]), loads(*given, **named))[1])
+    answer = ask(Guard(app), "POST", content=b'{"a": 17}', headers={"content-type": "application/json"})
+    assert answer.content == b'{"a":17}' and len(parsed) == 1
+
+
+def test_who_asks_for_too_much_waits_and_others_do_not() -> None:
+    now = [0.0]
+    rates = Rates(2.0, clock=lambda: now[0])  # ten at once
+    door = Guard(echo, keys=Keys([KEY, KEY + "2"]), rates=rates)
+    key, other = ([(b"authorization", f"Bearer {name}".encode())] for name in (KEY, KEY + "2"))
+    assert [posted(door, key)[0] for _ in range(11)] == [200] * 10 + [429]
+    assert posted(door, key) == (429, 0), "its body is not read"
+    assert [posted(door, [])[0] for _ in range(11)] == [401] * 10 + [429]
+    assert posted(door, other)[0] == 200
+    now[0] += 0.5
+    assert [posted(door, key)[0] for _ in range(2)] == [200, 429]
+
+
+def test_a_large_body_costs_more_said_or_not() -> None:
+    assert [cost(length) for length in (0, 16 * 1024, 2**20)] == [1, 2, 65]
+    now = [0.0]
+    door = Guard(echo, rates=Rates(20.0, clock=lambda: now[0]))
+    length = [(b"content-length", str(2**20 - 1).encode())]
+    assert [posted(door, length)[0] for _ in range(2)] == [200, 429]
+    assert posted(door, [(b"content-length", b"9" * 5000)])[0] in (413, 429)
+
+
+def test_who_finds_no_room_and_comes_again_at_once_is_refused_at_the_door() -> None:
+    async def full(scope: Any, receive: Any, send: Any) -> None:
+        await ApiFault(429, "full", code="queue_full", retry=1).response()(scope, receive, send)
+
+    now = [0.0]
+    door = Guard(full, rates=Rates(10.0, clock=lambda: now[0]))  # fifty at once
+    assert [posted(door, []) for _ in range(6)] == [(429, 1)] * 5 + [(429, 0)]
+    now[0] += 1
+    assert [posted(door, [])[1] for _ in range(2)] == [1, 0]
+
+
+def test_buckets_fill_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.serve.rates.MOST_BUCKETS", 3)
+    now = [0.0]
+    rates = Rates(1.0, clock=lambda: now[0])
+    assert [rates.take("a", 4) for _ in range(2)] == [0, 3]
+    now[0] = 3
+    assert rates.take("a", 4) == 0 and rates.take("a", 1) == 1
+    assert rates.take("b", 100) == 0, "what costs more than a bucket holds takes a full one"
+    for name in "cde":
+        rates.take(name, 1)
+    assert rates.take("a", 5) == 0
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
 from pipeline.serve import onnx_engine
 from pipeline.serve.__main__ import parse
-from pipeline.serve.completions import prompt_logprobs
 from pipeline.serve.engine import Engine
 from pipeline.serve.models import load
 from pipeline.serve.onnx_engine import Export, OnnxDecoder
@@ -326,11 +325,15 @@ def test_constraints_biases_and_stop_tokens_are_the_engine_s(
 def test_a_prompt_is_scored_while_the_engine_speaks(running: Engine, tiny_model: Transformer) -> None:
     heard = [ask(running, prompt(n, 30), Sampling(200))[0] for n in range(2)]
     ids = prompt(9, 120)
-    scored = prompt_logprobs(running.decoder_of(1), ids, 3)
-    expected = prompt_logprobs(RowDecoder(tiny_model, 1), ids, 3)
-    assert scored[0] == expected[0] == (None, ())
-    for (found, top), (value, best) in zip(scored[1:], expected[1:], strict=True):
-        assert found == pytest.approx(value, abs=1e-4) and [token for token, _ in top] == [token for token, _ in best]
+    scored = ask(running, ids, score=3)[0]
+    assert in_time(scored).reason == "length"
+    with torch.no_grad():
+        expected = tiny_model(torch.tensor([ids]))[0].log_softmax(-1)
+    found = [pair for read in scored.read for pair in zip(read.logprobs, read.top, strict=True)]
+    assert len(found) == len(ids) - 1
+    for place, (logprob, top) in enumerate(found):
+        assert logprob == pytest.approx(float(expected[place, ids[place + 1]]), abs=1e-4)
+        assert [token for token, _ in top] == expected[place].topk(3).indices.tolist()
     for n, one in enumerate(heard):
         in_time(one)
         assert one.ids == alone(tiny_model, prompt(n, 30), Sampling(200), 0)

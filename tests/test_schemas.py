@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 
-from pipeline.generation.constrain import FORM, Grammars
+from pipeline.generation.constrain import Grammars
+from pipeline.generation.grammars import FORM
 from pipeline.generation.schemas import MAX_DEPTH, SchemaError, check, mistake, strict
 from pipeline.text.tokenizer import Tokenizer
 from tests.schemas import ROWS, answer

@@ -1,5 +1,6 @@
 """The closing plan: tokens that end a constrained output from where it stands, in as few tokens as can be found.
 
+    Closer(tokenizer).follow(matcher, place, plan, token, most)   the plan behind a sampled token: what is left, or a new one
     Closer(tokenizer).close(matcher, place, most)   a greedy plan; what sampling asks for after a token that leaves the plan
     Closer(tokenizer).shortest(matcher)             the best of a search; what decides whether a request fits its budget at all
 
@@ -96,6 +97,20 @@ class Closer:
         """A greedy plan of about `most` tokens at most, the matcher left as it is; None where there is none."""
         steps = self._walk(matcher, place, min(MAX_STEPS, 4 * most + 16), None)
         return None if steps is None else self._cutter.cut(steps)
+
+    def follow(self, matcher: LLMatcher, place: Place, plan: list[int], token: int, most: int) -> list[int] | None:
+        """A plan from behind `token`: none if the end stands there, what is left of `plan`, or a new one; None if there is none."""
+        if plan and token == plan[0]:
+            return plan[1:]
+        end = int(self.ends[0])
+        for rest in ([], plan, plan[1:]):
+            tokens = [token, *rest, end]
+            if matcher.validate_tokens(tokens) == len(tokens):
+                return rest
+        after = matcher.deep_copy()
+        if not after.consume_token(token):
+            return None
+        return self.close(after, place.after(self.step(token)), most)
 
     def shortest(self, matcher: LLMatcher) -> list[int] | None:
         """The shortest output of a grammar at its beginning that the search finds; None where it finds no end at all."""

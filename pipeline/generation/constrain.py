@@ -5,8 +5,7 @@
     constraint = grammar.constraint(budget)                   a request's own state; SchemaError where the shortest does not fit
     constraint.allowed(remaining) -> mask; constraint.take(sampled, remaining) -> the token to say
 
-llguidance (guidance-ai, MIT) says which tokens the grammar allows: byte for byte the form in which `text/chat.py` renders what the
-model is trained on. Against an answer that runs out of budget stands the closing plan (`closing.py`): tokens that end the output
+llguidance says which tokens the grammar allows (`grammars.py`). Against an answer that runs out of budget stands the closing plan (`closing.py`): tokens that end the output
 from here. A sampled token is said if a plan behind it still fits what remains; if none does, the plan's next token is said instead.
 So the invariant holds at every token: the rest of the plan fits the rest of the budget.
 
@@ -14,7 +13,6 @@ Where the grammar gives out on the way (llguidance's limits on hostile patterns)
 number is small enough for a float; that names which the schema does not list are said once.
 """
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,16 +21,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 from torch import Tensor
 
+from pipeline.generation import grammars
 from pipeline.generation.closing import Closer, Place, bits
-from pipeline.generation.schemas import SchemaError, check, reason, refuse, strict
+from pipeline.generation.grammars import Compiler, Written
+from pipeline.generation.schemas import SchemaError
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes
-LIMITS = LLParserLimits(max_lexer_states=10_000, verbose_errors=False)  # a state is about 2 KB
 CACHE_BYTES = 64 * 1024 * 1024
 GRAMMAR_BYTES = 48 * 1024  # what a compiled grammar takes beside its text, and
 TEXT_FACTOR = 48  # how much it takes for a byte of that; both measured, generously
@@ -106,7 +104,7 @@ class Constraint:
             return token
         if not self._plan and token in self._closer.ends:
             return token
-        plan = self._plan_after(token, remaining)
+        plan = self._closer.follow(self._matcher, self._place, self._plan, token, remaining)
         if plan is not None and len(plan) < remaining:
             return self._say(token, plan)
         if not self._plan:
@@ -119,20 +117,6 @@ class Constraint:
         self._place = self._place.after(self._closer.step(token))
         return token
 
-    def _plan_after(self, token: int, remaining: int) -> list[int] | None:
-        """A plan from behind `token`: none if the end stands there, what is left of this one, or a new one; None if there is none."""
-        if self._plan and token == self._plan[0]:
-            return self._plan[1:]
-        end = int(self._closer.ends[0])
-        for plan in ([], self._plan, self._plan[1:]):
-            tokens = [token, *plan, end]
-            if self._matcher.validate_tokens(tokens) == len(tokens):
-                return plan
-        after = self._matcher.deep_copy()
-        if not after.consume_token(token):
-            return None
-        return self._closer.close(after, self._place.after(self._closer.step(token)), remaining)
-
 
 class Grammars:
     """Compiles grammars for one tokenizer and keeps the most recently used of them, up to CACHE_BYTES."""
@@ -140,14 +124,12 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, rows: int, cache_bytes: int = CACHE_BYTES) -> None:
         """`rows` of the model's embedding: the length of a mask, at least the tokenizer's ids."""
         self.tokenizer = tokenizer
-        ends = [tokenizer.turn_end, tokenizer.end_of_text]
-        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=ends)
-        self._closer = Closer(tokenizer)
+        self._compiler = Compiler(tokenizer)
         text = torch.zeros(rows, dtype=torch.bool)
         spelled = [id_ for id_, piece in enumerate(tokenizer.token_bytes) if piece]
         text[spelled] = True
         text[sorted(tokenizer.control_ids.values())] = False
-        text[ends] = True
+        text[[tokenizer.turn_end, tokenizer.end_of_text]] = True
         opening = text.clone()
         opening[tokenizer.tool_call] = True
         self._masks = _Masks(text, opening)
@@ -161,105 +143,34 @@ class Grammars:
         `choice`: "auto" lets free text stand before the calls or instead of them, "required" demands a call, a tool's name a
         call of that tool. `parallel` lets more calls follow. Raises SchemaError.
         """
-        functions = {}
-        for tool in tools:
-            function = tool.get("function", tool)
-            name = function.get("name")
-            if not isinstance(name, str) or not name or not name.isprintable():
-                raise SchemaError("tool_invalid", f"a tool needs a name, found {name!r}")
-            if name in functions:
-                raise SchemaError("tool_invalid", f"two tools have the name {name!r}; give each its own")
-            functions[name] = function.get("parameters") or {}
-        if choice not in ("auto", "required"):
-            if choice not in functions:
-                raise SchemaError("tool_unknown", f"tool_choice {choice!r}: valid names: {', '.join(functions)}")
-            functions = {choice: functions[choice]}
-        if not functions:
-            raise SchemaError("tool_invalid", "expected at least one tool, found none")
-        check(*functions.values())
-        calls = [_call(name, _arguments(name, parameters)) for name, parameters in functions.items()]
-        lines = [
-            'start: call ("\\n" call)*' if parallel else "start: call",
-            f'call: <[{self.tokenizer.tool_call}]> "\\n" ({" | ".join(f"call{n}" for n in range(len(calls)))}) "\\n" '
-            f"<[{self.tokenizer.tool_call_end}]>",
-            *(f"call{number}: {call}" for number, call in enumerate(calls)),
-        ]
-        return self._grammar("\n".join(lines), free=choice == "auto")
+        return self.take(grammars.tool_calls(self.tokenizer, tools, choice=choice, parallel=parallel))
 
     def json_schema(self, schema: dict[str, Any]) -> Grammar:
         """An instance of the schema and nothing else. Raises SchemaError."""
-        check(schema)
-        return self._grammar(f"start: json\njson: {_json(schema)}")
+        return self.take(grammars.json_schema(schema))
 
     def json_object(self) -> Grammar:
         """Any JSON object and nothing else."""
-        return self.json_schema({"type": "object", "additionalProperties": True})
+        return self.json_schema(grammars.ANY_OBJECT)
 
-    def _grammar(self, text: str, *, free: bool = False) -> Grammar:
+    def take(self, written: Written, plan: tuple[int, ...] | None = None) -> Grammar:
+        """Compile a grammar, or find the one that was kept. `plan`: its shortest output, where that is known. Raises SchemaError."""
+        text = written.text
         with self._lock:
             if known := self._kept.get(text):
                 self._kept.move_to_end(text)
         if known is None:
-            known = self._compile(text)
+            known = self._compile(text, plan)
             with self._lock:
                 self._kept[text] = known
                 while len(self._kept) > 1 and sum(map(_weight, self._kept)) > self._cache_bytes:
                     self._kept.popitem(last=False)
-        return Grammar(*known, self._closer, self._masks, free)
+        return Grammar(*known, self._compiler.closer, self._masks, written.free)
 
-    def _compile(self, text: str) -> tuple[LLMatcher, tuple[int, ...]]:
+    def _compile(self, text: str, plan: tuple[int, ...] | None = None) -> tuple[LLMatcher, tuple[int, ...]]:
         """A matcher at its beginning, and its shortest plan. Raises SchemaError."""
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            raise SchemaError("schema_refused", f"the schema cannot be promised: {reason(matcher.get_error())}")
-        plan = self._closer.shortest(matcher)
-        if plan is None:
-            raise SchemaError(
-                "schema_unclosable", "no output was found that ends: the schema demands too much, or is too large"
-            )
-        return matcher, tuple(plan)
-
-
-class _Vocabulary:
-    """The tokenizer as llguidance takes it in: control tokens are special, so no text spells them."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokens = list(tokenizer.token_bytes)
-        for content, id_ in tokenizer.control_ids.items():
-            self.tokens[id_] = content.encode()
-        self.special_token_ids = sorted(tokenizer.control_ids.values())
-        self.eos_token_id = tokenizer.turn_end
-        self.bos_token_id = None
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(errors="replace"))
-
-
-def _arguments(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object, an empty one where no parameter is named. Raises SchemaError."""
-    kinds = parameters.get("type", "object")
-    if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
-        raise SchemaError("schema_refused", f"tool {name}: its parameters must be an object, found type {kinds!r}")
-    if not set(parameters) & {"properties", "required", "additionalProperties", "patternProperties", "minProperties",
-                              "allOf", "anyOf", "oneOf", "$ref", "const", "enum"}:  # fmt: skip
-        parameters = {**parameters, "properties": {}}
-    return {**parameters, "type": "object"}
-
-
-def _call(name: str, arguments: dict[str, Any]) -> str:
-    """A rule's body for `{"name": ..., "arguments": ...}`."""
-    opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-    return f'{json.dumps(opening, ensure_ascii=False)} {_json(arguments)} "}}"'
-
-
-def _json(schema: dict[str, Any]) -> str:
-    try:
-        closed = strict(schema)
-        refuse(schema, closed)
-    except RecursionError as error:
-        raise SchemaError("schema_too_large", "the references of the schema lead too deep; simplify it") from error
-    return f"%json {json.dumps({**closed, 'x-guidance': FORM})}"
+        matcher = self._compiler.matcher(text)
+        return matcher, self._compiler.shortest(matcher) if plan is None else plan
 
 
 def _weight(text: str) -> int:

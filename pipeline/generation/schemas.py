@@ -1,6 +1,6 @@
 """A user's JSON schema, before it becomes a grammar: its limits, the objects that it leaves open, a check of what was said.
 
-    check(schema) -> None        the limits below (specs: serving, 4), each a SchemaError that says which
+    check(schema) -> None        the limits below and those of bounds.py, each a SchemaError that says which
     strict(schema) -> schema     objects that name their properties are closed, numbers without bounds get some
     mistake(schema, text)        what is wrong with a JSON text, numbers read exactly; None for an instance
 
@@ -25,6 +25,7 @@ from jsonschema import Draft202012Validator, exceptions, validators
 from llguidance import LLMatcher
 
 from pipeline.errors import InputError
+from pipeline.generation import bounds
 
 MAX_BYTES = 64 * 1024  # of a request's schemas as JSON
 MAX_DEPTH = 16  # subschemas in subschemas, and containers in a literal
@@ -67,6 +68,8 @@ def check(*schemas: Schema) -> None:
             named = node.get("patternProperties")
             for pattern in (node.get("pattern"), *(named if isinstance(named, dict) else ())):
                 _limit("a pattern, in bytes", len(str(pattern).encode(errors="replace")), MAX_PATTERN)
+            for what, found, most in bounds.measures(node):
+                _limit(what, found, most)
     _limit("the alternatives of enum, anyOf and oneOf", alternatives, MAX_ALTERNATIVES)
     try:
         size = sum(len(json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()) for schema in schemas)

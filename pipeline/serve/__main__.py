@@ -1,8 +1,8 @@
 """Serve models over HTTP: OpenAI's API, and a page to talk to them.
 
     python -m pipeline.serve models/rlhf [models/dpo models/reward ...] [--host 127.0.0.1] [--port 8000]
-        [--engine torch|onnx] [--weights int8|native] [--rows 8] [--queue 32] [--api-key-file FILE] [--feedback FILE]
-        [--allow-host NAME ...] [--allow-origin ORIGIN ...]
+        [--engine torch|onnx] [--weights int8|native] [--rows 8] [--queue 32] [--rate 200] [--api-key-file FILE]
+        [--feedback FILE] [--allow-host NAME ...] [--allow-origin ORIGIN ...]
 
 Without models: models/deploy, else rlhf, tools or code, and the reward model beside it. Port 0 takes a free one, which is printed.
 With --engine onnx, onnxruntime-genai runs what stage_deploy exported for it (models/deploy/onnx); a reward model beside it stays ours.
@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import ipaddress
 import logging
+import math
 import os
 import socket
 import sys
@@ -87,13 +88,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", type=int, default=8, help="requests that are answered at a time")
     parser.add_argument("--queue", type=int, default=32, help="requests that wait; more get 429")
+    parser.add_argument(
+        "--rate", type=float, default=200.0, help="requests a second of one key, or of one address; 0: any"
+    )
     parser.add_argument("--api-key-file", type=Path, help="keys, one a line")
     parser.add_argument("--feedback", type=Path, help="where preferences from the page go: feedback/preferences.jsonl")
     parser.add_argument("--allow-host", action="append", default=[], help="a Host that may ask besides localhost")
     parser.add_argument("--allow-origin", action="append", default=[], help="an Origin whose pages may ask")
     options = parser.parse_args(argv)
-    if options.rows < 1 or options.queue < 0:
-        parser.error("expected --rows of at least 1 and --queue of at least 0")
+    if options.rows < 1 or options.queue < 0 or not 0 <= options.rate < math.inf:
+        parser.error("expected --rows of at least 1, --queue and --rate of at least 0")
     if options.engine == "onnx" and options.weights:
         parser.error("--weights is for --engine torch: an ONNX export has its own, set deploy.onnx to fp32 or int4")
     return options
@@ -108,7 +112,7 @@ def main() -> int:
         check_address(arguments.host, keys)
         options = Options(
             models=tuple(chosen(arguments.models)), engine=arguments.engine, weights=arguments.weights,
-            rows=arguments.rows, queue=arguments.queue, api_key_file=arguments.api_key_file, feedback=arguments.feedback,
+            rows=arguments.rows, queue=arguments.queue, rate=arguments.rate, api_key_file=arguments.api_key_file, feedback=arguments.feedback,
             hosts=(*arguments.allow_host, arguments.host), origins=tuple(arguments.allow_origin),
         )  # fmt: skip
         options.check()

@@ -3,12 +3,13 @@
     make(options) -> an ASGI application; models load behind it, /health says 503 until they are there
 
 Routes are thin: a body is checked (`protocol.py`), understood (`chats.py`, `completions.py`), asked of the engine (`asking.py`) and
-told whole or as a stream. Every error is OpenAI's object (`faults.py`), every request passed the guard. The log holds a request's id,
+told whole or as a stream. What takes long and is no engine's is done in rooms of its own (`rooms.py`), never on the event loop. Every error is OpenAI's object (`faults.py`), every request passed the guard. The log holds a request's id,
 counts and times, never a text or a key.
 """
 
 import asyncio
 import functools
+import gc
 import logging
 import math
 import os
@@ -31,12 +32,15 @@ from pipeline.serve import calls, chats, completions, extensions, streaming
 from pipeline.serve.asking import Answers, refuse_when_full
 from pipeline.serve.faults import ApiFault, JsonResponse, internal
 from pipeline.serve.feedback import Feedback
-from pipeline.serve.guard import Guard, Keys
+from pipeline.serve.guard import Guard, Keys, ParsedRoute
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.models import Catalogue, load
 from pipeline.serve.options import Options
 from pipeline.serve.protocol import ChatBody, CompletionBody
+from pipeline.serve.rates import Rates
+from pipeline.serve.rooms import Rooms, Who
 from pipeline.serve.streaming import EventStream
+from pipeline.serve.workshop import Workshop
 
 LOG = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
@@ -49,6 +53,8 @@ class Service:
         self.options = options
         self.keys = Keys.load(options.api_key_file)
         self.feedback = Feedback(options.feedback) if options.feedback is not None else None
+        self.workshop = Workshop(options.models)
+        self.rooms = Rooms(self.workshop)
         self.engines = ExitStack()
         self.state = "loading"  # ready, failed, stopping
         self._catalogue: Catalogue | None = None
@@ -78,6 +84,7 @@ class Service:
             if served.engine is not None:
                 self.engines.enter_context(served.engine)
         self._catalogue, self._metrics = catalogue, Metrics(catalogue)
+        gc.freeze()  # a large body makes Python look through all that lives: models need not be looked at
         self.state = "ready"
         LOG.info("ready: %s", ", ".join(f"{one.id} ({one.kind}, {one.parameters:,} parameters)" for one in catalogue.served.values()))  # fmt: skip
 
@@ -135,7 +142,7 @@ def make(options: Options) -> ASGIApp:
     app.include_router(_openai(service))
     app.include_router(_about(service, app), dependencies=keyed)
     app.include_router(
-        extensions.router(lambda: service.catalogue, service.feedback, service.keys.asker), dependencies=keyed
+        extensions.router(lambda: service.catalogue, service.feedback, service.rooms), dependencies=keyed
     )
     app.include_router(extensions.page())
 
@@ -145,7 +152,8 @@ def make(options: Options) -> ASGIApp:
         state = service.health()
         return JsonResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
 
-    return Guard(_Logged(app), hosts=options.hosts, origins=options.origins)
+    rates = Rates(options.rate) if options.rate else None
+    return Guard(_Logged(app), keys=service.keys, rates=rates, hosts=options.hosts, origins=options.origins)
 
 
 def _lifespan(service: Service) -> Callable[[FastAPI], Any]:
@@ -154,41 +162,43 @@ def _lifespan(service: Service) -> Callable[[FastAPI], Any]:
         loading = threading.Thread(target=service.start, name="loading", daemon=True)
         loading.start()
         watching = asyncio.create_task(service.watch())
-        try:
-            yield
-        finally:
-            watching.cancel()
-            await asyncio.to_thread(service.stop)
+        with service.workshop:  # on this thread: the worker ends with it
+            try:
+                yield
+            finally:
+                watching.cancel()
+                await asyncio.to_thread(service.stop)
 
     return lifespan
 
 
 def _openai(service: Service) -> APIRouter:
     """The routes whose shape is OpenAI's and that take an engine's time."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=ParsedRoute, dependencies=[Depends(service.keys.asker)])
 
     @routes.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request, owner: str = Depends(service.keys.asker)) -> Response:
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
         """An assistant's turn."""
         served, engine = service.catalogue.writer(body.model)
-        refuse_when_full(engine)
-        talk = await chats.understand(body, served, engine, owner)
+        who = Who.of(request)
+        refuse_when_full(engine, who.owner)
+        talk = await chats.understand(body, served, engine, who, service.rooms)
         return await _answer(
-            service, request, served.id, talk.answers(), bool(body.stream),
+            service, request, served.id, talk.answers(who.identity), bool(body.stream),
             functools.partial(chats.whole, talk), functools.partial(chats.stream, talk),
         )  # fmt: skip
 
     @routes.post("/v1/completions")
-    async def text_completions(
-        body: CompletionBody, request: Request, owner: str = Depends(service.keys.asker)
-    ) -> Response:
+    async def text_completions(body: CompletionBody, request: Request) -> Response:
         """A text that goes on."""
         served, engine = service.catalogue.engine(body.model)
-        refuse_when_full(engine)
-        text = await asyncio.to_thread(completions.understand, body, served, engine, owner)
+        who = Who.of(request)
+        refuse_when_full(engine, who.owner)
+        text = await service.rooms.texts.run(who.asker, completions.understand, body, served, engine, who.owner)
+        scores = await streaming.unless_gone(request.receive, completions.scores(text, who.identity))
         return await _answer(
-            service, request, served.id, text.answers(), bool(body.stream),
-            functools.partial(completions.whole, text), functools.partial(completions.stream, text),
+            service, request, served.id, text.answers(who.identity), bool(body.stream),
+            functools.partial(completions.whole, text, scores), functools.partial(completions.stream, text, scores),
         )  # fmt: skip
 
     return routes
@@ -196,7 +206,7 @@ def _openai(service: Service) -> APIRouter:
 
 async def _answer(
     service: Service, request: Request, model: str, answers: Answers, streamed: bool,
-    whole: Callable[[Answers], Coroutine[Any, Any, dict[str, Any]]], stream: Callable[[Answers], AsyncIterator[bytes]],
+    whole: Callable[[Answers], Coroutine[Any, Any, dict[str, Any] | bytes]], stream: Callable[[Answers], AsyncIterator[bytes]],
 ) -> Response:  # fmt: skip
     """Ask, tell, and count."""
 

@@ -18,9 +18,9 @@ from types import TracebackType
 
 from pipeline.errors import InputError
 from pipeline.serve.answers import Assembler, Delta
-from pipeline.serve.faults import ApiFault
+from pipeline.serve.faults import ApiFault, internal
 from pipeline.serve.loop import Loop
-from pipeline.serve.request import Denoised, Ended, EngineStopped, Event, QueueFull, Request, Said, Ticket
+from pipeline.serve.request import Denoised, Ended, EngineStopped, Event, QueueFull, Read, Request, Said, Ticket
 
 LOG = logging.getLogger(__name__)
 MOST_UNREAD, UNREAD_SECONDS = 256, 2.0
@@ -54,9 +54,9 @@ class Finished:
     reason: str
 
 
-def refuse_when_full(engine: Loop) -> None:
+def refuse_when_full(engine: Loop, owner: str) -> None:
     """Raises ApiFault 429 before any work was done for a request that would find no place."""
-    if len(engine.waiting) >= engine.queue + engine.rows - engine.busy:
+    if engine.full(owner):
         raise ApiFault(
             429, "all rows are busy and the queue is full; try again", code="queue_full", retry=RETRY_SECONDS
         )
@@ -126,10 +126,18 @@ class Answers:
     """The answers to a request: submitted on entering, heard by iteration, given up on leaving."""
 
     def __init__(
-        self, engine: Loop, requests: Sequence[Request], assemblers: Sequence[Assembler], *, n: int = 1
+        self,
+        engine: Loop,
+        requests: Sequence[Request],
+        assemblers: Sequence[Assembler],
+        *,
+        n: int = 1,
+        identity: str = "",
     ) -> None:
-        """`n` requests in a row have the same prompt. Their listeners are set here."""
+        """`n` requests in a row have the same prompt. Their listeners are set here, and the HTTP request's `identity`."""
         self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
+        self.identity = identity
+        self.read: list[list[Read]] = [[] for _ in requests]  # of prompts that are scored
         self.ends: list[Ended | None] = [None] * len(requests)
         self.first: float | None = None  # seconds to the first token
         self.began = self._read = time.monotonic()
@@ -142,7 +150,8 @@ class Answers:
         """Raises ApiFault: 429 where the queue is full, 400 for what can never be served, 503 where the engine is dead."""
         try:
             for index, request in enumerate(self.requests):
-                self._tickets.append(self.engine.submit(replace(request, listener=self._listener(index))))
+                heard = replace(request, listener=self._listener(index), identity=self.identity)
+                self._tickets.append(self.engine.submit(heard))
         except QueueFull as error:
             self._give_up()
             raise ApiFault(429, f"{error}; try again", code="queue_full", retry=RETRY_SECONDS) from None
@@ -202,9 +211,12 @@ class Answers:
             if isinstance(event, Denoised):
                 yield Frame(index, event)
                 continue
+            if isinstance(event, Read):
+                self.read[index].append(event)
+                continue
             self.ends[index] = event
             if not assembler.stopped and event.reason not in ("stop", "length"):
-                raise _fault(event)
+                raise _fault(event, self.identity)
             for delta in assembler.close():
                 yield index, delta
             yield Finished(index, "stop" if assembler.stopped else event.reason)
@@ -221,9 +233,11 @@ class Answers:
         )
 
 
-def _fault(end: Ended) -> ApiFault:
+def _fault(end: Ended, identity: str) -> ApiFault:
     if end.reason == "timeout":
         return ApiFault(503, "the answer took too long; ask for fewer tokens", code="timeout")
+    if end.reason == "slow":
+        return ApiFault(400, "the schema takes too long to follow; make it simpler", code="schema_too_slow")
     if end.reason == "cancelled":
         return ApiFault(503, "the answer was given up: it was not read, or the server is stopping", code="cancelled")
-    return ApiFault(500, "the server failed", code="internal_error")
+    return internal(identity)

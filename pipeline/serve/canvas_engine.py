@@ -20,6 +20,7 @@ from pipeline.serve.loop import Loop, tell
 from pipeline.serve.request import Denoised, Ended, Said, Ticket
 
 CANVAS = 96  # tokens
+SURE = 1 + 1e-6  # a probability, rounded
 
 
 @dataclass
@@ -67,10 +68,8 @@ class CanvasEngine(Loop):
         """A step of each busy row; whatever a row's own request does wrong fails it alone."""
         self._counts["steps"] += 1
         for row in busy:
-            try:
+            with self._alone(row):
                 self._uncover(row)
-            except Exception as error:
-                self._fail(row, error)
 
     def _uncover(self, row: int) -> None:
         slot = self.slots[row]
@@ -82,6 +81,8 @@ class CanvasEngine(Loop):
             slot.offset = len(slot.said)
             slot.work = self._canvas(row, room)
         seen = next(slot.work)
+        if not all(0 <= likely <= SURE for likely in seen.sure):
+            raise ValueError("the model's logits are not finite")
         if self._request(row).frames and not tell(
             slot.ticket, Denoised(seen.step, seen.steps, slot.offset, seen.tokens)
         ):

@@ -6,6 +6,8 @@ mask; with stream_options.include_denoising each step's canvas is a chunk too. E
 chunk of all, the answer's ids to each choice, and `id` to each log-probability.
 """
 
+import functools
+import json
 import math
 import secrets
 import time
@@ -24,8 +26,12 @@ from pipeline.serve.loop import Loop
 from pipeline.serve.models import Served, never_said
 from pipeline.serve.protocol import ChatBody, Generation
 from pipeline.serve.request import Request, Said
+from pipeline.serve.rooms import Rooms, Who
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
+
+AT_ONCE = 8_000  # characters of a conversation that the event loop encodes itself: a thread's turn takes as long
+COLDEST = 1e-5  # a temperature
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,11 @@ class Talk:
     id: str
     created: int
 
-    def answers(self) -> Answers:
+    def answers(self, identity: str) -> Answers:
         """To be entered."""
         tools = bool(self.body.tools) and self.body.tool_choice != "none"
         assemblers = [Assembler(self.served.tokenizer, self.body.stops, tools=tools) for _ in self.requests]
-        return Answers(self.engine, self.requests, assemblers, n=len(self.requests))
+        return Answers(self.engine, self.requests, assemblers, n=len(self.requests), identity=identity)
 
     def frame(self, kind: str) -> dict[str, Any]:
         """What an answer and each chunk begin with."""
@@ -54,7 +60,7 @@ class Talk:
         }  # fmt: skip
 
 
-async def understand(body: ChatBody, served: Served, engine: Loop, owner: str) -> Talk:
+async def understand(body: ChatBody, served: Served, engine: Loop, who: Who, rooms: Rooms) -> Talk:
     """Render the prompt, make the grammar, count the budget. Raises ApiFault."""
     tokenizer, masked = served.tokenizer, served.kind == "diffusion"
     if masked:
@@ -63,12 +69,9 @@ async def understand(body: ChatBody, served: Served, engine: Loop, owner: str) -
         refuse_frames(body, served)
     messages = [message.plain() for message in body.messages]
     tools = [tool.plain() for tool in body.tools or []]
-    try:
-        prompt = chat.render(tokenizer, messages, tools, generation_prompt=True).ids
-    except InputError as error:
-        raise ApiFault(400, str(error), param="messages") from None
+    prompt = await render(served, messages, tools, who, rooms, generation_prompt=True)
     budget = room(prompt, served, body.budget, "messages")
-    constraints = await calls.constraints(body, served, budget)
+    constraints = await rooms.makers.constraints(body, served, budget, who.asker)
     bias = (
         {}
         if masked
@@ -80,11 +83,25 @@ async def understand(body: ChatBody, served: Served, engine: Loop, owner: str) -
         Request(
             ids=prompt, sampling=sampling(body.temperature, body.top_p, body.top_k, budget), seed=seed, listener=unheard,
             stop=(tokenizer.turn_end, tokenizer.end_of_text), bias=bias, top=(body.top_logprobs or 0) if body.logprobs else 0,
-            owner=owner, constraint=constraint, frames=body.with_frames,
+            owner=who.owner, constraint=constraint, frames=body.with_frames,
         )
         for seed, constraint in zip(seeds(body.seed, body.n or 1), constraints, strict=True)
     ]  # fmt: skip
     return Talk(body, served, engine, prompt, requests, f"chatcmpl-{secrets.token_hex(12)}", int(time.time()))
+
+
+async def render(
+    served: Served, messages: list[dict[str, Any]], tools: list[dict[str, Any]], who: Who, rooms: Rooms, *, generation_prompt: bool
+) -> list[int]:  # fmt: skip
+    """A conversation's ids; a long one's are made on a thread of their own. Raises ApiFault."""
+    text = json.dumps(messages, ensure_ascii=False) if messages else ""
+    served.refuse_endless(text, "messages")
+    make = functools.partial(chat.render, served.tokenizer, messages, tools, generation_prompt=generation_prompt)
+    try:
+        rendered = make() if len(text) <= AT_ONCE else await rooms.texts.run(who.asker, make)
+    except InputError as error:
+        raise ApiFault(400, str(error), param="messages") from None
+    return rendered.ids
 
 
 def refuse_of_canvases(body: ChatBody) -> None:
@@ -114,10 +131,10 @@ def room(prompt: list[int], served: Served, wanted: int | None, param: str) -> i
 
 
 def sampling(temperature: float | None, top_p: float | None, top_k: int | None, budget: int) -> Sampling:
-    """OpenAI's defaults: temperature 1, everything kept."""
-    return Sampling(
-        budget, 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p, top_k=top_k or 0
-    )
+    """OpenAI's defaults: temperature 1, everything kept. Below COLDEST it is greedy: no float32 tells them apart."""
+    temperature = 1.0 if temperature is None else temperature
+    temperature = temperature if temperature >= COLDEST else 0.0
+    return Sampling(budget, temperature, 1.0 if top_p is None else top_p, top_k=top_k or 0)
 
 
 def seeds(seed: int | None, count: int) -> list[int]:

@@ -1,7 +1,8 @@
 """POST /v1/completions: text goes on, or is filled in between a beginning and an end (`suffix`); the prompt as text or as ids.
 
 `echo` puts the prompt before the answer, with `logprobs` its log-probabilities too, as plain teacher forcing gives them; with
-`max_tokens: 0` there is nothing but the prompt: what a benchmark asks to score a text. Stop strings, `n`, streams as in a chat.
+`max_tokens: 0` there is nothing but the prompt: what a benchmark asks to score a text. Such a prompt waits in the engine's queue as
+any other and is read beside its answers, before one of its own begins. Stop strings, `n`, streams as in a chat.
 """
 
 import asyncio
@@ -11,14 +12,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.generation.sampling import Sampling
 from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Frame, Ping, Usage, unheard
 from pipeline.serve.chats import event_line, known, refuse_frames, room, sampling, seeds, spelled
 from pipeline.serve.engine import Engine, Request, Said
-from pipeline.serve.faults import ApiFault
+from pipeline.serve.faults import ApiFault, dumps
 from pipeline.serve.models import Served
 from pipeline.serve.protocol import CompletionBody
-from pipeline.serve.rows import Rows
 from pipeline.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -30,17 +31,24 @@ class Told:
 
     tokenizer: Tokenizer
     characters: int = 0
+    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # of tokens: their texts and labels, spelled once
     fields: dict[str, list[Any]] = field(default_factory=lambda: {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []})  # fmt: skip
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
         """Count a token in."""
-        _, text = spelled(self.tokenizer, token)
+        text, _ = self._named(token)
         self.fields["tokens"].append(text)
         self.fields["token_logprobs"].append(None if logprob is None else max(logprob, -9999.0))
-        named = {label(self.tokenizer, other): max(value, -9999.0) for other, value in top}
+        named = {self._named(other)[1]: max(value, -9999.0) for other, value in top}
         self.fields["top_logprobs"].append(None if logprob is None else named)
         self.fields["text_offset"].append(self.characters)
         self.characters += len(text)
+
+    def _named(self, token: int) -> tuple[str, str]:
+        """A token's text and its label."""
+        if token not in self.names:
+            self.names[token] = (spelled(self.tokenizer, token)[1], label(self.tokenizer, token))
+        return self.names[token]
 
     def take(self) -> dict[str, list[Any]]:
         """What was added since the last time."""
@@ -61,6 +69,7 @@ class Text:
     body: CompletionBody
     served: Served
     engine: Engine
+    owner: str
     prompts: list[list[int]]
     requests: list[Request]
     id: str
@@ -71,10 +80,10 @@ class Text:
         """Answers to each prompt."""
         return self.body.n or 1
 
-    def answers(self) -> Answers:
+    def answers(self, identity: str) -> Answers:
         """To be entered."""
         assemblers = [Assembler(self.served.tokenizer, self.body.stops) for _ in self.requests]
-        return Answers(self.engine, self.requests, assemblers, n=self.n)
+        return Answers(self.engine, self.requests, assemblers, n=self.n, identity=identity)
 
     def frame(self) -> dict[str, Any]:
         """What an answer and each chunk begin with."""
@@ -107,11 +116,13 @@ def understand(body: CompletionBody, served: Served, engine: Engine, owner: str)
         for number in range(body.n or 1)
         if asked
     ]  # fmt: skip
-    return Text(body, served, engine, prompts, requests, f"cmpl-{secrets.token_hex(12)}", int(time.time()))
+    return Text(body, served, engine, owner, prompts, requests, f"cmpl-{secrets.token_hex(12)}", int(time.time()))
 
 
 def _ids(prompt: str | list[int], suffix: str | None, served: Served) -> list[int]:
     tokenizer = served.tokenizer
+    for part in (prompt if isinstance(prompt, str) else "", suffix or ""):
+        served.refuse_endless(part, "prompt")
     if isinstance(prompt, list) and (wrong := next((id_ for id_ in prompt if id_ >= served.rows), None)):
         raise ApiFault(400, f"prompt: token {wrong} is not in the vocabulary of {served.rows}", param="prompt")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -120,8 +131,32 @@ def _ids(prompt: str | list[int], suffix: str | None, served: Served) -> list[in
     return ids or [tokenizer.end_of_text]  # behind nothing stands what begins a document
 
 
-async def whole(text: Text, answers: Answers) -> dict[str, Any]:
-    """All choices in one piece. Raises ApiFault."""
+Score = tuple[float | None, tuple[tuple[int, float], ...]]  # a token's log-probability, and the most likely ones
+
+
+async def scores(text: Text, identity: str) -> list[list[Score]]:
+    """Of each prompt the score of each token where they are to be told; nothing of the first: nothing stands before it.
+
+    Raises ApiFault, as an answer's.
+    """
+    top = text.body.logprobs if text.body.echo else None
+    if top is None:
+        return []
+    asked = [
+        Request(ids=ids, sampling=Sampling(1), seed=0, listener=unheard, owner=text.owner, score=top)
+        for ids in text.prompts
+    ]
+    async with Answers(
+        text.engine, asked, [Assembler(text.served.tokenizer) for _ in asked], identity=identity
+    ) as heard:
+        async for _ in heard:
+            pass
+    none: Score = (None, ())
+    return [[none, *(pair for one in read for pair in zip(one.logprobs, one.top, strict=True))] for read in heard.read]
+
+
+async def whole(text: Text, found: list[list[Score]], answers: Answers) -> bytes:
+    """All choices in one piece, as JSON; `found` are the prompts' scores. Raises ApiFault."""
     said: list[list[Said]] = [[] for _ in text.requests]
     reasons = ["length"] * len(text.prompts) * text.n
     async for event in answers:
@@ -129,9 +164,17 @@ async def whole(text: Text, answers: Answers) -> dict[str, Any]:
             reasons[event.index] = event.reason
         elif not isinstance(event, Ping | Frame):
             said[event[0]] += event[1].tokens
-    choices = []
+    if found:  # up to a hundred thousand scores are written: others are told meanwhile
+        return await asyncio.to_thread(_written, text, found, answers, said, reasons)
+    return _written(text, found, answers, said, reasons)
+
+
+def _written(
+    text: Text, found: list[list[Score]], answers: Answers, said: list[list[Said]], reasons: list[str]
+) -> bytes:
+    choices, names = [], dict[int, tuple[str, str]]()
     for index, finish in enumerate(reasons):
-        told, before = await _echo(text, index)
+        told, before = _echo(text, found, index, names)
         content = answers.assemblers[index].content if text.requests else ""
         for one in said[index] if text.requests else ():
             told.add(one.token, one.logprob, one.top)
@@ -141,16 +184,20 @@ async def whole(text: Text, answers: Answers) -> dict[str, Any]:
         if text.body.return_token_ids:
             choice["token_ids"] = [one.token for one in said[index]] if text.requests else []
             choice["prompt_token_ids"] = text.prompts[index // text.n]
-        choices.append(choice)
+        choices.append(dumps(choice))  # one by one: nothing else of Python runs while one is written
     usage = answers.usage if text.requests else Usage(sum(map(len, text.prompts)), 0, 0)
-    return text.frame() | {"choices": choices, "usage": usage.body()}
+    end = dumps(text.frame() | {"usage": usage.body()})
+    return b'{"choices":[' + b",".join(choices) + b"]," + end[1:]
 
 
-async def stream(text: Text, answers: Answers) -> AsyncIterator[bytes]:
+async def stream(text: Text, found: list[list[Score]], answers: Answers) -> AsyncIterator[bytes]:
     """The chunks, as lines of an event stream, [DONE] not with them. Raises ApiFault."""
-    told = []
+    told, names = [], dict[int, tuple[str, str]]()
     for index in range(len(text.prompts) * text.n):
-        own, before = await _echo(text, index)
+        if found:
+            own, before = await asyncio.to_thread(_echo, text, found, index, names)
+        else:
+            own, before = _echo(text, found, index, names)
         told.append(own)
         first: dict[str, Any] = {"index": index, "text": before, "logprobs": None, "finish_reason": None}
         if text.body.logprobs is not None and before:
@@ -182,31 +229,12 @@ async def stream(text: Text, answers: Answers) -> AsyncIterator[bytes]:
         yield event_line(text.frame() | {"choices": [], "usage": usage.body()})
 
 
-async def _echo(text: Text, index: int) -> tuple[Told, str]:
+def _echo(text: Text, found: list[list[Score]], index: int, names: dict[int, tuple[str, str]]) -> tuple[Told, str]:
     """What stands before a choice's answer where it was asked for."""
-    told = Told(text.served.tokenizer)
+    told = Told(text.served.tokenizer, names=names)
     if not text.body.echo:
         return told, ""
     ids = text.prompts[index // text.n]
-    if text.body.logprobs is None:
-        return told, text.served.tokenizer.decode(ids)
-    found = await asyncio.to_thread(prompt_logprobs, text.engine.decoder_of(1), ids, text.body.logprobs)
-    for token, (logprob, top) in zip(ids, found, strict=True):
+    for token, (logprob, top) in zip(ids, found[index // text.n], strict=True) if found else ():
         told.add(token, logprob, top)
     return told, text.served.tokenizer.decode(ids)
-
-
-def prompt_logprobs(reader: Rows, ids: list[int], top: int) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
-    """Of each token of a prompt its log-probability and the most likely ones; nothing of the first: nothing stands before it.
-
-    `reader` is a row of its own, beside the engine's.
-    """
-    found: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [(None, ())]
-    if len(ids) == 1:
-        return found
-    logprobs = reader.advance([0], [ids], [len(ids)]).float().log_softmax(-1)  # (T, V)
-    for place, token in enumerate(ids[1:]):
-        best = logprobs[place].topk(top)
-        pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        found.append((float(logprobs[place, token]), pairs))
-    return found

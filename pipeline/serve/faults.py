@@ -36,12 +36,12 @@ class ApiFault(Exception):
 
 
 class JsonResponse(Response):
-    """JSON as UTF-8; what UTF-8 cannot carry becomes a question mark instead of a failure."""
+    """JSON as UTF-8; what UTF-8 cannot carry becomes a question mark instead of a failure. Bytes are JSON already."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return dumps(content)
+        return content if isinstance(content, bytes) else dumps(content)
 
 
 def dumps(content: Any) -> bytes:

@@ -2,9 +2,11 @@
 
     Host          one of ours, else 421: a page of another site that resolves to this address gets nothing (DNS rebinding)
     Origin        none, our own, or one that was allowed, else 403; no answer carries CORS headers for others
+    key           of all that can have a body, else 401: before the first byte of it, whatever its path; compared as digests in
+                  constant time. Beside that a dependency of every route but the public ones (`asker`)
+    rate          of the key, or of the address without one (`rates.py`), else 429
     Content-Type  JSON, else 415: what a form of another site can send is never read
-    body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and halves of characters, else 400
-    key           compared as digests in constant time, `authorised`, a dependency of every route but the public ones
+    body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and halves of characters, else 400; parsed once
 
 Headers are bounded by the HTTP server (16 KB, 10 seconds, `__main__.py`). Not here: encryption; put a proxy in front for that.
 """
@@ -13,21 +15,28 @@ import asyncio
 import hashlib
 import hmac
 import json
+import math
 import os
+import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.errors import ConfigError
 from pipeline.serve.faults import ApiFault
+from pipeline.serve.rates import REFUSED, Rates, cost
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_BYTES, MOST_SECONDS = 2**20, 10.0
+WITH_BODY = ("POST", "PUT", "PATCH")
+HALVES = re.compile(r"\\u[dD][89a-fA-F]")  # what may be half a character
 KEYS = "STAGECOACH_API_KEYS"  # keys, separated by commas
 SHORTEST_KEY = 16
 POLICY = (
@@ -47,8 +56,13 @@ CORS = {"access-control-allow-methods": "GET, POST", "access-control-allow-heade
 class Guard:
     """The outermost layer of the application."""
 
-    def __init__(self, app: ASGIApp, *, hosts: Collection[str] = (), origins: Collection[str] = ()) -> None:
-        self.app, self.hosts, self.origins = app, {*LOOPBACK, *(host.lower() for host in hosts)}, set(origins)
+    def __init__(
+        self, app: ASGIApp, *, keys: "Keys | None" = None, rates: Rates | None = None, hosts: Collection[str] = (),
+        origins: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """Without `keys` everybody may ask, without `rates` as much as he likes."""
+        self.app, self.keys, self.rates = app, keys or Keys([]), rates
+        self.hosts, self.origins = {*LOOPBACK, *(host.lower() for host in hosts)}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,12 +78,45 @@ class Guard:
                 if scope["method"] == "OPTIONS":
                     await _empty(204, extra | CORS, send)
                     return
-            if scope["method"] in ("POST", "PUT", "PATCH"):
-                receive = _replayed(await _body(headers, receive), receive)
+            self._admit(scope, headers)
+            if scope["method"] in WITH_BODY:
+                body, scope["parsed"] = await _body(headers, receive)
+                if "content-length" not in headers:
+                    self._charge(scope["asker"], cost(len(body)) - 1)
+                receive = _replayed(body, receive)
         except ApiFault as fault:
             await fault.response()(scope, receive, _with(extra, send))
             return
-        await self.app(scope, receive, _with(extra, send))
+        await self.app(scope, receive, self._fined(scope["asker"], _with(extra, send)))
+
+    def _fined(self, asker: str, send: Send) -> Send:
+        """Charge an answer that found no room."""
+
+        async def sending(message: Message) -> None:
+            if self.rates is not None and message["type"] == "http.response.start" and message["status"] == 429:
+                self.rates.fine(asker, REFUSED)
+            await send(message)
+
+        return sending
+
+    def _admit(self, scope: Scope, headers: Headers) -> None:
+        """Find out who asks, and whether he may ask again. Raises ApiFault 401 and 429."""
+        client, length = scope.get("client"), headers.get("content-length", "")
+        price = cost(min(int(length[:9]), MOST_BYTES)) if length.isdecimal() else 1
+        unknown: ApiFault | None = None
+        try:
+            scope["owner"] = self.keys.owner(Request(scope))
+        except ApiFault as fault:
+            unknown, price = fault, 1
+        scope["asker"] = scope.get("owner") or f"address {client[0] if client else ''}"
+        self._charge(scope["asker"], price)
+        if unknown is not None and scope["method"] in WITH_BODY:
+            raise unknown
+
+    def _charge(self, asker: str, price: float) -> None:
+        """Raises ApiFault 429."""
+        if self.rates is not None and (seconds := self.rates.take(asker, price)):
+            raise ApiFault(429, "too much was asked for in a short time; try again", code="rate_limited", retry=math.ceil(seconds))  # fmt: skip
 
     def _check(self, scope: Scope, headers: Headers) -> str:
         """The origin that may read the answer, or nothing. Raises ApiFault."""
@@ -115,24 +162,45 @@ async def _empty(status: int, headers: dict[str, str], send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _body(headers: Headers, receive: Receive) -> bytes:
-    """The whole body, checked. Raises ApiFault."""
+async def _body(headers: Headers, receive: Receive) -> tuple[bytes, Any]:
+    """The whole body and what it says. Raises ApiFault."""
     if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise ApiFault(415, "expected Content-Type: application/json", code="unsupported_media_type")
     length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > MOST_BYTES:
-        raise ApiFault(413, f"the body has {length} bytes, at most {MOST_BYTES} are read", code="body_too_large")
+    if length.isdecimal() and (len(length) > 9 or int(length) > MOST_BYTES):
+        raise ApiFault(413, f"the body has more than {MOST_BYTES} bytes, which is the most that is read", code="body_too_large")  # fmt: skip
     try:
         async with asyncio.timeout(MOST_SECONDS):
             body = await _read(receive)
     except TimeoutError:
         raise ApiFault(408, f"the body did not come within {MOST_SECONDS:.0f} seconds", code="body_too_slow") from None
     try:
-        json.dumps(json.loads(body, parse_constant=_refuse), ensure_ascii=False).encode()
+        text = body.decode()
+        parsed = json.loads(text, parse_constant=_refuse)
+        if HALVES.search(text):
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise ApiFault(400, f"the body is not JSON that can be read ({reason})", code="invalid_json") from None
-    return body
+    return body, parsed
+
+
+class ParsedRoute(APIRoute):
+    """A route that takes the body as the guard has parsed it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """As FastAPI's."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_Parsed(request.scope, request.receive))
+
+        return handle
+
+
+class _Parsed(Request):
+    async def json(self) -> Any:
+        return self.scope["parsed"]
 
 
 async def _read(receive: Receive) -> bytes:
@@ -196,7 +264,7 @@ class Keys:
 
     async def asker(self, request: Request) -> str:
         """As `owner`; a dependency that is no coroutine costs a thread's turn, which a busy engine makes milliseconds."""
-        return self.owner(request)
+        return request.scope["owner"] if "owner" in request.scope else self.owner(request)
 
     def owner(self, request: Request) -> str:
         """Whose request it is: nobody's where no key is asked for. Raises ApiFault 401. All keys are compared, equal or not."""

@@ -2,9 +2,11 @@
 
     with Loop(...) as engine: engine.submit(Request) -> Ticket;  events come to the request's listener from the engine's thread
 
-A request that cannot be served fails alone; a fault of the loop fails all that are open and marks the engine dead (`alive`), until
-its owner restarts it. An owner has at most MOST_OF_ONE rows; beyond that, first come, first served. What a row does in a step is an
-engine's own: `engine.py` decodes from the left, `canvas_engine.py` uncovers canvases.
+A request that cannot be served fails alone, at whatever step it fails: its sampling, its grammar, its draft, its listener. A fault
+of what rows share (the forward pass, the queue) fails all that are open and marks the engine dead (`alive`), until its owner
+restarts it. An owner has at most MOST_OF_ONE rows; a free row goes to the owner with the fewest, then to the first that came. A
+full queue still takes requests of an owner that holds less than half of the places, so no owner can shut out another. What a row
+does in a step is an engine's own: `engine.py` decodes from the left, `canvas_engine.py` uncovers canvases.
 """
 
 import logging
@@ -12,7 +14,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from pipeline.errors import InputError
@@ -102,20 +105,28 @@ class Loop(ABC):
 
         Raises InputError for one that can never be served, QueueFull for one that cannot be now, EngineStopped where none can.
         """
-        num = len(request.ids)
-        if not 0 < num < self.context:
-            raise InputError(f"the prompt has {num} tokens; expected 1 to {self.context - 1}, the context less one")
+        num, most = len(request.ids), self.context - (request.score is None)
+        if not 0 < num <= most:
+            raise InputError(f"the prompt has {num} tokens; expected 1 to {most}, the context less what is to be said")
         if wrong := [id_ for id_ in (*request.ids, *request.bias) if not 0 <= id_ < self.vocabulary]:
             raise InputError(f"token {wrong[0]} is not in the vocabulary of {self.vocabulary}")
         ticket = Ticket(request)
         with self._changed:
             if not self.alive or self._stopping:
                 raise EngineStopped("the engine has stopped")
-            if len(self.waiting) >= self.queue + self.rows - self.busy:
+            if self.full(request.owner):
                 raise QueueFull(f"{self.busy} requests run and {len(self.waiting)} wait")
             self.waiting.append(ticket)
             self._changed.notify()
         return ticket
+
+    def full(self, owner: str) -> bool:
+        """Whether a request of this owner finds no place now: all are taken, and half of them by others at most."""
+        with self._changed:
+            places, taken = self.queue + self.rows, len(self.waiting) + self.busy
+            own = sum(ticket.request.owner == owner for ticket in self.waiting)
+            own += sum(slot.ticket is not None and slot.owner == owner for slot in self.slots)
+            return taken >= places and (own >= places // 2 or own == taken)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +139,7 @@ class Loop(ABC):
                     if self._stopping:
                         break
                 self.step()
-        except Exception:
+        except BaseException:  # also a library's panic, which is no Exception
             LOG.exception("the engine's loop died")
             self.alive = False
         finally:
@@ -163,17 +174,40 @@ class Loop(ABC):
             try:
                 self._begin(ticket)
             except Exception as error:  # its own fault, whatever it is: the others go on
-                LOG.exception("a request could not begin")
+                LOG.exception("%s could not begin", ticket.request.identity)
                 tell(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
 
     def _next(self) -> Ticket | None:
-        """The first that waits and whose owner has not MOST_OF_ONE rows already: one key alone cannot hold a large server."""
-        running = Counter(slot.owner for slot in self.slots if slot.ticket is not None)
-        return next((ticket for ticket in self.waiting if running[ticket.request.owner] < MOST_OF_ONE), None)
+        """Of those that wait the one whose owner has the fewest rows, and fewer than MOST_OF_ONE; of equals the first.
 
-    def _fail(self, row: int, error: Exception) -> None:
-        """End a row by the fault of its own request."""
-        LOG.error("a request failed", exc_info=error)
+        One prompt is scored at a time: its steps are the longest, and nobody's answer is to wait for many of them.
+        """
+        running = Counter(slot.owner for slot in self.slots if slot.ticket is not None)
+        scoring = any(slot.ticket is not None and slot.ticket.request.score is not None for slot in self.slots)
+        ready = (
+            ticket
+            for ticket in self.waiting
+            if running[ticket.request.owner] < MOST_OF_ONE and not (scoring and ticket.request.score is not None)
+        )
+        return min(ready, key=lambda ticket: running[ticket.request.owner], default=None)
+
+    @contextmanager
+    def _alone(self, row: int) -> Iterator[None]:
+        """Whatever fails inside ends this row's request, and no other."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # Rust libraries raise their panics as one
+            self._fail(row, error)
+
+    def _fail(self, row: int, error: BaseException) -> None:
+        """End a row by the fault of its own request, whose cause is logged."""
+        ticket = self.slots[row].ticket
+        if ticket is None:  # it had ended, and is not told twice
+            LOG.error("a request failed behind its end", exc_info=error)
+            return
+        LOG.error("%s failed", ticket.request.identity, exc_info=error)
         self._end(row, "error", type(error).__name__)
 
     def _request(self, row: int) -> Request:

@@ -13,6 +13,7 @@ import platform
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 JUDGE = "ForSequenceClassification"
+KEPT_BYTES = 8 * 2**20  # of a model's compiled grammars: each may grow by its lexer's states, 20 MiB at the most
 
 
 @dataclass
@@ -60,8 +62,19 @@ class Served:
         """Compiled grammars over its vocabulary; made when first asked for."""
         with self.lock:
             if self._grammars is None:
-                self._grammars = Grammars(self.tokenizer, self.rows)
+                self._grammars = Grammars(self.tokenizer, self.rows, KEPT_BYTES)
             return self._grammars
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.tokenizer.token_bytes))
+
+    def refuse_endless(self, text: str, param: str) -> None:
+        """Raises ApiFault 400 for a text that is longer than the context in the longest tokens, before it is encoded."""
+        if len(text) > self.context * self.longest:
+            least = len(text) // self.longest
+            raise ApiFault(400, f"This model's maximum context length is {self.context} tokens, the prompt has at least {least}; shorten it", param=param, code="context_length_exceeded")  # fmt: skip
 
     def card(self, feedback: bool) -> dict[str, Any]:
         """The object of /v1/models."""

@@ -18,6 +18,7 @@ class Options:
     weights: Weights | None = None  # None: by size; of the engine torch alone
     rows: int = 8
     queue: int = 32
+    rate: float = 200.0  # requests a second of a key, or of an address without one (`rates.py`); 0: no limit
     api_key_file: Path | None = None
     feedback: Path | None = None
     hosts: tuple[str, ...] = ()

@@ -41,6 +41,7 @@ class Slot:
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0))  # one for each token that may be said
     ahead: list[int] = field(default_factory=list)  # ids still to be fed
     drafter: Drafter | None = None
+    spent: float = 0.0  # seconds of its constraint
 
     @property
     def remaining(self) -> int:

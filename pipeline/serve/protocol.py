@@ -1,7 +1,8 @@
 """What a client may send: the bodies of the API's routes, checked field by field.
 
 Names and meanings are OpenAI's (platform.openai.com, API reference), with a few extensions that other servers have too. Every
-number has a range and every list a length, so that no body can ask for more work than a person would. A field that OpenAI knows
+number has a range and every list a length, so that no body can ask for more work than a person would; a list is read up to its first
+mistake (`fail_fast`), or a body of 300,000 of them would be answered by as many errors. A field that OpenAI knows
 and this server cannot serve is refused by name where it asks for something (`REFUSED`); unknown fields are ignored, as clients
 send new ones every month.
 
@@ -39,7 +40,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 Text = Annotated[str, Field(max_length=TEXT)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
-Ids = Annotated[list[Id], Field(max_length=200_000)]
+Ids = Annotated[list[Id], Field(fail_fast=True, max_length=200_000)]
 Name = Annotated[str, Field(max_length=256)]
 
 
@@ -75,9 +76,9 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=256)] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=256)] | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=64)] | None = None
     tool_call_id: Name | None = None
 
     @model_validator(mode="after")
@@ -128,8 +129,8 @@ class Tool(Body):
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
 class NamedFunction(Body):
@@ -183,7 +184,7 @@ class Generation(Body):
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=8)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
+    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=4)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -200,11 +201,16 @@ class Generation(Body):
                     raise ValueError(f"{name}: not supported by this server; leave it out")
         return data
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_BIASES:
+            raise ValueError(f"expected at most {MOST_BIASES} tokens, found {len(value)}")
+        return value
+
     @field_validator("logit_bias")
     @classmethod
     def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value is not None and len(value) > MOST_BIASES:
-            raise ValueError(f"expected at most {MOST_BIASES} tokens, found {len(value)}")
         if wrong := [key for key in value or {} if not re.fullmatch(r"[0-9]{1,9}", key)]:
             raise ValueError(f"expected token ids as keys, found {wrong[0][:20]!r}")
         return value
@@ -285,8 +291,8 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     """POST /v1/completions."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=8)] | Annotated[Ids, Field(min_length=1)] | Annotated[
-        list[Annotated[Ids, Field(min_length=1)]], Field(min_length=1, max_length=8)]  # fmt: skip
+    prompt: Text | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=8)] | Annotated[Ids, Field(min_length=1)] | Annotated[
+        list[Annotated[Ids, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=8)]  # fmt: skip
     suffix: Text | None = None
     max_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -312,7 +318,7 @@ class TokenizeBody(Body):
     """POST /tokenize."""
 
     model: Name
-    prompt: Text
+    prompt: Annotated[str, Field(max_length=100_000)]  # each token is told with its text: ten times as much
 
 
 class DetokenizeBody(Body):
@@ -340,7 +346,7 @@ class ScoreBody(Body):
     """POST /score: each conversation ends with the answer that is judged."""
 
     model: Name
-    conversations: Annotated[list[Conversation], Field(min_length=1, max_length=16)]
+    conversations: Annotated[list[Conversation], Field(fail_fast=True, min_length=1, max_length=16)]
 
 
 class RenderBody(Body):
@@ -354,8 +360,8 @@ class PreferenceBody(Body):
 
     model: Name
     prompt: Messages
-    chosen: Annotated[list[Message], Field(min_length=1, max_length=1)]
-    rejected: Annotated[list[Message], Field(min_length=1, max_length=1)]
+    chosen: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=1)]
+    rejected: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=1)]
     tools: Tools | None = None
 
     @model_validator(mode="after")

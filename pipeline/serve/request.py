@@ -1,6 +1,8 @@
 """What the engine is asked and what it answers: requests, their events, the constraints and counters around them.
 
-Request -> Engine.submit -> Ticket;   its listener hears Said, Said, ..., Ended (of a masked-diffusion model also Denoised)
+Request -> Engine.submit -> Ticket;   its listener hears Said, Said, ..., Ended
+
+Of a prompt that is scored it hears Read, Read, ..., Ended; of a masked-diffusion model also Denoised.
 """
 
 import threading
@@ -33,10 +35,21 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Read:
+    """The next tokens of a prompt that is scored, as many as a step read: each one's log-probability, and the most likely others.
+
+    Nothing is told of a prompt's first token: nothing stands before it.
+    """
+
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...]
+
+
+@dataclass(frozen=True)
 class Ended:
     """The last event of a request."""
 
-    reason: str  # stop, length, cancelled, timeout, error
+    reason: str  # stop, length, cancelled, timeout, slow (its grammar), error
     prompt_tokens: int
     cached_tokens: int  # of the prompt, taken from an earlier request's row
     new_tokens: int
@@ -53,7 +66,7 @@ class Denoised:
     tokens: tuple[int | None, ...]  # None: still masked
 
 
-Event = Said | Denoised | Ended
+Event = Said | Read | Denoised | Ended
 
 
 class Constraint(Protocol):
@@ -87,6 +100,8 @@ class Request:
     seconds: float = 600.0  # from `submit` on
     constraint: Constraint | None = None
     frames: bool = False  # tell each step of a canvas
+    score: int | None = None  # say nothing, tell the prompt's log-probabilities with so many alternatives
+    identity: str = "a request"  # of the HTTP request, by which the log is searched
 
 
 class Ticket:

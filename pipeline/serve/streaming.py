@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from pipeline.serve.asking import Answers
 from pipeline.serve.faults import ApiFault, JsonResponse, dumps, internal
+
+Result = TypeVar("Result")
 
 LOG = logging.getLogger(__name__)
 STREAM_HEADERS = {
@@ -29,14 +31,15 @@ GONE = 499  # nginx's number for a client that has gone; it is written to the lo
 
 
 async def whole(
-    request: Request, answers: Answers, tell: Callable[[Answers], Coroutine[Any, Any, dict[str, Any]]]
+    request: Request, answers: Answers, tell: Callable[[Answers], Coroutine[Any, Any, dict[str, Any] | bytes]]
 ) -> Response:
     """Wait for all of it. Raises ApiFault, also where the client has gone."""
     async with answers:
-        return JsonResponse(await _unless_gone(request.receive, tell(answers)))
+        return JsonResponse(await unless_gone(request.receive, tell(answers)))
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """What the work gives. Raises ApiFault where the client goes away before."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

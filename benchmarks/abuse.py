@@ -1,0 +1,291 @@
+"""What a server bears: odd requests by the thousand, and one key's attack beside another key's answers.
+
+    python benchmarks/abuse.py [--requests 10000] [--answers 1000] [--users 8] [--only odd attack masked] [--kinds ...] [--seed 0]
+        [--json FILE]
+
+odd     `--requests` of the kinds of `odd_requests.py`, four at a time: none is answered by 5xx (but 503 that says when to come back)
+        or takes more than HANG_SECONDS, every error is OpenAI's object, and behind the first tenth memory grows by at most MOST_GROWTH.
+attack  `--answers` chats by `--users` users of one key, half of them quiet, half while another key sends hostile and good schemas,
+        Markdown and prompts to score, and others bodies without a key: no chat fails, and the 95th percentile at most doubles.
+masked  the same for a masked-diffusion model, beside the same attack.
+
+A server of untrained models of two layers runs as a process on 127.0.0.1; the attacker is a process of its own
+(`attacker.py`). The quiet and the attacked half alternate in ROUNDS, so that a machine that slows
+down slows both. Each attack is bounded: as many requests at a time as in ATTACK, each kind again when it was answered.
+
+Not measured: models of a size that is used; networks.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import psutil
+
+from benchmarks.attacker import ASK, ATTACK, OTHER, Heard, post, send
+from benchmarks.odd_requests import Maker, Odd
+from pipeline import denoisers
+from pipeline.text.tokenizer import Tokenizer
+from tests.server import Running, random_model, save_models, serving
+
+KEY = "a-key-of-those-who-work"
+WARM_SECONDS = 1.0  # of an attack before its answers count
+HANG_SECONDS, MOST_GROWTH, MOST_TIMES = 5.0, 50.0, 2.0
+ROUNDS = 5  # of a quiet and an attacked part
+AT_ONCE = 4  # odd requests
+TOKENS = 16  # of a chat
+SENTENCES = (
+    "The pilot asked the girl which way the ferry would go.\n",
+    "def add(left, right):\n    return left + right\n",
+)
+
+
+# -- the server ----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[Running]:
+    """Untrained models behind two keys; a rate that the answers of models this small, 270 a second, do not reach."""
+    tokenizer = Tokenizer.train(iter(SENTENCES), 320)
+    models = save_models(folder, tokenizer)
+    denoisers.save(folder / "masked", denoisers.from_causal(random_model(tokenizer), tokenizer), tokenizer, {})
+    (folder / "keys").write_text(f"{KEY}\n{OTHER}\n")
+    options = (
+        "--api-key-file",
+        str(folder / "keys"),
+        "--feedback",
+        str(folder / "preferences.jsonl"),
+        "--rate",
+        "1000",
+    )
+    with serving([*models, folder / "masked"], *options, log=folder / "log") as running:
+        yield running
+
+
+def memory(running: Running) -> float:
+    """Resident MiB of the server's processes but those of jobs, which end."""
+    process = psutil.Process(running.process.pid)
+    family = [process, *process.children(), *(inner for child in process.children() for inner in child.children())]
+    return sum(one.memory_info().rss for one in family if one.is_running()) / 2**20
+
+
+# -- odd requests --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Borne:
+    """What became of odd requests."""
+
+    statuses: Counter[str] = field(default_factory=Counter)  # "kind status"
+    wrong: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+    growth: float = 0.0  # MiB, behind the first tenth
+
+    @property
+    def fine(self) -> bool:
+        """Whether all of it is as it is to be."""
+        return not self.wrong and self.growth <= MOST_GROWTH
+
+
+def wrong(odd: Odd, heard: Heard) -> str:
+    """What is wrong with an answer, or nothing."""
+    if heard.seconds > HANG_SECONDS:
+        return f"took {heard.seconds:.1f} s"
+    if heard.status >= 500 and not (heard.status == 503 and "retry-after" in heard.head):
+        return f"status {heard.status}"
+    if heard.status == 0 and odd.cut is None and odd.kind != "headed":
+        return "no answer"
+    if b'"error"' in heard.body and odd.kind != "headed" and heard.status >= 400:
+        error = json.loads(heard.body)["error"]
+        if set(error) != {"message", "type", "param", "code"}:
+            return f"its error has the keys {sorted(error)}"
+    return ""
+
+
+def odd_requests(running: Running, count: int, seed: int) -> Borne:
+    """So many, AT_ONCE at a time."""
+    maker, found, began = Maker(random.Random(seed)), Borne(), 0.0
+
+    async def some(share: int) -> None:
+        for _ in range(share):
+            odd = maker.make()
+            heard = await send(running.url, odd, KEY)
+            found.statuses[f"{odd.kind} {heard.status}"] += 1
+            found.slowest = max(found.slowest, heard.seconds)
+            if problem := wrong(odd, heard):
+                found.wrong.append(
+                    f"{problem}: {odd.kind} {odd.method} {odd.path} {odd.headers} {odd.body[:600]!r} -> {heard.body[:200]!r}"
+                )
+
+    async def all_of(number: int) -> None:
+        await asyncio.gather(*(some(number // AT_ONCE) for _ in range(AT_ONCE)))
+
+    asyncio.run(all_of(count // 10))
+    began = memory(running)
+    asyncio.run(all_of(count - count // 10))
+    found.growth = memory(running) - began
+    alive = asyncio.run(send(running.url, Odd("health", "GET", "/health"), ""))
+    if alive.status != 200 or "Traceback" in running.log.read_text():
+        found.wrong.append(f"/health says {alive.status}, or the log {running.log} has a fault")
+    return found
+
+
+# -- an attack beside answers --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def attacked(url: str, kinds: Sequence[str], counts: Counter[str]) -> Iterator[None]:
+    """An attack while the block runs."""
+    command = [sys.executable, str(Path(__file__).with_name("attacker.py")), url, *kinds]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(WARM_SECONDS)
+        try:
+            yield
+        finally:
+            process.stdin.close()
+            counts.update(json.loads(process.stdout.read() or "{}"))
+
+
+def chats(running: Running, model: str, count: int, users: int) -> list[Heard]:
+    """So many answers, by so many users at a time."""
+    left = iter(range(count))
+
+    async def user() -> list[Heard]:
+        body = {"model": model, "messages": ASK, "max_tokens": TOKENS} | (
+            {"ignore_eos": True} if model == "nano" else {}
+        )
+        return [await send(running.url, post("/v1/chat/completions", body | {"seed": number}), KEY) for number in left]
+
+    async def run() -> list[Heard]:
+        return [heard for found in await asyncio.gather(*(user() for _ in range(users))) for heard in found]
+
+    return asyncio.run(run())
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that a share does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Answers without an attack, and with one."""
+
+    model: str
+    quiet: list[Heard]
+    attacked: list[Heard]
+    sent: dict[str, int]  # by the attacker, "kind status"
+    growth: float
+
+    @property
+    def failures(self) -> list[str]:
+        """Of those who work."""
+        return [f"{one.status} {one.body[:200]!r}" for one in (*self.quiet, *self.attacked) if one.status != 200]
+
+    @property
+    def times(self) -> float:
+        """The 95th percentile, how many times the quiet one."""
+        return self.tail(self.attacked) / self.tail(self.quiet)
+
+    @staticmethod
+    def tail(heard: Sequence[Heard]) -> float:
+        """Seconds that 95% of the answers do not exceed."""
+        return percentile([one.seconds for one in heard], 0.95)
+
+    @property
+    def fine(self) -> bool:
+        """Whether nobody failed or waited for long."""
+        return not self.failures and self.times <= MOST_TIMES and self.growth <= MOST_GROWTH
+
+
+def beside(
+    running: Running, model: str, count: int, users: int, rounds: int = ROUNDS, kinds: Sequence[str] = tuple(ATTACK)
+) -> Beside:
+    """Quiet and attacked parts in turns; `count` is of both together."""
+    part = max(users, count // (2 * rounds))
+    chats(running, model, 2 * users, users)
+    quiet, disturbed, sent = list[Heard](), list[Heard](), Counter[str]()
+    with attacked(running.url, kinds, sent):
+        chats(running, model, users, users)
+    before = memory(running)
+    for _ in range(rounds):
+        quiet += chats(running, model, part, users)
+        with attacked(running.url, kinds, sent):
+            disturbed += chats(running, model, part, users)
+    return Beside(model, quiet, disturbed, dict(sent), memory(running) - before)
+
+
+def main() -> int:
+    """Command line; 1 where something was not borne."""
+    parser = argparse.ArgumentParser(description="What a server bears.")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--answers", type=int, default=1_000)
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--only", nargs="+", choices=("odd", "attack", "masked"), default=["odd", "attack", "masked"])
+    parser.add_argument("--kinds", nargs="+", choices=ATTACK, default=list(ATTACK), help="of the attack")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    fine, numbers = True, dict[str, Any]()
+    with tempfile.TemporaryDirectory() as name, server(Path(name)) as running:
+        if "odd" in options.only:
+            borne = odd_requests(running, options.requests, options.seed)
+            fine &= borne.fine
+            numbers["odd"] = {
+                "requests": options.requests,
+                "wrong": borne.wrong,
+                "slowest": borne.slowest,
+                "growth": borne.growth,
+                "statuses": borne.statuses,
+            }
+            told(
+                f"odd: {options.requests} requests, {len(borne.wrong)} wrong, slowest {borne.slowest:.2f} s, memory {borne.growth:+.1f} MiB"
+            )
+            told("\n".join(borne.wrong[:20]))
+        for model in [name for name, part in (("nano", "attack"), ("masked", "masked")) if part in options.only]:
+            found = beside(running, model, options.answers, options.users, kinds=options.kinds)
+            fine &= found.fine
+            tails = {name: found.tail(heard) for name, heard in (("quiet", found.quiet), ("attacked", found.attacked))}
+            numbers[model] = {
+                "p95": tails,
+                "times": found.times,
+                "failures": found.failures,
+                "growth": found.growth,
+                "sent": found.sent,
+            }
+            told(
+                f"{model}: {len(found.quiet)} + {len(found.attacked)} answers at {options.users} users, {len(found.failures)} failures, p95 "
+                f"{1000 * tails['quiet']:.0f} ms, {1000 * tails['attacked']:.0f} ms attacked: {found.times:.2f} times; memory {found.growth:+.1f} MiB"
+            )
+            told(f"  the attacker: {dict(sorted(found.sent.items()))}")
+            told("\n".join(found.failures[:5]))
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    return 0 if fine else 1
+
+
+def told(text: str) -> None:
+    """Write a line, if there is something to say."""
+    if text:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
