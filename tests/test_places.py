@@ -86,6 +86,20 @@ def test_who_gives_up_frees_its_place_waiting_or_running() -> None:
     with_jobs(1, 4, play)
 
 
+def test_who_waits_for_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.serve.places.WAIT_SECONDS", 0.02)
+
+    async def play(jobs: Jobs) -> None:
+        await jobs.add("a1", "b1")
+        await asyncio.sleep(0.05)
+        assert jobs.began == ["a1"] and jobs.full == ["b1"]
+        await jobs.end("a1")
+        await jobs.add("c1")
+        assert jobs.began == ["a1", "c1"]
+
+    with_jobs(1, 4, play)
+
+
 def test_a_pool_runs_on_threads_of_its_own_and_hands_on_what_is_raised() -> None:
     async def run() -> None:
         pool = Pool("texts to read", running=1, waiting=2)

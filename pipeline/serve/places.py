@@ -20,6 +20,7 @@ from typing import ParamSpec, TypeVar
 from pipeline.serve.faults import ApiFault
 
 RETRY_SECONDS = 1
+WAIT_SECONDS = 10.0  # for a place
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -35,25 +36,31 @@ class Places:
 
     @asynccontextmanager
     async def place(self, asker: str) -> AsyncIterator[None]:
-        """Wait for a place and hold it. Raises ApiFault 429 where too many wait, or too many of this asker's."""
+        """Wait for a place and hold it. Raises ApiFault 429 where too many wait, too many of this asker's, or one for too long."""
         own = self._running[asker] + sum(who == asker for who, _ in self._waiting)
         if len(self._waiting) >= self.waiting or own >= max(1, (self.running + self.waiting) // 2):
-            raise ApiFault(429, f"too many {self.what} wait; try again", code="queue_full", retry=RETRY_SECONDS)
+            raise self._full()
         turn = (asker, asyncio.get_running_loop().create_future())
         self._waiting.append(turn)
         self._call()
         try:
-            await turn[1]
-        except asyncio.CancelledError:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await turn[1]
+        except (TimeoutError, asyncio.CancelledError) as error:
             if turn in self._waiting:
                 self._waiting.remove(turn)
             elif turn[1].done() and not turn[1].cancelled():
                 self._leave(asker)
+            if isinstance(error, TimeoutError):
+                raise self._full() from None
             raise
         try:
             yield
         finally:
             self._leave(asker)
+
+    def _full(self) -> ApiFault:
+        return ApiFault(429, f"too many {self.what} wait; try again", code="queue_full", retry=RETRY_SECONDS)
 
     def _leave(self, asker: str) -> None:
         self._running[asker] -= 1
