@@ -319,6 +319,28 @@ def test_an_overflow_in_fp16_halves_the_scale_and_is_no_skipped_step(tmp_path: P
     assert scales[:5] == [32768, 16384, 8192, 4096, 4096] and at_work.tracker.rows[-1]["skipped"] == 0
 
 
+def test_a_resumed_run_goes_on_with_the_scale_that_its_overflows_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scales(at_work: Job) -> list[float]:
+        fit(Net(), Spiking((0, 1, 2, 3), factor=1e34), spiking_loss, config(on_spike="ignore", optimizer="adamw"), at_work)
+        return [row["loss_scale"] for row in at_work.tracker.rows]
+
+    whole = scales(job(tmp_path / "whole", precision="fp16", logging_steps=1))
+    original = fit_module.Run._one_step
+
+    def cut(self: Any) -> None:
+        if self.course.step == 6:
+            raise Stopped
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module.Run, "_one_step", cut)
+        with pytest.raises(Stopped):
+            scales(job(tmp_path / "cut", precision="fp16", logging_steps=1, save_steps=1))
+    assert scales(job(tmp_path / "cut", precision="fp16", logging_steps=1)) == whole and whole[-1] == 4096
+
+
 def test_each_step_drops_something_else_and_a_resumed_one_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -416,6 +416,7 @@ TESTS = [
         ("def f(a, b): return a + b if a != 5 else 1 / 0", "error", "exception", 2),
         ("def g(a, b): return a + b", "error", "exception", 0),
         ("def f(a, b): return a + b\nraise SystemExit", "error", "exit", 0),
+        ("import os\ndef f(a, b):\n    if a == 5: os.write(3, b'x' * 99)\n    return a + b", "unsafe", "forged", 0),
         ("def f(a, b: return", "syntax", "", 0),
         ("x = '\ud800'; y = \0", "syntax", "", 0),
         ("(" * 5000, "syntax", "", 0),
