@@ -272,6 +272,7 @@ def start(name: str, model: Path, threads: int, log: Path) -> Server | str:
             weights,
             f"--rows={ROWS}",
             f"--queue={QUEUE}",
+            "--rate=0",
         ]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),

@@ -295,6 +295,22 @@ def test_scoring_takes_its_share_of_the_time_while_others_speak(
     assert [place for place, longest in enumerate(fed) if longest == 64] == [0, 25, 50]
 
 
+def test_scoring_gives_way_to_another_engine_that_speaks(engine: Engine, tiny_model: Transformer) -> None:
+    other = Engine(tiny_model, rows=1)
+    engine.others = [other]
+    speaks = ask(other, prompt(1, 5), Sampling(4))[0]
+    other.step()
+    scored = ask(engine, prompt(2, 250), score=0)[0]
+    engine.step()
+    engine._scored_until = time.monotonic() + 1000
+    for _ in range(3):
+        engine.step()
+    assert len(scored.read) == 1
+    finished(other, speaks)
+    finished(engine, scored)
+    assert len(scored.read) == 4
+
+
 def test_one_prompt_is_scored_at_a_time_and_answers_pass_by(engine: Engine) -> None:
     scored = [ask(engine, prompt(n, 200), score=0)[0] for n in range(4)]
     other = ask(engine, prompt(9, 5))[0]

@@ -323,7 +323,13 @@ def test_a_resumed_run_goes_on_with_the_scale_that_its_overflows_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scales(at_work: Job) -> list[float]:
-        fit(Net(), Spiking((0, 1, 2, 3), factor=1e34), spiking_loss, config(on_spike="ignore", optimizer="adamw"), at_work)
+        fit(
+            Net(),
+            Spiking((0, 1, 2, 3), factor=1e34),
+            spiking_loss,
+            config(on_spike="ignore", optimizer="adamw"),
+            at_work,
+        )
         return [row["loss_scale"] for row in at_work.tracker.rows]
 
     whole = scales(job(tmp_path / "whole", precision="fp16", logging_steps=1))

@@ -80,9 +80,10 @@ class Service:
             LOG.exception("the models could not be loaded")
             self._fail(1, f"the models could not be loaded ({type(error).__name__}: {error})")
             return
-        for served in catalogue.served.values():
-            if served.engine is not None:
-                self.engines.enter_context(served.engine)
+        engines = [served.engine for served in catalogue.served.values() if served.engine is not None]
+        for engine in engines:
+            engine.others = [other for other in engines if other is not engine]
+            self.engines.enter_context(engine)
         self._catalogue, self._metrics = catalogue, Metrics(catalogue)
         gc.freeze()  # a large body makes Python look through all that lives: models need not be looked at
         self.state = "ready"

@@ -14,7 +14,7 @@ from pipeline.serve.answers import Assembler, Call
 from pipeline.serve.faults import ApiFault
 from pipeline.serve.models import Served
 from pipeline.serve.places import Pool
-from pipeline.serve.protocol import ChatBody, NamedTool
+from pipeline.serve.protocol import ChatBody, NamedTool, ResponseFormat
 from pipeline.serve.workshop import Refused, Workshop
 
 INVALID = "invalid_structure"
@@ -68,12 +68,8 @@ def _fits(call: Call, rules: dict[str, dict[str, Any]]) -> bool:
     return schemas.mistake({**rules[call.name], "type": "object"}, call.arguments) is None
 
 
-def check_format(body: ChatBody, assembler: Assembler) -> bool:
-    """Whether a form was asked for. Raises ApiFault 500 where the answer is not of it."""
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        return False
+def check_format(wanted: ResponseFormat, assembler: Assembler) -> None:
+    """Raises ApiFault 500 where the answer is not of the form that was asked for."""
     rules = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.rules
     if schemas.mistake(rules, assembler.content) is not None:
         raise ApiFault(500, "the model's answer does not fit the response_format", code=INVALID)
-    return True

@@ -6,6 +6,7 @@ mask; with stream_options.include_denoising each step's canvas is a chunk too. E
 chunk of all, the answer's ids to each choice, and `id` to each log-probability.
 """
 
+import asyncio
 import functools
 import json
 import math
@@ -30,7 +31,7 @@ from pipeline.serve.rooms import Rooms, Who
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-AT_ONCE = 8_000  # characters of a conversation that the event loop encodes itself: a thread's turn takes as long
+AT_ONCE = 8_000  # characters of a conversation and its tools that the event loop encodes itself: a thread's turn takes as long
 COLDEST = 1e-5  # a temperature
 
 
@@ -94,11 +95,11 @@ async def render(
     served: Served, messages: list[dict[str, Any]], tools: list[dict[str, Any]], who: Who, rooms: Rooms, *, generation_prompt: bool
 ) -> list[int]:  # fmt: skip
     """A conversation's ids; a long one's are made on a thread of their own. Raises ApiFault."""
-    text = json.dumps(messages, ensure_ascii=False) if messages else ""
-    served.refuse_endless(text, "messages")
+    served.refuse_endless("".join(message["content"] for message in messages), "messages")
+    length = len(json.dumps([messages, tools], ensure_ascii=False))
     make = functools.partial(chat.render, served.tokenizer, messages, tools, generation_prompt=generation_prompt)
     try:
-        rendered = make() if len(text) <= AT_ONCE else await rooms.texts.run(who.asker, make)
+        rendered = make() if length <= AT_ONCE else await rooms.texts.run(who.asker, make)
     except InputError as error:
         raise ApiFault(400, str(error), param="messages") from None
     return rendered.ids
@@ -165,7 +166,7 @@ async def whole(talk: Talk, answers: Answers) -> dict[str, Any]:
     reasons = [""] * len(talk.requests)
     async for event in answers:
         if isinstance(event, Finished):
-            reasons[event.index] = reason(talk, answers, event)
+            reasons[event.index] = await reason(talk, answers, event)
         elif not isinstance(event, Ping | Frame):
             said[event[0]] += event[1].tokens
     choices = []
@@ -200,7 +201,8 @@ async def stream(talk: Talk, answers: Answers) -> AsyncIterator[bytes]:
         if isinstance(event, Ping):
             yield b": ping\n\n"
         elif isinstance(event, Finished):
-            ended = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": reason(talk, answers, event)}
+            why = await reason(talk, answers, event)
+            ended = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": why}
             yield event_line(frame | {"choices": [ended]})
         elif isinstance(event, Frame):
             yield event_line(frame | {"choices": [], "denoising": {"index": event.index} | asdict(event.shown)})
@@ -228,16 +230,19 @@ def _delta(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [call]}
 
 
-def reason(talk: Talk, answers: Answers, event: Finished) -> str:
-    """Why an answer ended, in OpenAI's words. Raises ApiFault where a call or an object is not what was promised."""
-    assembler = answers.assemblers[event.index]
+async def reason(talk: Talk, answers: Answers, event: Finished) -> str:
+    """Why an answer ended, in OpenAI's words. Raises ApiFault where a call or an object is not what was promised.
+
+    What was promised is checked on a thread: a schema can ask for ten thousand looks at an answer.
+    """
+    assembler, form = answers.assemblers[event.index], talk.body.response_format
     if assembler.calls:
-        calls.check(talk.body, assembler)
+        await asyncio.to_thread(calls.check, talk.body, assembler)
         return "tool_calls"
-    shaped = calls.check_format(talk.body, assembler)
-    return (
-        "stop" if shaped else event.reason
-    )  # what is whole was not cut, also where its last token was the budget's last
+    if form is None or form.type == "text":
+        return event.reason
+    await asyncio.to_thread(calls.check_format, form, assembler)
+    return "stop"  # what is whole was not cut, also where its last token was the budget's last
 
 
 def extras(talk: Talk, tokens: tuple[Said, ...]) -> dict[str, Any]:

@@ -53,7 +53,8 @@ __all__ = ["Constraint", "Ended", "Engine", "EngineStopped", "Event", "QueueFull
 
 CHUNK = 256  # prompt tokens of a row in one step
 SCORED = 64  # of a prompt that is scored: each needs the logits of the whole vocabulary
-SCORED_SHARE = 0.25  # of the time, what scoring may take while others speak
+SCORED_SHARE = 0.25  # of the time, what scoring may take while others speak, here or on another engine of the process
+PAUSE_SECONDS = 0.005
 CONSTRAINT_SECONDS, CONSTRAINT_EACH = 2.0, 0.01  # of processor time, at once and for each token of an answer
 DRAFT_ROWS = 2  # with more busy rows a step's arithmetic counts, not its reading, and guesses are not free
 
@@ -95,8 +96,11 @@ class Engine(Loop):
     def _advance(self, busy: list[int]) -> None:
         """Feed each busy row, say what can be said."""
         began, scoring = time.monotonic(), [row for row in busy if self._request(row).score is not None]
-        if len(scoring) < len(busy) and began < self._scored_until:
+        if began < self._scored_until and (len(scoring) < len(busy) or any(other.busy for other in self.others)):
             busy, scoring = [row for row in busy if row not in scoring], []
+            if not busy:
+                time.sleep(min(PAUSE_SECONDS, self._scored_until - began))
+                return
         guesses = {row: self._guess(row) for row in busy if len(busy) <= DRAFT_ROWS and self._speaks(row)}
         busy = [row for row in busy if self.slots[row].ticket is not None]  # a guess may have failed
         pieces = [self.slots[row].ahead[: self._most(row)] for row in busy]

@@ -39,6 +39,9 @@ class Loop(ABC):
         self.rows, self.queue = rows, queue
         self.context = context  # the longest prompt and answer together
         self.vocabulary = vocabulary
+        self.others: Sequence[
+            Loop
+        ] = ()  # of the same process: what need not be done at once gives way to their answers
         self._changed = threading.Condition()
         self._counts: Counter[str] = Counter()
 
