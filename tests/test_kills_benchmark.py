@@ -46,6 +46,20 @@ def test_a_stage_that_resumes_with_other_bytes_is_noticed(
     assert ("other bytes" in capsys.readouterr().out) == (kind == "faulty")
 
 
+def test_moments_follow_a_machine_that_became_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn over the time of a slow first run, all of them would lie behind the ends of the others."""
+
+    def start(self: kills.Scratch, stage: str, work: str, *more: str) -> subprocess.Popen[bytes]:
+        code = TOY.replace("0.03", "0.3" if work == "whole" else "0.03")
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-c", code, str(self.folder / work), "sound"]
+            return subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, start_new_session=True)
+
+    monkeypatch.setattr(kills.Scratch, "start", start)
+    found = kills.killed(kills.Scratch(tmp_path / "scratch"), "toy", 3, random.Random(1))
+    assert found.kills == 3 and found.compared < 8 and found.different == 0
+
+
 def test_what_a_stage_needs_is_made_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran: list[str] = []
     monkeypatch.setattr(kills.Scratch, "whole", lambda self, stage, work: ran.append(stage))
