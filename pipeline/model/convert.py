@@ -50,13 +50,7 @@ def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str =
     state = _without_derived(state, config, source)
     parameters = dict(model.named_parameters())
     missing, extra = sorted(set(parameters) - set(state)), sorted(set(state) - set(parameters))
-    if missing or extra:
-        found = [
-            f"{len(keys)} keys {what} ({', '.join(keys[:3])})"
-            for what, keys in (("missing", missing), ("unknown", extra))
-            if keys
-        ]
-        raise ModelError(f"{source}: {' and '.join(found)}; config.json says {config.family}, {config.layers} layers")
+    stored.need_keys(config, missing, extra, source=source)
     for name, parameter in parameters.items():
         if state[name].shape != parameter.shape:
             asked, has = list(parameter.shape), list(state[name].shape)

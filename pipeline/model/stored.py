@@ -121,16 +121,21 @@ def check(config: ModelConfig, folder: Path, found: Mapping[str, Shape], keys: M
     missing = sorted(asked.keys() - found.keys())
     head = {"lm_head.weight"} if config.tied else set()
     extra = sorted(key for key in found.keys() - asked.keys() - head if not key.endswith(DERIVED))
-    if missing or extra:
-        said = [
-            f"{len(names)} keys {what} ({', '.join(names[:3])})"
-            for what, names in (("missing", missing), ("unknown", extra))
-            if names
-        ]
-        raise ModelError(f"{weights}: {' and '.join(said)}; config.json says {config.family}, {config.layers} layers")
+    need_keys(config, missing, extra, source=str(weights))
     for name, (shape, fields) in asked.items():
         if tuple(found[name]) != shape:
             named = re.sub(r"\w+", lambda match: keys.get(match[0], match[0]), fields)
             raise ModelError(
                 f"{weights}: {name} has shape {list(found[name])}, config.json asks for {list(shape)} ({named})"
             )
+
+
+def need_keys(config: ModelConfig, missing: list[str], extra: list[str], *, source: str) -> None:
+    """Raise ModelError, with the first of them, unless no key of the configuration's tensors is `missing` and none is `extra`."""
+    if missing or extra:
+        said = [
+            f"{len(names)} keys {what} ({', '.join(names[:3])})"
+            for what, names in (("missing", missing), ("unknown", extra))
+            if names
+        ]
+        raise ModelError(f"{source}: {' and '.join(said)}; config.json says {config.family}, {config.layers} layers")

@@ -17,7 +17,7 @@ ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language
 # What a model was made from, and so is compared with, where that is not the model that its lineage names: lora does the work of
 # tools; the masked-diffusion model is compared with its control, the causal model at its best on the same data; a memory with a wider model.
 COMPARED = {"lora": "tools", "diffusion": "diffusion_control", "diffusion_control": "code", "memory": "memory_baseline",
-            "memory_baseline": "code", "reward": ""}  # fmt: skip
+            "memory_baseline": "code", "reward": ""}  # "": it answers nothing, so there is nothing to compare  # fmt: skip
 SECOND = {
     "diffusion_control": "diffusion",
     "memory_baseline": "memory",
@@ -43,7 +43,8 @@ class Run:
         for model in self.evaluations:
             facts = self.stages.get(SECOND.get(model, model), {}).get("lineage", {})
             made_from = [Path(path).name for path in facts.get("inputs", {}) if path.startswith("models/")]
-            base = COMPARED.get(model, next((name for name in made_from if name in self.evaluations), ""))
+            answering = [name for name in made_from if name in self.evaluations and COMPARED.get(name) != ""]
+            base = COMPARED.get(model, next(iter(answering), ""))
             if base in self.evaluations:
                 found[model] = base
         return found
