@@ -149,14 +149,21 @@ def test_a_failure_of_ours_is_a_500_whose_cause_is_logged(nano: Path, caplog: py
     assert "AttributeError" in caplog.text
 
 
+def workers() -> set[psutil.Process]:
+    """Those below this process, of servers that other tests share too."""
+    below = psutil.Process().children(recursive=True)
+    return {one for one in below if "pipeline.serve.worker" in " ".join(one.cmdline())}
+
+
 def test_nothing_is_left_behind(nano: Path) -> None:
+    before, during = workers(), set[psutil.Process]()
+
     async def play(shop: Workshop) -> None:
         await shop.html("a", "a")
+        during.update(workers() - before)
 
     inside(nano, play)
-    assert not [
-        one for one in psutil.Process().children(recursive=True) if "pipeline.serve.worker" in " ".join(one.cmdline())
-    ]
+    assert during and not workers() - before
 
 
 def test_a_grammar_that_would_cost_the_server_is_refused(
