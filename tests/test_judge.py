@@ -51,8 +51,6 @@ def types_and_value(value):
     return (name, value.real.hex(), value.imag.hex()) if isinstance(value, complex) else (name, value)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(PLAIN, PLAIN)
 @contextmanager
 def cpu_within(seconds: float) -> Iterator[None]:
     """Fails where what is inside takes more CPU; what other tests left is out of the collector's sight, which would walk it."""
@@ -67,6 +65,8 @@ def cpu_within(seconds: float) -> Iterator[None]:
     assert took < seconds
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(PLAIN, PLAIN)
 def test_strict_equality_is_equality_of_types_and_values_at_every_level(a: object, b: object):
     assert same(a, a)
     assert same(a, b) == (types_and_value(a) == types_and_value(b))
