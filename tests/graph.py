@@ -20,6 +20,11 @@ ROOT = Path(__file__).parents[1]
 STEPS = "steps: null"
 
 
+def _heed_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Repository:
     """A git and DVC repository of its own, with a cache of its own."""
 
@@ -60,9 +65,9 @@ class Repository:
         return done
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        """Start a command as the leader of a process group of its own."""
-        return subprocess.Popen(command, cwd=self.folder, env=self.environment | environment, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        """Start a command as the leader of a process group of its own, which ignores no signal, also where the tests run under nohup."""
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment | environment, text=True, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_heed_signals)  # fmt: skip
 
     @contextmanager
     def started(self, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
