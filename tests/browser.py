@@ -62,7 +62,7 @@ def opened(
     page = held.new_page()
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(f"error: {error}"))
-    page.on("console", lambda message: faults.append(message.text) if quiet and message.type == "error" else None)
+    page.on("console", lambda one: faults.append(f"{one.text} {one.location}") if quiet and one.type == "error" else None)  # fmt: skip
     page.on("request", lambda request: faults.append(request.url) if foreign(request.url, url) else None)
     page.goto(url + path)
     page.locator("#model option").first.wait_for(state="attached")

@@ -236,6 +236,28 @@ def test_messages_alone_import_as_a_dialogue_of_the_training_data_has_them(page:
     assert len(texts(page)) == 4
 
 
+def test_a_long_conversation_is_rendered_whole(page: Any, tmp_path: Path) -> None:
+    """Sixty texts appear at once; they are asked for one after another, since one who asks has few places."""
+    running: list[str] = []
+    most = 0
+
+    def begun(request: Any) -> None:
+        nonlocal most
+        if request.url.endswith("/render"):
+            running.append(request.url)
+            most = max(most, len(running))
+
+    page.on("request", begun)
+    page.on("requestfinished", lambda request: running.pop() if request.url.endswith("/render") else None)
+    messages = [{"role": ("user", "assistant")[n % 2], "content": f"Number **{n}**"} for n in range(60)]
+    file = tmp_path / "long.json"
+    file.write_text(json.dumps({"messages": messages}))
+    page.locator("#import-file").set_input_files(file)
+    page.locator("article").nth(59).wait_for()
+    until(page, "document.querySelectorAll('.log .text strong').length === 60")
+    assert most == 1
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("[", "not valid JSON|Unexpected end"), ("[]", "expected a JSON object with messages"), ("{}", "expected messages, found none"),
     ('{"messages": [{"role": "robot", "content": ""}]}', "messages.0: expected a role of user, assistant, tool"),

@@ -5,13 +5,19 @@ import { button, copy, guarded, h } from "./dom.js";
 
 const LIMIT = 50_000; // characters the server renders; a longer text stays plain
 const known = new Map();
+let last = Promise.resolve();
 
-async function html(text) {
-  if (!known.has(text)) {
-    if (known.size > 500) known.delete(known.keys().next().value);
-    known.set(text, (await call("/render", { markdown: text })).html);
-  }
-  return known.get(text);
+// One text after another: the server gives one who asks few places at once, and a long conversation has many texts.
+function html(text) {
+  const found = last.then(async () => {
+    if (!known.has(text)) {
+      if (known.size > 500) known.delete(known.keys().next().value);
+      known.set(text, (await call("/render", { markdown: text })).html);
+    }
+    return known.get(text);
+  });
+  last = found.catch(() => {});
+  return found;
 }
 
 function put(place, markup) {
