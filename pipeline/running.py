@@ -280,7 +280,7 @@ def _lineage(
     stage: str, item: str | None, seed: int, resolved: dict[str, Any], inputs: dict[str, Path]
 ) -> dict[str, Any]:
     """What the run is computed from: its key, the hash of its code, the digest of each input."""
-    code = codehash.closure(Path(), stage)
+    code = {module: hash_ for module, (hash_, _) in codehash.closures(Path(), [stage])[stage].items()}
     digests = {name: work.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
     key = work.make_key(stage=stage, item=item, seed=seed, parameters=resolved, inputs=digests, code=code)
     return {"key": key, "code": work.canonical_hash(code), "inputs": {_place(inputs[k]): v for k, v in digests.items()},

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline import codehash
+
 if TYPE_CHECKING:
     import pytest
 
@@ -126,7 +128,8 @@ class Repository:
 def copy_of_built(folder: Path, factory: "pytest.TempPathFactory") -> tuple[Repository, str]:
     """A copy of the whole graph as its first `dvc repro` left it, committed, and what that command printed.
 
-    The graph is built once for all processes of pytest-xdist: the first that asks builds (five minutes), others wait.
+    The graph is built once for all processes of pytest-xdist: the first that asks builds (five minutes), others wait. Beside the
+    copy `ran/` says which functions of ours the stages called (tests/traced).
     """
     base = factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "built"
@@ -137,9 +140,13 @@ def copy_of_built(folder: Path, factory: "pytest.TempPathFactory") -> tuple[Repo
         if not printed.exists():
             shutil.rmtree(shared / "repository", ignore_errors=True)
             repository = Repository.copy_of_ours(shared / "repository")
-            output = repository.dvc("repro")
+            (shared / "ran").mkdir(exist_ok=True)
+            around = ",".join(name.removeprefix("pipeline.") for name in codehash.IGNORED)
+            output = repository.dvc("repro", PYTHONPATH=str(ROOT / "tests/traced"), STAGECOACH_TRACED=str(shared / "ran"),
+                                    STAGECOACH_AROUND=around)  # fmt: skip
             repository.commit("built")
             printed.write_text(output)
+    shutil.copytree(shared / "ran", folder.with_name("ran"))
     # `cp -a` keeps the hard links between cache and outs, which `shutil.copytree` does not
     subprocess.run(["cp", "-a", str(shared / "repository"), str(folder)], check=True)
     return Repository(folder), printed.read_text()

@@ -1,44 +1,118 @@
-"""Code hashes: what changes them and what does not."""
+"""Code hashes: what changes them and what does not. That they hold all that runs: test_graph.py."""
 
 import ast
 import json
+import random
+import shutil
 from pathlib import Path
 
 import pytest
 
 from pipeline import codehash
 
+ROOT = Path(__file__).parents[1]
+STAGES = sorted(path.stem for path in (ROOT / "stages").glob("*.py") if path.stem != "__init__")
+TRAIN = {
+    "language",
+    "code",
+    "tools",
+    "reward",
+    "rlhf",
+    "lora",
+    "dpo",
+    "grpo",
+    "diffusion",
+    "diffusion_dpo",
+    "diffusion_grpo",
+    "memory",
+}
+FILES = {
+    "pipeline/__init__.py": "",
+    "pipeline/work.py": "import os\n",
+    "pipeline/text/__init__.py": "from pipeline.text.chat import render\n",
+    "pipeline/text/chat.py": """
+from pipeline.text import words
+
+STOP = "x"
+START = "y"
+
+def render(text: words.Words) -> str:
+    return _mark(text)
+
+def _mark(text):
+    return STOP + text
+
+def other(text):
+    return START
+
+class Turn:
+    size: words.Size
+    def first(self): return 1
+    def second(self): return words.count
+""",
+    "pipeline/text/words.py": """
+class Words: pass
+class Size: pass
+def count(x): return x
+def spare(x): return x
+""",
+    "pipeline/serve/__init__.py": "",
+    "pipeline/serve/api.py": "PORT = 1\n",
+    "stages/__init__.py": "",
+    "stages/tools.py": '''"""Doc."""
+from pipeline import text
+from pipeline.text import chat
+from pipeline.work import os
+
+def f(x):
+    """D."""
+    return text.render(x)
+
+if __name__ == "__main__":
+    f("a")
+''',
+}
+
+
+def copied(folder: Path) -> Path:
+    for name in ("pipeline", "stages"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
-    files = {
-        "pipeline/__init__.py": "",
-        "pipeline/work.py": "import os\n",
-        "pipeline/text/__init__.py": "",
-        "pipeline/text/chat.py": 'STOP = "x"\n',
-        "pipeline/serve/__init__.py": "",
-        "pipeline/serve/api.py": "PORT = 1\n",
-        "stages/__init__.py": "",
-        "stages/tools.py": '"""Doc."""\nfrom pipeline.text import chat\nfrom pipeline.work import os\n\ndef f(x):\n    """D."""\n    return chat.STOP + x\n',
-    }  # fmt: skip
-    for name, text in files.items():
+    for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return tmp_path
 
 
-def after(repository: Path, name: str, old: str, new: str) -> tuple[dict[str, str], dict[str, str]]:
-    before = codehash.closure(repository, "tools")
+def closure(repository: Path) -> dict[str, tuple[str, list[str]]]:
+    return codehash.closures(repository, ["tools"])["tools"]
+
+
+def reached(repository: Path) -> dict[str, list[str]]:
+    return {module: names for module, (_, names) in closure(repository).items()}
+
+
+def changed(repository: Path, name: str, old: str, new: str) -> list[str]:
+    """The modules whose line an edit changes."""
+    before = closure(repository)
     path = repository / name
+    assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    return before, codehash.closure(repository, "tools")
+    now = closure(repository)
+    return sorted(module for module in before.keys() | now.keys() if before.get(module) != now.get(module))
 
 
-def test_the_closure_is_what_the_stage_imports(repository: Path) -> None:
-    found = set(codehash.closure(repository, "tools"))
-    assert found == {"stages", "stages.tools", "pipeline", "pipeline.text", "pipeline.text.chat"}
+def test_what_is_reached_is_what_the_stage_uses_also_through_another_module(repository: Path) -> None:
+    assert reached(repository) == {
+        "stages.tools": ["*main", "f"],
+        "pipeline.text.chat": ["STOP", "_mark", "render"],
+    }
 
 
 @pytest.mark.parametrize(
@@ -46,43 +120,111 @@ def test_the_closure_is_what_the_stage_imports(repository: Path) -> None:
     [
         ("stages/tools.py", '"""Doc."""', '"""Other."""  # a comment'),
         ("stages/tools.py", '"""D."""', '"""Longer."""'),
-        ("stages/tools.py", "return chat.STOP + x", "return (chat.STOP +\n        x)"),
+        ("stages/tools.py", "return text.render(x)", "return text.render(\n        x)"),
         ("pipeline/work.py", "import os", "import os\nKEEP = 5"),
         ("pipeline/serve/api.py", "1", "2"),
+        ("pipeline/text/chat.py", "return START", "return 5"),
+        ("pipeline/text/chat.py", 'START = "y"', 'START = "z"'),
+        ("pipeline/text/words.py", "def count(x): return x", "def count(x): return 7"),
+        ("pipeline/text/chat.py", "def other", "def another(text):\n    return text\n\ndef other"),
     ],
 )
-def test_comments_docstrings_layout_and_the_server_change_nothing(
+def test_comments_docstrings_layout_the_server_and_what_is_not_reached_change_nothing(
     repository: Path, name: str, old: str, new: str
 ) -> None:
-    before, now = after(repository, name, old, new)
-    assert before == now
+    assert changed(repository, name, old, new) == []
 
 
-def test_a_constant_in_a_shared_module_changes_its_line_alone(repository: Path) -> None:
-    before, now = after(repository, "pipeline/text/chat.py", "x", "y")
-    assert [m for m in now if now[m] != before[m]] == ["pipeline.text.chat"]
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('STOP = "x"', 'STOP = "z"'),
+        ("return STOP + text", "return text"),
+        ("return _mark(text)", "return _mark(text + text)"),
+        ("return STOP + text", "return other(text)"),
+    ],
+)
+def test_what_is_reached_changes_its_modules_line_alone(repository: Path, old: str, new: str) -> None:
+    assert changed(repository, "pipeline/text/chat.py", old, new) == ["pipeline.text.chat"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("return chat.Turn()", ["Turn"]),  # a class counts whole: the type of its field, and what its methods use
+        ("return [words for words in x]", []),  # a local name hides the module's
+        ("chat = x; return chat.Turn", []),
+        ("from pipeline.text.chat import other as another; return another(x)", ["START", "other"]),
+        ("import pipeline.text.chat as c; return c.other(x)", ["START", "other"]),
+        ("return getattr(chat, x)", ["START", "STOP", "Turn", "_mark", "other", "render"]),
+        ("return chat.what_nobody_defines", ["START", "STOP", "Turn", "_mark", "other", "render"]),
+        ("return lambda chat: chat.other", []),
+        ("return lambda y: chat.other", ["START", "other"]),
+        ("x: chat.Turn = 1; return x", []),
+    ],
+)
+def test_names_are_followed_as_python_does(repository: Path, statement: str, names: list[str]) -> None:
+    changed(repository, "stages/tools.py", "return text.render(x)", statement)
+    found = reached(repository)
+    assert found.get("pipeline.text.chat", []) == names
+    assert found.get("pipeline.text.words", []) == (["Size", "count"] if "Turn" in names else [])
+
+
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("SEEN = []\nfor one in (1, 2): SEEN.append(count(one))", ["*always", "SEEN", "count", "one"]),
+        ("TABLE = {1: count(1)}", ["*always", "TABLE", "count"]),  # a call of ours may do anything
+        ("TABLE = {1: count}", []),
+        ("TABLE = frozenset((1, 2))", []),
+        ("def register(f): return f\n@register\ndef spared(): return spare(1)", ["*always", "register", "spare", "spared"]),
+        ("import functools\n@functools.lru_cache(maxsize=2)\ndef spared(): return spare(1)", []),
+        ("from os.path import *", ["Size", "Words", "count", "spare"]),
+        ("def __getattr__(name): return 1", ["Size", "Words", "__getattr__", "count", "spare"]),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING: import os", []),
+        ("try:\n    import nothing\nexcept ImportError:\n    nothing = None", ["*always", "nothing"]),
+    ],
+)  # fmt: skip
+def test_statements_with_effects_count_where_the_module_is_imported_at_all(
+    repository: Path, statement: str, names: list[str]
+) -> None:
+    path = repository / "pipeline/text/words.py"
+    path.write_text(f"{path.read_text()}\n{statement}\n")
+    assert reached(repository).get("pipeline.text.words", []) == names
+
+
+def test_globals_takes_the_module_and_a_file_that_is_started_by_its_place_comes_whole(repository: Path) -> None:
+    words, stage = repository / "pipeline/text/words.py", repository / "stages/tools.py"
+    stage.write_text("from pipeline.text import words\n\nwords.count(1)\n")
+    assert reached(repository)["pipeline.text.words"] == ["count"]
+    words.write_text(words.read_text().replace("def count(x): return x", "def count(x): return globals()[x]"))
+    assert reached(repository)["pipeline.text.words"] == ["Size", "Words", "count", "spare"]
+    words.write_text('def count(x): return __file__.replace("words.py", "child.py")\n')
+    (repository / "pipeline/text/child.py").write_text('def work(): pass\n\nif __name__ == "__main__":\n    work()\n')
+    assert reached(repository)["pipeline.text.child"] == ["*main", "work"]
+    words.write_text("import sys\n\ndef count(x): sys.path.insert(0, __file__)\n")
+    assert {"pipeline.text.child", "pipeline.text.chat"} <= reached(repository).keys()
 
 
 def test_a_template_beside_a_module_counts(repository: Path) -> None:
-    before = codehash.closure(repository, "tools")
+    before = closure(repository)
     (repository / "pipeline/text/card.html").write_text("<p>")
-    assert codehash.closure(repository, "tools") != before
+    assert closure(repository) != before
 
 
 def test_what_was_read_is_remembered_and_a_damaged_memory_is_read_anew(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = codehash.closure(repository, "tools")
+    first = closure(repository)
     memory = repository / ".work/code.json"
-    known = json.loads(memory.read_text())
-    assert len(known) == len(set(first.values()))  # empty files are one
+    assert json.loads(memory.read_text())
     with monkeypatch.context() as patched:
         patched.setattr(codehash.ast, "parse", lambda *_: pytest.fail("parsed again"))
-        assert codehash.closure(repository, "tools") == first
-    (repository / "stages/tools.py").write_text("from pipeline.serve import api\n")
-    assert "pipeline.serve.api" in codehash.closure(repository, "tools")
+        assert closure(repository) == first
+    (repository / "stages/tools.py").write_text("from pipeline.serve import api\n\napi.PORT\n")
+    assert "pipeline.serve.api" in closure(repository)
     memory.write_text(memory.read_text()[:50])
-    assert "pipeline.serve.api" in codehash.closure(repository, "tools")
+    assert "pipeline.serve.api" in closure(repository)
     assert json.loads(memory.read_text())
 
 
@@ -97,3 +239,72 @@ def test_every_stage_has_its_out_in_dvc_yaml(in_repository: Path) -> None:
     outs = yaml.safe_load(Path("dvc.yaml").read_text())["stages"]["code_versions"]["outs"]
     named = {Path(next(iter(out))).stem for out in outs}
     assert named == {p.stem for p in Path("stages").glob("*.py")} - {"__init__"}
+
+
+# -- our own code -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
+    return copied(tmp_path)
+
+
+def hashes(root: Path) -> dict[str, dict[str, tuple[str, list[str]]]]:
+    return codehash.closures(root, STAGES)
+
+
+def rerun(root: Path, before: dict[str, dict[str, tuple[str, list[str]]]]) -> set[str]:
+    return {stage for stage, now in hashes(root).items() if now != before[stage]}
+
+
+def test_a_change_of_a_definition_reaches_the_stages_that_hold_it_and_no_other(own: Path) -> None:
+    """A sample of all functions and classes: a statement is added to one, and the hashes of the stages that reach it change."""
+    before, draw = hashes(own), random.Random(0)
+    every = [(path, node) for path in sorted((own / "pipeline").rglob("*.py")) for node in ast.parse(path.read_text()).body
+             if isinstance(node, ast.FunctionDef | ast.ClassDef)]  # fmt: skip
+    outside = 0
+    for path, node in draw.sample(every, 12):
+        module = ".".join(path.relative_to(own).with_suffix("").parts)
+        text = path.read_text()
+        lines = text.splitlines(keepends=True)
+        last = node.body[-1]
+        first_line = min(part.lineno for part in (last, *getattr(last, "decorator_list", [])))
+        lines.insert(first_line - 1, f"{' ' * last.col_offset}Ellipsis\n")
+        path.write_text("".join(lines))
+        held = {stage for stage, found in before.items() if node.name in found.get(module, ("", []))[1]}
+        assert rerun(own, before) == held, f"{module}.{node.name}"
+        path.write_text(text)
+        outside += not held
+    assert 0 < outside < 12
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text, f"{path} does not hold {old!r}"
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_a_new_pair_loss_reruns_the_stages_that_learn_from_pairs(own: Path) -> None:
+    before = hashes(own)
+    path = own / "pipeline/learning/objectives_pairs.py"
+    edit(
+        path,
+        "\n\nLOSSES: dict",
+        "\n\ndef _mine(ratios: object, config: object) -> object:\n    return ratios\n\n\nLOSSES: dict",
+    )
+    assert rerun(own, before) == set(), "nothing names it yet"
+    edit(path, "] = {\n", '] = {\n    "mine": _mine,\n')
+    assert rerun(own, before) == {"dpo"}
+
+
+def test_the_loop_reruns_all_that_trains_and_the_server_and_the_doctor_nothing(own: Path) -> None:
+    before = hashes(own)
+    edit(own / "pipeline/serve/engine.py", "return None", "return 0")
+    edit(own / "pipeline/doctor.py", "return None", "return 0")
+    edit(own / "pipeline/running.py", "return None, overrides", "return '', overrides")
+    assert rerun(own, before) == set()
+    edit(own / "pipeline/report/card.py", "card.html", "another.html")
+    assert rerun(own, before) == {"report"}
+    edit(own / "pipeline/learning/fit.py", "        gates.causal(self.plain)\n", "")
+    assert rerun(own, before) == TRAIN | {"report"}

@@ -3,6 +3,7 @@
 One repository is built once; each test leaves it as it found it. What a clone gets of it is in test_remotes.py.
 """
 
+import ast
 import json
 import os
 import random
@@ -11,11 +12,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import httpx
 import pytest
 
+from pipeline import codehash
 from pipeline.evaluation import purposes
 from tests import checkpoints
 from tests.graph import Repository, copy_of_built, ran
@@ -56,6 +59,25 @@ def repository(built: Repository) -> Iterator[Repository]:
     built.git("checkout", "-q", ".")
     built.dvc("checkout", "-q", "--force")
     assert built.changed() == set()
+
+
+def test_every_function_that_a_stage_ran_is_covered_by_its_hash(built: Repository) -> None:
+    """What tests/traced wrote down while the graph was built, in all processes, against what codehash reaches."""
+    missing, count = set(), 0
+    reached = codehash.closures(built.folder, sorted(path.stem for path in (built.folder / "stages").glob("*.py") if path.stem != "__init__"))  # fmt: skip
+    statements = cache(lambda file: ast.parse((built.folder / file).read_text()).body)
+    for line in {line for one in (built.folder.parent / "ran").iterdir() for line in one.read_text().splitlines()}:
+        stage, file, number = line.split("\t")
+        module = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        for statement in statements(file):
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                first = min(part.lineno for part in (statement, *statement.decorator_list))
+                if first <= int(number) <= (statement.end_lineno or first):
+                    count += 1
+                    if statement.name not in reached[stage].get(module, ("", []))[1]:
+                        missing.add(f"{stage}: {module}.{statement.name}")
+    assert not missing, "\n".join(sorted(missing))
+    assert count > 5000
 
 
 def test_a_second_repro_runs_nothing_and_git_sees_no_artefact(repository: Repository) -> None:

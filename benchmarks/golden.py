@@ -1,0 +1,123 @@
+"""A golden record: sha256 of everything the graph makes, so that a refactor can show that it changed no bit.
+
+    python benchmarks/golden.py record REPOSITORY OUT.json           of a built repository, with what its server answers
+    python benchmarks/golden.py demo REPOSITORY OUT.json             of four stages after 50 steps at demo scale, in a copy
+    python benchmarks/golden.py compare BEFORE.json AFTER.json       exit code 1 where they differ; names what does
+
+Hashes of code, keys of runs and times are left out of JSON files, and files that list other files' hashes (SHA256SUMS) with them:
+those are meant to change where code moves.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.server import serving
+
+FOLDERS = ("data/raw", "data/tokens", "data/tokenizer", "data/dialogues", "data/problems", "data/preferences", "data/facts",
+           "models", "metrics")  # fmt: skip
+LEFT_OUT = {"lineage", "versions", "code", "key"}
+LISTS = ("SHA256SUMS", "lineage.json", "README.md")
+STAGES = ("language", "tools", "dpo", "grpo")
+STEPS = 50
+QUESTIONS = (
+    {"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 48, "temperature": 0},
+    {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 48, "temperature": 0.8, "seed": 7},
+)  # fmt: skip
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description="what a graph made, as hashes")
+    parser.add_argument("what", choices=("record", "demo", "compare"))
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    asked = parser.parse_args()
+    if asked.what == "compare":
+        return compare(json.loads(asked.first.read_text()), json.loads(asked.second.read_text()))
+    found = record(asked.first) | answers(asked.first) if asked.what == "record" else demo(asked.first)
+    asked.second.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    print(f"{len(found)} hashes in {asked.second}")
+    return 0
+
+
+def record(repository: Path, folders: tuple[str, ...] = FOLDERS) -> dict[str, str]:
+    """path -> sha256 of what it holds."""
+    files = [path for name in folders for path in sorted((repository / name).rglob("*")) if path.is_file()]
+    files = [path for path in files if path.name not in LISTS and not path.name.startswith(".")]
+    return {str(path.relative_to(repository)): digest(path) for path in files}
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file; of JSON without what names code and runs."""
+    if path.suffix == ".json":
+        return hashlib.sha256(json.dumps(without(json.loads(path.read_text())), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def without(value: Any) -> Any:
+    """JSON without the keys of LEFT_OUT."""
+    if isinstance(value, dict):
+        return {key: without(inner) for key, inner in value.items() if key not in LEFT_OUT}
+    return [without(inner) for inner in value] if isinstance(value, list) else value
+
+
+def answers(repository: Path) -> dict[str, str]:
+    """What the server of three models answers to fixed requests."""
+    models = [repository / "models" / name for name in ("tools", "rlhf", "diffusion")]
+    found = {}
+    with (
+        tempfile.NamedTemporaryFile() as log,
+        serving(models, log=Path(log.name), environment={"PYTHONPATH": ""}, folder=repository) as server,
+    ):
+        for model in models:
+            for number, question in enumerate(QUESTIONS):
+                answer = httpx.post(
+                    f"{server.url}/v1/chat/completions", json=question | {"model": model.name}, timeout=120
+                )
+                text = json.dumps(answer.raise_for_status().json()["choices"], sort_keys=True)
+                found[f"answer {number} of {model.name}"] = hashlib.sha256(text.encode()).hexdigest()
+    return found
+
+
+def demo(repository: Path) -> dict[str, str]:
+    """The weights and curves of STAGES after STEPS steps, from what a built demo repository holds."""
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder:
+        copy = Path(folder) / "repository"
+        shutil.copytree(
+            repository, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "cache", ".work")
+        )
+        for stage in STAGES:
+            steps = "iterations" if stage == "grpo" else "steps"
+            command = [sys.executable, "-m", f"stages.{stage}", f"{stage}.{steps}={STEPS}"]
+            subprocess.run(command, cwd=copy, env=alone(), check=True)
+        folders = tuple(f"models/{stage}" for stage in STAGES)
+        found = {f"{STEPS} steps: {name}": value for name, value in record(copy, folders).items()}
+        return found | {f"{STEPS} steps: {stage}.csv": digest(copy / f"metrics/{stage}.csv") for stage in STAGES}
+
+
+def alone() -> dict[str, str]:
+    """An environment in which the repository's own code runs, with one thread and without MLflow."""
+    return os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "STAGECOACH_MLFLOW": "off"}
+
+
+def compare(before: dict[str, str], after: dict[str, str]) -> int:
+    """Print what differs."""
+    lines = [f"{'gone' if name not in after else 'new' if name not in before else 'other'}: {name}"
+             for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]  # fmt: skip
+    print("\n".join(lines) or f"equal: {len(before)} hashes")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
