@@ -29,9 +29,9 @@ TRAIN = {
 FILES = {
     "pipeline/__init__.py": "",
     "pipeline/work.py": "import os\n",
-    "pipeline/text/__init__.py": "from pipeline.text.chat import render\n",
-    "pipeline/text/chat.py": """
-from pipeline.text import words
+    "pipeline/letters/__init__.py": "from pipeline.letters.chat import render\n",
+    "pipeline/letters/chat.py": """
+from pipeline.letters import words
 
 STOP = "x"
 START = "y"
@@ -50,7 +50,7 @@ class Turn:
     def first(self): return 1
     def second(self): return words.count
 """,
-    "pipeline/text/words.py": """
+    "pipeline/letters/words.py": """
 class Words: pass
 class Size: pass
 def count(x): return x
@@ -60,13 +60,13 @@ def spare(x): return x
     "pipeline/serve/api.py": "PORT = 1\n",
     "stages/__init__.py": "",
     "stages/tools.py": '''"""Doc."""
-from pipeline import text
-from pipeline.text import chat
+from pipeline import letters
+from pipeline.letters import chat
 from pipeline.work import os
 
 def f(x):
     """D."""
-    return text.render(x)
+    return letters.render(x)
 
 if __name__ == "__main__":
     f("a")
@@ -111,7 +111,7 @@ def changed(repository: Path, name: str, old: str, new: str) -> list[str]:
 def test_what_is_reached_is_what_the_stage_uses_also_through_another_module(repository: Path) -> None:
     assert reached(repository) == {
         "stages.tools": ["*main", "f"],
-        "pipeline.text.chat": ["STOP", "_mark", "render"],
+        "pipeline.letters.chat": ["STOP", "_mark", "render"],
     }
 
 
@@ -120,13 +120,13 @@ def test_what_is_reached_is_what_the_stage_uses_also_through_another_module(repo
     [
         ("stages/tools.py", '"""Doc."""', '"""Other."""  # a comment'),
         ("stages/tools.py", '"""D."""', '"""Longer."""'),
-        ("stages/tools.py", "return text.render(x)", "return text.render(\n        x)"),
+        ("stages/tools.py", "return letters.render(x)", "return letters.render(\n        x)"),
         ("pipeline/work.py", "import os", "import os\nKEEP = 5"),
         ("pipeline/serve/api.py", "1", "2"),
-        ("pipeline/text/chat.py", "return START", "return 5"),
-        ("pipeline/text/chat.py", 'START = "y"', 'START = "z"'),
-        ("pipeline/text/words.py", "def count(x): return x", "def count(x): return 7"),
-        ("pipeline/text/chat.py", "def other", "def another(text):\n    return text\n\ndef other"),
+        ("pipeline/letters/chat.py", "return START", "return 5"),
+        ("pipeline/letters/chat.py", 'START = "y"', 'START = "z"'),
+        ("pipeline/letters/words.py", "def count(x): return x", "def count(x): return 7"),
+        ("pipeline/letters/chat.py", "def other", "def another(text):\n    return text\n\ndef other"),
     ],
 )
 def test_comments_docstrings_layout_the_server_and_what_is_not_reached_change_nothing(
@@ -145,7 +145,7 @@ def test_comments_docstrings_layout_the_server_and_what_is_not_reached_change_no
     ],
 )
 def test_what_is_reached_changes_its_modules_line_alone(repository: Path, old: str, new: str) -> None:
-    assert changed(repository, "pipeline/text/chat.py", old, new) == ["pipeline.text.chat"]
+    assert changed(repository, "pipeline/letters/chat.py", old, new) == ["pipeline.letters.chat"]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_what_is_reached_changes_its_modules_line_alone(repository: Path, old: s
         ("return chat.Turn()", ["Turn"]),  # a class counts whole: the type of its field, and what its methods use
         ("return [words for words in x]", []),  # a local name hides the module's
         ("chat = x; return chat.Turn", []),
-        ("from pipeline.text.chat import other as another; return another(x)", ["START", "other"]),
-        ("import pipeline.text.chat as c; return c.other(x)", ["START", "other"]),
+        ("from pipeline.letters.chat import other as another; return another(x)", ["START", "other"]),
+        ("import pipeline.letters.chat as c; return c.other(x)", ["START", "other"]),
         ("return getattr(chat, x)", ["START", "STOP", "Turn", "_mark", "other", "render"]),
         ("return chat.what_nobody_defines", ["START", "STOP", "Turn", "_mark", "other", "render"]),
         ("return lambda chat: chat.other", []),
@@ -164,10 +164,10 @@ def test_what_is_reached_changes_its_modules_line_alone(repository: Path, old: s
     ],
 )
 def test_names_are_followed_as_python_does(repository: Path, statement: str, names: list[str]) -> None:
-    changed(repository, "stages/tools.py", "return text.render(x)", statement)
+    changed(repository, "stages/tools.py", "return letters.render(x)", statement)
     found = reached(repository)
-    assert found.get("pipeline.text.chat", []) == names
-    assert found.get("pipeline.text.words", []) == (["Size", "count"] if "Turn" in names else [])
+    assert found.get("pipeline.letters.chat", []) == names
+    assert found.get("pipeline.letters.words", []) == (["Size", "count"] if "Turn" in names else [])
 
 
 @pytest.mark.parametrize(
@@ -188,27 +188,27 @@ def test_names_are_followed_as_python_does(repository: Path, statement: str, nam
 def test_statements_with_effects_count_where_the_module_is_imported_at_all(
     repository: Path, statement: str, names: list[str]
 ) -> None:
-    path = repository / "pipeline/text/words.py"
+    path = repository / "pipeline/letters/words.py"
     path.write_text(f"{path.read_text()}\n{statement}\n")
-    assert reached(repository).get("pipeline.text.words", []) == names
+    assert reached(repository).get("pipeline.letters.words", []) == names
 
 
 def test_globals_takes_the_module_and_a_file_that_is_started_by_its_place_comes_whole(repository: Path) -> None:
-    words, stage = repository / "pipeline/text/words.py", repository / "stages/tools.py"
-    stage.write_text("from pipeline.text import words\n\nwords.count(1)\n")
-    assert reached(repository)["pipeline.text.words"] == ["count"]
+    words, stage = repository / "pipeline/letters/words.py", repository / "stages/tools.py"
+    stage.write_text("from pipeline.letters import words\n\nwords.count(1)\n")
+    assert reached(repository)["pipeline.letters.words"] == ["count"]
     words.write_text(words.read_text().replace("def count(x): return x", "def count(x): return globals()[x]"))
-    assert reached(repository)["pipeline.text.words"] == ["Size", "Words", "count", "spare"]
+    assert reached(repository)["pipeline.letters.words"] == ["Size", "Words", "count", "spare"]
     words.write_text('def count(x): return __file__.replace("words.py", "child.py")\n')
-    (repository / "pipeline/text/child.py").write_text('def work(): pass\n\nif __name__ == "__main__":\n    work()\n')
-    assert reached(repository)["pipeline.text.child"] == ["*main", "work"]
+    (repository / "pipeline/letters/child.py").write_text('def work(): pass\n\nif __name__ == "__main__":\n    work()\n')
+    assert reached(repository)["pipeline.letters.child"] == ["*main", "work"]
     words.write_text("import sys\n\ndef count(x): sys.path.insert(0, __file__)\n")
-    assert {"pipeline.text.child", "pipeline.text.chat"} <= reached(repository).keys()
+    assert {"pipeline.letters.child", "pipeline.letters.chat"} <= reached(repository).keys()
 
 
 def test_a_template_beside_a_module_counts(repository: Path) -> None:
     before = closure(repository)
-    (repository / "pipeline/text/card.html").write_text("<p>")
+    (repository / "pipeline/letters/card.html").write_text("<p>")
     assert closure(repository) != before
 
 
