@@ -17,13 +17,13 @@ export PYTHONUNBUFFERED := 1
 .PHONY: run all test test-all test-extras check setup update serve chat report compare experiments doctor clients clean
 
 run: setup
-	@python -m pipeline.params
-	@python -m pipeline.launch $(if $(JOBS),-j $(JOBS)) spine
+	@python -m pipeline.run.config
+	@python -m pipeline.tools.launch $(if $(JOBS),-j $(JOBS)) spine
 	@python -m pipeline.report.table
 
 all: setup
-	@python -m pipeline.params
-	@python -m pipeline.launch $(if $(JOBS),-j $(JOBS))
+	@python -m pipeline.run.config
+	@python -m pipeline.tools.launch $(if $(JOBS),-j $(JOBS))
 	@python -m pipeline.report.table
 
 setup: $(READY)
@@ -99,7 +99,7 @@ experiments: setup
 	@dvc exp show --only-changed --drop '.*(seconds|tokens)$$'
 
 doctor: setup
-	@python -m pipeline.doctor
+	@python -m pipeline.tools.doctor
 
 # An environment each: litellm pins openai below 3, and openai and ai want a newer Node than most systems have
 CLIENTS := .work/clients

@@ -37,7 +37,7 @@ import psutil
 
 from benchmarks.attacker import ASK, ATTACK, OTHER, Heard, post, send
 from benchmarks.odd_requests import Maker, Odd
-from pipeline import denoisers
+from pipeline.diffusion import files
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import Running, random_model, save_models, serving
 
@@ -61,7 +61,7 @@ def server(folder: Path) -> Iterator[Running]:
     """Untrained models behind two keys; a rate that the answers of models this small, 270 a second, do not reach."""
     tokenizer = Tokenizer.train(iter(SENTENCES), 320)
     models = save_models(folder, tokenizer)
-    denoisers.save(folder / "masked", denoisers.from_causal(random_model(tokenizer), tokenizer), tokenizer, {})
+    files.save(folder / "masked", files.from_causal(random_model(tokenizer), tokenizer), tokenizer, {})
     (folder / "keys").write_text(f"{KEY}\n{OTHER}\n")
     options = (
         "--api-key-file",

@@ -19,14 +19,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from pipeline import checkpoint  # noqa: E402
-from pipeline.generation.constrain import Grammars, reply  # noqa: E402
-from pipeline.generation.noise import uniforms  # noqa: E402
-from pipeline.generation.sampling import Decoder, Sampling, choose  # noqa: E402
-from pipeline.generation.schemas import SchemaError, mistake  # noqa: E402
-from pipeline.text import chat  # noqa: E402
+from pipeline.generation.constrain import Grammars, reply
+from pipeline.generation.sampling import Decoder, Sampling, choose, uniforms
+from pipeline.generation.schemas import SchemaError, mistake
+from pipeline.model import checkpoint
+from pipeline.text import chat
 
 
 def questions(path: Path) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:

@@ -23,8 +23,8 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.synthesis.drills import made_up  # noqa: E402
-from tests.graph import Repository  # noqa: E402
+from pipeline.synthetic.drills import made_up
+from tests.graph import Repository
 
 STAGES = (["corpus"], ["tokenizer"], ["encode", "text"])
 WORDS, DOCUMENT, FILE = 30_000, 300, 100_000_000  # vocabulary, words of a document, bytes of a file

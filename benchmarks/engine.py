@@ -22,15 +22,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
+import psutil
+import torch
 
-from pipeline import checkpoint, device  # noqa: E402
-from pipeline.export.quantize import for_serving  # noqa: E402
-from pipeline.generation.sampling import Sampling  # noqa: E402
-from pipeline.model.config import ModelConfig  # noqa: E402
-from pipeline.model.transformer import Transformer  # noqa: E402
-from pipeline.serve.engine import Engine, Event, Request, Said  # noqa: E402
+from pipeline.export.inference import for_serving
+from pipeline.generation.sampling import Sampling
+from pipeline.model import checkpoint
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Transformer
+from pipeline.run import device
+from pipeline.serve.engine import Engine, Event, Said
+from pipeline.serve.engine import GenerationRequest as Request
 
 SHAPE = ModelConfig(
     vocab_size=8192, width=768, layers=12, heads=12, kv_heads=4, head_dim=64, d_ff=2048, max_context=2048, rope_theta=1e4, tied=True

@@ -29,17 +29,17 @@ from typing import Any, Protocol
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import numpy as np
+import torch
+from torch import Tensor
 
-from pipeline.errors import StagecoachError  # noqa: E402
-from pipeline.export import gguf, huggingface, onnx, parity  # noqa: E402
-from pipeline.model.heads import RewardModel  # noqa: E402
-from pipeline.model.transformer import Transformer  # noqa: E402
-from pipeline.text import chat  # noqa: E402
-from pipeline.text.tokenizer import Tokenizer  # noqa: E402
-from tests import probes  # noqa: E402
+from pipeline.export import gguf, huggingface, onnx, parity
+from pipeline.model.heads import RewardModel
+from pipeline.model.transformer import Transformer
+from pipeline.run.errors import StagecoachError
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
+from tests import probes
 
 NOT_TRIED = ("vLLM", "MLX", "Ollama")  # of these three the card has a command; nothing here runs them
 HEADINGS = ("program", "tokens", "templates", "largest difference", "mean divergence", "perplexity", "greedy")

@@ -25,7 +25,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.train_speed import SIZES, WARMUP, Side  # noqa: E402
+from benchmarks.train_speed import SIZES, WARMUP, Side
 
 SHAPE = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true", "RANK": "0", "LOCAL_RANK": "0",
@@ -66,8 +66,8 @@ def started(arm: str, spec: dict[str, Any], environment: dict[str, str]) -> Iter
 
 def row(model: str, setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One setting of one model."""
-    from pipeline import device
     from pipeline.model.config import ModelConfig
+    from pipeline.run import device
 
     arm, runtime, environment = SETTINGS[setting]
     shape: dict[str, Any] = dict(shape_of(model))
@@ -107,7 +107,7 @@ def main(given: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--anyway", action="store_true", help="without a GPU; nothing is written")
     arguments = parser.parse_args(given)
-    from pipeline import device
+    from pipeline.run import device
 
     hardware = device.hardware("bf16")
     if hardware.device.type != "cuda" and not arguments.anyway:

@@ -32,17 +32,17 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.ngram import Ngram  # noqa: E402
-from pipeline.device import generator  # noqa: E402
-from pipeline.errors import DataError, ModelError, StagecoachError  # noqa: E402
-from pipeline.evaluation.intervals import Interval, ratio  # noqa: E402
-from pipeline.evaluation.suites import Settings  # noqa: E402
-from pipeline.params import Settings as Written  # noqa: E402
-from pipeline.params import stage_params  # noqa: E402
-from pipeline.streams.corpus import read_meta  # noqa: E402
-from pipeline.text.tokenizer import Tokenizer  # noqa: E402
-from pipeline.tracking import write_json  # noqa: E402
-from stages.evaluate import held_out, split_texts  # noqa: E402
+from benchmarks.ngram import Ngram
+from pipeline.batches.corpus import read_meta
+from pipeline.evaluation.intervals import Interval, ratio
+from pipeline.evaluation.suites import Settings
+from pipeline.run.config import Settings as Written
+from pipeline.run.config import stage_params
+from pipeline.run.device import generator
+from pipeline.run.errors import DataError, ModelError, StagecoachError
+from pipeline.run.tracking import write_json
+from pipeline.text.tokenizer import Tokenizer
+from stages.evaluate import held_out, split_texts
 
 ORDER = 5
 SMALLEST_DICTIONARY = 4096  # that LZMA2 takes, bytes

@@ -22,23 +22,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from pipeline import denoisers, device  # noqa: E402
-from pipeline.evaluation import canvases, code, suites  # noqa: E402
-from pipeline.evaluation.canvases import CanvasSettings, CanvasSubject  # noqa: E402
-from pipeline.evaluation.intervals import paired_difference  # noqa: E402
-from pipeline.generation.denoising import Denoising  # noqa: E402
-from pipeline.sandbox.judge import Judge, SandboxConfig  # noqa: E402
-from pipeline.streams.records import Problem, read  # noqa: E402
-from pipeline.work import write_atomically  # noqa: E402
+from pipeline.diffusion import files, measure
+from pipeline.diffusion.measure import CanvasSettings, CanvasSubject
+from pipeline.diffusion.sampling import Denoising
+from pipeline.evaluation import code, suites
+from pipeline.evaluation.intervals import paired_difference
+from pipeline.ingest.records import Problem, read
+from pipeline.run import device
+from pipeline.run.workdir import write_atomically
+from pipeline.sandbox.judge import Judge, SandboxConfig
 
 SAMPLES, LOW, HIGH = 16, 0.2, 0.8
 
 
 def subject(folder: Path, arguments: argparse.Namespace) -> CanvasSubject:
     """A model to be asked."""
-    model, tokenizer = denoisers.load(folder)
+    model, tokenizer = files.load(folder)
     settings = suites.Settings(documents=1, stories=1, problems=arguments.problems, samples=1, dialogues=1, gaps=1, max_new_tokens=1,
                                story_tokens=1, temperature=arguments.temperature, top_p=arguments.top_p, context=512, bootstrap=10_000)  # fmt: skip
     canvas = CanvasSettings(
@@ -137,7 +138,7 @@ def main() -> None:
     began = time.perf_counter()
     with Judge(SandboxConfig(), 1, url=None) as judge, device.hardware().autocast():
         if arguments.command == "quality":
-            found: dict[str, Any] = canvases.quality(subject(arguments.model, arguments), problems, judge).numbers
+            found: dict[str, Any] = measure.quality(subject(arguments.model, arguments), problems, judge).numbers
         else:
             found = gain(arguments, problems, judge)
     settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "samples")}

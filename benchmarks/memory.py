@@ -27,29 +27,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.product_keys import ProductKeys, ProductKeysConfig  # noqa: E402
-from pipeline import checkpoint, device  # noqa: E402
-from pipeline.evaluation import recall  # noqa: E402
-from pipeline.evaluation.intervals import paired_difference  # noqa: E402
-from pipeline.learning import footprint, remembering  # noqa: E402
-from pipeline.learning import memory_use as use  # noqa: E402
-from pipeline.learning.fit import fit  # noqa: E402
-from pipeline.learning.objectives_memory import Choices  # noqa: E402
-from pipeline.learning.protocols import Watchers  # noqa: E402
-from pipeline.model import lora, memory_files  # noqa: E402
-from pipeline.model.config import ModelConfig  # noqa: E402
-from pipeline.model.lora import AdapterConfig  # noqa: E402
-from pipeline.model.memory import Memory, Reading  # noqa: E402
-from pipeline.model.memory_config import MemoryConfig  # noqa: E402
-from pipeline.model.transformer import Transformer  # noqa: E402
-from pipeline.model.wider import WiderConfig  # noqa: E402
-from pipeline.params import Settings, resolve  # noqa: E402
-from pipeline.text.tokenizer import Tokenizer  # noqa: E402
-from pipeline.tracking import Tracker, write_json  # noqa: E402
-from pipeline.work import Job, StopRequest  # noqa: E402
-from stages import memory as stage  # noqa: E402
+from benchmarks.product_keys import ProductKeys, ProductKeysConfig
+from pipeline.evaluation.intervals import paired_difference
+from pipeline.learning import footprint
+from pipeline.learning.fit import Watchers, fit
+from pipeline.memory import files, measure, training
+from pipeline.memory.baseline import WiderConfig
+from pipeline.memory.config import MemoryConfig
+from pipeline.memory.losses import Choices
+from pipeline.memory.model import Memory, Reading
+from pipeline.model import checkpoint, lora
+from pipeline.model.config import ModelConfig
+from pipeline.model.lora import AdapterConfig
+from pipeline.model.transformer import Transformer
+from pipeline.run import device
+from pipeline.run.config import Settings, resolve
+from pipeline.run.tracking import Tracker, write_json
+from pipeline.run.workdir import Job, StopRequest
+from pipeline.text.tokenizer import Tokenizer
+from stages import memory as stage
 
 MOST_LOST = 0.01  # of the bits per byte of code
 RATES = {"muon": (3e-3, 6e-3, 1.2e-2), "adamw": (1.5e-3, 3e-3, 6e-3)}
@@ -161,9 +159,9 @@ def attached(model: Transformer, one: Contender, seed: int) -> None:
         model.requires_grad_(False)
         model.memory = ProductKeys(one.config, model.config, generator)
     elif not isinstance(one.config, AdapterConfig):
-        memory_files.attach(model, one.config, generator)
+        files.attach(model, one.config, generator)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name or name.startswith(memory_files.PREFIX))
+        parameter.requires_grad_("lora_" in name or name.startswith(files.PREFIX))
 
 
 @dataclass
@@ -215,9 +213,9 @@ class Workshop:
             )
             choices = Choices()
             loss = (
-                partial(remembering.memory_loss, choices=choices, weights=self.params.router)
+                partial(training.memory_loss, choices=choices, weights=self.params.router)
                 if isinstance(one.config, MemoryConfig)
-                else remembering.plain_loss
+                else training.plain_loss
             )
             fit(model, stream.both, loss, config, job, watchers=Watchers(micro=choices.begin, gradients_at=1))
         found = measured(model, tokenizer, stream.code, self.data / "facts", self.params.questions)
@@ -232,13 +230,13 @@ def measured(model: Transformer, tokenizer: Tokenizer, code: Iterable[Any], fact
     """Which questions of each split are answered rightly, and bits per byte of code."""
     model.train(False)
     found: dict[str, Any] = {
-        kind: recall.recall(model, tokenizer, recall.questions(facts / f"{kind}.jsonl", tokenizer, most)).right.astype(int).tolist()
+        kind: measure.recall(model, tokenizer, measure.questions(facts / f"{kind}.jsonl", tokenizer, most)).right.astype(int).tolist()
         for kind in ("val", "test", "control")
     }  # fmt: skip
-    known = recall.questions(facts / "train.jsonl", tokenizer, 10**6)[:: max(1, 1536 // most)]
-    found["trained_wordings"] = float(recall.recall(model, tokenizer, known).right.mean())
+    known = measure.questions(facts / "train.jsonl", tokenizer, 10**6)[:: max(1, 1536 // most)]
+    found["trained_wordings"] = float(measure.recall(model, tokenizer, known).right.mean())
     with torch.no_grad():
-        found["code_bpb"] = use.bits_per_byte(model, list(code), lambda batch: Reading(trained=batch.targets >= 0))
+        found["code_bpb"] = training.bits_per_byte(model, list(code), lambda batch: Reading(trained=batch.targets >= 0))
     return found
 
 

@@ -30,18 +30,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-from benchmarks.engine import SHORT, Answer, ours, random_ids, served, told, weights  # noqa: E402
-from pipeline import checkpoint, device  # noqa: E402
-from pipeline.errors import StagecoachError  # noqa: E402
-from pipeline.export import gguf, huggingface, onnx  # noqa: E402
-from pipeline.model.config import ModelConfig  # noqa: E402
-from pipeline.model.transformer import Transformer  # noqa: E402
-from pipeline.serve.engine import Engine  # noqa: E402
-from pipeline.serve.onnx_engine import Export  # noqa: E402
-from pipeline.text.tokenizer import Tokenizer  # noqa: E402
+from benchmarks.engine import SHORT, Answer, ours, random_ids, served, told, weights
+from pipeline.export import gguf, huggingface, onnx
+from pipeline.model import checkpoint
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Transformer
+from pipeline.run import device
+from pipeline.run.errors import StagecoachError
+from pipeline.serve.engine import Engine
+from pipeline.serve.onnx_engine import Export
+from pipeline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

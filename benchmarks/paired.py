@@ -17,18 +17,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from pipeline import checkpoint  # noqa: E402
-from pipeline.device import generator, keep_freed_memory  # noqa: E402
-from pipeline.errors import InputError  # noqa: E402
-from pipeline.evaluation.intervals import paired_difference  # noqa: E402
-from pipeline.generation.sampling import Sampling, sampler  # noqa: E402
-from pipeline.reinforcement import answers  # noqa: E402
-from pipeline.reinforcement.rewards import judged  # noqa: E402
-from pipeline.report.differences import FEWEST  # noqa: E402
-from pipeline.sandbox.judge import Judge, SandboxConfig  # noqa: E402
-from pipeline.streams.records import Problem, read  # noqa: E402
+from pipeline.evaluation.intervals import paired_difference
+from pipeline.generation.sampling import Sampling, sampler
+from pipeline.ingest.records import Problem, read
+from pipeline.model import checkpoint
+from pipeline.report.claims import FEWEST
+from pipeline.rl import answers
+from pipeline.rl.rewards import judged
+from pipeline.run.device import generator, keep_freed_memory
+from pipeline.run.errors import InputError
+from pipeline.sandbox.judge import Judge, SandboxConfig
 
 
 def shares(

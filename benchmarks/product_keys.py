@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.memory.model import Reading, Reads
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Linear, RMSNorm
-from pipeline.model.memory import Reading, Reads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,9 +86,9 @@ def stamped(cls: type, name: str, stamps: list[float]) -> None:
 
 def ours(method: str, steps: int) -> list[float]:
     """Run the stage in the working directory; when it drew its batches."""
-    from pipeline.reinforcement.rollout import RolloutStream
-    from pipeline.streams.packed import PackedStream
-    from pipeline.streams.preferences import PairStream
+    from pipeline.batches.packing import PackedStream
+    from pipeline.batches.pairs import PairStream
+    from pipeline.rl.rollout import RolloutStream
 
     stamps: list[float] = []
     for cls in (RolloutStream, PackedStream, PairStream):

@@ -21,12 +21,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from pipeline import checkpoint, device  # noqa: E402
-from pipeline.generation.sampling import Sampling, generate  # noqa: E402
-from pipeline.streams.records import Problem, read  # noqa: E402
-from pipeline.text import chat  # noqa: E402
+from pipeline.generation.sampling import Sampling, generate
+from pipeline.ingest.records import Problem, read
+from pipeline.model import checkpoint
+from pipeline.run import device
+from pipeline.text import chat
 
 
 def prompts_of(arguments: argparse.Namespace) -> tuple[list[list[int]], int]:

@@ -27,9 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import httpx  # noqa: E402
+import httpx
 
-from pipeline.sandbox.judge import Judge, Program, SandboxConfig  # noqa: E402
+from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 
 BLOCKS = 8
 SOURCE = "def add(a, b):\n    return a + b\n"

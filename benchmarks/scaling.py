@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.train_speed import SIZES, Side, anonymous_peak, started  # noqa: E402
+from benchmarks.train_speed import SIZES, Side, anonymous_peak, started
 
 MODELS: dict[str, dict[str, int]] = {
     "1M": {"vocab_size": 4096, "width": 128, "layers": 3, "heads": 2, "kv_heads": 2, "head_dim": 64, "d_ff": 320},
@@ -62,7 +62,7 @@ def spec_of(size: dict[str, int], rows: int, context: int, precision: str) -> Ro
 
 def trained(spec: Row, steps: int, rounds: int) -> Row:
     """A model's speed by the clock and by CPU time (medians of the rounds), and the most that its process held."""
-    from pipeline import device
+    from pipeline.run import device
 
     where = device.hardware().device
     with started(["ours"], spec, None) as (side,):
@@ -84,8 +84,8 @@ def model_of(spec: Row) -> Any:
 
 def planned(spec: Row, processes: int = 1, *, sharded: bool = False) -> int:
     """Bytes of one process by the plan."""
-    from pipeline import device
     from pipeline.learning import footprint
+    from pipeline.run import device
 
     config = model_of(spec)
     work = footprint.Work(row=spec["context"], context=spec["context"], selected=spec["context"], precision=spec["precision"],
@@ -307,7 +307,7 @@ def measured(panels: list[str], precision: str, scratch: Path, *, quick: bool) -
 
 def main(given: list[str] | None = None) -> dict[str, list[Row]]:
     """Measure, print, and keep."""
-    from pipeline import device
+    from pipeline.run import device
 
     panels = ["sizes", "contexts", "corpora", "processes"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

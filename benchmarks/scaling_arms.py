@@ -21,12 +21,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import train_arms  # noqa: E402
-from benchmarks.train_speed import anonymous_peak  # noqa: E402
-from pipeline.streams import shards  # noqa: E402
-from pipeline.streams.corpus import CorpusStream  # noqa: E402
-from pipeline.streams.shards import Counts, EncodeTask  # noqa: E402
-from pipeline.text.tokenizer import Tokenizer  # noqa: E402
+from benchmarks import train_arms
+from benchmarks.train_speed import anonymous_peak
+from pipeline.batches.corpus import CorpusStream
+from pipeline.ingest import shards
+from pipeline.ingest.shards import Counts, EncodeTask
+from pipeline.text.tokenizer import Tokenizer
 
 PART = 10_000_000  # tokens of a part, as encode_file writes one for each parquet file
 PIECE = 1_000_000  # tokens that the making of a part holds at once
@@ -132,15 +132,14 @@ def train(folder: Path, spec: dict[str, Any]) -> None:
     """Steps of `fit`; each process writes what it measured of itself."""
     import torch
 
-    from pipeline import device
-    from pipeline.learning import objectives, scoring
-    from pipeline.learning.fit import fit
-    from pipeline.learning.objectives import Loss, Term
-    from pipeline.learning.protocols import Watchers
+    from pipeline.learning import losses
+    from pipeline.learning.fit import Watchers, fit
+    from pipeline.learning.losses import Loss, Term
     from pipeline.learning.settings import FitConfig
-    from pipeline.params import Runtime
-    from pipeline.tracking import Tracker
-    from pipeline.work import Job, StopRequest
+    from pipeline.run import device
+    from pipeline.run.config import Runtime
+    from pipeline.run.tracking import Tracker
+    from pipeline.run.workdir import Job, StopRequest
 
     torch.set_num_threads(1)
     clock: Any = Clock(spec["warmup"], spec["steps"])
@@ -153,7 +152,7 @@ def train(folder: Path, spec: dict[str, Any]) -> None:
               tracker=Tracker("scaling", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
 
     def loss(model: Any, batch: Any) -> Loss:
-        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
+        return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     model, stream = train_arms.our_model(spec), train_arms.full_rows(spec, clock)
     with anonymous_peak(os.getpid()) as peak:
@@ -171,7 +170,7 @@ def main(given: list[str]) -> int:
     """Do what the first word says; the exit code."""
     name, folder, spec = given[0], Path(given[1]), json.loads(given[2])
     if name == "train":
-        from pipeline import processes
+        from pipeline.run import processes
 
         plan = processes.plan()
         if plan:

@@ -30,14 +30,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.device import generator  # noqa: E402
-from pipeline.errors import InputError, StagecoachError  # noqa: E402
-from pipeline.evaluation.intervals import paired_difference, ratio  # noqa: E402
-from pipeline.report import baseline, claims, differences, run  # noqa: E402
-from pipeline.report.compare import table  # noqa: E402
-from pipeline.report.differences import Measured  # noqa: E402
-from pipeline.report.headlines import HEADLINES, Headline, lookup  # noqa: E402
-from pipeline.report.run import Run, flat  # noqa: E402
+from pipeline.evaluation.intervals import paired_difference, ratio
+from pipeline.report import baseline, claims, metrics
+from pipeline.report.claims import Measured
+from pipeline.report.compare import table
+from pipeline.report.metrics import HEADLINES, Headline, Run, flat, lookup
+from pipeline.run.device import generator
+from pipeline.run.errors import InputError, StagecoachError
 
 # Student's t, 97.5 %, for 2 to 10 runs: 1 to 9 degrees of freedom
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -167,7 +166,7 @@ def headlines(names: Sequence[str], runs: Sequence[Run]) -> list[Spread]:
     """Each headline of the models that all runs have. Raises InputError where runs were asked other items."""
     found = []
     for model in common_models(runs):
-        sides = [side for one in runs if (side := differences.of_model(one, model))]
+        sides = [side for one in runs if (side := claims.of_model(one, model))]
         for headline in HEADLINES:
             told = [lookup(side.numbers, headline) for side in sides]
             values = [one["value"] for one in told if one]
@@ -220,10 +219,10 @@ def changes(names: Sequence[str], runs: Sequence[Run]) -> list[Spread]:
     for model, base in runs[0].bases.items():
         if not all(one.bases.get(model) == base for one in runs):
             continue
-        pairs = [(differences.of_model(one, base), differences.of_model(one, model)) for one in runs]
+        pairs = [(claims.of_model(one, base), claims.of_model(one, model)) for one in runs]
         befores, afters = [b for b, _ in pairs if b], [a for _, a in pairs if a]
         for headline in HEADLINES:
-            told = [differences.change(headline, b, a) for b, a in zip(befores, afters, strict=True)]
+            told = [claims.change(headline, b, a) for b, a in zip(befores, afters, strict=True)]
             values = [one.after - one.before for one in told if one and one.low is not None]
             first, second = (
                 same_items(names, name, headline, sides) for name, sides in ((base, befores), (model, afters))
@@ -311,7 +310,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 def taken(name: str) -> Run:
     """A run by its metrics folder or revision. Raises InputError."""
-    return run.read(Path(name)) if Path(name).is_dir() else baseline.at(name)
+    return metrics.read(Path(name)) if Path(name).is_dir() else baseline.at(name)
 
 
 def main(arguments: list[str]) -> int:

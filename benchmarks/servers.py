@@ -27,8 +27,9 @@ import httpx
 import psutil
 
 from benchmarks import engine as inside
-from pipeline import checkpoint, device
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
+from pipeline.run import device
 from pipeline.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -60,9 +60,10 @@ from benchmarks.servers import (
     started,
     together,
 )  # fmt: skip
-from pipeline import device
 from pipeline.generation.sampling import Sampling
-from pipeline.serve.engine import Ended, Engine, Event, Request, Said
+from pipeline.run import device
+from pipeline.serve.engine import Ended, Engine, Event, Said
+from pipeline.serve.engine import GenerationRequest as Request
 
 QUICK_SECONDS = 285
 USERS = (8, 1, 4)  # the number that a goal is about first

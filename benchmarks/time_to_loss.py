@@ -37,10 +37,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import train_speed  # noqa: E402
-from benchmarks.time_to_loss_report import Reached, plot, ratio, steps_to, table, verdict  # noqa: E402
-from benchmarks.train_speed import Side  # noqa: E402
-from pipeline import device, work  # noqa: E402
+from benchmarks import train_speed
+from benchmarks.time_to_loss_report import Reached, plot, ratio, steps_to, table, verdict
+from benchmarks.train_speed import Side
+from pipeline.run import device, workdir
 
 SHAPE = {"width": 192, "layers": 4, "heads": 3}  # nanoGPT's; 2,655,936 parameters at 4,096 tokens and a context of 512
 OURS = (
@@ -83,12 +83,12 @@ class Runs:
     def __init__(self, folder: Path, tokens: Path, *, fresh: bool) -> None:
         self.folder, self.fresh = folder, fresh
         self.mine: set[Path] = set()  # that this process ran
-        self.data = work.sha256(tokens / "meta.json")
+        self.data = workdir.sha256(tokens / "meta.json")
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, spec: dict[str, Any]) -> dict[str, Any]:
         """What the run says, with its specification. Raises RuntimeError where it died."""
-        file = self.folder / f"{work.canonical_hash([spec, self.data, code_of(spec['side'])])}.json"
+        file = self.folder / f"{workdir.canonical_hash([spec, self.data, code_of(spec['side'])])}.json"
         if file.is_file() and (not self.fresh or file in self.mine):
             return json.loads(file.read_text())
         done = subprocess.run([sys.executable, str(ROOT / "benchmarks/time_to_loss_arm.py"), json.dumps(spec)],
@@ -145,7 +145,7 @@ class Bench:
         if quick:
             self.base |= {"most": 512, "slice": 128}
         self.context, self.rows = arguments.context, arguments.rows
-        folder = work.root() / "time_to_loss"
+        folder = workdir.root() / "time_to_loss"
         self.runs = Runs(folder, arguments.tokens, fresh=arguments.fresh or quick)
 
     def nanogpt(self, rate: float, seed: int, beta: float = 0.95, **setting: bool) -> dict[str, Any]:

@@ -30,12 +30,12 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.nanogpt import GPT, Recipe, Shape, train, windows  # noqa: E402
-from benchmarks.train_arms import Metronome, say  # noqa: E402
-from pipeline.learning import objectives, scoring  # noqa: E402
-from pipeline.streams.batch import Piece, TokenBatch, token_batch  # noqa: E402
-from pipeline.streams.corpus import CorpusStream, read_meta  # noqa: E402
-from pipeline.text.tokenizer import Tokenizer  # noqa: E402
+from benchmarks.nanogpt import GPT, Recipe, Shape, train, windows
+from benchmarks.train_arms import Metronome, say
+from pipeline.batches.batch import Piece, TokenBatch, token_batch
+from pipeline.batches.corpus import CorpusStream, read_meta
+from pipeline.learning import losses
+from pipeline.text.tokenizer import Tokenizer
 
 COMPILING = 3  # first steps whose time above the usual is called compiling
 ENDLESS = 10**6  # steps of a run that ends when nobody asks for more
@@ -121,7 +121,7 @@ def bits_per_byte(model: nn.Module, batches: list[TokenBatch], *, whole_rows: bo
     for batch in batches:
         if whole_rows:
             batch = seen_whole(batch)
-        nats += float(scoring.read_out(model, batch, objectives.next_token))
+        nats += float(losses.read_out(model, batch, losses.next_token))
     model.train(training)
     return nats / math.log(2) / sum(batch.num_bytes for batch in batches)
 
@@ -167,12 +167,11 @@ def void(_: object) -> None:
 
 def ours(spec: dict[str, Any], clock: Any, cache: Path) -> dict[str, Any]:
     """`fit` as stage language calls it."""
-    from pipeline.learning.fit import fit
-    from pipeline.learning.objectives import Loss, Term
-    from pipeline.learning.protocols import Watchers
-    from pipeline.params import Settings, resolve
-    from pipeline.tracking import Tracker
-    from pipeline.work import Job, StopRequest
+    from pipeline.learning.fit import Watchers, fit
+    from pipeline.learning.losses import Loss, Term
+    from pipeline.run.config import Settings, resolve
+    from pipeline.run.tracking import Tracker
+    from pipeline.run.workdir import Job, StopRequest
     from stages import language
 
     text, without = Tokenizer.load(Path(spec["tokenizer"])), spec.get("without", "")
@@ -194,7 +193,7 @@ def ours(spec: dict[str, Any], clock: Any, cache: Path) -> dict[str, Any]:
     curve = Curve(spec, clock, validation(spec, text, params.fit.context, cache), whole_rows=whole_rows)
 
     def loss(model: Any, batch: Any) -> Loss:
-        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
+        return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     def evaluate(step: int) -> dict[str, float]:
         found = curve.evaluate(step, model)

@@ -93,14 +93,13 @@ def our_model(spec: dict[str, Any]) -> Any:
 
 def ours(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
     """`fit` as stage language calls it; on a CPU in bf16 it is the pieces between the products that are compiled."""
-    from pipeline.learning import objectives, scoring
-    from pipeline.learning.fit import fit
-    from pipeline.learning.objectives import Loss, Term
-    from pipeline.learning.protocols import Watchers
+    from pipeline.learning import losses
+    from pipeline.learning.fit import Watchers, fit
+    from pipeline.learning.losses import Loss, Term
     from pipeline.learning.settings import FitConfig
-    from pipeline.params import Runtime
-    from pipeline.tracking import Tracker
-    from pipeline.work import Job, StopRequest
+    from pipeline.run.config import Runtime
+    from pipeline.run.tracking import Tracker
+    from pipeline.run.workdir import Job, StopRequest
 
     folder = Path(tempfile.mkdtemp())
     config = FitConfig(steps=10**6, tokens_per_step=spec["rows"] * spec["context"], context=spec["context"], learning_rate=RATE,
@@ -111,7 +110,7 @@ def ours(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
               tracker=Tracker("speed", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
 
     def loss(model: Any, batch: Any) -> Loss:
-        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
+        return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     fit(our_model(spec), full_rows(spec, metronome), loss, config, job, from_scratch=True, watchers=Watchers())
 
@@ -120,7 +119,7 @@ def full_rows(spec: dict[str, Any], metronome: Metronome) -> Any:
     """A stream of those rows, laid out as a corpus's are: pieces, shift, segments, positions."""
     import numpy as np
 
-    from pipeline.streams.batch import Piece, TokenBatch, token_batch
+    from pipeline.batches.batch import Piece, TokenBatch, token_batch
 
     class FullRows:
         fingerprint, tokens_per_epoch = "full", 2**40

@@ -196,7 +196,7 @@ def row(size: str, arguments: argparse.Namespace, names: list[str]) -> dict[str,
 
 def main(given: list[str] | None = None) -> list[dict[str, Any]]:
     """A line of JSON for each size."""
-    from pipeline import device
+    from pipeline.run import device
 
     names = [*OURS, *TRAINER, *LITGPT, *BARE]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -9,15 +9,15 @@ the batches is the language stage's text, so that the stories are not forgotten.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline import checkpoint
+from pipeline.batches.corpus import CorpusStream
+from pipeline.batches.mixture import MixtureStream
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives_memory import RouterWeights
-from pipeline.learning.remembering import next_tokens
 from pipeline.learning.settings import FitConfig
-from pipeline.params import main
-from pipeline.streams.corpus import CorpusStream
-from pipeline.streams.mixture import MixtureStream
-from pipeline.work import Job
+from pipeline.memory.losses import RouterWeights
+from pipeline.memory.training import next_tokens
+from pipeline.model import checkpoint
+from pipeline.run.config import main
+from pipeline.run.workdir import Job
 
 
 @dataclass(frozen=True, kw_only=True)

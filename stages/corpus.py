@@ -5,7 +5,7 @@
 `data=packages` gives text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and code
 (Python, generated functions), each until its quota is met, the same bytes on every machine; `machine` takes what is installed and shell
 scripts too; `files` and `hub` give all that they hold. Worker
-processes read and clean batches; this process takes the results in order (`streams/selection.py`), so the corpus is the
+processes read and clean batches; this process takes the results in order (`ingest/selection.py`), so the corpus is the
 same for any number of workers, any locale and any hash seed, on machines with the same packages.
 
 Held out: packages by blake2b(name) mod 20, generated files by blake2b(path) mod 50, stories by number mod 50 and three
@@ -21,18 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.device import stable_hash
-from pipeline.params import group, main
-from pipeline.processes import pool_map
-from pipeline.streams import harvest, hub, locked, parquet, readers, sources
-from pipeline.streams.cleaning import Document, made_record
-from pipeline.streams.decontamination import Index, benchmark_files, benchmark_items
-from pipeline.streams.harvest import FileBatch, RecordBatch
-from pipeline.streams.records import Text
-from pipeline.streams.selection import Selection
-from pipeline.synthesis import drills, programs, stories, transcripts
-from pipeline.tracking import progress, write_json
-from pipeline.work import Job, sha256
+from pipeline.ingest import hub, own_files, sources
+from pipeline.ingest import packages as ingest_packages
+from pipeline.ingest import selection as ingest_selection
+from pipeline.ingest.cleaning import Document, made_record
+from pipeline.ingest.duplicates import Index, benchmark_files, benchmark_items
+from pipeline.ingest.records import Text
+from pipeline.ingest.selection import FileBatch, RecordBatch, Selection
+from pipeline.run.config import group, main
+from pipeline.run.device import stable_hash
+from pipeline.run.processes import pool_map
+from pipeline.run.tracking import progress, write_json
+from pipeline.run.workdir import Job, sha256
+from pipeline.synthetic import drills, programs, stories, tools
 
 PARTS = {
     "text": ("prose", "stories", "drills", "transcripts"),
@@ -41,7 +42,7 @@ PARTS = {
 HARVESTED = ("prose", "python", "shell")  # by package; a generator has no package that could take over
 # numbers of each story family, of drills and transcripts, bytes of generated code
 BATCH_NUMBERS, BATCH_RECORDS, BATCH_CODE_BYTES = 10, {"drills": 200, "transcripts": 40}, 60_000
-WRITERS = {"drills": drills, "transcripts": transcripts}
+WRITERS = {"drills": drills, "transcripts": tools}
 WRITTEN_HELD_OUT_EVERY = 50  # drills and transcripts whose number this divides are validation data
 HELD_OUT_EVERY = 10  # of the numbers of a held-out story family: enough to measure with, little of the quota
 GENERATED_VAL = 50  # one generated file in so many is held out
@@ -147,7 +148,7 @@ def prepare(batch: Batch) -> list[Document]:
     if isinstance(batch, CodeBatch):
         written = programs.sources(batch.num_bytes, batch.seed)
         return [made_record(record, "generated", sources.split_of(record.path, GENERATED_VAL)) for record in written]
-    return harvest.clean(batch)
+    return ingest_selection.clean(batch)
 
 
 def _story_paths(numbers: range) -> list[str]:
@@ -187,16 +188,16 @@ def _harvest(params: Params, seed: int, corpora: dict[str, Selection], versions:
     """Work until every quota is met. Files first: they are what may run out."""
     text, code, data = corpora["text"], corpora["code"], params.data
     if data.source == "packages":
-        packages = locked.packages(data.packages)
-        readmes, python = (locked.checked(of(packages)) for of in (sources.readmes, sources.package_files))
+        packages = ingest_packages.packages(data.packages)
+        readmes, python = (ingest_packages.checked(of(packages)) for of in (sources.readmes, sources.package_files))
     else:
         packages = sources.closure(Path("pyproject.toml"))
         readmes, python = sources.readmes(packages), sources.python_files(packages)
     versions |= {package.name: package.version for package in packages}
-    yield from harvest.file_batches(sources.ordered(readmes), {"prose": text}, data)
-    yield from harvest.file_batches(sources.ordered(python), {"python": code, "prose": text}, data)
+    yield from ingest_selection.file_batches(sources.ordered(readmes), {"prose": text}, data)
+    yield from ingest_selection.file_batches(sources.ordered(python), {"python": code, "prose": text}, data)
     if data.source == "machine" and code.is_open("shell"):
-        yield from harvest.file_batches(sources.ordered(sources.shell_scripts(Path())), {"shell": code}, data)
+        yield from ingest_selection.file_batches(sources.ordered(sources.shell_scripts(Path())), {"shell": code}, data)
     # Bounded, so that a generator that runs out of new things ends the stage and does not hang it.
     for number in range(_most(params.generated_mb)):
         if not code.is_open("generated"):
@@ -225,12 +226,12 @@ def _brought(
     """All that the user's files or the hub's data sets hold, in their order; `rows` counts what became of it."""
     for kind in PARTS:
         if data.source == "files":
-            found = readers.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", rows[kind])
+            found = own_files.read_files(own, data, kind, parts / f"{kind}-rejected.jsonl", rows[kind])
         else:
             versions |= hub.revisions(data, kind, parts / "hub")
             found = hub.read_hub(data, kind, parts / "hub", rows[kind])
         records = ((split, record) for split, record in found if isinstance(record, Text))
-        yield from harvest.record_batches(records, kind, data)
+        yield from ingest_selection.record_batches(records, kind, data)
 
 
 def _keep_rejected(data: sources.DataConfig, kind: str, parts: Path, out: Path) -> None:
@@ -244,7 +245,7 @@ def _keep_rejected(data: sources.DataConfig, kind: str, parts: Path, out: Path) 
 
 def _finish(name: str, selection: Selection, out: Path) -> dict[str, Any]:
     """Write a corpus from its parts; returns its manifest so far."""
-    files = parquet.mix(selection.close(), out)
+    files = ingest_selection.mix(selection.close(), out)
     totals = {
         key: {split: sum(file[key] for file in files[split]) for split in files} for key in ("documents", "bytes")
     }

@@ -12,15 +12,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import checkpoint
-from pipeline.errors import ModelError
-from pipeline.export import card, gguf, huggingface, ollama, onnx, smoke
-from pipeline.model.denoiser import Denoiser
+from pipeline.diffusion.model import Denoiser
+from pipeline.export import gguf, huggingface, onnx, smoke
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.params import main
+from pipeline.run.config import main
+from pipeline.run.errors import ModelError
+from pipeline.run.tracking import say
+from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.tracking import say
-from pipeline.work import Job
 
 Proofs = dict[str, dict[str, float | int]]
 
@@ -65,12 +65,12 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     elif params.gguf or params.onnx:
         say(f"stage_deploy: {params.model} {reason(model)}: no GGUF, no ONNX and no Modelfile is made")
     if shown is not None:
-        ollama.write(out / "ollama/Modelfile", f"../{shown}", model.config.max_context, temperature=0.7)
+        gguf.write_modelfile(out / "ollama/Modelfile", f"../{shown}", model.config.max_context, temperature=0.7)
     data = {
         corpus: json.loads(path.read_text(encoding="utf-8")) for corpus, path in {"text": text, "code": code}.items()
     }
     trunk = model.trunk if isinstance(model, Denoiser) else model
-    card.write(out, card.Exported(name=name, model=trunk, tokenizer=tokenizer, parity=proofs, lineage=lineage, made_by=made_by,
+    huggingface.write(out, huggingface.Exported(name=name, model=trunk, tokenizer=tokenizer, parity=proofs, lineage=lineage, made_by=made_by,
                                   data=data, gguf=shown, onnx=(out / "onnx").is_dir()))  # fmt: skip
     huggingface.seal(out)  # last: the sums are of everything
     calls = smoke.check(out, trunk, tokenizer)

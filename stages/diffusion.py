@@ -15,27 +15,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pipeline import checkpoint, denoisers, device
-from pipeline.generation import traces
-from pipeline.generation.traces import Asked
-from pipeline.learning import first_steps_masked, objectives, objectives_masked, scoring, scoring_masked
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss, Term
+from pipeline.batches.batch import TokenBatch
+from pipeline.batches.corpus import CorpusStream
+from pipeline.diffusion import files, sampling, training
+from pipeline.diffusion import losses as diffusion_losses
+from pipeline.diffusion import model as diffusion_model
+from pipeline.diffusion.batches import ExampleStream, Noise, NoisedBatch, PlainExamples, WindowStream, encoded
+from pipeline.diffusion.model import Denoiser, Traits
+from pipeline.diffusion.sampling import Asked
+from pipeline.diffusion.training import DiffusionConfig
+from pipeline.ingest import records
+from pipeline.ingest.records import Problem
+from pipeline.learning import losses as learning_losses
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss, Term
 from pipeline.learning.phases import Phases
-from pipeline.learning.protocols import Watchers
-from pipeline.learning.settings_masked import DiffusionConfig
-from pipeline.model import published as checkpoints
-from pipeline.model.denoiser import Denoiser, Traits
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.params import main
-from pipeline.streams import records
-from pipeline.streams.batch import TokenBatch
-from pipeline.streams.corpus import CorpusStream
-from pipeline.streams.examples import ExampleStream, PlainExamples, encoded
-from pipeline.streams.noised import Noise, NoisedBatch, WindowStream
-from pipeline.streams.records import Problem
+from pipeline.run import device
+from pipeline.run.config import main
+from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.work import Job
 
 INITS = ("code", "scratch", "pretrained")
 
@@ -70,11 +70,11 @@ def run(
     causal, theirs = checkpoint.load(base)
     model, tokenizer = begin(params, causal, theirs, published, job.seed)
     streams = Streams.of(params, job, code, problems, tokenizer, model.traits)
-    same = streams if theirs.hash == tokenizer.hash else Streams.of(params, job, code, problems, theirs, denoisers.traits(theirs, shift=True))  # fmt: skip
+    same = streams if theirs.hash == tokenizer.hash else Streams.of(params, job, code, problems, theirs, files.traits(theirs, shift=True))  # fmt: skip
     per = "tokens" if config.sft_norm == "tokens" else "rows"
     phases = Phases(job)
     if streams.windows:
-        gate = first_steps_masked.first_scratch(model.config.vocab_size) if params.init == "scratch" else None
+        gate = training.first_scratch(model.config.vocab_size) if params.init == "scratch" else None
         fit(model, streams.windows, adapt_loss, config.adapting, phases.begin("adapt"), watchers=Watchers(first=gate),
             last=False)  # fmt: skip
     if streams.examples:
@@ -85,8 +85,8 @@ def run(
     if same.examples:
         fit(causal, PlainExamples(same.examples, theirs), causal_loss, config.control_tuning,
             phases.begin("control_sft", prefix="control/"))  # fmt: skip
-    denoisers.save(out, model, tokenizer, job.lineage)
-    traces.write([out / "trace.json", trace], model, tokenizer, held_out(problems, tokenizer), length=traced(params),
+    files.save(out, model, tokenizer, job.lineage)
+    sampling.write([out / "trace.json", trace], model, tokenizer, held_out(problems, tokenizer), length=traced(params),
                  block=params.noise.block_size or None)  # fmt: skip
     checkpoint.save(control, causal, theirs, job.lineage)
 
@@ -122,11 +122,11 @@ def begin(
 ) -> tuple[Denoiser, Tokenizer]:
     """The model that is trained, and its tokenizer."""
     if published is not None:
-        return checkpoints.load(published)
+        return diffusion_model.load(published)
     if params.init == "scratch":
-        return denoisers.from_scratch(causal, tokenizer, device.generator("diffusion", seed),
+        return files.from_scratch(causal, tokenizer, device.generator("diffusion", seed),
                                       block_size=params.noise.block_size), tokenizer  # fmt: skip
-    return denoisers.from_causal(causal, tokenizer), tokenizer
+    return files.from_causal(causal, tokenizer), tokenizer
 
 
 def held_out(problems: Path, tokenizer: Tokenizer) -> list[Asked]:
@@ -140,12 +140,12 @@ def held_out(problems: Path, tokenizer: Tokenizer) -> list[Asked]:
 def traced(params: Params) -> int:
     """The canvas of the trace: a short one, of whole blocks."""
     size = params.noise.block_size or 1
-    return max(size, min(traces.CANVAS, params.fit.max_new_tokens) // size * size)
+    return max(size, min(sampling.CANVAS, params.fit.max_new_tokens) // size * size)
 
 
 def masked_loss(model: Denoiser, batch: NoisedBatch, *, per: str) -> Loss:
     """Cross-entropy under the masks."""
-    return objectives_masked.masked_cross_entropy(scoring_masked.masked_logprobs(model, batch.noised), batch.weights, per=per)  # fmt: skip
+    return diffusion_losses.masked_cross_entropy(diffusion_losses.masked_logprobs(model, batch.noised), batch.weights, per=per)  # fmt: skip
 
 
 def adapt_loss(model: Denoiser, batch: NoisedBatch) -> Loss:
@@ -155,7 +155,7 @@ def adapt_loss(model: Denoiser, batch: NoisedBatch) -> Loss:
 
 def causal_loss(model: Transformer, batch: TokenBatch) -> Loss:
     """The control's: next tokens."""
-    return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
+    return Loss([Term("loss", learning_losses.read_out(model, batch, learning_losses.next_token))])
 
 
 if __name__ == "__main__":

@@ -13,22 +13,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline import denoisers, device
-from pipeline.evaluation import pairs_masked
-from pipeline.generation import traces
-from pipeline.generation.traces import Asked
-from pipeline.learning import first_steps, objectives_masked, reference, reference_masked, scoring_masked
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
-from pipeline.learning.protocols import Watchers
+from pipeline.batches.pairs import PairSplit
+from pipeline.diffusion import files, losses, measure, sampling, training
+from pipeline.diffusion.batches import NoisedPairs, check_texts, of_kinds
+from pipeline.diffusion.masks import Drawn
+from pipeline.diffusion.model import Denoiser
+from pipeline.diffusion.sampling import Asked
+from pipeline.learning import gates, reference
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss
 from pipeline.learning.settings import PairConfig
-from pipeline.model.denoiser import Denoiser
 from pipeline.model.lora import AdapterConfig
-from pipeline.params import main
-from pipeline.streams.drawn import Drawn
-from pipeline.streams.noised_pairs import NoisedPairs, check_texts, of_kinds
-from pipeline.streams.preferences import PairSplit
-from pipeline.work import Job
+from pipeline.run import device
+from pipeline.run.config import main
+from pipeline.run.workdir import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ class Params:
                 raise ValueError(f"{name}: expected at least 1 masked pass, got {getattr(self, name)}")
         if self.beta <= 0 or self.sft_weight < 0:
             raise ValueError(f"expected beta > 0 and sft_weight >= 0, got {self.beta} and {self.sft_weight}")
-        for name, options in {"timesteps": ("stratified", "independent"), "dpo_reduction": objectives_masked.REDUCTIONS}.items():  # fmt: skip
+        for name, options in {"timesteps": ("stratified", "independent"), "dpo_reduction": losses.REDUCTIONS}.items():  # fmt: skip
             if getattr(self, name) not in options:
                 raise ValueError(f"{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
 
@@ -62,7 +60,7 @@ class Params:
 def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: Path) -> None:
     """Align `base` with the pairs and save the model directory `out`."""
     hardware = device.hardware(job.runtime.precision)
-    model, start = reference_masked.begin(base, params.adapter, job.seed, hardware)
+    model, start = training.begin(base, params.adapter, job.seed, hardware)
     config, tokenizer = params.fit, start.tokenizer
     config.check_context(model)
     splits = {name: check_texts(of_kinds(PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length),
@@ -73,17 +71,17 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
                          stratified=params.timesteps == "stratified")  # fmt: skip
     with start.reference.model(hardware.device) as frozen, hardware.autocast():
         stored(stream, frozen, job, config.resolve_steps(stream.tokens_per_epoch) * config.pairs, hardware.device)
-    before = pairs_masked.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
+    before = measure.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
     start.reference.release()
-    gate = first_steps.first_dpo(float(np.log(2)), hardware.precision, params.beta)
+    gate = gates.first_dpo(float(np.log(2)), hardware.precision, params.beta)
     fit(model, stream, partial(loss, params=params), config, job, watchers=Watchers(first=gate))
     job.report(**reference.finish(start), dropped={name: dict(split.dropped) for name, split in splits.items()})
-    after = pairs_masked.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
-    job.report(test=pairs_masked.measure(splits["test"], before, after, job.seed, beta=params.beta))
-    denoisers.save(out, model, tokenizer, job.lineage)
+    after = measure.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
+    job.report(test=measure.measure(splits["test"], before, after, job.seed, beta=params.beta))
+    files.save(out, model, tokenizer, job.lineage)
     asked = [Asked(e.pair.id, str(e.pair.prompt[-1].get("content", "")), e.chosen.ids[: int(np.argmax(e.chosen.trained))].tolist())
              for e in splits["test"].pairs]  # fmt: skip
-    traces.write([out / "trace.json", trace], model, tokenizer, asked)
+    sampling.write([out / "trace.json", trace], model, tokenizer, asked)
 
 
 def stored(stream: NoisedPairs, frozen: torch.nn.Module, job: Job, places: int, where: torch.device) -> None:
@@ -96,7 +94,7 @@ def stored(stream: NoisedPairs, frozen: torch.nn.Module, job: Job, places: int, 
         if path.is_file():
             stream.references[name, turn] = np.load(path)
             continue
-        found = scoring_masked.reference_elbos(frozen, stream, name, turn, stream.read(name, turn, places), where)
+        found = losses.reference_elbos(frozen, stream, name, turn, stream.read(name, turn, places), where)
         stream.references[name, turn] = found
         if device.rank() == 0:
             part = path.with_suffix(".part")
@@ -108,8 +106,8 @@ def stored(stream: NoisedPairs, frozen: torch.nn.Module, job: Job, places: int, 
 def loss(model: Denoiser, batch: Drawn, *, params: Params) -> Loss:
     """The loss of some pairs."""
     assert batch.reference is not None
-    policy = scoring_masked.pair_elbos(model, batch)
-    return objectives_masked.diffusion_dpo(policy, scoring_masked.pairs_of(batch.reference, batch.lengths), beta=params.beta,
+    policy = losses.pair_elbos(model, batch)
+    return losses.diffusion_dpo(policy, losses.pairs_of(batch.reference, batch.lengths), beta=params.beta,
                                            sft_weight=params.sft_weight, reduction=params.dpo_reduction)  # fmt: skip
 
 

@@ -12,29 +12,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline import denoisers, device
-from pipeline.evaluation import frontier, solving
-from pipeline.generation import traces
-from pipeline.generation.denoising import Denoising
-from pipeline.generation.traces import Asked
-from pipeline.learning import first_steps_masked, objectives_policy, reference, reference_masked, scoring_masked
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_policy import Clip, GroupMethod
-from pipeline.learning.protocols import Watchers
-from pipeline.model.denoiser import Denoiser
+from pipeline.diffusion import files, losses, sampling, training
+from pipeline.diffusion import rollouts as diffusion_rollouts
+from pipeline.diffusion.masks import CoupledBatch
+from pipeline.diffusion.model import Denoiser
+from pipeline.diffusion.rollouts import CanvasRollouts, CanvasSetting, Coupling
+from pipeline.diffusion.sampling import Asked, Denoising
+from pipeline.evaluation import solving
+from pipeline.ingest import records
+from pipeline.ingest.records import Problem
+from pipeline.learning import policy_losses, reference
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss
+from pipeline.learning.policy_losses import Clip, GroupMethod
 from pipeline.model.lora import AdapterConfig
-from pipeline.params import block, main
-from pipeline.reinforcement import alarms, answers, canvases, estimators
-from pipeline.reinforcement.canvas_setting import CanvasSetting
-from pipeline.reinforcement.canvases import CanvasRollouts, Coupling
-from pipeline.reinforcement.rewards import Scorer
-from pipeline.reinforcement.rollout import Method, RolloutConfig
+from pipeline.rl import advantages, alarms, answers
+from pipeline.rl.rewards import Scorer
+from pipeline.rl.rollout import Method, RolloutConfig
+from pipeline.run import device
+from pipeline.run.config import block, main
+from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
-from pipeline.streams import records
-from pipeline.streams.drawn import CoupledBatch
-from pipeline.streams.records import Problem
-from pipeline.work import Job
 
 ADVANTAGES = {"loo": "others", "mean": "centred"}
 
@@ -99,7 +97,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
     """Train the policy on what its code does, save the model directory `out`."""
     config, method = params.fit, params.method
     hardware = device.hardware(job.runtime.precision)
-    model, start = reference_masked.begin(base, params.adapter, job.seed, hardware)
+    model, start = training.begin(base, params.adapter, job.seed, hardware)
     start.reference.parked = not method.beta
     config.check_context(model)
     coupling = Coupling(seed=job.seed, inner=config.epochs, fill=model.traits.fill,
@@ -112,14 +110,14 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         for split in ("rl", "val")
     )
     with setting.judge(params.sandbox, wanted=params.rewards) as judge:
-        prompts = frontier.chosen(prompts, params.difficulty, params.frontier_problems, setting, judge, job.folder)
+        prompts = solving.chosen(prompts, params.difficulty, params.frontier_problems, setting, judge, job.folder)
         stream = CanvasRollouts(
             prompts, config,
             Method(sample=setting.sample, score=Scorer(params.rewards, setting.resources(judge)),
-                   annotate=lambda rollouts: canvases.annotate(
+                   annotate=lambda rollouts: diffusion_rollouts.annotate(
                        rollouts, inner=config.epochs, rollout=stream.at, policy=setting.scores,
                        reference=setting.reference if method.beta else None, own_first=config.minibatches == 1),
-                   estimate=partial(estimators.estimate_group, method=method, samples=config.samples)),
+                   estimate=partial(advantages.estimate_group, method=method, samples=config.samples)),
             pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks,
         )  # fmt: skip
         stream.coupling = coupling
@@ -127,21 +125,21 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         held_out = solving.HeldOut(held, whole, judge, params.held_out, more=whole.variances)
         if params.ref_sync:
             stream.following = setting.follow(every=params.ref_sync, folder=job.folder)
-        gate = first_steps_masked.first_policy(setting.precision)
+        gate = training.first_policy(setting.precision)
         watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
         fit(model, stream, partial(loss, method=method, params=params), config, job, watchers=watchers)
         told = held_out.report()  # first: an adapter that is merged is in the reference too
         held_out.write_samples(samples)
         job.report(**reference.finish(start), **told, prompts=len(prompts), alarms=alarms.of(job.tracker.rows))
-    denoisers.save(out, model, start.tokenizer, job.lineage)
+    files.save(out, model, start.tokenizer, job.lineage)
     shown = [Asked(prompt.id, getattr(prompt.record, "question", ""), prompt.ids) for prompt in held]
-    traces.write([out / "trace.json", trace], model, start.tokenizer, shown, length=config.max_new_tokens)
+    sampling.write([out / "trace.json", trace], model, start.tokenizer, shown, length=config.max_new_tokens)
 
 
 def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: Params) -> Loss:
     """The clipped policy gradient on the coupled estimates."""
-    logprobs = scoring_masked.coupled_logprobs(model, batch, released=params.estimator == "released")
-    return objectives_policy.group_policy(
+    logprobs = losses.coupled_logprobs(model, batch, released=params.estimator == "released")
+    return policy_losses.group_policy(
         logprobs, -logprobs.detach(), old=logprobs.detach() if batch.old is None else batch.old, advantages=batch.arrays["advantages"],
         reference=batch.arrays.get("reference"), row_of=batch.row_of, num_rows=len(batch.tokens), method=method,
         max_tokens=params.fit.max_new_tokens,

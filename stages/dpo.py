@@ -9,19 +9,19 @@ may be computed once and kept (`precompute_reference`), and with an adapter it i
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline import checkpoint, device
-from pipeline.evaluation import pairs as pair_evaluation
-from pipeline.learning import first_steps, objectives_pairs, reference, scoring_pairs
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_pairs import PairLoss
-from pipeline.learning.protocols import Watchers
+from pipeline.batches.pairs import PairBatch, PairSplit, PairStream
+from pipeline.evaluation import preferences
+from pipeline.learning import gates, pair_losses, reference
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss
+from pipeline.learning.pair_losses import PairLoss
 from pipeline.learning.settings import PairConfig
+from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
-from pipeline.params import main
-from pipeline.streams.preferences import PairBatch, PairSplit, PairStream
-from pipeline.work import Job
+from pipeline.run import device
+from pipeline.run.config import main
+from pipeline.run.workdir import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,26 +45,26 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     where = hardware.device
     if losses.uses_reference and params.precompute_reference:
         with start.reference.model(where) as frozen, hardware.autocast():  # as the policy computes
-            stream.references = scoring_pairs.reference_sums(frozen, stream, where)
+            stream.references = pair_losses.reference_sums(frozen, stream, where)
         start.reference.release()
 
     def loss(model: Transformer, batch: PairBatch) -> Loss:
-        policy = scoring_pairs.pair_logprobs(model, batch)
+        policy = pair_losses.pair_logprobs(model, batch)
         if not losses.uses_reference:
-            return objectives_pairs.dpo(policy, None, losses)
+            return pair_losses.dpo(policy, None, losses)
         if batch.reference is not None:
-            return objectives_pairs.dpo(policy, scoring_pairs.pairs_of(batch.reference, batch.targets >= 0), losses)
+            return pair_losses.dpo(policy, pair_losses.pairs_of(batch.reference, batch.targets >= 0), losses)
         with start.reference.model(batch.input_ids.device) as frozen:  # no gradient is recorded within
-            theirs = scoring_pairs.pair_logprobs(frozen, batch)
-        return objectives_pairs.dpo(policy, theirs, losses)
+            theirs = pair_losses.pair_logprobs(frozen, batch)
+        return pair_losses.dpo(policy, theirs, losses)
 
     test = PairSplit(pairs / "test.jsonl", start.tokenizer, config.max_prompt, config.max_length)
-    before = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)
-    gate = first_steps.first_dpo(losses.at_start, hardware.precision, losses.beta)
+    before = preferences.likelihoods(start.policy, test, start.tokenizer.pad, where)
+    gate = gates.first_dpo(losses.at_start, hardware.precision, losses.beta)
     fit(start.policy, stream, loss, config, job, watchers=Watchers(first=gate))
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
-    after = pair_evaluation.likelihoods(start.policy, test, start.tokenizer.pad, where)
-    job.report(test=pair_evaluation.measure(test, before, after, job.seed))
+    after = preferences.likelihoods(start.policy, test, start.tokenizer.pad, where)
+    job.report(test=preferences.measure_pairs(test, before, after, job.seed))
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 
 

@@ -10,12 +10,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.params import main
-from pipeline.processes import pool_map
-from pipeline.streams import shards
+from pipeline.ingest import shards
+from pipeline.run.config import main
+from pipeline.run.processes import pool_map
+from pipeline.run.tracking import progress
+from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.tracking import progress
-from pipeline.work import Job
 
 
 @dataclass(frozen=True, kw_only=True)

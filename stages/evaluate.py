@@ -7,12 +7,12 @@ json: the numbers. jsonl: a row per item with what the model answered. csv: curv
 nowhere else; where there is none, the problems say "skipped: no sandbox". Test sets that `benchmarks` names (HumanEval,
 MBPP, BFCL) are read before anything is measured, so that a wrong file stops the stage at once.
 
-A causal model is measured by the suites that its work asks for (evaluation/purposes.py), or with `every_suite` by all of them.
+A causal model is measured by the suites that its work asks for (evaluation/suites.py), or with `every_suite` by all of them.
 
 A suite that is done is kept in the work folder under a digest of what it read: a killed evaluation goes on after it, and another
 file in `benchmarks` costs only itself.
 
-A masked-diffusion model answers the same problems on canvases, and has measurements of its own (evaluation/canvases.py); what only
+A masked-diffusion model answers the same problems on canvases, and has measurements of its own (diffusion/measure.py); what only
 decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas takes many forward passes
 over all its places, so this is done in the precision of training, which `settings` tells.
 """
@@ -26,20 +26,27 @@ from typing import Any
 
 import pyarrow.parquet
 
-from pipeline import checkpoint, denoisers, device
-from pipeline.errors import ConfigError
-from pipeline.evaluation import benchmarks as brought
-from pipeline.evaluation import canvases, kept, purposes, recall, rewarded, suites, suites_tools
-from pipeline.evaluation.canvases import CanvasSettings, CanvasSubject
-from pipeline.evaluation.suites import Result, Settings, Subject
+from pipeline.diffusion import files
+from pipeline.diffusion import measure as diffusion_measure
+from pipeline.diffusion.measure import CanvasSettings, CanvasSubject
+from pipeline.evaluation import benchmarks as evaluation_benchmarks
+from pipeline.evaluation import preferences as evaluation_preferences
+from pipeline.evaluation import suites
+from pipeline.evaluation import tools as evaluation_tools
+from pipeline.evaluation.suites import Settings, Subject, SuiteResult
+from pipeline.ingest.records import Dialogue, Problem, Text, read
+from pipeline.memory import measure as memory_measure
+from pipeline.model import checkpoint
 from pipeline.model.config import read_config
-from pipeline.params import block, main
-from pipeline.running import ANY
+from pipeline.run import device
+from pipeline.run.config import block, main
+from pipeline.run.errors import ConfigError
+from pipeline.run.stage import ANY
+from pipeline.run.tracking import progress, say, write_curve, write_json
+from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import Judge, SandboxConfig
-from pipeline.streams.records import Dialogue, Problem, Text, read
-from pipeline.synthesis import drills, stories, transcripts
-from pipeline.tracking import progress, say, write_curve, write_json
-from pipeline.work import Job
+from pipeline.synthetic import drills, stories
+from pipeline.synthetic import tools as synthetic_tools
 
 FAMILIES = frozenset(stories.FAMILIES)
 BENCHMARKS = Path("data/benchmarks")
@@ -58,7 +65,7 @@ class Params:
     sandbox: SandboxConfig = block("sandbox")
 
     def __post_init__(self) -> None:
-        names = [brought.stem(Path(name)) for name in self.benchmarks]
+        names = [evaluation_benchmarks.stem(Path(name)) for name in self.benchmarks]
         for name in self.benchmarks:
             if not Path(name).is_relative_to(BENCHMARKS) or ".." in Path(name).parts:
                 raise ValueError(
@@ -76,7 +83,7 @@ def run(
     """Measure `model` and write the three files."""
     if preferences is not None:  # a reward model reads pairs and nothing else
         pairs = preferences / "test.jsonl"
-        plan: dict[str, Callable[[], Result]] = {"reward": lambda: rewarded.pairs_told(model, pairs)}
+        plan: dict[str, Callable[[], SuiteResult]] = {"reward": lambda: evaluation_preferences.pairs_told(model, pairs)}
         said, hardware = dict[str, Any](), device.hardware("fp32")
     else:
         plan, said, hardware = measurements(params, job, model, **data)
@@ -87,7 +94,7 @@ def run(
         for name, suite in plan.items():
             bar.note(name)
             with hardware.autocast():
-                result = kept.suite(job, name, limits, suite)
+                result = evaluation_benchmarks.suite(job, name, limits, suite)
             numbers[name.split()[0]] = numbers.get(name.split()[0], {}) | result.numbers
             rows += result.rows
             bar.update()
@@ -107,10 +114,10 @@ def measurements(
     problems: Path,
     facts: Path,
     benchmarks: Path,
-) -> tuple[dict[str, Callable[[], Result]], dict[str, Any], device.Hardware]:
+) -> tuple[dict[str, Callable[[], SuiteResult]], dict[str, Any], device.Hardware]:
     """The suites of a model that writes, by name; the settings they are taken at; and what on."""
     settings = params.settings
-    sets = [brought.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
+    sets = [evaluation_benchmarks.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
     masked = read_config(model).attention != "causal"
     subject = canvas_subject(model, params, job.seed) if masked else causal_subject(model, settings, job.seed)
     texts, sources = held_out(text), held_out(code)
@@ -130,18 +137,20 @@ def measurements(
             del plan["quality"]
         return plan, said, hardware
     plan = causal_plan(subject, texts, sources, talks, asked, sandbox)
-    plan["facts"] = lambda: recall.known(subject, facts)
+    plan["facts"] = lambda: memory_measure.known(subject, facts)
     if not params.every_suite:
-        plan = purposes.of(model.name, plan)
-    completes = model.name in brought.COMPLETES
+        plan = suites.of(model.name, plan)
+    completes = model.name in evaluation_benchmarks.COMPLETES
     for one in sets:  # each for itself: another file costs no more than itself
-        plan[f"benchmarks {one.name}"] = partial(brought.score, subject, [one], completes=completes, sandbox=sandbox)
+        plan[f"benchmarks {one.name}"] = partial(
+            evaluation_benchmarks.score, subject, [one], completes=completes, sandbox=sandbox
+        )
     return plan, asdict(settings), device.hardware("fp32")
 
 
 def causal_plan(
     subject: Subject, texts: list[Text], sources: list[Text], talks: list[Dialogue], asked: list[Problem], sandbox: Callable[[], Judge]
-) -> dict[str, Callable[[], Result]]:  # fmt: skip
+) -> dict[str, Callable[[], SuiteResult]]:  # fmt: skip
     """What a causal model is measured by. Numbers of suites whose names begin alike stand together."""
     most = subject.settings.documents
     prose, told, unseen = split_texts(texts)
@@ -150,24 +159,28 @@ def causal_plan(
         "stories": lambda: suites.documents(subject, "stories", told[:most]),
         "stories_held_out": lambda: suites.documents(subject, "stories_held_out", unseen[:most]),
         "drills": lambda: suites.documents(subject, "drills", of_source(texts, drills.SOURCE)[:most]),
-        "transcripts": lambda: suites.documents(subject, "transcripts", of_source(texts, transcripts.SOURCE)[:most]),
+        "transcripts": lambda: suites.documents(
+            subject, "transcripts", of_source(texts, synthetic_tools.SOURCE)[:most]
+        ),
         "stories sampled": lambda: suites.sampled_stories(subject, told),
         "code": lambda: suites.documents(subject, "code", sources[:most]),
         "code gaps": lambda: suites.gaps(subject, sources),
         "problems": lambda: solve(subject, asked, sandbox),
-        "tools": lambda: suites_tools.called(subject, [d for d in talks if d.kind == "tools"]),
+        "tools": lambda: evaluation_tools.called(subject, [d for d in talks if d.kind == "tools"]),
         "answers": lambda: suites.answered(subject, talks),
     }
 
 
 def canvas_plan(
     subject: CanvasSubject, sources: list[Text], asked: list[Problem], sandbox: Callable[[], Judge]
-) -> dict[str, Callable[[], Result]]:
+) -> dict[str, Callable[[], SuiteResult]]:
     """What a masked-diffusion model is measured by."""
     return {
-        "code": lambda: canvases.documents(subject, sources[: subject.settings.documents]),
-        "problems": lambda: canvases.with_orders(solve(subject, asked, sandbox), subject, asked),
-        "quality": lambda: solve(subject, asked, sandbox, partial(canvases.quality, only=canvases.CURVE)),
+        "code": lambda: diffusion_measure.documents(subject, sources[: subject.settings.documents]),
+        "problems": lambda: diffusion_measure.with_orders(solve(subject, asked, sandbox), subject, asked),
+        "quality": lambda: solve(
+            subject, asked, sandbox, partial(diffusion_measure.quality, only=diffusion_measure.CURVE)
+        ),
     }
 
 
@@ -179,22 +192,22 @@ def causal_subject(model: Path, settings: Settings, seed: int) -> Subject:
 
 def canvas_subject(model: Path, params: Params, seed: int) -> CanvasSubject:
     """A masked-diffusion model, to be measured."""
-    loaded, tokenizer = denoisers.load(model)
+    loaded, tokenizer = files.load(model)
     settings = replace(params.settings, samples=params.canvas.canvas_samples)
     return CanvasSubject(loaded.train(False).trunk, tokenizer, settings, seed, denoiser=loaded, canvas=params.canvas)
 
 
 def solve(
     subject: Any, problems: list[Problem], sandbox: Callable[[], Judge],
-    suite: Callable[[Any, list[Problem], Judge], Result] | None = None,
-) -> Result:  # fmt: skip
+    suite: Callable[[Any, list[Problem], Judge], SuiteResult] | None = None,
+) -> SuiteResult:  # fmt: skip
     """A suite of problems (none: `suites.solved`), or why it was skipped."""
     try:
         with sandbox() as judge:
             return (suite or suites.solved)(subject, problems, judge)
     except ConfigError as error:
         say(f"problems are skipped: {error}")
-        return Result({"skipped": "skipped: no sandbox"})
+        return SuiteResult({"skipped": "skipped: no sandbox"})
 
 
 def held_out(corpus: Path) -> list[Text]:
@@ -212,7 +225,7 @@ def of_source(texts: list[Text], source: str) -> list[Text]:
 
 def split_texts(texts: list[Text]) -> tuple[list[Text], list[Text], list[Text]]:
     """Prose, stories of families that were trained on, stories of families that were not."""
-    prose = [t for t in texts if t.source not in FAMILIES and t.source not in (drills.SOURCE, transcripts.SOURCE)]
+    prose = [t for t in texts if t.source not in FAMILIES and t.source not in (drills.SOURCE, synthetic_tools.SOURCE)]
     told = [t for t in texts if t.source in FAMILIES and t.source not in stories.HELD_OUT]
     return prose, told, [t for t in texts if t.source in stories.HELD_OUT]
 

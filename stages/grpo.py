@@ -10,24 +10,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from pipeline import checkpoint, device
 from pipeline.evaluation import solving
-from pipeline.learning import first_steps, objectives_policy, reference, scoring
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_policy import METHODS, Clip, GroupMethod
-from pipeline.learning.protocols import Watchers
+from pipeline.ingest import records
+from pipeline.ingest.records import Problem
+from pipeline.learning import gates, losses, policy_losses, reference
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss
+from pipeline.learning.policy_losses import METHODS, Clip, GroupMethod
+from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
-from pipeline.params import block, main
-from pipeline.reinforcement import alarms, answers, estimators
-from pipeline.reinforcement.rewards import Scorer
-from pipeline.reinforcement.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
-from pipeline.reinforcement.setting import Setting
+from pipeline.rl import advantages, alarms, answers
+from pipeline.rl.models import Setting
+from pipeline.rl.rewards import Scorer
+from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
+from pipeline.run import device
+from pipeline.run.config import block, main
+from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
-from pipeline.streams import records
-from pipeline.streams.records import Problem
-from pipeline.work import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +82,14 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         frozen = setting.reference if method.beta else None
         stream = RolloutStream(
             prompts, config,
-            Method(sample=setting.sample, score=scorer, annotate=partial(estimators.annotate_group, reference=frozen),
-                   estimate=partial(estimators.estimate_group, method=method, samples=config.samples),
+            Method(sample=setting.sample, score=scorer, annotate=partial(advantages.annotate_group, reference=frozen),
+                   estimate=partial(advantages.estimate_group, method=method, samples=config.samples),
                    dynamic=method.dynamic),
             pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks,
         )  # fmt: skip
         held_out = solving.HeldOut(answers.problem_prompts(kept, start.tokenizer, config.max_prompt), setting, judge,
                                    params.held_out)  # fmt: skip
-        gate = first_steps.first_policy("ratio", "approxkl", "clip_ratio/region_mean", setting.precision)
+        gate = gates.first_policy("ratio", "approxkl", "clip_ratio/region_mean", setting.precision)
         watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
         fit(start.policy, stream, partial(loss, method=method, config=config), config, job, watchers=watchers)
         told = held_out.report()  # first: an adapter that is merged is in the reference too
@@ -101,13 +101,13 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
 
 def loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, config: RolloutConfig) -> Loss:
     """The method's loss of a minibatch."""
-    logprobs, entropy = scoring.token_logprobs(model, batch, config.temperature)
-    found = objectives_policy.group_policy(
+    logprobs, entropy = losses.token_logprobs(model, batch, config.temperature)
+    found = policy_losses.group_policy(
         logprobs, entropy, old=batch.old, advantages=batch.arrays["advantages"],
         reference=batch.arrays["reference"] if method.beta and method.kl_in == "loss" else None,
         row_of=batch.row_of, num_rows=len(batch.input_ids), method=method, max_tokens=config.max_new_tokens,
     )  # fmt: skip
-    return objectives_policy.with_agreement(found, logprobs, batch.old) if batch.fresh else found
+    return policy_losses.with_agreement(found, logprobs, batch.old) if batch.fresh else found
 
 
 if __name__ == "__main__":

@@ -11,21 +11,21 @@ those of scale `full`.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.checkpoint import save
-from pipeline.device import generator, need_memory
+from pipeline.batches.corpus import CorpusStream
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives_memory import RouterWeights
-from pipeline.learning.remembering import next_tokens
 from pipeline.learning.settings import FitConfig
-from pipeline.model import pretrained, source
+from pipeline.memory.losses import RouterWeights
+from pipeline.memory.training import next_tokens
+from pipeline.model import initialization, source
+from pipeline.model.checkpoint import save
 from pipeline.model.config import ModelConfig
-from pipeline.model.induction import induction_heads, relate_variants
+from pipeline.model.initialization import induction_heads, relate_variants
 from pipeline.model.source import Start
 from pipeline.model.transformer import Transformer
-from pipeline.params import group, main
-from pipeline.streams.corpus import CorpusStream
+from pipeline.run.config import group, main
+from pipeline.run.device import generator, need_memory
+from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.work import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,9 @@ class Params:
     """The block `language`; its keys are also those of FitConfig, and of RouterWeights."""
 
     base: Start
-    induction_heads: bool  # fresh weights that can copy from the context (pipeline/model/induction.py); false: GPT-2's
+    induction_heads: (
+        bool  # fresh weights that can copy from the context (pipeline/model/initialization.py); false: GPT-2's
+    )
     model: ModelConfig = group("model")
     router: RouterWeights = field(default_factory=RouterWeights)  # of a model with a memory (`memory` in its file)
     fit: FitConfig
@@ -46,7 +48,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
         model = fresh(params, text, job.seed)
     else:
         found = source.located(params.base, checkpoint, weights=True, tokenizer=tokenizer)
-        model, commit = pretrained.load(found.folder, text), found.commit
+        model, commit = initialization.load(found.folder, text), found.commit
     stream = CorpusStream(tokens, text, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                           seed=job.seed, cache=job.folder.parent)  # fmt: skip
     learnt, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)

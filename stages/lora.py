@@ -9,19 +9,19 @@ model's logits equal those of the model with its adapter.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline import checkpoint, device
-from pipeline.learning import first_steps, objectives, reference, scoring
+from pipeline.batches.batch import TokenBatch
+from pipeline.batches.dialogues import DialogueStream
+from pipeline.learning import gates, losses, reference
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss, Term
+from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import AdaptConfig
-from pipeline.model import lora, lora_files
+from pipeline.model import checkpoint, lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
-from pipeline.params import main
-from pipeline.streams.batch import TokenBatch
-from pipeline.streams.dialogues import DialogueStream
+from pipeline.run import device
+from pipeline.run.config import main
+from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import ADDED, SPECIAL
-from pipeline.work import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +48,14 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
     lora.attach(model, adapter, device.generator("adapter", job.seed))
     stream = DialogueStream(dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                             seed=job.seed)  # fmt: skip
-    first_steps.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
+    gates.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
+        return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     fit(model, stream, loss, params.fit, job)
-    lora_files.export_peft(out / "adapter", model, adapter, base_name=str(base))
+    lora.export_peft(out / "adapter", model, adapter, base_name=str(base))
     difference = lora.merged_with_gate(model, reference.gate_rows(model))
     job.report(trained_parameters=trained, parameters=model.num_parameters(), merge_difference=difference)
     checkpoint.save(out, model, tokenizer, job.lineage)

@@ -1,10 +1,10 @@
 """Stage memory: a memory beside a frozen model, and a wider model of as many weights to compare it with.
 
-    models/code + data/facts + data/tokens/code -> models/memory, models/memory_baseline, metrics/routing/memory.json (evaluation/routing.py)
+    models/code + data/facts + data/tokens/code -> models/memory, models/memory_baseline, metrics/routing/memory.json (memory/measure.py)
 
 Both learn the same batches: invented facts, with a loss on the answers, and code. Half of what a memory gains may be its weights and
 not its form, so `baseline` has a parallel SwiGLU at the same layers instead, its way out zero at the start as the memory's. Asked at the
-end are facts in a wording that was not trained, facts that nobody has seen, and code. The memory: `model/memory.py`.
+end are facts in a wording that was not trained, facts that nobody has seen, and code. The memory: `memory/model.py`.
 """
 
 from collections.abc import Sequence
@@ -12,32 +12,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import checkpoint, device
-from pipeline.errors import ConfigError, GateError
-from pipeline.evaluation import recall, routing
+from pipeline.batches.batch import TokenBatch
+from pipeline.batches.corpus import CorpusStream
+from pipeline.batches.dialogues import Asked, FactStream
+from pipeline.batches.mixture import MixtureStream
 from pipeline.evaluation.intervals import paired_difference
-from pipeline.learning import memory_use as use
-from pipeline.learning import reference, remembering
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives_memory import RouterWeights
+from pipeline.learning import reference
+from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.phases import Phases
-from pipeline.learning.protocols import Watchers
 from pipeline.learning.settings import FitConfig
-from pipeline.model import lora, memory_files, quantised_bank
+from pipeline.memory import files, measure, training
+from pipeline.memory.baseline import WiderConfig
+from pipeline.memory.config import LEAK, MemoryConfig
+from pipeline.memory.losses import RouterWeights
+from pipeline.memory.model import Memory, Reading
+from pipeline.memory.training import UnitBatch, UnitStream
+from pipeline.model import checkpoint, lora
 from pipeline.model.lora import AdapterConfig
-from pipeline.model.memory import Memory, Reading
-from pipeline.model.memory_config import LEAK, MemoryConfig
 from pipeline.model.transformer import Transformer
-from pipeline.model.wider import WiderConfig
-from pipeline.params import main
-from pipeline.streams.batch import TokenBatch
-from pipeline.streams.corpus import CorpusStream
-from pipeline.streams.facts import Asked, FactStream
-from pipeline.streams.mixture import MixtureStream
-from pipeline.streams.units import UnitBatch, UnitStream
+from pipeline.run import device
+from pipeline.run.config import main
+from pipeline.run.errors import ConfigError, GateError
+from pipeline.run.tracking import say, write_json
+from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.tracking import say, write_json
-from pipeline.work import Job
 
 BITS = {"none": 0, "int8": 8, "int4": 4}
 MOST_LOST = 0.005  # of the bits per byte, by a bank in few bits
@@ -86,7 +84,7 @@ def run(
     stream = streams(params, job, facts, code, tokenizer)
     slices = {"facts": stream.facts, "code": stream.code}
     asked = {
-        kind: recall.questions(facts / f"{kind}.jsonl", tokenizer, params.questions) for kind in ("test", "control")
+        kind: measure.questions(facts / f"{kind}.jsonl", tokenizer, params.questions) for kind in ("test", "control")
     }
     before = examined(model, tokenizer, slices, asked, params)
     digest, phases = checkpoint.weights_digest(model), Phases(job)
@@ -98,22 +96,24 @@ def run(
         name: sum(p.numel() for p in one.parameters() if p.requires_grad)
         for name, one in (("memory", model), ("baseline", wider))
     }
-    loss, watchers = remembering.watched_loss(model, [*stream.facts, *stream.code], params.router, job)
+    loss, watchers = training.watched_loss(model, [*stream.facts, *stream.code], params.router, job)
     fit(model, stream.both, loss, config, phases.begin("memory"), watchers=watchers, last=False)
     rates = {
         name: rate for name, rate in config.learning_rates.items() if name not in ("bank", "router")
     }  # it has none
     own = replace(config, learning_rate=params.baseline_learning_rate or config.learning_rate, learning_rates=rates)
-    fit(wider, stream.both, remembering.plain_loss, own, phases.begin("baseline", prefix="baseline/"), watchers=Watchers(gradients_at=1))  # fmt: skip
+    fit(wider, stream.both, training.plain_loss, own, phases.begin("baseline", prefix="baseline/"), watchers=Watchers(gradients_at=1))  # fmt: skip
     settled(model, params, digest)
     settled(wider, params, digest)
-    told = use.diagnostics(model, [*stream.facts, *stream.code], device.hardware(job.runtime.precision), seed=job.seed)
-    for complaint in use.verdicts(told, params.memory.chapters):
+    told = training.diagnostics(
+        model, [*stream.facts, *stream.code], device.hardware(job.runtime.precision), seed=job.seed
+    )
+    for complaint in training.verdicts(told, params.memory.chapters):
         say(f"warning: {complaint}")
     after = {name: examined(one, tokenizer, slices, asked, params) for name, one in (("memory", model), ("baseline", wider))}  # fmt: skip
-    job.report(router=use.summary(told), leaky=int(params.memory.leaky), layers=shape, trained_parameters=trained)
+    job.report(router=training.summary(told), leaky=int(params.memory.leaky), layers=shape, trained_parameters=trained)
     job.report(**compared({"base": before} | after))
-    write_json(routes, routing.routing(model, tokenizer, slices))
+    write_json(routes, measure.routing(model, tokenizer, slices))
     if params.quantise != "none":
         job.report(quantised=narrowed(model, stream.code, params))
     checkpoint.save(out, model, tokenizer, job.lineage)
@@ -145,12 +145,12 @@ def begun(model: Transformer, config: MemoryConfig | WiderConfig, params: Params
     if params.adapter is not None:
         lora.attach(model, params.adapter, device.generator("adapter", seed))
     try:
-        beside = memory_files.attach(model, config, device.generator("memory", seed))
+        beside = files.attach(model, config, device.generator("memory", seed))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if params.adapter is not None:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora_" in name or name.startswith(memory_files.PREFIX))
+            parameter.requires_grad_("lora_" in name or name.startswith(files.PREFIX))
     elif params.train_base:
         model.requires_grad_(True)
     return beside
@@ -160,9 +160,9 @@ def settled(model: Transformer, params: Params, digest: str) -> None:
     """Merge what was adapted. Raises GateError where a frozen base has moved."""
     if params.adapter is not None:
         lora.merged_with_gate(model, reference.gate_rows(model))
-    elif not params.train_base and checkpoint.weights_digest(model, leave_out=memory_files.PREFIX) != digest:
+    elif not params.train_base and checkpoint.weights_digest(model, leave_out=files.PREFIX) != digest:
         raise GateError(
-            "gate frozen base: its weights are not those before training. Likely cause: something trains them in model/memory_files.py"
+            "gate frozen base: its weights are not those before training. Likely cause: something trains them in memory/files.py"
         )
 
 
@@ -171,8 +171,8 @@ def examined(
 ) -> dict[str, Any]:  # fmt: skip
     """Facts, and bits per byte of code."""
     model.train(False)
-    bpb = use.bits_per_byte(model, slices["code"], lambda batch: Reading(trained=batch.targets >= 0))
-    known = {kind: recall.recall(model, tokenizer, questions) for kind, questions in asked.items()}
+    bpb = training.bits_per_byte(model, slices["code"], lambda batch: Reading(trained=batch.targets >= 0))
+    known = {kind: measure.recall(model, tokenizer, questions) for kind, questions in asked.items()}
     model.train(True)
     return {"code_bpb": bpb, **known}
 
@@ -200,9 +200,9 @@ def narrowed(model: Transformer, batches: Sequence[UnitBatch], params: Params) -
         return Reading(trained=batch.targets >= 0)
 
     model.train(False)
-    before = use.bits_per_byte(model, batches, told)
-    quantised_bank.quantised(model.memory, BITS[params.quantise])
-    after = use.bits_per_byte(model, batches, told)
+    before = training.bits_per_byte(model, batches, told)
+    files.quantised(model.memory, BITS[params.quantise])
+    after = training.bits_per_byte(model, batches, told)
     if after > before * (1 + MOST_LOST):
         raise GateError(
             f"gate quantise: the bank in {params.quantise} costs {after / before - 1:.2%} more bits per byte of code, more than {MOST_LOST:.1%}; use int8 or none"

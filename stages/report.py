@@ -11,12 +11,11 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.params import main
 from pipeline.report import baseline, card, charts
-from pipeline.report.costs import Prices
-from pipeline.report.headlines import HEADLINES, short
-from pipeline.tracking import write_json
-from pipeline.work import Job
+from pipeline.report.metrics import HEADLINES, Prices, short
+from pipeline.run.config import main
+from pipeline.run.tracking import write_json
+from pipeline.run.workdir import Job
 
 
 @dataclass(frozen=True, kw_only=True)

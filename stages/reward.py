@@ -4,7 +4,7 @@
 
 One linear head on the last token of an answer, starting at zero. What it gives over answers of the base model decides mean
 and spread, by which later stages normalise it. Beside the pairs of data/preferences it learns from pairs of the base model's
-own answers, ordered by truth, and from how likely the base model found each token (`model/guesses.py`). Accuracy is measured per
+own answers, ordered by truth, and from how likely the base model found each token (`model/heads.py`). Accuracy is measured per
 kind of pair on pairs that nothing was chosen by.
 """
 
@@ -15,23 +15,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipeline import checkpoint, device
-from pipeline.evaluation import own_answers, ranking
+from pipeline.batches.pairs import PairBatch, PairSplit, PairStream
+from pipeline.evaluation import own_answers, preferences
 from pipeline.generation.sampling import Sampling, sampler
-from pipeline.learning import first_steps, objectives_pairs, scoring
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
-from pipeline.learning.protocols import Watchers
+from pipeline.learning import gates, losses, pair_losses
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss
 from pipeline.learning.settings import PairConfig
-from pipeline.model.guesses import GuessingModel
-from pipeline.model.heads import RewardModel, deepened
+from pipeline.model import checkpoint
+from pipeline.model.heads import GuessingModel, RewardModel, deepened
 from pipeline.model.transformer import Transformer
-from pipeline.params import block, main
-from pipeline.reinforcement import answers
-from pipeline.reinforcement.setting import judge_or_none
+from pipeline.rl import answers
+from pipeline.rl.models import judge_or_none
+from pipeline.run import device
+from pipeline.run.config import block, main
+from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
-from pipeline.streams.preferences import PairBatch, PairSplit, PairStream
-from pipeline.work import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
 
     # The head starts at zero, so all rewards are 0 and no gradient reaches the trunk before the second step.
     first = stream.batch(0, config.row_length, stream.rows(0, config.row_length))
-    gate = first_steps.first_reward(objectives_pairs.untrained_loss(first.margins))
+    gate = gates.first_reward(pair_losses.untrained_loss(first.margins))
     ranked = partial(loss, policy=policy, centring=params.centring, likelihood_weight=params.likelihood_weight)
     fit(learner, stream, ranked, config, job, watchers=Watchers(first=gate, gradients_at=1))
 
@@ -88,9 +87,9 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     model.calibrate(answers.raw_rewards(model, answers.sample(generate, asked, tokenizer, job.seed), tokenizer.pad))
     job.report(dropped={name: dict(split.dropped) for name, split in splits.items()}, own_pairs=len(more["train"]),
                reward_mean=model.reward_mean, reward_std=model.reward_std,
-               test=ranking.measure(model, splits["test"].pairs, tokenizer.pad))  # fmt: skip
+               test=preferences.measure_ranking(model, splits["test"].pairs, tokenizer.pad))  # fmt: skip
     if more["test"]:
-        job.report(own_answers=ranking.measure(model, more["test"], tokenizer.pad))
+        job.report(own_answers=preferences.measure_ranking(model, more["test"], tokenizer.pad))
     checkpoint.save_reward(out, model, tokenizer, job.lineage)
 
 
@@ -104,14 +103,14 @@ def loss(model: nn.Module, batch: PairBatch, *, policy: Transformer, centring: f
     found = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=read)
     told = found.view(len(found), -1)  # (n, 1), or (n, 2) with guesses
     chosen, rejected = told[batch.ends[read], 0].chunk(2)
-    ranking = objectives_pairs.bradley_terry(
+    ranking = pair_losses.bradley_terry(
         chosen, rejected, margin=batch.margins, centring=centring if model.training else 0.0
     )
     if not guessing:
         return ranking
     with torch.no_grad():
-        likely, _ = scoring.token_logprobs(policy, batch)
-    return objectives_pairs.with_likelihood(ranking, told[:, 1], likely, weight=likelihood_weight)
+        likely, _ = losses.token_logprobs(policy, batch)
+    return pair_losses.with_likelihood(ranking, told[:, 1], likely, weight=likelihood_weight)
 
 
 if __name__ == "__main__":

@@ -12,25 +12,25 @@ from pathlib import Path
 
 from torch import nn
 
-from pipeline import checkpoint, device
-from pipeline.evaluation import overoptimisation
+from pipeline.batches.pairs import PairSplit
+from pipeline.evaluation import own_answers
 from pipeline.evaluation.tools import call_reward
-from pipeline.learning import first_steps, objectives_policy, reference, scoring
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_policy import Clip
-from pipeline.learning.protocols import Watchers
+from pipeline.learning import gates, losses, policy_losses, reference
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss
+from pipeline.learning.policy_losses import Clip
+from pipeline.model import checkpoint
 from pipeline.model.heads import ActorCritic
 from pipeline.model.lora import AdapterConfig
-from pipeline.params import block, main
-from pipeline.reinforcement import alarms, answers, estimators
-from pipeline.reinforcement.estimators import PPOConfig
-from pipeline.reinforcement.rewards import Scorer
-from pipeline.reinforcement.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
-from pipeline.reinforcement.setting import Setting
+from pipeline.rl import advantages, alarms, answers
+from pipeline.rl.advantages import PPOConfig
+from pipeline.rl.models import Setting
+from pipeline.rl.rewards import Scorer
+from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
+from pipeline.run import device
+from pipeline.run.config import block, main
+from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
-from pipeline.streams.preferences import PairSplit
-from pipeline.work import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Params:
     kinds: tuple[str, ...] = ()  # of prompts to train on; empty: all whose better answer has room
     # name: weight; tool_call with kinds: [tools], code with [code]
     rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
-    held_out: overoptimisation.HeldOutConfig = field(default_factory=overoptimisation.HeldOutConfig)
+    held_out: own_answers.HeldOutConfig = field(default_factory=own_answers.HeldOutConfig)
     adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
     ppo: PPOConfig
     sandbox: SandboxConfig = block("sandbox")
@@ -79,16 +79,14 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
         carried = {"beta": params.ppo.beta}
         method = Method(
             sample=setting.sample, score=scorer,
-            annotate=partial(estimators.annotate_ppo, reference=setting.reference, values=partial(setting.values, critic)),
-            estimate=partial(estimators.estimate_ppo, config=params.ppo, carried=carried),
+            annotate=partial(advantages.annotate_ppo, reference=setting.reference, values=partial(setting.values, critic)),
+            estimate=partial(advantages.estimate_ppo, config=params.ppo, carried=carried),
         )  # fmt: skip
         stream = RolloutStream(prompts["train"], config, method, pad=start.tokenizer.pad, seed=job.seed,
                                ranks=setting.ranks, state=carried)  # fmt: skip
-        held_out = overoptimisation.HeldOut(prompts["test"], setting, judge, scorer, params.held_out)
+        held_out = own_answers.HeldOut(prompts["test"], setting, judge, scorer, params.held_out)
         watchers = Watchers(
-            first=first_steps.first_policy(
-                "val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision
-            ),
+            first=gates.first_policy("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision),
             evaluate=held_out.row,
             logged=alarms.watch(job.name, target_kl=params.ppo.target_kl),
             gradients_at=None,  # the first gate sees that the losses are alive; equal scores give no gradient to the actor
@@ -106,13 +104,13 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
 
 def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PPOConfig) -> Loss:
     """PPO's loss of a minibatch."""
-    logprobs, entropy, values = scoring.actor_critic(model, batch, temperature)
-    found = objectives_policy.ppo(
+    logprobs, entropy, values = losses.actor_critic(model, batch, temperature)
+    found = policy_losses.ppo(
         logprobs, entropy, values, old=batch.old, advantages=batch.arrays["advantages"],
         old_values=batch.arrays["old_values"], returns=batch.arrays["returns"], clip=Clip(ppo.clip, ppo.clip),
         value_clip=ppo.value_clip, value_weight=ppo.value_weight,
     )  # fmt: skip
-    return objectives_policy.with_agreement(found, logprobs, batch.old) if batch.fresh else found
+    return policy_losses.with_agreement(found, logprobs, batch.old) if batch.fresh else found
 
 
 if __name__ == "__main__":

@@ -17,19 +17,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DataError
-from pipeline.evaluation import references
-from pipeline.params import block, group, main
-from pipeline.processes import pool_map
-from pipeline.sandbox import together
+from pipeline.evaluation import code as evaluation_code
+from pipeline.ingest import duplicates, hub, own_files
+from pipeline.ingest import feedback as ingest_feedback
+from pipeline.ingest import sources as ingest_sources
+from pipeline.ingest.feedback import FeedbackConfig
+from pipeline.ingest.records import Dialogue, Pair, Problem, write
+from pipeline.run.config import block, group, main
+from pipeline.run.errors import DataError
+from pipeline.run.processes import pool_map
+from pipeline.run.tracking import progress, say
+from pipeline.run.workdir import Job
+from pipeline.sandbox import candidates as sandbox_candidates
+from pipeline.sandbox.candidates import Candidates
 from pipeline.sandbox.judge import Judge, SandboxConfig
-from pipeline.sandbox.together import Candidates
-from pipeline.streams import feedback_pairs, hub, readers, screening, sources
-from pipeline.streams.feedback_pairs import FeedbackConfig
-from pipeline.streams.records import Dialogue, Pair, Problem, write
-from pipeline.synthesis import drills, facts, preferences, programs, small_talk, stories, tool_choices, tools, wording
-from pipeline.tracking import progress, say
-from pipeline.work import Job
+from pipeline.synthetic import drills, facts, preferences, programs, stories, tool_dialogues, tools
 
 CHUNK = 200  # records that a worker process generates at a time
 SHOWN = 5  # wrong problems that a message names
@@ -51,7 +53,7 @@ class Params:
     label_noise: float  # share of the training pairs whose answers are swapped
     # {accept: reviewed, share: 0.2}: pairs that people gave on the web page; none: leave them out
     feedback: FeedbackConfig | None = field(default_factory=FeedbackConfig)
-    data: sources.DataConfig = group("data")
+    data: ingest_sources.DataConfig = group("data")
     sandbox: SandboxConfig = block("sandbox")
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ def run(
         given, told = [], {}
         if params.feedback is not None:
             file, rejected = feedback / "preferences.jsonl", parts / "feedback-rejected.jsonl"
-            given, told = feedback_pairs.pairs(file, params.feedback, len(judged["train"]), rejected)
+            given, told = ingest_feedback.pairs(file, params.feedback, len(judged["train"]), rejected)
         judged["train"] += given
         bar.update()
     invented = facts.facts(params.services, job.seed)
@@ -128,13 +130,13 @@ def _counts(splits: Splits) -> dict[str, int]:
 
 
 def _brought(
-    kind: str, data: sources.DataConfig, own: Path, parts: Path, counts: dict[str, dict[str, int]]
+    kind: str, data: ingest_sources.DataConfig, own: Path, parts: Path, counts: dict[str, dict[str, int]]
 ) -> Splits | None:
     """The user's records of a kind; None where none are named. Every second held-out row is for the test."""
     if data.source == "files" and getattr(data, kind):
         parts.mkdir(parents=True, exist_ok=True)
         rejected = parts / f"{kind}-rejected.jsonl"
-        rows: Iterator[tuple[str, Any]] = readers.read_files(own, data, kind, rejected, counts.setdefault(kind, {}))
+        rows: Iterator[tuple[str, Any]] = own_files.read_files(own, data, kind, rejected, counts.setdefault(kind, {}))
     elif data.source == "hub" and any(entry.enabled for entry in data.hub.get(kind, [])):
         rows = hub.read_hub(data, kind, parts / "hub", counts.setdefault(kind, {}))
     else:
@@ -160,7 +162,7 @@ def _try_out(splits: Splits, params: Params, job: Job, parts: Path, counts: dict
     """
     problems = [problem for records in splits.values() for problem in records]
     with Judge(params.sandbox, job.workers, url=job.runtime.sandbox_url) as judge:
-        found = references.faults(judge, ((problem, references.solution(problem)) for problem in problems))
+        found = evaluation_code.faults(judge, ((problem, evaluation_code.solution(problem)) for problem in problems))
         wrong = {p.id: fault for p, fault in zip(problems, found, strict=True) if fault[1]}
     if not wrong:
         return
@@ -189,7 +191,7 @@ def generate(chunk: Chunk) -> list[Any]:
     if chunk.kind == "story pairs":
         return list(preferences.story_pairs(_paths(chunk.split, chunk.stop)[chunk.first :], chunk.seed))
     if chunk.kind == "choices":
-        return [tool_choices.dialogue(chunk.split, chunk.seed, n) for n in range(chunk.first, chunk.stop)]
+        return [tools.choice_dialogue(chunk.split, chunk.seed, n) for n in range(chunk.first, chunk.stop)]
     talks = tools.dialogues(chunk.split, chunk.stop, chunk.seed, chunk.first)
     return list(talks if chunk.kind == "dialogues" else preferences.tool_pairs(talks, chunk.seed))
 
@@ -236,7 +238,7 @@ def _dialogues(params: Params, job: Job, problems: Splits) -> Splits:
             [programs.dialogue(p) for p in with_answer[: number["code"]]] if split != "test" else [],
             [drills.dialogue(split, job.seed, n) for n in range(number["copy"])],
             [preferences.story_dialogue(path) for path in _paths(split, number["story"])],
-            [small_talk.dialogue(split, job.seed, n) for n in range(number["talk"])],
+            [tool_dialogues.dialogue(split, job.seed, n) for n in range(number["talk"])],
         ]
         splits[split] = _interleave(kinds)
     return splits
@@ -267,9 +269,9 @@ def _screen(talks: Splits, problems: Splits, text: Path, code: Path, workers: in
         for d in talks["test"]
         if d.kind != "story"
     ]
-    items += [(f"problems {p.id}", wording.unfenced(p.answer)) for p in problems["test"] if p.answer]
+    items += [(f"problems {p.id}", programs.unfenced(p.answer)) for p in problems["test"] if p.answer]
     trained = [m["content"] for d in talks["train"] if d.kind != "code" for m in d.messages if m["role"] == "user"]
-    hits = screening.found_in(items, [text, code], trained, workers)
+    hits = duplicates.found_in(items, [text, code], trained, workers)
     dropped = {}
     for kind, splits in (("dialogues", talks), ("problems", problems)):
         kept = [record for record in splits["test"] if f"{kind} {record.id}" not in hits]
@@ -287,9 +289,9 @@ def _pairs(params: Params, job: Job) -> Splits:
             for _, group in itertools.groupby(sources, key=lambda source: source[0].id):
                 candidates = list(group)
                 problem, hidden = candidates[0][0], [test for test in candidates[0][0].tests if not test["visible"]]
-                texts = [wording.unfenced(content) for _, content in candidates]
+                texts = [programs.unfenced(content) for _, content in candidates]
                 asked.append(Candidates(texts, problem.entry_point, hidden))
-            for found in together.scores(judge, asked):
+            for found in sandbox_candidates.scores(judge, asked):
                 yield from found
 
         def made(kind: str) -> Iterator[Any]:

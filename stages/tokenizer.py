@@ -13,15 +13,15 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.ingest import shards
 from pipeline.model import source
 from pipeline.model.config import read_config
 from pipeline.model.source import Start
-from pipeline.params import block, main
-from pipeline.streams import shards
+from pipeline.run.config import block, main
+from pipeline.run.tracking import say
+from pipeline.run.workdir import Job
 from pipeline.text.adoption import adopt
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.tracking import say
-from pipeline.work import Job
 
 CHARACTERS = 10_000  # of a document: a few giant files must not choose the vocabulary
 HELD_OUT_BYTES = 2_000_000  # of each corpus's val split, for the report

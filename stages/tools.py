@@ -8,16 +8,16 @@ The loss runs over what the assistant says (text, calls, end of turn) and over n
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import checkpoint
-from pipeline.learning import first_steps, objectives, scoring
+from pipeline.batches.batch import TokenBatch
+from pipeline.batches.dialogues import DialogueStream
+from pipeline.learning import gates, losses
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss, Term
+from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import TuneConfig
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.params import main
-from pipeline.streams.batch import TokenBatch
-from pipeline.streams.dialogues import DialogueStream
-from pipeline.work import Job
+from pipeline.run.config import main
+from pipeline.run.workdir import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
     model.neftune_alpha = params.fit.neftune_alpha
     stream = DialogueStream(dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
                             seed=job.seed)  # fmt: skip
-    first_steps.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
+    gates.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
+        return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     fit(model, stream, loss, params.fit, job)
     checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)

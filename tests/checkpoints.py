@@ -9,7 +9,7 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pipeline.text.words import PATTERN
+from pipeline.text.tokenizer import PATTERN
 
 ROOT = Path(__file__).parents[1]
 # LLaMA 3's split pattern: up to three digits in a piece

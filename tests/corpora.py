@@ -6,13 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from pipeline.streams import shards
-from pipeline.streams.batch import TokenBatch
-from pipeline.streams.corpus import CorpusStream
+from pipeline.batches.batch import TokenBatch
+from pipeline.batches.corpus import CorpusStream
+from pipeline.ingest import shards
 from pipeline.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
-SOURCE = (ROOT / "pipeline/streams/corpus.py").read_text(encoding="utf-8")
+SOURCE = (ROOT / "pipeline/batches/corpus.py").read_text(encoding="utf-8")
 TOKENIZER = Tokenizer.train(iter([SOURCE]), 512)
 CONTEXT, STEP = 64, 256
 

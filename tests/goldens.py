@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.learning.objectives import Loss
-from pipeline.learning.window import Totals
+from pipeline.learning.losses import Loss
+from pipeline.learning.update import Totals
 
 Case = dict[str, Any]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}

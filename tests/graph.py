@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import codehash
+from pipeline.run import codehash
 
 if TYPE_CHECKING:
     import pytest
@@ -141,7 +141,7 @@ def copy_of_built(folder: Path, factory: "pytest.TempPathFactory") -> tuple[Repo
             shutil.rmtree(shared / "repository", ignore_errors=True)
             repository = Repository.copy_of_ours(shared / "repository")
             (shared / "ran").mkdir(exist_ok=True)
-            around = ",".join(name.removeprefix("pipeline.") for name in codehash.IGNORED)
+            around = ",".join(name.removeprefix("pipeline.").replace(".", "/") for name in codehash.IGNORED)
             output = repository.dvc("repro", PYTHONPATH=str(ROOT / "tests/traced"), STAGECOACH_TRACED=str(shared / "ran"),
                                     STAGECOACH_AROUND=around)  # fmt: skip
             repository.commit("built")

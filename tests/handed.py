@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.reinforcement import setting
+from pipeline.rl import models
 from pipeline.sandbox.judge import SandboxConfig
 
 
@@ -45,7 +45,7 @@ def handed(
     return found
 
 
-def without_judge(monkeypatch: pytest.MonkeyPatch, stage: ModuleType = setting) -> list[SandboxConfig]:
+def without_judge(monkeypatch: pytest.MonkeyPatch, stage: ModuleType = models) -> list[SandboxConfig]:
     """No sandbox is started where `stage` asks for one; the settings that it was asked for with."""
     asked: list[SandboxConfig] = []
 

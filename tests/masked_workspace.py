@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from pipeline import checkpoint, denoisers
+from pipeline.diffusion import files
+from pipeline.ingest import records
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.streams import records
 from pipeline.text.tokenizer import Tokenizer
 from tests import workspace
 from tests.corpora import write_corpus
@@ -43,10 +44,10 @@ def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
     (folder / "data/tokens").mkdir()
     (folder / "corpus/tokens").rename(folder / "data/tokens/code")
     causal, _ = checkpoint.load(folder / "models/code")
-    denoiser = denoisers.from_causal(causal, tokenizer)
+    denoiser = files.from_causal(causal, tokenizer)
     with torch.no_grad():  # some completions end, late
         denoiser.trunk.model.embed_tokens.weight[tokenizer.turn_end] *= 0.3
-    denoisers.save(folder / "models/diffusion", denoiser, tokenizer, {})
+    files.save(folder / "models/diffusion", denoiser, tokenizer, {})
     return made
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.streams import readers
-from pipeline.streams.sources import DataConfig
+from pipeline.ingest import own_files
+from pipeline.ingest.sources import DataConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ def read(
     root: Path, kind: str = "text", globs: Sequence[str] = ("*",), max_rejected: float = 1.0, **options: Any
 ) -> Books:
     path = root.parent / f"{root.name}-rejected.jsonl"
-    found = list(readers.read_files(root, config(kind, globs, max_rejected, **options), kind, path))
+    found = list(own_files.read_files(root, config(kind, globs, max_rejected, **options), kind, path))
     return Books(found, [json.loads(line) for line in path.read_text().splitlines()])
 
 

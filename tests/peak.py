@@ -14,22 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline import device
-from pipeline.learning import footprint, objectives, scoring
-from pipeline.learning.fit import Run
+from pipeline.batches.batch import TokenBatch
+from pipeline.learning import footprint, losses
+from pipeline.learning.fit import Run, Watchers
 from pipeline.learning.footprint import Work
-from pipeline.learning.objectives import Loss, Term
-from pipeline.learning.protocols import Watchers
+from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import FitConfig
+from pipeline.memory.config import MemoryConfig
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
-from pipeline.model.memory_config import MemoryConfig
 from pipeline.model.transformer import Transformer
-from pipeline.params import Runtime
-from pipeline.streams.batch import TokenBatch
-from pipeline.tracking import Tracker
-from pipeline.work import Job, StopRequest
+from pipeline.run import device
+from pipeline.run.config import Runtime
+from pipeline.run.tracking import Tracker
+from pipeline.run.workdir import Job, StopRequest
 
 
 class Random:
@@ -78,8 +77,8 @@ def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
         if asked.get("answers"):
-            return Loss([Term("loss", -scoring.token_logprobs(model, batch)[0].sum())])
-        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
+            return Loss([Term("loss", -losses.token_logprobs(model, batch)[0].sum())])
+        return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     model = Transformer(config, torch.Generator().manual_seed(0))
     if "adapter" in asked:

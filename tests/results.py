@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pipeline.tracking import write_curve, write_json
+from pipeline.run.tracking import write_curve, write_json
 
 HOSTILE = "</pre><script>alert(1)</script>\N{LINE SEPARATOR}\x85<img src=x onerror=y> & \"'"
 MODELS = ("language", "code", "tools")

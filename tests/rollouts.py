@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from pipeline.reinforcement.answers import Answer, Prompt
-from pipeline.reinforcement.rewards import Score
-from pipeline.reinforcement.rollout import Rollout
-from pipeline.streams.records import Pair
+from pipeline.ingest.records import Pair
+from pipeline.rl.answers import Answer, Prompt
+from pipeline.rl.rewards import Score
+from pipeline.rl.rollout import Rollout
 
 
 def prompt(number: int, length: int = 2) -> Prompt:

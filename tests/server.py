@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from pipeline import checkpoint
+from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer

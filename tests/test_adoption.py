@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ModelError
+from pipeline.run.errors import ModelError
 from pipeline.text import chat
 from pipeline.text.adoption import adopt
 from pipeline.text.tokenizer import ADDED, SPECIAL, Tokenizer

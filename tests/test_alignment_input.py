@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pipeline import checkpoint
-from pipeline.learning.objectives_pairs import LOSSES
-from pipeline.learning.objectives_policy import METHODS
+from pipeline.ingest import records
+from pipeline.learning.pair_losses import LOSSES
+from pipeline.learning.policy_losses import METHODS
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.sandbox import servers
-from pipeline.streams import records
 from pipeline.text.tokenizer import Tokenizer
 from tests import workspace as builder
 from tests.workspace import Workspace, said

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import checkpoint
-from pipeline.learning import fit as fit_module
+from pipeline.learning import fit
+from pipeline.model import checkpoint
 from tests.workspace import SETTINGS, Workspace, arguments
 
 pytestmark = pytest.mark.slow  # each test runs a stage
@@ -47,15 +47,15 @@ def finished(workspace: Workspace, stage: str, **changes: Any) -> tuple[dict[str
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, workspace: Workspace, stage: str, last: int, **changes: Any) -> None:
     """Run a stage anew until the step `last`."""
-    original = fit_module.Run._one_step
+    original = fit.Run._one_step
 
-    def step(self: fit_module.Run) -> None:
+    def step(self: fit.Run) -> None:
         if self.course.step == last:
             raise Stopped
         original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit_module.Run, "_one_step", step)
+        patch.setattr(fit.Run, "_one_step", step)
         with pytest.raises(Stopped):
             workspace.command(stage, **SAVING | {"runtime.fresh": True}, **changes)
 

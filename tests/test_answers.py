@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import DataError
+from pipeline.batches.pairs import PairSplit
 from pipeline.generation.sampling import Sampling, sampler
+from pipeline.ingest import records
+from pipeline.ingest.records import Pair, Problem
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.reinforcement import answers
-from pipeline.reinforcement.answers import Answer, Prompt
-from pipeline.streams import records
-from pipeline.streams.preferences import PairSplit
-from pipeline.streams.records import Pair, Problem
+from pipeline.rl import answers
+from pipeline.rl.answers import Answer, Prompt
+from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
 from tests import rollouts
 

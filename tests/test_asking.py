@@ -12,8 +12,9 @@ from pipeline.model.transformer import Transformer
 from pipeline.serve import asking
 from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Mailbox, Ping, unheard
-from pipeline.serve.engine import Ended, Engine, Event, Request
-from pipeline.serve.faults import ApiFault
+from pipeline.serve.engine import Ended, Engine, Event
+from pipeline.serve.engine import GenerationRequest as Request
+from pipeline.serve.protocol import ApiFault
 from pipeline.text.tokenizer import Tokenizer
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.learning.averages import Averages
+from pipeline.learning.update import Averages
 
 
 def test_the_average_follows_the_formula_with_its_warm_up() -> None:

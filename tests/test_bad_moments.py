@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import GateError, StagecoachError
-from pipeline.learning import compiling, micro_batch, states, verdict
-from pipeline.learning import fit as fit_module
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss
-from pipeline.learning.protocols import Watchers
+from pipeline.learning import fit as learning_fit
+from pipeline.learning import footprint, performance, states, update
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss
 from pipeline.learning.settings import Curriculum
-from pipeline.work import Job, Stopped
+from pipeline.run.errors import GateError, StagecoachError
+from pipeline.run.workdir import Job, Stopped
 from tests.test_fit import Batch, Dropping, Net, Rows, config, equal, job, loss
 from tests.test_fit_options import Spiking, Windows, killed_and_resumed, spiking_loss
 
@@ -109,7 +108,7 @@ def test_a_real_signal_in_the_loop_saves_a_state_and_one_before_it_does_not_reac
 
 @pytest.fixture
 def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "HISTORY", 8)
+    monkeypatch.setattr(update, "HISTORY", 8)
 
 
 @pytest.mark.usefixtures("short_history")
@@ -141,9 +140,9 @@ def test_the_best_weights_that_a_rollback_returns_to_are_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Best at 4, then at 24; a fault at 30 goes back to 12, whose best is that of 4, and nothing is better after it."""
-    monkeypatch.setattr(verdict, "BACK", 16)
+    monkeypatch.setattr(update, "BACK", 16)
     losses = iter([1.0, 2.0, 2.0, 2.0, 2.0, 0.5, 2.0, *[3.0] * 20])
-    original = fit_module.Run._held_out
+    original = learning_fit.Run._held_out
 
     def held_out(self: Any) -> Any:
         totals, stop = original(self)
@@ -152,7 +151,7 @@ def test_the_best_weights_that_a_rollback_returns_to_are_still_there(
             entry[0] = value * totals.counts[entry[1]]
         return totals, stop
 
-    monkeypatch.setattr(fit_module.Run, "_held_out", held_out)
+    monkeypatch.setattr(learning_fit.Run, "_held_out", held_out)
     at_work = job(tmp_path, keep=1)
     fit(
         Net(),
@@ -183,7 +182,7 @@ def test_a_damaged_state_does_not_count_as_the_newest(tmp_path: Path, capsys: py
 
 
 def test_lost_best_weights_say_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit_module.Run, "_publish", lambda self: self.keeper.load_weights(3))
+    monkeypatch.setattr(learning_fit.Run, "_publish", lambda self: self.keeper.load_weights(3))
     with pytest.raises(
         StagecoachError, match=r"publish the last ones \(toy\.publish=last\), or start over \(runtime\.fresh=true"
     ):
@@ -200,12 +199,12 @@ def test_the_proof_of_a_micro_batch_runs_in_a_run_that_is_still_made(
     proved = []
 
     def of(run: Any) -> list[int]:
-        micro_batch.dry_step(run, 2)
+        footprint.dry_step(run, 2)
         proved.append(any(p.grad is not None for p in run.plain.parameters()))
         run.optimizers.zero_grad()
         return [2]
 
-    monkeypatch.setattr(fit_module.micro_batch, "of", of)
+    monkeypatch.setattr(learning_fit.footprint, "of", of)
     fit(Net(), Rows(), loss, config(), job(tmp_path))
     assert proved == [True]
 
@@ -280,8 +279,8 @@ def test_compiling_by_rule_that_does_not_work_goes_on_without(
         raise RuntimeError("Python.h: No such file or directory")
 
     monkeypatch.setattr(torch, "compile", broken)
-    monkeypatch.setattr(compiling, "lacking", lambda device: "")
-    monkeypatch.setitem(compiling.PAYS, "cpu", 0.0)
+    monkeypatch.setattr(performance, "lacking", lambda device: "")
+    monkeypatch.setitem(performance.PAYS, "cpu", 0.0)
     model = Net()
     model.flops_per_token = lambda length: 1.0  # type: ignore[assignment]
     fit(model, Rows(), loss, config(), job(tmp_path))
@@ -290,10 +289,10 @@ def test_compiling_by_rule_that_does_not_work_goes_on_without(
 
 
 def test_a_gpu_without_a_c_compiler_is_lacking_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
-    assert compiling.lacking(torch.device("cuda")) == "a C compiler (gcc or clang)"
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
-    assert compiling.lacking(torch.device("cuda")) == ""
+    monkeypatch.setattr(performance.shutil, "which", lambda name: None)
+    assert performance.lacking(torch.device("cuda")) == "a C compiler (gcc or clang)"
+    monkeypatch.setattr(performance.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    assert performance.lacking(torch.device("cuda")) == ""
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

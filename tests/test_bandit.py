@@ -15,20 +15,19 @@ import pytest
 import torch
 
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.learning import fit as fit_module
-from pipeline.learning.fit import fit
-from pipeline.learning.objectives_policy import METHODS, GroupMethod
-from pipeline.learning.protocols import Watchers
-from pipeline.learning.ranks import Ranks
+from pipeline.learning import fit as learning_fit
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.policy_losses import METHODS, GroupMethod
+from pipeline.learning.processes import Ranks
 from pipeline.model.attention import Line
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import ActorCritic, RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.reinforcement import answers
-from pipeline.reinforcement.answers import Answer, Prompt
-from pipeline.reinforcement.estimators import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo
-from pipeline.reinforcement.rewards import Score
-from pipeline.reinforcement.rollout import Method, Rollout, RolloutConfig, RolloutStream
+from pipeline.rl import answers
+from pipeline.rl.advantages import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo
+from pipeline.rl.answers import Answer, Prompt
+from pipeline.rl.rewards import Score
+from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream
 from stages import grpo, rlhf
 from tests import rollouts
 from tests.test_fit import job
@@ -225,7 +224,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
     kill_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inside an iteration it goes on at the fill before it: states are saved between fills. PPO carries its beta along."""
-    constants, original = PPOConfig(beta=0.05, target_kl=0.1, horizon=100), fit_module.Run._one_step
+    constants, original = PPOConfig(beta=0.05, target_kl=0.1, horizon=100), learning_fit.Run._one_step
 
     def run(folder: Path) -> tuple[ActorCritic, Any]:
         model = ActorCritic(actor(), RewardModel(actor()))
@@ -239,7 +238,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
 
     whole, first = run(tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(fit_module.Run, "_one_step", step)
+        patch.setattr(learning_fit.Run, "_one_step", step)
         with pytest.raises(Stopped):
             run(tmp_path / "killed")
     again, second = run(tmp_path / "killed")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError, InputError
 from pipeline.report import baseline
+from pipeline.run.errors import ConfigError, InputError
 from stages.report import Params
 
 GRAPH = """

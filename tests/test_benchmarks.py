@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from pipeline import checkpoint, registry
-from pipeline.errors import DataError
-from pipeline.evaluation import benchmarks, bfcl_files, exercises, rows, unrolling
-from pipeline.evaluation.suites import Result
+from pipeline.evaluation import benchmarks, unrolling
+from pipeline.evaluation import bfcl as evaluation_bfcl
+from pipeline.evaluation.suites import SuiteResult
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
+from pipeline.run import registry
+from pipeline.run.errors import DataError
 from pipeline.sandbox import servers
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
@@ -104,7 +106,7 @@ def judge() -> Iterator[Judge]:
         yield judge
 
 
-def scored(subject: Scripted, *paths: Path, completes: bool = False) -> Result:
+def scored(subject: Scripted, *paths: Path, completes: bool = False) -> SuiteResult:
     sets = [benchmarks.load(path) for path in paths]
     return benchmarks.score(subject, sets, completes=completes, sandbox=lambda: Judge(SandboxConfig(), 2))
 
@@ -388,7 +390,7 @@ def test_the_truth_of_a_file_scores_one_whatever_its_types_are_called(scripted: 
 
 @pytest.mark.parametrize("name", ["BFCL_v4_simple_python.json", "BFCL_v3_live_simple.json", "simple.jsonl"])
 def test_the_category_stands_in_the_name_of_either_version(name: str) -> None:
-    assert bfcl_files.category(Path(name)) == ("live_simple" if "live" in name else "simple")
+    assert evaluation_bfcl.category(Path(name)) == ("live_simple" if "live" in name else "simple")
 
 
 def test_multi_turn_files_are_known_and_skipped(scripted: Any, tmp_path: Path) -> None:
@@ -468,8 +470,12 @@ def test_rows_are_read_plain_gzipped_with_a_mark_and_from_one_object(tmp_path: P
     plain, packed = write(tmp_path / "a.jsonl", [{"a": 1}, {"a": 2}]), write(tmp_path / "b.gz", [{"a": 1}, {"a": 2}])
     marked = tmp_path / "c.json"
     marked.write_bytes(b'\xef\xbb\xbf{\n "a": 1\n}')
-    assert [row.fields for row in rows.read(plain)] == [row.fields for row in rows.read(packed)] == [{"a": 1}, {"a": 2}]
-    assert [row.fields for row in rows.read(marked)] == [{"a": 1}]
+    assert (
+        [row.fields for row in evaluation_bfcl.read(plain)]
+        == [row.fields for row in evaluation_bfcl.read(packed)]
+        == [{"a": 1}, {"a": 2}]
+    )
+    assert [row.fields for row in evaluation_bfcl.read(marked)] == [{"a": 1}]
 
 
 # around
@@ -517,6 +523,6 @@ def test_the_command_scores_a_model_directory_on_a_file_from_anywhere(
 
 @pytest.mark.parametrize("stop", ["\nclass A:", "\ndef g():", "\n# more", "\nif __name__", "\nprint(1)"])
 def test_a_completion_ends_at_the_first_stop_sequence(stop: str) -> None:
-    (exercise,) = exercises.humaneval([rows.Row("a:1", HALF)])
+    (exercise,) = benchmarks.humaneval([evaluation_bfcl.Row("a:1", HALF)])
     assert exercise.completed(f"    return x\n{stop}\ndef last():") == HALF["prompt"] + "    return x\n"
     assert exercise.completed("    if x:\n        return 1") == HALF["prompt"] + "    if x:\n        return 1"

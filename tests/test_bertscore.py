@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.evaluation.text import bertscore
+from pipeline.evaluation.likelihood import bertscore
+from pipeline.run.errors import ConfigError
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "road", "it", "rains", "in", "oslo", "rome", "today"]
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.generation.bounds import written_out
-from pipeline.generation.schemas import SchemaError, check
+from pipeline.generation.schemas import SchemaError, check, written_out
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.model import attention, kernels
+from pipeline.model import attention
 from pipeline.model.attention import LEAST_SHARED, Branches, Line, begin_alike
 from pipeline.model.config import ModelConfig
+from pipeline.model.cpu import layers
 from pipeline.model.transformer import Transformer
 
 CONFIG = ModelConfig(
@@ -123,10 +124,10 @@ def test_ragged_attention_with_keys_before_the_queries() -> None:
     """The last queries of a document against all of it are the last rows of the whole."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(200, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
-    whole = kernels.ragged_attention(q, k, v, [120, 80], causal=True)
+    whole = layers.ragged_attention(q, k, v, [120, 80], causal=True)
     late = torch.cat([q[50:120], q[197:]])
-    found = kernels.ragged_attention(late, k, v, [70, 3], causal=True, before=[50, 77])
+    found = layers.ragged_attention(late, k, v, [70, 3], causal=True, before=[50, 77])
     torch.testing.assert_close(found, torch.cat([whole[50:120], whole[197:]]), rtol=1e-10, atol=1e-12)
-    kernels_of = lambda a, b, c: kernels.ragged_attention(a, b, c, [2, 1], causal=True, before=[1, 2])  # noqa: E731
+    kernels_of = lambda a, b, c: layers.ragged_attention(a, b, c, [2, 1], causal=True, before=[1, 2])  # noqa: E731
     small = [torch.randn(n, h, 2, generator=generator, dtype=torch.float64, requires_grad=True) for n, h in ((3, 2), (6, 1), (6, 1))]  # fmt: skip
     assert torch.autograd.gradcheck(kernels_of, small)

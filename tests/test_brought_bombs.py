@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import DataError
-from pipeline.evaluation import rows as brought_rows
-from pipeline.streams import decontamination, formats, readers
-from pipeline.streams.calls import RowError
+from pipeline.evaluation import bfcl
+from pipeline.ingest import duplicates, files, own_files
+from pipeline.ingest.tool_calls import RowError
+from pipeline.run.errors import DataError
 from tests.ownfiles import ROOT, config, jsonl, read, texts
 
 LARGE, MOST = 1 << 23, 300_000  # a text of 8 MB; kB that a process which reads such a file may come to hold
@@ -60,7 +60,7 @@ def test_a_parquet_file_that_expands_is_refused_row_by_row_or_group_by_group(tmp
     assert path.stat().st_size < 100_000
     told = subprocess.run([sys.executable, "-c", PEAK, path], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(told.stdout) < MOST
-    found = [(line, row if isinstance(row, RowError) else None) for line, row in formats.rows(path, "utf-8")]
+    found = [(line, row if isinstance(row, RowError) else None) for line, row in files.rows(path, "utf-8")]
     if name != "a text repeated":  # of which each row is within the limit
         assert any(row is not None for _, row in found)
         reasons = {row.reason for _, row in found if row is not None}
@@ -72,23 +72,23 @@ def test_what_dictionaries_hold_is_read_as_before(own: Path) -> None:
     rows = [{"text": f"{'same' if n % 3 else 'other'} text {n % 5}", "tags": [["a", None, "ü"], [], None][n % 3],
              "more": {"k": [{"v": "x" * (n % 4)}]}, "raw": b"\xff", "n": n} for n in range(700)]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), own / "a.parquet", row_group_size=300)
-    assert [row for _, row in formats.rows(own / "a.parquet", "utf-8")] == rows
-    assert [line for line, _ in formats.rows(own / "a.parquet", "utf-8")] == list(range(1, 701))
+    assert [row for _, row in files.rows(own / "a.parquet", "utf-8")] == rows
+    assert [line for line, _ in files.rows(own / "a.parquet", "utf-8")] == list(range(1, 701))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
 def test_a_gzip_file_that_expands_is_refused_while_it_is_read(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "UNZIPPED_BYTES", 1 << 22)
+    monkeypatch.setattr(files, "UNZIPPED_BYTES", 1 << 22)
     with gzip.open(tmp_path / name, "wb") as file:
         for _ in range(64):
             file.write(b"\0" * (1 << 20))
     tracemalloc.start()
     try:
         for attempt in (
-            lambda: list(decontamination.benchmark_items(tmp_path)),
-            lambda: brought_rows.read(tmp_path / name),
+            lambda: list(duplicates.benchmark_items(tmp_path)),
+            lambda: bfcl.read(tmp_path / name),
         ):
             with pytest.raises(DataError, match=r"a\.\w+\.gz: expands to more than 4 MB"):
                 list(attempt())
@@ -165,7 +165,7 @@ def test_a_link_that_leaves_the_folder_is_refused_by_name(
 ) -> None:
     make(own, outside)
     with pytest.raises(DataError, match=r"is a link that leaves .*; put a copy there, or take it away") as caught:
-        list(readers.read_files(own, config("code", [glob]), "code", own.parent / "rejected.jsonl"))
+        list(own_files.read_files(own, config("code", [glob]), "code", own.parent / "rejected.jsonl"))
     assert "root:x" not in str(caught.value)
 
 

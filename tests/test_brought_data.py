@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.synthesis import stories
+from pipeline.synthetic import stories
 from tests.graph import ROOT, Repository
 from tests.hubserver import HubServer
 from tests.test_shapes import BROKEN, GLAIVE, TOOLACE, XLAM

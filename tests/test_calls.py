@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.streams import calls
+from pipeline.ingest import tool_calls
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from pipeline.streams import calls
     ],
 )
 def test_python_types_become_json_schema(written: Any, schema: dict[str, Any], optional: bool) -> None:
-    assert calls.python_type(written) == (schema, optional)
+    assert tool_calls.python_type(written) == (schema, optional)
 
 
 json_values = st.recursive(
@@ -45,4 +45,7 @@ json_values = st.recursive(
 def test_bracket_calls_give_back_what_was_written(arguments: dict[str, Any]) -> None:
     finite = json.loads(json.dumps(arguments).replace("Infinity", "0"))
     written = ", ".join(f"{name}={value!r}" for name, value in finite.items())
-    assert calls.bracket_calls(f"[Do it({written}), g()]", "x") == [calls.Call("Do it", finite), calls.Call("g", {})]
+    assert tool_calls.bracket_calls(f"[Do it({written}), g()]", "x") == [
+        tool_calls.Call("Do it", finite),
+        tool_calls.Call("g", {}),
+    ]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
-from pipeline.synthesis import mistakes, programs
+from pipeline.synthetic import programs
 from tests.test_service import ended, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -54,7 +54,7 @@ def stored() -> list[Program]:
     found = []
     for problem in programs.problems("train", 200, 1):
         assert problem.answer is not None
-        for source in [problem.answer, *(wrong for _, wrong in mistakes.distractors(problem, 1)[:2])]:
+        for source in [problem.answer, *(wrong for _, wrong in programs.distractors(problem, 1)[:2])]:
             found.append(Program(source=source, entry_point=problem.entry_point, tests=problem.tests[:6]))
     name, tests = found[0].entry_point, found[0].tests[:2]
     bodies = ["raise ValueError('x')", "raise SystemExit", "return iter([])", "return [0] * 10**9", "while True: pass"]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import denoisers
-from pipeline.device import stable_hash
-from pipeline.generation.denoising import Denoising, denoise
+from pipeline.diffusion import files
+from pipeline.diffusion.model import Denoiser, Noised
+from pipeline.diffusion.sampling import Denoising, denoise
 from pipeline.generation.sampling import Sampling
-from pipeline.model.denoiser import Denoiser, Noised
 from pipeline.model.transformer import Transformer
+from pipeline.run.device import stable_hash
 from pipeline.serve.canvas_engine import CanvasEngine
-from pipeline.serve.request import Denoised, Ended, Event, Request, Said, Ticket
+from pipeline.serve.loop import Denoised, Ended, Event, GenerationRequest, Said, Ticket
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import random_model
 
@@ -45,7 +45,7 @@ class Heard(list[Event]):
 @pytest.fixture
 def model(byte_tokenizer: Tokenizer) -> Denoiser:
     """Untrained; no end of turn is ever likely."""
-    made = denoisers.from_causal(random_model(byte_tokenizer), byte_tokenizer)
+    made = files.from_causal(random_model(byte_tokenizer), byte_tokenizer)
     with torch.no_grad():
         made.trunk.model.embed_tokens.weight[byte_tokenizer.turn_end] *= 0.0
     return made
@@ -54,7 +54,7 @@ def model(byte_tokenizer: Tokenizer) -> Denoiser:
 def ask(engine: CanvasEngine, ids: list[int], tokens: int = CANVAS, seed: int = 0, warm: float = 0.0, **named: Any) -> tuple[Heard, Ticket]:  # fmt: skip
     heard = Heard()
     way = Sampling(tokens, temperature=warm, top_p=0.95 if warm else 1.0)
-    return heard, engine.submit(Request(ids=ids, sampling=way, seed=seed, listener=heard, **named))
+    return heard, engine.submit(GenerationRequest(ids=ids, sampling=way, seed=seed, listener=heard, **named))
 
 
 def finished(engine: CanvasEngine, *heard: Heard) -> None:
@@ -150,7 +150,7 @@ def test_blocks_and_the_context_bound_a_canvas(model: Denoiser, byte_tokenizer: 
     finished(engine, heard)
     assert len(heard.said) == 12
     small: Transformer = random_model(byte_tokenizer, context=32)
-    tight = denoisers.from_causal(small, byte_tokenizer)
+    tight = files.from_causal(small, byte_tokenizer)
     with torch.no_grad():
         tight.trunk.model.embed_tokens.weight[byte_tokenizer.turn_end] *= 0.0
     engine = CanvasEngine(tight, canvas=CANVAS)
@@ -182,8 +182,8 @@ def test_a_listener_that_fails_loses_its_own_request_alone(model: Denoiser) -> N
     def broken(event: Event) -> None:
         raise RuntimeError("deaf")
 
-    engine.submit(Request(ids=[20], sampling=Sampling(8), seed=0, listener=broken))
-    engine.submit(Request(ids=[20], sampling=Sampling(8), seed=0, listener=broken, frames=True))
+    engine.submit(GenerationRequest(ids=[20], sampling=Sampling(8), seed=0, listener=broken))
+    engine.submit(GenerationRequest(ids=[20], sampling=Sampling(8), seed=0, listener=broken, frames=True))
     heard, _ = ask(engine, [21])
     finished(engine, heard)
     assert heard.said == alone(model, [21]) and engine.busy == 0
@@ -238,6 +238,6 @@ def test_the_thread_answers_and_ends(model: Denoiser) -> None:
             if isinstance(event, Ended):
                 done.set()
 
-        engine.submit(Request(ids=[20], sampling=Sampling(CANVAS), seed=0, listener=hear))
+        engine.submit(GenerationRequest(ids=[20], sampling=Sampling(CANVAS), seed=0, listener=hear))
         assert done.wait(60)
     assert heard.said == alone(model, [20])

@@ -11,20 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import denoisers
-from pipeline.evaluation import canvases, likelihood_masked
-from pipeline.evaluation.canvases import CanvasSettings, CanvasSubject, ways
+from pipeline.diffusion import files, measure, report, sampling
+from pipeline.diffusion.losses import enumerated, masked_logprobs
+from pipeline.diffusion.measure import CanvasSettings, CanvasSubject, ways
+from pipeline.diffusion.model import Denoiser, Noised
+from pipeline.diffusion.sampling import Asked, Generation, Step
 from pipeline.evaluation.likelihood import windows
-from pipeline.generation import traces
-from pipeline.generation.denoising import Generation, Step
-from pipeline.generation.traces import Asked
-from pipeline.learning.scoring_masked import enumerated, masked_logprobs
-from pipeline.model.denoiser import Denoiser, Noised
+from pipeline.ingest.records import Text
 from pipeline.model.transformer import Transformer
-from pipeline.params import Runtime
-from pipeline.report import denoising
+from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
-from pipeline.streams.records import Text
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
 from tests.test_code_metrics import FakeJudge
@@ -34,7 +30,7 @@ from tests.test_evaluate import SETTINGS
 
 @pytest.fixture
 def denoiser(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Denoiser:
-    return denoisers.from_causal(tiny_model, byte_tokenizer).train(False)
+    return files.from_causal(tiny_model, byte_tokenizer).train(False)
 
 
 @pytest.fixture
@@ -61,7 +57,7 @@ def exact(model: Denoiser, tokenizer: Tokenizer, text: str) -> float:
 
 def test_a_bound_is_the_enumerated_one_but_for_its_draws(denoiser: Denoiser, byte_tokenizer: Tokenizer) -> None:
     text = "x = 1"
-    found = likelihood_masked.bounds(denoiser, byte_tokenizer, [text] * 40, context=64, draws=16)
+    found = measure.bounds(denoiser, byte_tokenizer, [text] * 40, context=64, draws=16)
     told, wanted = [one.nats for one in found.documents], exact(denoiser, byte_tokenizer, text)
     assert len({round(nats, 6) for nats in told}) == 40  # each document has masks of its own
     assert abs(np.mean(told) - wanted) < 4 * np.std(told) / math.sqrt(40)
@@ -71,7 +67,7 @@ def test_a_bound_is_the_enumerated_one_but_for_its_draws(denoiser: Denoiser, byt
 def test_every_token_of_a_long_document_is_scored_once_and_what_was_read_stays_clean(byte_tokenizer: Tokenizer) -> None:
     ids = byte_tokenizer.encode("value = 3\n" * 12)
     cut = list(windows(0, ids, byte_tokenizer.end_of_text, 16))
-    batch = likelihood_masked.drawn_windows(cut, list(range(len(cut))), 64)
+    batch = measure.drawn_windows(cut, list(range(len(cut))), 64)
     assert int(batch.lengths.sum()) == len(ids)
     ever = torch.stack([one.masks for one in batch.inputs]).any(0)
     for row, window in enumerate(cut):
@@ -82,12 +78,12 @@ def test_every_token_of_a_long_document_is_scored_once_and_what_was_read_stays_c
 def test_a_context_that_cannot_be_is_refused(denoiser: Denoiser, byte_tokenizer: Tokenizer) -> None:
     for context in (7, 0, 4096):
         with pytest.raises(ValueError, match="context: expected an even number from 2 to 256"):
-            likelihood_masked.bounds(denoiser, byte_tokenizer, ["a"], context=context, draws=1)
+            measure.bounds(denoiser, byte_tokenizer, ["a"], context=context, draws=1)
 
 
 def test_documents_give_bits_per_byte_with_an_interval(subject: CanvasSubject) -> None:
     texts = [Text(text=f"x = {n}\n" * 3, source="s", path=str(n), licence="") for n in range(6)]
-    numbers = canvases.documents(subject, texts).numbers
+    numbers = measure.documents(subject, texts).numbers
     assert numbers["documents"] == 6 and numbers["bpb_bound_low"] <= numbers["bpb_bound"] <= numbers["bpb_bound_high"]
 
 
@@ -123,20 +119,20 @@ def test_each_run_measures_some_points_of_the_curve_of_which_one_is_the_way_that
         asked.extend(settings for _ in prompts[:1])
         return [Generation([], [], "stop", 1, [Step([], [])]) for _ in prompts]
 
-    monkeypatch.setattr(canvases, "denoise", denoise)
+    monkeypatch.setattr(measure, "denoise", denoise)
     judge: Any = FakeJudge()
     problems = [judged_problem("1")]
-    subject.complete("problems", {"1": canvases.suites.user(subject.tokenizer, "?")}, tokens=4, temperature=0.0)
+    subject.complete("problems", {"1": measure.suites.user(subject.tokenizer, "?")}, tokens=4, temperature=0.0)
     assert asked == [subject.way]
-    numbers = canvases.quality(subject, problems, judge, canvases.CURVE).numbers
-    assert tuple(numbers) == canvases.CURVE and set(canvases.CURVE) <= set(ways(16, 8))
-    assert asked.count(subject.way) == 1 and len(asked) == len(canvases.CURVE)
+    numbers = measure.quality(subject, problems, judge, measure.CURVE).numbers
+    assert tuple(numbers) == measure.CURVE and set(measure.CURVE) <= set(ways(16, 8))
+    assert asked.count(subject.way) == 1 and len(asked) == len(measure.CURVE)
 
 
 def test_a_greedy_answer_is_written_once(subject: CanvasSubject, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = {"a": [20, 21, 22]}
     first = subject.complete("problems", prompts, tokens=4, temperature=0.0)
-    monkeypatch.setattr(canvases, "denoise", lambda _, asked, *rest: [1 / 0 for _ in asked])
+    monkeypatch.setattr(measure, "denoise", lambda _, asked, *rest: [1 / 0 for _ in asked])
     again = subject.generate("quality", prompts, ways(16, 8)["threshold 0.99, dual cache"])
     assert again["a"].ids == first["a"].ids
     with pytest.raises(ZeroDivisionError):
@@ -170,9 +166,9 @@ def test_quality_is_measured_against_passes_beside_one_token_a_step(
         good = settings.steps == settings.length
         return [Generation(right if good else [], [], "stop", settings.steps, [Step([], [])]) for _ in prompts]
 
-    monkeypatch.setattr(canvases, "denoise", denoise)
+    monkeypatch.setattr(measure, "denoise", denoise)
     judge: Any = FakeJudge()
-    numbers = canvases.quality(subject, [judged_problem(str(n)) for n in range(6)], judge).numbers
+    numbers = measure.quality(subject, [judged_problem(str(n)) for n in range(6)], judge).numbers
     assert list(numbers) == list(ways(16, 8))
     assert numbers["1 a step"]["pass_at_1"] == 1 and numbers["1 a step"]["n"] == 4
     assert (
@@ -183,7 +179,7 @@ def test_quality_is_measured_against_passes_beside_one_token_a_step(
     rows = [row for row in evaluate.curve_rows({"quality": numbers}) if row["curve"] == "quality: 2 a step"]
     assert rows == [{"step": 8.0, "curve": "quality: 2 a step", "value": 0.0, "low": numbers["2 a step"]["pass_at_1_low"],
                      "high": numbers["2 a step"]["pass_at_1_high"]}]  # fmt: skip
-    (figure,) = denoising.figures({"diffusion": {"quality": numbers}, "tools": {}})
+    (figure,) = report.figures({"diffusion": {"quality": numbers}, "tools": {}})
     assert figure["title"].endswith("diffusion") and len(figure["rows"]) == len(numbers)
 
 
@@ -197,12 +193,12 @@ def test_how_it_decodes_and_what_an_answer_costs_stand_beside_the_problems(
     subject = replace(subject, canvas=replace(subject.canvas, **changes))
     problems = [judged_problem(str(n)) for n in range(2)]
     subject.complete("problems", {"a": [20, 21]}, tokens=4, temperature=0.0)
-    told = canvases.with_orders(canvases.Result(), subject, problems).numbers["decoding"]
+    told = measure.with_orders(measure.SuiteResult(), subject, problems).numbers["decoding"]
     passes = subject.told[0].forwards
     assert told["forwards"] == passes and 0 <= told["local_ar_1"] <= 1 and 0 <= told["global_ar_4"] <= 1
     assert passes == 16 if changes.get("canvas_threshold", 1) is None else 2 <= passes <= 16
     config = subject.denoiser.config
-    length = len(canvases.suites.user(subject.tokenizer, "?")) + 16
+    length = len(measure.suites.user(subject.tokenizer, "?")) + 16
     first = passes if later is None else 2
     places = first * length + (passes - first) * (later or 0)
     a_place = 2 * config.matmul_parameters + 4 * config.layers * config.heads * config.head_dim * length
@@ -228,7 +224,7 @@ def test_a_trace_tells_every_step_and_is_the_same_each_time(
 ) -> None:
     asked = [Asked(str(n), f"q{n}", [20 + n, 21]) for n in range(10)]
     paths = [tmp_path / "a/trace.json", tmp_path / "b/trace.json"]
-    traces.write(paths, denoiser, byte_tokenizer, asked, length=12)
+    sampling.write(paths, denoiser, byte_tokenizer, asked, length=12)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     told = json.loads(paths[0].read_text())
     assert len(told["prompts"]) == 8 and told["settings"]["length"] == 12
@@ -249,10 +245,10 @@ def test_the_page_shows_each_token_with_its_step_and_moments_between() -> None:
         {"committed": [[2, 7, "b", 0.8]], "remasked": [0]}, {"committed": [[0, 8, "a", 0.7]], "remasked": []},
         {"committed": [[3, 9, "<end>", 1.0], [4, 9, "<end>", 1.0]], "remasked": []},
     ]}  # fmt: skip
-    shown = denoising.canvas(one)
+    shown = report.canvas(one)
     assert [(token["text"], token["step"], token["line"]) for token in shown["tokens"]] == [
         ("a", 4, False), ("⏎", 1, True), ("b", 3, False), ("<end>", 5, False),
     ]  # fmt: skip
     assert [frame["text"] for frame in shown["frames"]] == ["░\n░░", "x\n░░", "a\nb░", "a\nb<end>"]
-    assert denoising.frame(one, 3)["text"] == "░\nb░"  # what was masked again is
+    assert report.frame(one, 3)["text"] == "░\nb░"  # what was masked again is
     assert replace(CanvasSettings(), canvas=64).canvas == 64

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report import card, costs
-from pipeline.report.headlines import HEADLINES
-from pipeline.report.run import Run
+from pipeline.report import card
+from pipeline.report import metrics as report_metrics
+from pipeline.report.metrics import HEADLINES, Run
 from tests import results
 
 
@@ -158,7 +158,7 @@ def test_time_comes_from_the_work_folder_of_the_key_or_was_elsewhere(metrics: Pa
     folder.mkdir(parents=True)
     (folder / "speed.json").write_text('{"seconds": 12.34, "tokens_per_second": 9000, "device": "a CPU"}')
     (folder / "mlflow.json").write_text('{"run_id": "abc123"}')
-    found = {row.stage: row for row in costs.rows(card.read(metrics))}
+    found = {row.stage: row for row in report_metrics.rows(card.read(metrics))}
     assert (found["language"].speed["seconds"], found["language"].device, found["language"].mlflow) == (
         12.34,
         "a CPU",

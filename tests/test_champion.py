@@ -1,4 +1,4 @@
-"""pipeline/registry.py and report/champion.py: who may bear the alias, on a real store."""
+"""pipeline/run/registry.py and report/champion.py: who may bear the alias, on a real store."""
 
 import json
 import shutil
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeline import registry
-from pipeline.errors import GateError, InputError
 from pipeline.report import champion, claims
-from pipeline.report.differences import Measured
-from pipeline.report.run import read
-from pipeline.tracking import Tracker
+from pipeline.report.claims import Measured
+from pipeline.report.metrics import read
+from pipeline.run import registry
+from pipeline.run.errors import GateError, InputError
+from pipeline.run.tracking import Tracker
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import DataError
+from pipeline.run.errors import DataError
 from pipeline.text import chat
 from pipeline.text.tokenizer import ADDED, SPECIAL, Tokenizer
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline import checkpoint, work
-from pipeline.errors import ModelError, StagecoachError
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.model import stored
+from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
+from pipeline.run import workdir
+from pipeline.run.errors import ModelError, StagecoachError
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -123,7 +123,7 @@ def test_a_disk_too_full_is_found_before_a_weight_is_written(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    monkeypatch.setattr(workdir.shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
     with pytest.raises(StagecoachError, match=r"no space: 20\.1 MB needed, 1\.0 MB free"):
         checkpoint.save(tmp_path / "new", tiny_model, byte_tokenizer, {})
     assert list((tmp_path / "new").iterdir()) == []
@@ -160,8 +160,8 @@ def test_transformers_computes_and_says_the_same(tied: bool, byte_tokenizer: Tok
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_a_broken_index_of_shards_is_refused_by_name(folder: Path, text: str) -> None:
-    (folder / stored.WHOLE).unlink()  # which would be taken
-    (folder / stored.INDEX).write_text(text)
+    (folder / checkpoint.WHOLE).unlink()  # which would be taken
+    (folder / checkpoint.INDEX).write_text(text)
     with pytest.raises(ModelError, match=r"index\.json: expected a JSON object with weight_map"):
         checkpoint.load(folder)
 

@@ -1,14 +1,14 @@
-"""streams/cleaning.py: each check names its reason; secrets leave or are replaced; prose is told from the rest."""
+"""ingest/cleaning.py: each check names its reason; secrets leave or are replaced; prose is told from the rest."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-from pipeline.streams import cleaning
-from pipeline.streams.cleaning import Document, Dropped
-from pipeline.streams.records import Text
-from pipeline.streams.sources import DataConfig, Found
+from pipeline.ingest import cleaning
+from pipeline.ingest.cleaning import Document, Dropped
+from pipeline.ingest.records import Text
+from pipeline.ingest.sources import DataConfig, Found
 
 CONFIG = DataConfig(source="machine")
 GOOD = '''"""Adds numbers for the test of the cleaning, and does it in the plainest way that is known."""

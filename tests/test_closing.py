@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.generation.closing import Cutter, Place, bits
 from pipeline.generation.constrain import Grammar, Grammars
+from pipeline.generation.grammars import Cutter, Place, bits
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import SENTENCES
 from tests.schemas import EXAMPLES, ROWS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import codehash
+from pipeline.run import codehash
 
 ROOT = Path(__file__).parents[1]
 STAGES = sorted(path.stem for path in (ROOT / "stages").glob("*.py") if path.stem != "__init__")
@@ -28,7 +28,7 @@ TRAIN = {
 }
 FILES = {
     "pipeline/__init__.py": "",
-    "pipeline/work.py": "import os\n",
+    "pipeline/run/workdir.py": "import os\n",
     "pipeline/letters/__init__.py": "from pipeline.letters.chat import render\n",
     "pipeline/letters/chat.py": """
 from pipeline.letters import words
@@ -62,7 +62,7 @@ def spare(x): return x
     "stages/tools.py": '''"""Doc."""
 from pipeline import letters
 from pipeline.letters import chat
-from pipeline.work import os
+from pipeline.run.workdir import os
 
 def f(x):
     """D."""
@@ -121,7 +121,7 @@ def test_what_is_reached_is_what_the_stage_uses_also_through_another_module(repo
         ("stages/tools.py", '"""Doc."""', '"""Other."""  # a comment'),
         ("stages/tools.py", '"""D."""', '"""Longer."""'),
         ("stages/tools.py", "return letters.render(x)", "return letters.render(\n        x)"),
-        ("pipeline/work.py", "import os", "import os\nKEEP = 5"),
+        ("pipeline/run/workdir.py", "import os", "import os\nKEEP = 5"),
         ("pipeline/serve/api.py", "1", "2"),
         ("pipeline/letters/chat.py", "return START", "return 5"),
         ("pipeline/letters/chat.py", 'START = "y"', 'START = "z"'),
@@ -200,7 +200,9 @@ def test_globals_takes_the_module_and_a_file_that_is_started_by_its_place_comes_
     words.write_text(words.read_text().replace("def count(x): return x", "def count(x): return globals()[x]"))
     assert reached(repository)["pipeline.letters.words"] == ["Size", "Words", "count", "spare"]
     words.write_text('def count(x): return __file__.replace("words.py", "child.py")\n')
-    (repository / "pipeline/letters/child.py").write_text('def work(): pass\n\nif __name__ == "__main__":\n    work()\n')
+    (repository / "pipeline/letters/child.py").write_text(
+        'def work(): pass\n\nif __name__ == "__main__":\n    work()\n'
+    )
     assert reached(repository)["pipeline.letters.child"] == ["*main", "work"]
     words.write_text("import sys\n\ndef count(x): sys.path.insert(0, __file__)\n")
     assert {"pipeline.letters.child", "pipeline.letters.chat"} <= reached(repository).keys()
@@ -287,7 +289,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 def test_a_new_pair_loss_reruns_the_stages_that_learn_from_pairs(own: Path) -> None:
     before = hashes(own)
-    path = own / "pipeline/learning/objectives_pairs.py"
+    path = own / "pipeline/learning/pair_losses.py"
     edit(
         path,
         "\n\nLOSSES: dict",
@@ -301,8 +303,8 @@ def test_a_new_pair_loss_reruns_the_stages_that_learn_from_pairs(own: Path) -> N
 def test_the_loop_reruns_all_that_trains_and_the_server_and_the_doctor_nothing(own: Path) -> None:
     before = hashes(own)
     edit(own / "pipeline/serve/engine.py", "return None", "return 0")
-    edit(own / "pipeline/doctor.py", "return None", "return 0")
-    edit(own / "pipeline/running.py", "return None, overrides", "return '', overrides")
+    edit(own / "pipeline/tools/doctor.py", "return None", "return 0")
+    edit(own / "pipeline/run/stage.py", "return None, overrides", "return '', overrides")
     assert rerun(own, before) == set()
     edit(own / "pipeline/report/card.py", "card.html", "another.html")
     assert rerun(own, before) == {"report"}

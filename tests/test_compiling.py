@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.batches.batch import TokenBatch
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.learning import compiling, objectives, scoring, states
-from pipeline.learning import fit as fit_module
+from pipeline.learning import fit as learning_fit
+from pipeline.learning import losses, performance, states
 from pipeline.learning.fit import fit
-from pipeline.learning.keeping import weights_of
-from pipeline.learning.objectives import Loss, Term
+from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import FitConfig, PairConfig
+from pipeline.learning.states import weights_of
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
-from pipeline.reinforcement.rollout import RolloutConfig
-from pipeline.streams.batch import TokenBatch
+from pipeline.rl.rollout import RolloutConfig
 from tests.test_fit import Stopped, config, job
 from tests.test_fit_options import Windows
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # dynamo looks at what warns, and a warning is an error here
-    pytest.mark.skipif(bool(compiling.lacking(torch.device("cpu"))), reason="no C++ compiler"),
+    pytest.mark.skipif(bool(performance.lacking(torch.device("cpu"))), reason="no C++ compiler"),
 ]
 SHAPE = ModelConfig(vocab_size=64, width=32, layers=3, heads=2, kv_heads=1, head_dim=16, d_ff=48, max_context=32,
                     rope_theta=1e4, tied=True)  # fmt: skip
@@ -47,7 +47,7 @@ class Packed(Windows):
 
 def train(folder: Path, *, compiled: bool, save_steps: int = 500) -> tuple[Transformer, Any]:
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
-        return Loss([Term("loss", scoring.read_out(model, batch, objectives.next_token))])
+        return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
 
     model, at_work = (
         Transformer(SHAPE, torch.Generator().manual_seed(0)),
@@ -76,7 +76,7 @@ def test_compiled_layers_train_as_eager_ones_and_resume_bit_for_bit(
     assert weights_of(whole).keys() == weights_of(eager).keys()
     for name, weight in weights_of(eager).items():
         torch.testing.assert_close(weights_of(whole)[name], weight, atol=1e-5, rtol=0, msg=name)
-    original = fit_module.Run._one_step
+    original = learning_fit.Run._one_step
 
     def cut(self: Any) -> None:
         if self.course.step == 4:
@@ -84,7 +84,7 @@ def test_compiled_layers_train_as_eager_ones_and_resume_bit_for_bit(
         original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit_module.Run, "_one_step", cut)
+        patch.setattr(learning_fit.Run, "_one_step", cut)
         with pytest.raises(Stopped):
             train(tmp_path / "cut", compiled=True, save_steps=1)
     state = states.newest(tmp_path / "cut")
@@ -126,13 +126,13 @@ def test_auto_counts_the_work_of_rows_of_one_length_alone(
     even: bool, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: dict[str, Any] = {}
-    monkeypatch.setattr(compiling, "compiled", lambda model, asked, **given: told.update(given))
+    monkeypatch.setattr(performance, "compiled", lambda model, asked, **given: told.update(given))
     settings = SimpleNamespace(even_rows=even, rows=4, row_length=8, dropout=0.0)
     runtime = SimpleNamespace(gradient_checkpointing="none", compile="auto")
     run: Any = SimpleNamespace(
         config=settings, steps=3, hardware=None, job=SimpleNamespace(runtime=runtime, name="toy")
     )
-    fit_module.Run._settle(run, Transformer(SHAPE))
+    learning_fit.Run._settle(run, Transformer(SHAPE))
     assert (told["flops"] == 3 * 4 * 8 * SHAPE.flops_per_token(8)) is counted
     assert counted or told["flops"] == 0
 

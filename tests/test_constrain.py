@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.generation import constrain
-from pipeline.generation import grammars as grammars_module
+from pipeline.generation import grammars as generation_grammars
 from pipeline.generation.constrain import Grammars, reply
 from pipeline.generation.schemas import SchemaError
 from pipeline.text import chat
@@ -208,8 +208,8 @@ def test_a_model_that_wants_the_impossible_is_led_by_the_plan(grammars: Grammars
 def test_where_the_grammar_gives_out_the_plan_is_said(
     byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = grammars_module.LLParserLimits(max_lexer_states=60, verbose_errors=False)
-    monkeypatch.setattr(grammars_module, "LIMITS", limits)
+    limits = generation_grammars.LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr(generation_grammars, "LIMITS", limits)
     grammars = Grammars(byte_tokenizer, ROWS)
     schema = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]*[ab].{9}$"}}
     grammar = grammars.json_schema(schema)
@@ -277,7 +277,7 @@ def test_a_keyword_that_cannot_be_promised_is_named(grammars: Grammars, keyword:
 def test_a_schema_without_an_end_in_reach_is_refused_in_time(
     byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("pipeline.generation.closing.MAX_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.generation.grammars.MAX_SECONDS", 0.1)
     with pytest.raises(SchemaError) as error:
         Grammars(byte_tokenizer, ROWS).json_schema(schema)
     assert error.value.code in ("schema_unclosable", "schema_refused", "schema_too_large")

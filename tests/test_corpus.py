@@ -14,16 +14,15 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import DataError
-from pipeline.streams import parquet, sources
-from pipeline.streams.cleaning import Document
-from pipeline.streams.decontamination import Index
-from pipeline.streams.duplicates import fingerprint, signature
-from pipeline.streams.parquet import PartWriter
-from pipeline.streams.records import Text
-from pipeline.streams.selection import Selection
-from pipeline.streams.sources import DataConfig, Found
-from pipeline.synthesis import stories
+from pipeline.ingest import selection as ingest_selection
+from pipeline.ingest import sources
+from pipeline.ingest.cleaning import Document
+from pipeline.ingest.duplicates import Index, fingerprint, signature
+from pipeline.ingest.records import Text
+from pipeline.ingest.selection import PartWriter, Selection
+from pipeline.ingest.sources import DataConfig, Found
+from pipeline.run.errors import DataError
+from pipeline.synthetic import stories
 from stages import corpus
 
 ROOT = Path(__file__).parents[1]
@@ -296,7 +295,7 @@ def test_wrong_parameters_name_their_key() -> None:
 # --- parquet -----------------------------------------------------------------------------------------------------------
 
 
-def part(path: Path, documents: list[Text]) -> dict[Path, parquet.Size]:
+def part(path: Path, documents: list[Text]) -> dict[Path, ingest_selection.Size]:
     writer = PartWriter(path)
     for document in documents:
         writer.add(document)
@@ -309,13 +308,13 @@ def document(number: int, size: int, name: str) -> Text:
 
 
 def test_parts_are_spread_evenly_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "FILE_BYTES", 20_000)
-    monkeypatch.setattr(parquet, "GROUP_BYTES", 3_000)
+    monkeypatch.setattr(ingest_selection, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(ingest_selection, "GROUP_BYTES", 3_000)
     a = [document(n, 400, "a") for n in range(200)]
     b = [document(n, 100, "b") for n in range(100)]
     train = part(tmp_path / "a.parquet", a) | part(tmp_path / "b.parquet", b)
     held = part(tmp_path / "c.parquet", [document(0, 10, "c")])
-    files = parquet.mix({"train": train, "val": held}, tmp_path / "out")
+    files = ingest_selection.mix({"train": train, "val": held}, tmp_path / "out")
     read = rows(tmp_path / "out", "train")
     assert [r["path"] for r in read if r["source"] == "a"] == [d.path for d in a]
     assert [r["path"] for r in read if r["source"] == "b"] == [d.path for d in b]
@@ -326,13 +325,13 @@ def test_parts_are_spread_evenly_and_lose_nothing(tmp_path: Path, monkeypatch: p
 
 def test_a_corpus_without_val_gives_every_fiftieth_and_one_without_train_all_but_one(tmp_path: Path) -> None:
     documents = [document(n, 10, "a") for n in range(120)]
-    parquet.mix({"train": part(tmp_path / "t.parquet", documents), "val": {}}, tmp_path / "x")
+    ingest_selection.mix({"train": part(tmp_path / "t.parquet", documents), "val": {}}, tmp_path / "x")
     assert [r["path"] for r in rows(tmp_path / "x", "val")] == ["a/49", "a/99", "a/119"]
-    parquet.mix({"train": {}, "val": part(tmp_path / "v.parquet", documents)}, tmp_path / "y")
+    ingest_selection.mix({"train": {}, "val": part(tmp_path / "v.parquet", documents)}, tmp_path / "y")
     assert [r["path"] for r in rows(tmp_path / "y", "val")] == ["a/119"]
     assert len(rows(tmp_path / "y", "train")) == 119
     with pytest.raises(DataError, match="at least two documents"):
-        parquet.mix({"train": part(tmp_path / "o.parquet", documents[:1]), "val": {}}, tmp_path / "z")
+        ingest_selection.mix({"train": part(tmp_path / "o.parquet", documents[:1]), "val": {}}, tmp_path / "z")
 
 
 # --- slow --------------------------------------------------------------------------------------------------------------
@@ -353,7 +352,7 @@ def collect(folder: Path, num_bytes: int) -> None:
                 record=Text(text=text, source="s", path=str(number), licence="own"), signature=signature(text),
             )
         )  # fmt: skip
-    parquet.mix(selection.close(), folder / "out")
+    ingest_selection.mix(selection.close(), folder / "out")
 
 
 def peak_mb(tmp_path: Path, num_mb: int) -> float:

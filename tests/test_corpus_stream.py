@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import DataError, ModelError
-from pipeline.streams.batch import Piece, token_batch
-from pipeline.streams.corpus import CorpusStream
-from pipeline.streams.infilling import RESERVE, infill
+from pipeline.batches.batch import Piece, token_batch
+from pipeline.batches.corpus import RESERVE, CorpusStream, infill
+from pipeline.run.errors import DataError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 from tests.corpora import CONTEXT, SOURCE, STEP, TOKENIZER, documents, equal, stream, write_corpus
 

@@ -9,18 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.errors import GateError
-from pipeline.learning import first_steps_masked, objectives_masked, objectives_policy
-from pipeline.learning.objectives_pairs import PairLogprobs
-from pipeline.learning.objectives_policy import Clip, GroupMethod, group_policy, kl_k3, leave_one_out
-from pipeline.learning.scoring_masked import coupled_logprobs
-from pipeline.model.denoiser import Noised
-from pipeline.reinforcement import canvases
-from pipeline.reinforcement.answers import Prompt
-from pipeline.reinforcement.canvases import CanvasAnswer, Coupling
-from pipeline.streams import masking
-from pipeline.streams.drawn import CoupledBatch
-from pipeline.streams.records import Problem
+from pipeline.diffusion import losses, training
+from pipeline.diffusion import masks as diffusion_masks
+from pipeline.diffusion import rollouts as diffusion_rollouts
+from pipeline.diffusion.losses import coupled_logprobs
+from pipeline.diffusion.masks import CoupledBatch
+from pipeline.diffusion.model import Noised
+from pipeline.diffusion.rollouts import CanvasAnswer, Coupling
+from pipeline.ingest.records import Problem
+from pipeline.learning import policy_losses
+from pipeline.learning.pair_losses import PairLogprobs
+from pipeline.learning.policy_losses import Clip, GroupMethod, group_policy, kl_k3, leave_one_out
+from pipeline.rl.answers import Prompt
+from pipeline.run.errors import GateError
 from tests.test_denoiser import TRAITS, model
 
 METHOD = GroupMethod(advantage="others", normaliser="tokens", clip=Clip(0.5, 0.5), beta=0.01, kl_in="loss")
@@ -199,7 +200,7 @@ def test_advantages_leave_one_out() -> None:
 
 def test_both_signs_of_an_advantage_are_clipped() -> None:
     log = torch.tensor([1.0, -1.0], requires_grad=True)
-    loss, _ = objectives_policy.surrogate(log, torch.zeros(2), torch.tensor([1.0, -1.0]), Clip(0.5, 0.5))
+    loss, _ = policy_losses.surrogate(log, torch.zeros(2), torch.tensor([1.0, -1.0]), Clip(0.5, 0.5))
     loss.sum().backward()
     assert log.grad is not None and not log.grad.any()
 
@@ -233,7 +234,7 @@ def test_scoring_moves_no_global_generator() -> None:
 
 def test_the_gate_of_the_first_step_names_what_moved() -> None:
     good = {"ratio": 1.0, "approxkl": 0.0, "clip_ratio/region_mean": 0.0, "kl": 0.0}
-    check = first_steps_masked.first_policy("fp32")
+    check = training.first_policy("fp32")
     check(good)
     for name, wrong in {"ratio": 1.01, "approxkl": 1e-3, "clip_ratio/region_mean": 0.1, "kl": 0.01}.items():
         with pytest.raises(GateError, match=f"gate {name}"):
@@ -246,7 +247,7 @@ def test_the_gate_of_the_first_step_names_what_moved() -> None:
 def test_the_masked_cross_entropy_weighs_each_token_by_one_over_its_noise() -> None:
     """Tokens of -1 and -3 nats at t = 1/2 and t = 1/4: 2 * 1 + 4 * 3."""
     logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
-    found = objectives_masked.masked_cross_entropy(logprobs, torch.tensor([2.0, 4.0]), per="tokens")
+    found = losses.masked_cross_entropy(logprobs, torch.tensor([2.0, 4.0]), per="tokens")
     (term,) = found.terms
     assert (term.name, term.sum.item(), term.per) == ("loss", 14.0, "tokens")
     term.sum.backward()
@@ -263,28 +264,26 @@ def pairs(chosen: float, rejected: float) -> PairLogprobs:
 
 @pytest.mark.parametrize(("margin", "expected"), [(0.2, 0.598139), (-0.2, 0.798139), (0.0, 0.693147)])
 def test_the_loss_of_a_margin_by_hand(margin: float, expected: float) -> None:
-    found = objectives_masked.diffusion_dpo(pairs(margin / 0.2, 0.0), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
+    found = losses.diffusion_dpo(pairs(margin / 0.2, 0.0), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
     assert round(float(found.terms[0].sum), 6) == expected
-    swapped = objectives_masked.diffusion_dpo(pairs(0.0, margin / 0.2), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
+    swapped = losses.diffusion_dpo(pairs(0.0, margin / 0.2), pairs(0.0, 0.0), beta=0.2, sft_weight=0.0)
     assert float(swapped.metrics["rewards/margins"][0]) == -float(found.metrics["rewards/margins"][0])
 
 
 def test_the_likelihood_of_the_chosen_answer_is_a_mean_over_its_tokens() -> None:
-    found = objectives_masked.diffusion_dpo(pairs(-8.0, -1.0), pairs(-8.0, -1.0), beta=0.2, sft_weight=0.05)
+    found = losses.diffusion_dpo(pairs(-8.0, -1.0), pairs(-8.0, -1.0), beta=0.2, sft_weight=0.05)
     assert [(term.name, float(term.sum), term.coefficient) for term in found.terms[1:]] == [("sft", 2.0, 0.05)]
 
 
 def test_a_mean_reduction_divides_by_each_answers_own_length() -> None:
-    found = objectives_masked.diffusion_dpo(
-        pairs(4.0, 1.0), pairs(0.0, 0.0), beta=1.0, sft_weight=0.0, reduction="mean"
-    )
+    found = losses.diffusion_dpo(pairs(4.0, 1.0), pairs(0.0, 0.0), beta=1.0, sft_weight=0.0, reduction="mean")
     assert float(found.metrics["rewards/margins"][0]) == 4 / 4 - 1 / 2
 
 
 def test_raw_and_implicit_accuracy_are_two_things_and_a_tie_counts_half() -> None:
-    found = objectives_masked.diffusion_dpo(pairs(-3.0, -2.0), pairs(-3.0, -2.0), beta=1.0, sft_weight=0.0)
+    found = losses.diffusion_dpo(pairs(-3.0, -2.0), pairs(-3.0, -2.0), beta=1.0, sft_weight=0.0)
     assert float(found.metrics["rewards/accuracies"][0]) == 0.5 and float(found.metrics["raw_accuracy"][0]) == 0
-    found = objectives_masked.diffusion_dpo(pairs(-3.0, -2.0), pairs(-5.0, -2.0), beta=1.0, sft_weight=0.0)
+    found = losses.diffusion_dpo(pairs(-3.0, -2.0), pairs(-5.0, -2.0), beta=1.0, sft_weight=0.0)
     assert float(found.metrics["rewards/accuracies"][0]) == 1 and float(found.metrics["raw_accuracy"][0]) == 0
 
 
@@ -294,15 +293,15 @@ def test_the_variance_of_an_estimate_is_taken_over_the_inner_iterations() -> Non
             self.arrays = {"old/0": np.array([first, 1.0]), "old/1": np.array([second, 1.0])}
 
     rollouts: Any = [One(0.0, 2.0), One(1.0, 1.0)]
-    assert canvases.variance(rollouts, 2) == {"coupled/variance": 1.0}
-    assert canvases.variance(rollouts, 1) == {}
+    assert diffusion_rollouts.variance(rollouts, 2) == {"coupled/variance": 1.0}
+    assert diffusion_rollouts.variance(rollouts, 1) == {}
 
 
 def test_masks_drawn_apart_have_the_coupled_ones_first_mask_and_rates() -> None:
-    keys = [masking.key(0, "coupled", str(n), 0) for n in range(400)]
+    keys = [diffusion_masks.key(0, "coupled", str(n), 0) for n in range(400)]
     seconds, rates, overlaps = [], [], 0
     for key in keys:
-        coupled, apart = masking.coupled(key, 16), masking.apart(key, 16)
+        coupled, apart = diffusion_masks.coupled(key, 16), diffusion_masks.apart(key, 16)
         assert coupled.t == apart.t and (coupled.first == apart.first).all()
         seconds.append(apart.second.mean())
         rates.append(1 - apart.t)

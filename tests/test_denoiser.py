@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.learning import objectives_masked, scoring_masked
-from pipeline.learning.scoring_masked import draw_sums, elbo, masked_logprobs, pair_elbos, pairs_of
-from pipeline.model import denoiser
+from pipeline.diffusion import losses
+from pipeline.diffusion import masks as diffusion_masks
+from pipeline.diffusion import model as diffusion_model
+from pipeline.diffusion.losses import draw_sums, elbo, masked_logprobs, pair_elbos, pairs_of
+from pipeline.diffusion.masks import Drawn
+from pipeline.diffusion.model import Denoiser, Noised, Traits
 from pipeline.model.config import ModelConfig
-from pipeline.model.denoiser import Denoiser, Noised, Traits
 from pipeline.model.transformer import Transformer
-from pipeline.streams import masking
-from pipeline.streams.drawn import Drawn
 
 SHAPE = ModelConfig(vocab_size=24, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48, max_context=64, rope_theta=1e4,
                     tied=True, attention="bidirectional")  # fmt: skip
@@ -45,7 +45,7 @@ def drawn(tokens: Tensor, draws: int, begin: int = 4) -> Drawn:
     count, length = tokens.shape
     inputs, scales = [torch.zeros(tokens.shape, dtype=torch.bool) for _ in range(draws)], torch.zeros(draws, count)
     for row in range(count):
-        found = masking.elbo_draws(masking.key(0, "elbo", str(row), 0), length - begin, draws)
+        found = diffusion_masks.elbo_draws(diffusion_masks.key(0, "elbo", str(row), 0), length - begin, draws)
         for draw in range(draws):
             inputs[draw][row, begin:] = torch.from_numpy(found.masks[draw])
             scales[draw, row] = float(found.scales[draw])
@@ -92,11 +92,11 @@ def test_annealed_attention_goes_from_the_causal_model_to_the_full_one() -> None
     one, own = noised(rows()), model().train(False)
     causal = Transformer(replace(SHAPE, attention="causal"), torch.Generator().manual_seed(0)).train(False)
     numbers = np.random.default_rng(0).random(144)
-    none, all_ = (torch.from_numpy(masking.sight(numbers, 12, ratio)) for ratio in (0.0, 1.0))
+    none, all_ = (torch.from_numpy(diffusion_masks.sight(numbers, 12, ratio)) for ratio in (0.0, 1.0))
     ids = one.tokens.masked_fill(one.masks, 3)
     torch.testing.assert_close(own.states(replace(one, sight=none)), causal.hidden(ids), atol=1e-5, rtol=0)
     torch.testing.assert_close(own.states(replace(one, sight=all_)), own.states(one), atol=1e-5, rtol=0)
-    half = torch.from_numpy(masking.sight(numbers, 12, 0.5))
+    half = torch.from_numpy(diffusion_masks.sight(numbers, 12, 0.5))
     assert (own.states(replace(one, sight=half)) - own.states(one)).abs().max() > 1e-3
 
 
@@ -117,7 +117,7 @@ def test_padding_to_the_left_or_right_changes_no_score() -> None:
 def test_logits_in_pieces_give_the_same_numbers_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     one, gradients, values = noised(rows()), [], []
     for most in (10**9, 50):
-        monkeypatch.setattr(denoiser, "MOST_LOGITS", most)
+        monkeypatch.setattr(diffusion_model, "MOST_LOGITS", most)
         own = model(dtype=torch.float64)
         found = masked_logprobs(own, one)
         (found * torch.arange(len(found))).sum().backward()
@@ -130,7 +130,7 @@ def test_logits_in_pieces_give_the_same_numbers_and_gradients(monkeypatch: pytes
 
 def dpo_gradients(own: Denoiser, batch: Drawn, *, weight: float) -> dict[str, Tensor]:
     reference = pairs_of(torch.zeros(len(batch.lengths), dtype=torch.float64), batch.lengths)
-    found = objectives_masked.diffusion_dpo(pair_elbos(own, batch), reference, beta=0.1, sft_weight=weight)
+    found = losses.diffusion_dpo(pair_elbos(own, batch), reference, beta=0.1, sft_weight=weight)
     sum(term.coefficient * term.sum for term in found.terms).backward()  # type: ignore[union-attr]
     return {name: p.grad.clone() for name, p in own.named_parameters() if p.grad is not None}
 
@@ -185,7 +185,7 @@ def test_a_policy_that_equals_its_reference_has_no_margin_but_a_gradient() -> No
     reference = pair_elbos(model().train(False), batch)
     reference = replace(reference, chosen=reference.chosen.detach(), rejected=reference.rejected.detach())
     own = model().train(False)
-    found = objectives_masked.diffusion_dpo(pair_elbos(own, batch), reference, beta=0.2, sft_weight=0.0)
+    found = losses.diffusion_dpo(pair_elbos(own, batch), reference, beta=0.2, sft_weight=0.0)
     assert found.metrics["rewards/margins"][0] == 0
     assert round(float(found.terms[0].sum.detach()) / 2, 6) == 0.693147
     found.terms[0].sum.backward()
@@ -222,7 +222,7 @@ def test_rows_longer_than_the_context_are_refused() -> None:
 
 
 def beside_clean(tokens: Tensor, masks: Tensor, blocks: np.ndarray) -> Noised:
-    sight = torch.from_numpy(masking.block_sight(blocks))[None, None].expand(len(tokens), -1, -1, -1)
+    sight = torch.from_numpy(diffusion_masks.block_sight(blocks))[None, None].expand(len(tokens), -1, -1, -1)
     return replace(noised(tokens, masks), sight=sight, clean=tokens)
 
 
@@ -281,5 +281,5 @@ def test_two_layers_trained_on_a_known_joint_come_to_its_entropy() -> None:
                 masks = torch.tensor([[False, *mask]])
                 return masked_logprobs(own, replace(noised(text[None], masks), asked=wanted)).tolist()
 
-            total -= scoring_masked.enumerated(score, 3, "k")
+            total -= losses.enumerated(score, 3, "k")
     assert abs(total / 16 - 2 * np.log(4)) < 0.05

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.generation import denoising
-from pipeline.generation.arness import global_ar, local_ar, order_of
-from pipeline.generation.denoising import Denoising, Generation, Step, denoise
+from pipeline.diffusion import sampling
+from pipeline.diffusion.sampling import Denoising, Generation, Step, denoise, global_ar, local_ar, order_of
 from pipeline.model.transformer import Transformer
 from tests.masked_fixture import MASK, SEQUENCES, STATES, L, table
 from tests.test_denoiser import SHAPE, model
@@ -27,7 +26,7 @@ def counts(one: Generation) -> list[int]:
     return [len(step.committed) for step in one.steps]
 
 
-@pytest.mark.parametrize("order", denoising.ORDERS)
+@pytest.mark.parametrize("order", sampling.ORDERS)
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_no_mask_is_left_no_banned_id_is_said_and_what_is_committed_stays(order: str, temperature: float) -> None:
     for one in told(Denoising(length=12, steps=5, temperature=temperature, order=order)):
@@ -159,7 +158,7 @@ def test_a_cache_is_an_approximation_elsewhere_and_computes_less() -> None:
     totals = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transformer, "line", counting)
-        for cache in denoising.CACHES:
+        for cache in sampling.CACHES:
             tokens.clear()
             denoise(own, [[5] * 20], replace(settings, cache=cache), [1])
             totals[cache] = sum(tokens)
@@ -194,8 +193,8 @@ def test_random_order_sampling_has_the_law_that_enumeration_says() -> None:
     )
     numbers = {sequence: n for n, sequence in enumerate(SEQUENCES)}
     for first in range(0, 40_000, 1000):
-        rows = [denoising._row(n, [0], first + n, L, MASK) for n in range(1000)]
-        for _ in denoising._Batch(own, rows, settings).uncover():
+        rows = [sampling._row(n, [0], first + n, L, MASK) for n in range(1000)]
+        for _ in sampling._Batch(own, rows, settings).uncover():
             pass
         for row in rows:
             seen[numbers[tuple(row.tokens.tolist())]] += 1

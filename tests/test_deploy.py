@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import checkpoint, denoisers
-from pipeline.errors import InputError, ModelError
-from pipeline.export import card, onnx
+from pipeline.diffusion import files
+from pipeline.export import huggingface, onnx
+from pipeline.model import checkpoint
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import InputError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 from stages import deploy
 
@@ -97,7 +98,7 @@ def test_the_card_states_the_facts_and_leaves_no_gap(
 ) -> None:
     deployed(TOOLS, base, tmp_path / "out", corpora, {"key": "deploy-key", "inputs": {"models/tools": "77"}})
     text = (tmp_path / "out/README.md").read_text()
-    assert "@" not in text and card.NOT_RUN_BY_OTHERS not in text and "onnxruntime" not in text
+    assert "@" not in text and huggingface.NOT_RUN_BY_OTHERS not in text and "onnxruntime" not in text
     for fact in ("# stagecoach-tools", f"{tiny_model.num_parameters():,} parameters", "context 256", "BPE of 320 tokens",
                  byte_tokenizer.hash[:16], "| stagecoach-tools: key | `deploy-key` |", "| its model: key | `base-key` |",
                  "| stagecoach-tools: from models/tools | `77` |", "| its model: from models/code | `88` |",
@@ -156,15 +157,15 @@ def test_a_reward_model_is_a_directory_alone(
 def test_a_masked_diffusion_model_has_the_honest_sentence_and_no_gguf(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
-    model = denoisers.from_causal(tiny_model, byte_tokenizer)
-    denoisers.save(tmp_path / "diffusion", model, byte_tokenizer, {})
+    model = files.from_causal(tiny_model, byte_tokenizer)
+    files.save(tmp_path / "diffusion", model, byte_tokenizer, {})
     told = deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
     assert told["smoke_calls"] == 6
     assert not {name for name in files_of(tmp_path / "out") if name.startswith(("gguf", "onnx", "ollama"))}
     text = (tmp_path / "out/README.md").read_text()
     assert "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`." in text
     assert "transformers import" not in text and "llama-cli" not in text and "@" not in text
-    again, _ = denoisers.load(tmp_path / "out")
+    again, _ = files.load(tmp_path / "out")
     assert again.config == model.config and again.traits == model.traits
 
 
@@ -172,7 +173,7 @@ def test_a_masked_diffusion_model_has_the_honest_sentence_and_no_gguf(
 def test_a_real_server_is_asked_for_canvases(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
-    denoisers.save(tmp_path / "diffusion", denoisers.from_causal(tiny_model, byte_tokenizer), byte_tokenizer, {})
+    files.save(tmp_path / "diffusion", files.from_causal(tiny_model, byte_tokenizer), byte_tokenizer, {})
     told = deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
     assert told["smoke_calls"] == 6
 

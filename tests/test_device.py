@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import device
-from pipeline.errors import ConfigError
-from pipeline.runtime import Runtime
+from pipeline.run import device
+from pipeline.run.config import Runtime
+from pipeline.run.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ def elsewhere(code: str, **environment: str) -> str:
 
 
 def test_the_hash_is_the_same_in_every_process_and_forever() -> None:
-    code = "from pipeline.device import stable_hash; print(stable_hash('flip', 42, 'é'))"
+    code = "from pipeline.run.device import stable_hash; print(stable_hash('flip', 42, 'é'))"
     assert device.stable_hash("flip", 42, "é") == 13570640438134887754  # b2sum -l 64, read from its end
     for seed, language in (("1", "C"), ("2", "tr_TR.UTF-8")):
         assert elsewhere(code, PYTHONHASHSEED=seed, LC_ALL=language, PYTHONUTF8="1") == "13570640438134887754"
@@ -38,7 +38,7 @@ def test_the_hash_tells_types_borders_and_order_apart() -> None:
 
 
 def test_hashing_loads_no_torch() -> None:
-    assert elsewhere("import sys, pipeline.device; print('torch' in sys.modules)") == "False"
+    assert elsewhere("import sys, pipeline.run.device; print('torch' in sys.modules)") == "False"
 
 
 def test_a_generator_is_a_function_of_its_parts_and_of_no_global_state() -> None:

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import DataError
-from pipeline.streams import records
-from pipeline.streams.dialogues import DialogueStream, segments, split_groups
-from pipeline.streams.records import Dialogue
+from pipeline.batches.dialogues import DialogueStream, segments, split_groups
+from pipeline.ingest import records
+from pipeline.ingest.records import Dialogue
+from pipeline.run.errors import DataError
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
-TOKENIZER = Tokenizer.train(iter([(ROOT / "pipeline/streams/dialogues.py").read_text(encoding="utf-8")]), 512)
+TOKENIZER = Tokenizer.train(iter([(ROOT / "pipeline/batches/dialogues.py").read_text(encoding="utf-8")]), 512)
 CONTEXT = 128
 some = settings(max_examples=40, deadline=None)  # a shared machine stalls
 

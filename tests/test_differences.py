@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.report import card, claims, compare, costs, differences
-from pipeline.report.differences import Measured
-from pipeline.report.headlines import HEADLINES
-from pipeline.report.run import Run, read
+from pipeline.report import card, claims, compare, metrics
+from pipeline.report.claims import Measured
+from pipeline.report.metrics import HEADLINES, Run, read
 from tests import results
 
 BY_KEY = {headline.key: headline for headline in HEADLINES}
@@ -27,20 +26,20 @@ def solved(right: list[int], data: dict[str, str] = DATA) -> Measured:
 def test_items_that_both_were_asked_are_paired_so_a_small_steady_gain_shows() -> None:
     before = [1, 0] * 50
     after = [1, 0] * 40 + [1, 1] * 10  # ten problems more, none fewer
-    told = differences.change(BY_KEY["medium"], solved(before), solved(after))
+    told = claims.change(BY_KEY["medium"], solved(before), solved(after))
     assert told is not None and told.items == 100 and told.kind == "better"
     assert told.low is not None and told.high is not None and 0 < told.low < 0.1 < told.high
     assert told.shown.startswith("+10.0 points (4.") or told.shown.startswith("+10.0 points (5.")
-    worse = differences.change(BY_KEY["medium"], solved(after), solved(before))
+    worse = claims.change(BY_KEY["medium"], solved(after), solved(before))
     assert worse is not None and worse.kind == "worse" and worse.shown.startswith("−10.0 points (−1")
 
 
 @pytest.mark.parametrize("other", [{"data/problems": "d2"}, {}])
 def test_items_of_other_data_are_refused_even_if_their_ids_are_equal(other: dict[str, str]) -> None:
-    told = differences.change(BY_KEY["medium"], solved([1, 0] * 50), solved([1, 1] * 50, other))
+    told = claims.change(BY_KEY["medium"], solved([1, 0] * 50), solved([1, 1] * 50, other))
     assert told is not None and (told.items, told.low, told.kind) == (0, None, "")
     assert told.shown == told.refused == "measured over other items: other contents of data/problems"
-    unread = differences.change(BY_KEY["medium"], solved([1, 0] * 50), solved([1, 1] * 50, DATA | {"data/facts": "f2"}))
+    unread = claims.change(BY_KEY["medium"], solved([1, 0] * 50), solved([1, 1] * 50, DATA | {"data/facts": "f2"}))
     assert unread is not None and unread.kind == "better", "data that the suite does not read change nothing"
 
 
@@ -52,17 +51,17 @@ def asked(right: list[int], *, data_seed: int = 42, hashes: str = "h", **setting
 
 
 def test_the_same_items_are_paired_though_the_data_around_them_have_changed() -> None:
-    told = differences.change(BY_KEY["medium"], asked([1, 0] * 50), asked([1, 1] * 50, samples=3))
+    told = claims.change(BY_KEY["medium"], asked([1, 0] * 50), asked([1, 1] * 50, samples=3))
     assert told is not None and (told.items, told.kind, told.refused) == (100, "better", "")
 
 
 def test_other_items_are_refused_by_name_whatever_the_values_are() -> None:
-    told = differences.change(BY_KEY["medium"], asked([0] * 100), asked([1] * 100, data_seed=1, hashes="x"))
+    told = claims.change(BY_KEY["medium"], asked([0] * 100), asked([1] * 100, data_seed=1, hashes="x"))
     assert told is not None and (told.kind, told.low) == ("", None)
     assert told.shown == "measured over other items: data_seed 42 and 1"
     assert told.apart == "0 of 100 and 100 are the same; in one alone: p0, p1, p2, ..."
     one_seed = Measured(asked([0] * 100).numbers | {"settings": {"seed": 1}}, asked([0] * 100, hashes="x").rows)
-    told = differences.change(BY_KEY["medium"], asked([0] * 100), one_seed)
+    told = claims.change(BY_KEY["medium"], asked([0] * 100), one_seed)
     assert told is not None and told.refused == "measured over other items: data_seed 42 and 1", "a run of one seed"
 
 
@@ -70,28 +69,28 @@ def test_a_part_of_the_items_is_compared_over_that_part_alone() -> None:
     """40 of 100 problems: of these 20 were solved before and 30 after, whatever became of the other 60."""
     before, after = asked([1, 0] * 20 + [1] * 60), asked([1, 1, 1, 0] * 10, canvas_problems=40)
     for first, second, change in ((before, after, 0.25), (after, before, -0.25)):
-        told = differences.change(BY_KEY["medium"], first, second)
+        told = claims.change(BY_KEY["medium"], first, second)
         assert told is not None and told.items == 40 and told.after - told.before == pytest.approx(change)
         assert told.kind == ("better" if change > 0 else "worse")
     crossed = Measured(before.numbers, before.rows[1:])
-    told = differences.change(BY_KEY["medium"], crossed, asked([1] * 30, problems=30))
+    told = claims.change(BY_KEY["medium"], crossed, asked([1] * 30, problems=30))
     assert told is not None and told.refused == "measured over other items: evaluate.problems None and 30"
     assert told.apart == "29 of 99 and 30 are the same; in one alone: p30, p31, p32, ..."
 
 
 def test_under_twenty_items_nothing_is_better_or_worse() -> None:
     for count, kind in ((20, "worse"), (19, "")):
-        told = differences.change(BY_KEY["medium"], asked([1] * count), asked([0] * count))
+        told = claims.change(BY_KEY["medium"], asked([1] * count), asked([0] * count))
         assert told is not None and (told.items, told.kind) == (count, kind)
         assert told.shown.endswith(", too few items: 19") == (count == 19)
     rows = [{"suite": "tools", "id": f"d{n}", "item": f"h{n}", "wanted": ("call", "nothing")[n % 2]} for n in range(30)]
     numbers = {"ast": 0.5, "ast_low": 0.4, "ast_high": 0.6}
     calls = [Measured({"tools": {key: value + 0.3 * more for key, value in numbers.items()}}, rows) for more in (0, 1)]
-    told = differences.change(BY_KEY["ast"], *calls)
+    told = claims.change(BY_KEY["ast"], *calls)
     assert told is not None and (told.items, told.kind, told.low) == (15, "", None), (
         "the turns that want a call are counted"
     )
-    told = differences.change(BY_KEY["ast"], *(Measured(one.numbers, rows + [row | {"id": f"{row['id']}+"} for row in rows]) for one in calls))  # fmt: skip
+    told = claims.change(BY_KEY["ast"], *(Measured(one.numbers, rows + [row | {"id": f"{row['id']}+"} for row in rows]) for one in calls))  # fmt: skip
     assert told is not None and (told.items, told.kind) == (30, "better")
 
 
@@ -102,13 +101,13 @@ def test_bits_per_byte_are_ratios_of_sums_and_less_is_better() -> None:
         return Measured({"code": {"bpb": bpb, "bpb_low": bpb, "bpb_high": bpb}, "lineage": {}}, rows)
 
     first = [20.0 * (n + 1) for n in range(20)]
-    told = differences.change(BY_KEY["code_bpb"], measured(first), measured([b - 1 for b in first]))
+    told = claims.change(BY_KEY["code_bpb"], measured(first), measured([b - 1 for b in first]))
     assert told is not None and told.kind == "better" and told.after - told.before == pytest.approx(-20 / 2100)
     assert told.high is not None and told.high < 0
 
 
 def test_a_measure_that_one_side_lacks_has_no_difference() -> None:
-    assert differences.change(BY_KEY["ast"], solved([1]), solved([0])) is None
+    assert claims.change(BY_KEY["ast"], solved([1]), solved([0])) is None
 
 
 @pytest.fixture
@@ -136,13 +135,13 @@ def edit(path: Path, change: Any) -> None:
 
 def test_a_stage_differs_because_of_a_parameter_or_of_what_it_reads(two: tuple[Path, Path]) -> None:
     first, second = read(two[0]), read(two[1])
-    told = {one.stage: one for one in differences.stages(first, second)}
+    told = {one.stage: one for one in claims.stages(first, second)}
     assert list(told) == ["code", "tools", "deploy"]
     assert told["code"].why == ["fit.learning_rate: 0.1 → 0.2"]
     assert told["tools"].why == ["what it reads from code"] and told["tools"].keys[1] == "follows"
-    assert differences.stages(first, first) == []
+    assert claims.stages(first, first) == []
     without = Run({k: v for k, v in second.stages.items() if k != "deploy"}, {}, {})
-    assert differences.stages(second, without)[0].why == ["built only before"]
+    assert claims.stages(second, without)[0].why == ["built only before"]
 
 
 def test_the_comparison_names_keys_runs_and_what_moved(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -273,16 +272,16 @@ def test_money_is_hours_of_cores_and_gpus_and_a_sum_is_of_what_is_known(two: tup
         (tmp_path / ".work" / name / key).mkdir(parents=True)
         (tmp_path / ".work" / name / key / "speed.json").write_text(json.dumps(speed))
     edit(two[1] / "deploy.json", lambda told: told | {"lineage": told["lineage"] | {"key": "elsewhere"}})
-    rows = costs.rows(read(two[1]), costs.Prices(core=0.1, gpu=2.0))
+    rows = metrics.rows(read(two[1]), metrics.Prices(core=0.1, gpu=2.0))
     found = {row.stage: row for row in rows}
     assert found["code"].price == pytest.approx(0.1) and found["tools"].price == pytest.approx(0.8 + 2.0)
     assert found["deploy"].price is None and found["deploy"].device == "built elsewhere"
-    whole = costs.total(rows)
+    whole = metrics.total(rows)
     assert (whole["known"], whole["seconds"], whole["joules"], whole["memory"]) == (2, 5400, 500, 1.5)
     assert whole["price"] == pytest.approx(2.9)
-    assert costs.total(costs.rows(read(two[1])))["price"] is None
+    assert metrics.total(metrics.rows(read(two[1])))["price"] is None
     with pytest.raises(ValueError, match="prices: expected numbers from 0 on"):
-        costs.Prices(core=-1)
+        metrics.Prices(core=-1)
 
 
 def test_packages_that_differ_are_named_with_the_stages_that_they_computed(tmp_path: Path) -> None:
@@ -295,9 +294,9 @@ def test_packages_that_differ_are_named_with_the_stages_that_they_computed(tmp_p
             told = {"lineage": {"key": f"{stage}{torch}", "code": "c", "inputs": {}, "versions": versions}}
             (folder / f"{stage}.json").write_text(json.dumps(told))
         runs.append(read(folder))
-    assert differences.packages(*runs) == [
+    assert claims.packages(*runs) == [
         "requirements.lock: aa → bb (language, code)",
         "torch: 2.13.0 → 2.14.0 (code)",
     ]
-    assert differences.packages(runs[0], runs[0]) == []
+    assert claims.packages(runs[0], runs[0]) == []
     assert "Other packages computed them" in compare.render(*runs, ("a", "b"))

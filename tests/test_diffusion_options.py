@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.device import stable_hash
-from pipeline.errors import DataError
-from pipeline.evaluation import frontier
+from pipeline.diffusion.training import DiffusionConfig, Following
+from pipeline.evaluation import solving
 from pipeline.learning.phases import Phases
-from pipeline.learning.reference_masked import Following
-from pipeline.learning.settings_masked import DiffusionConfig
-from pipeline.params import Settings, stage_params
-from pipeline.reinforcement.answers import Prompt
-from pipeline.tracking import Tracker
+from pipeline.rl.answers import Prompt
+from pipeline.run.config import Settings, stage_params
+from pipeline.run.device import stable_hash
+from pipeline.run.errors import DataError
+from pipeline.run.tracking import Tracker
 from stages import diffusion_grpo
 from tests.conftest import ROOT
 from tests.masked_workspace import arguments
@@ -164,17 +163,17 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> Any:
     def judged(judge: Any, given: list[Any]) -> list[Any]:
         return [type("Verdict", (), {"verdict": "passed" if one.passes else "wrong"}) for one in given]
 
-    monkeypatch.setattr(frontier, "judged", judged)
+    monkeypatch.setattr(solving, "judged", judged)
     return object()
 
 
 def test_the_frontier_is_what_is_solved_sometimes_and_is_asked_once(tmp_path: Path, verdicts: Any) -> None:
     setting = Solves()
     for _ in range(2):  # a resumed run finds what it had
-        found = frontier.chosen(prompts(9), "frontier", 100, setting, verdicts, tmp_path)
+        found = solving.chosen(prompts(9), "frontier", 100, setting, verdicts, tmp_path)
         assert sorted(int(prompt.id) for prompt in found) == [2, 3, 4, 5, 6]  # 0.25 to 0.75
         assert setting.asked == 2 * 4 + 7 * 8  # what is solved never, or always, shows in four
-    few = frontier.chosen(prompts(9), "frontier", 4, setting, verdicts, tmp_path / "other")
+    few = solving.chosen(prompts(9), "frontier", 4, setting, verdicts, tmp_path / "other")
     first = sorted(prompts(9), key=lambda prompt: stable_hash("frontier", prompt.id))[:4]
     assert {p.id for p in few} == {p.id for p in first if 2 <= int(p.id) <= 6}
 
@@ -190,17 +189,17 @@ def test_what_four_samples_decide_is_asked_no_further_and_left_out(tmp_path: Pat
 
     setting = Late()
     some = [prompt for prompt in prompts(9) if prompt.id in ("2", "5")]
-    assert [p.id for p in frontier.chosen(some, "frontier", 9, setting, verdicts, tmp_path)] == ["5"]
+    assert [p.id for p in solving.chosen(some, "frontier", 9, setting, verdicts, tmp_path)] == ["5"]
     assert setting.asked == 4 + 8
 
 
 def test_other_difficulties_are_all_or_a_group(tmp_path: Path, verdicts: Any) -> None:
-    assert len(frontier.chosen(prompts(5), "all", 1, None, None, tmp_path)) == 5
-    assert [p.id for p in frontier.chosen(prompts(5), "easy", 1, None, None, tmp_path)] == ["1", "3"]
+    assert len(solving.chosen(prompts(5), "all", 1, None, None, tmp_path)) == 5
+    assert [p.id for p in solving.chosen(prompts(5), "easy", 1, None, None, tmp_path)] == ["1", "3"]
     with pytest.raises(DataError, match="frontier needs the sandbox"):
-        frontier.chosen(prompts(5), "frontier", 1, None, None, tmp_path)
+        solving.chosen(prompts(5), "frontier", 1, None, None, tmp_path)
     with pytest.raises(DataError, match="0 of 2 problems are solved by 20% to 80% of 8 samples, none to learn from"):
-        frontier.chosen(prompts(2), "frontier", 10, Solves(), verdicts, tmp_path)
+        solving.chosen(prompts(2), "frontier", 10, Solves(), verdicts, tmp_path)
 
 
 def test_a_reference_follows_the_policy_and_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import checkpoint, denoisers
-from pipeline.errors import ModelError
-from pipeline.learning import fit as fit_module
-from pipeline.streams import records
+from pipeline.diffusion import files
+from pipeline.ingest import records
+from pipeline.learning import fit
+from pipeline.model import checkpoint
+from pipeline.run.errors import ModelError
 from tests.masked_workspace import STAGES, arguments
 from tests.test_alignment_resume import DOOMED, Stopped
 from tests.test_published import DREAM, LLADA
@@ -43,8 +44,8 @@ def finished(masked: Workspace, stage: str, **changes: Any) -> tuple[dict[str, s
 
 def test_diffusion_publishes_a_masked_model_and_a_causal_control(masked: Workspace) -> None:
     _, said = finished(masked, "diffusion")
-    model, tokenizer = denoisers.load(Path("models/diffusion"))
-    assert model.traits == denoisers.traits(tokenizer, shift=True)
+    model, tokenizer = files.load(Path("models/diffusion"))
+    assert model.traits == files.traits(tokenizer, shift=True)
     control, _ = checkpoint.load(Path("models/diffusion_control"))
     base = masked.weights("code")
     for own in (model.trunk, control):
@@ -62,7 +63,7 @@ def test_diffusion_publishes_a_masked_model_and_a_causal_control(masked: Workspa
 @pytest.mark.full
 def test_the_control_reads_the_same_windows_and_examples(masked: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[Any]] = {}
-    original = fit_module.Run.batches
+    original = fit.Run.batches
 
     def batches(self: Any, step: int, index: int) -> Any:
         rows, made = original(self, step, index)
@@ -70,7 +71,7 @@ def test_the_control_reads_the_same_windows_and_examples(masked: Workspace, monk
         seen.setdefault(self.job.name, []).append((rows.tolist(), given))
         return rows, made
 
-    monkeypatch.setattr(fit_module.Run, "batches", batches)
+    monkeypatch.setattr(fit.Run, "batches", batches)
     finished(masked, "diffusion")
     for own, theirs in (("adapt", "control_adapt"), ("sft", "control_sft")):
         for (rows, tokens), (others, ids) in zip(seen[f"diffusion@{own}"], seen[f"diffusion@{theirs}"], strict=True):
@@ -101,7 +102,7 @@ def test_either_part_may_be_left_out(masked: Workspace, changes: dict[str, Any],
 @pytest.mark.full
 def test_from_scratch_nothing_is_shifted_and_blocks_stand_in_the_configuration(masked: Workspace) -> None:
     finished(masked, "diffusion", init="scratch", block_size=32)
-    model, _ = denoisers.load(Path("models/diffusion"))
+    model, _ = files.load(Path("models/diffusion"))
     assert not model.traits.shift and model.traits.block_size == 32
     for stage in ("diffusion_dpo", "diffusion_grpo"):
         ended = run(stage)
@@ -116,17 +117,17 @@ def test_a_published_checkpoint_is_fine_tuned_with_its_own_tokenizer(masked: Wor
     long = {"max_position_embeddings": 256} if values is DREAM else {"max_sequence_length": 256}
     checkpoint_of(Path("published"), masked.tokenizer, values | long, mask=name)
     finished(masked, "diffusion", init="pretrained", pretrained="published", adapt_steps=0)
-    model, tokenizer = denoisers.load(Path("models/diffusion"))
+    model, tokenizer = files.load(Path("models/diffusion"))
     assert model.traits.shift is (values is DREAM) and model.traits.ends == (tokenizer.turn_end,)
     assert checkpoint.load(Path("models/diffusion_control"))[1].hash == masked.tokenizer.hash
 
 
 def test_dpo_and_grpo_publish_masked_models_that_moved(masked: Workspace) -> None:
-    base, _ = denoisers.load(Path("models/diffusion"))
+    base, _ = files.load(Path("models/diffusion"))
     before = dict(base.named_parameters())
     for stage in ("diffusion_dpo", "diffusion_grpo"):
         finished(masked, stage)
-        model, _ = denoisers.load(Path("models") / stage)
+        model, _ = files.load(Path("models") / stage)
         assert model.traits == base.traits
         assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
     told = masked.numbers("diffusion_dpo")["test"]
@@ -145,7 +146,7 @@ def test_an_adapter_trains_alone_and_is_merged(masked: Workspace, stage: str) ->
     more = {"ref_sync": 0} if stage == "diffusion_grpo" else {}
     finished(masked, stage, adapter={"rank": 2, "alpha": 4}, **more)
     assert "merge_difference" in masked.numbers(stage)
-    denoisers.load(Path("models") / stage)
+    files.load(Path("models") / stage)
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def test_diffusion_stopped_in_any_phase_publishes_what_an_uninterrupted_run_does
     masked: Workspace, monkeypatch: pytest.MonkeyPatch, last: int
 ) -> None:
     whole, _ = finished(masked, "diffusion", **SAVING)
-    original, done = fit_module.Run._one_step, 0
+    original, done = fit.Run._one_step, 0
 
     def step(self: Any) -> None:
         nonlocal done
@@ -167,7 +168,7 @@ def test_diffusion_stopped_in_any_phase_publishes_what_an_uninterrupted_run_does
         original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit_module.Run, "_one_step", step)
+        patch.setattr(fit.Run, "_one_step", step)
         with pytest.raises(Stopped):
             run("diffusion", **SAVING | {"runtime.fresh": True})
     again, said = finished(masked, "diffusion", **SAVING)
@@ -232,8 +233,8 @@ def test_a_causal_model_is_refused_where_a_masked_one_is_needed(masked: Workspac
 
 @pytest.mark.full
 def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspace) -> None:
-    model, tokenizer = denoisers.load(Path("models/diffusion"))
-    denoisers.save(Path("models/code"), model, tokenizer, {})
+    model, tokenizer = files.load(Path("models/diffusion"))
+    files.save(Path("models/code"), model, tokenizer, {})
     ended = run("diffusion")
     assert ended.code == 2 and "models/code: expected a causal model, found a masked-diffusion one" in ended.said
 
@@ -310,11 +311,11 @@ def test_a_directory_says_which_ids_are_what_and_comes_back(masked: Workspace) -
     assert (values["mask_token_id"], values["fill_token_id"]) == (tokenizer.mask, tokenizer.turn_end)
     assert values["banned_ids"] == [tokenizer.pad, tokenizer.mask]
     assert not Path("models/diffusion/generation_config.json").exists()
-    model, _ = denoisers.load(Path("models/diffusion"))
-    denoisers.save(Path("again"), model, tokenizer, {})
+    model, _ = files.load(Path("models/diffusion"))
+    files.save(Path("again"), model, tokenizer, {})
     for name in ("config.json", "model.safetensors"):
         assert Path("again", name).read_bytes() == Path("models/diffusion", name).read_bytes()
-    frozen = denoisers.load_frozen(Path("again"))
+    frozen = files.load_frozen(Path("again"))
     assert not frozen.training and not any(p.requires_grad for p in frozen.parameters())
 
 
@@ -331,13 +332,13 @@ def test_a_directory_without_a_mask_that_its_tokenizer_knows_is_refused(
     values = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
     with pytest.raises(ModelError, match=message):
-        denoisers.load(Path("models/diffusion"))
+        files.load(Path("models/diffusion"))
 
 
 @pytest.mark.full
 def test_the_mask_starts_as_the_mean_embedding(masked: Workspace) -> None:
     causal, tokenizer = checkpoint.load(Path("models/code"))
     table = causal.model.embed_tokens.weight.detach().clone()
-    model = denoisers.from_causal(causal, tokenizer)
+    model = files.from_causal(causal, tokenizer)
     torch.testing.assert_close(model.trunk.model.embed_tokens.weight[tokenizer.mask], table.mean(0))
     assert torch.equal(causal.model.embed_tokens.weight, table)  # the causal model keeps its own

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.params import Settings, stage_names, stage_params
+from pipeline.run.config import Settings, stage_names, stage_params
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/commands.md")
@@ -49,7 +49,7 @@ def test_a_command_of_the_docs_exists(in_repository: Path, page: str, line: str)
         assert path.is_file(), line
         options = [word for word in rest if word.startswith("--") and word != "--help"]
         assert all(f'"{option}"' in path.read_text() for option in options), line
-        if rest[0] == "-m" and rest[1].startswith(("stages.", "pipeline.plan")):
+        if rest[0] == "-m" and rest[1].startswith(("stages.", "pipeline.tools.plan")):
             check_values([word for word in rest[2:] if "=" in word and not word.startswith("processes=")], added=True)
     else:
         assert head == "curl", line

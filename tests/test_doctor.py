@@ -1,4 +1,4 @@
-"""`python -m pipeline.doctor`: each fault, made for real in a scratch repository where that can be done, is found with its remedy."""
+"""`python -m pipeline.tools.doctor`: each fault, made for real in a scratch repository where that can be done, is found with its remedy."""
 
 import fcntl
 import importlib.metadata
@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pipeline import device, doctor
-from pipeline.doctor import Finding
+from pipeline.run import device
 from pipeline.sandbox import servers
+from pipeline.tools import doctor
+from pipeline.tools.doctor import Finding
 
 ROOT = Path(__file__).parents[1]
 REFUSING_JAIL = """
@@ -124,7 +125,7 @@ def test_memory_is_what_the_control_group_leaves_and_too_little_is_a_note(
     stat = "anon 5\ninactive_file 500000000"
     group(tmp_path, "job", memory_max="4000000000", memory_current="3000000000", memory_stat=stat)
     found = summary(doctor.memory(tmp_path))
-    assert found.startswith("note: 16.0 GB, 1.5 GB of it available") and "pipeline.plan" in found
+    assert found.startswith("note: 16.0 GB, 1.5 GB of it available") and "pipeline.tools.plan" in found
 
 
 def test_gpus_have_their_memory_and_a_driver_that_torch_does_not_see_is_a_note(
@@ -261,7 +262,7 @@ def test_unfinished_keys_are_counted_and_those_that_run_are_not(scratch: Path) -
         held, idle = summary(doctor.unfinished(scratch)).splitlines()
     assert held == "ok: running: language/running (process 4711)"
     assert idle.startswith("note: 1 unfinished, 2.0 MB language/begun ->")
-    assert "dvc repro resumes" in idle and "python -m pipeline.work prune" in idle
+    assert "dvc repro resumes" in idle and "python -m pipeline.run.workdir prune" in idle
 
 
 def test_parts_of_dead_processes_are_found_and_those_of_living_ones_left(scratch: Path, dead: int) -> None:
@@ -366,7 +367,7 @@ def test_a_wrong_key_of_any_block_is_a_problem(scratch: Path, monkeypatch: pytes
     (scratch / "params.yaml").write_text(text + "\nlanguge: {}\n", encoding="utf-8")
     found = summary(doctor.parameters(scratch))
     assert found.startswith("problem: params.yaml: unknown key 'languge' (did you mean 'language'?)")
-    assert "python -m pipeline.params" in found
+    assert "python -m pipeline.run.config" in found
     (scratch / "params.yaml").write_text(text.replace("logging_steps:", "loging_steps:"), encoding="utf-8")
     assert "runtime: unknown key 'loging_steps'" in summary(doctor.parameters(scratch))
 

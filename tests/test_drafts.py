@@ -6,7 +6,8 @@ import torch
 from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
 from pipeline.serve.drafts import DRAFT, LONGEST_WAIT, PAYS, Drafter
-from pipeline.serve.engine import Ended, Engine, Event, Request, Ticket
+from pipeline.serve.engine import Ended, Engine, Event, Ticket
+from pipeline.serve.engine import GenerationRequest as Request
 from tests.test_engine import alone, ask, finished, prompt
 
 # the drafter alone

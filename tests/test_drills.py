@@ -3,10 +3,10 @@
 import json
 import re
 
-from pipeline.synthesis import drills
-from pipeline.synthesis.tool_shape import problems
-from pipeline.synthesis.toolbox import SEEN, UNSEEN
-from pipeline.synthesis.tools import dialogues
+from pipeline.synthetic import drills
+from pipeline.synthetic.tool_values import problems
+from pipeline.synthetic.toolbox import SEEN, UNSEEN
+from pipeline.synthetic.tools import dialogues
 
 TEXTS = [drills.drill(3, number) for number in range(1200)]
 

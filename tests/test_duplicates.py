@@ -1,4 +1,4 @@
-"""streams/duplicates.py and streams/decontamination.py against slow obvious versions."""
+"""ingest/duplicates.py and ingest/duplicates.py against slow obvious versions."""
 
 import gzip
 import json
@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.errors import DataError
-from pipeline.streams import duplicates
-from pipeline.streams.decontamination import Index, benchmark_items
-from pipeline.streams.duplicates import NearDuplicates, fingerprint, signature, similarity
+from pipeline.ingest import duplicates
+from pipeline.ingest.duplicates import Index, NearDuplicates, benchmark_items, fingerprint, signature, similarity
+from pipeline.run.errors import DataError
 
 VOCABULARY = [f"word{number}" for number in range(5000)]
 

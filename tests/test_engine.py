@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import InputError
-from pipeline.generation.noise import uniforms
-from pipeline.generation.sampling import Sampling, choose, generate
+from pipeline.generation.sampling import Sampling, choose, generate, uniforms
 from pipeline.model.transformer import Transformer
-from pipeline.serve.engine import CHUNK, Ended, Engine, EngineStopped, Event, QueueFull, Request, Said, Ticket
-from pipeline.serve.request import Read
+from pipeline.run.errors import InputError
+from pipeline.serve.engine import CHUNK, Ended, Engine, EngineStopped, Event, QueueFull, Said, Ticket
+from pipeline.serve.engine import GenerationRequest as Request
+from pipeline.serve.loop import Read
 
 WARM = Sampling(24, temperature=0.9, top_p=0.95)
 

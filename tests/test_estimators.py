@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.learning.objectives_policy import METHODS, GroupMethod
-from pipeline.reinforcement.answers import Answer
-from pipeline.reinforcement.estimators import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo
-from pipeline.reinforcement.rewards import Score
-from pipeline.reinforcement.rollout import Rollout
+from pipeline.learning.policy_losses import METHODS, GroupMethod
+from pipeline.rl.advantages import PPOConfig, annotate_group, annotate_ppo, estimate_group, estimate_ppo
+from pipeline.rl.answers import Answer
+from pipeline.rl.rewards import Score
+from pipeline.rl.rollout import Rollout
 from tests import rollouts
 from tests.goldens import assert_near, cases
 

@@ -10,18 +10,18 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from pipeline import checkpoint
-from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.suites import Settings, Subject
+from pipeline.ingest.records import Text, write
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.params import Runtime
-from pipeline.report.headlines import HEADLINES, lookup
+from pipeline.report.metrics import HEADLINES, lookup
+from pipeline.run.config import Runtime
+from pipeline.run.errors import ConfigError, DataError
+from pipeline.run.tracking import Tracker
+from pipeline.run.workdir import Job, StopRequest
 from pipeline.sandbox.judge import Judge, SandboxConfig
-from pipeline.streams.records import Text, write
-from pipeline.synthesis import facts, preferences, programs, stories, tools
+from pipeline.synthetic import facts, preferences, programs, stories, tools
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.tracking import Tracker
-from pipeline.work import Job, StopRequest
 from stages import evaluate
 from tests.test_benchmarks import HALF
 from tests.test_benchmarks import write as write_set

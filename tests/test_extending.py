@@ -145,7 +145,7 @@ def test_all_sections_together_pass_the_checks_of_the_project(fresh: Repository,
     for section in SECTIONS.values():
         section.put_into(fresh)
     fresh.run("pyright", *(path for path in changed(fresh) if path.startswith(("pipeline/", "stages/"))))
-    fresh.run("python", "-m", "pipeline.reference")
+    fresh.run("python", "-m", "pipeline.tools.reference")
     for row in ("| `share` |", "| `groups` |", "| `mini` |", "apo_down, dpop |"):
         assert row in (fresh.folder / "docs/reference.md").read_text()
     fresh.run("python", "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", f"--basetemp={tmp_path / 'pytest'}",

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.errors import DataError
-from pipeline.evaluation.recall import questions, recall
+from pipeline.batches.dialogues import FactStream, encoded
+from pipeline.ingest import records
+from pipeline.ingest.records import Fact
+from pipeline.memory.measure import questions, recall
 from pipeline.model.transformer import Transformer
-from pipeline.streams import records
-from pipeline.streams.facts import FactStream, encoded
-from pipeline.streams.records import Fact
-from pipeline.synthesis import facts
+from pipeline.run.errors import DataError
+from pipeline.synthetic import facts
 from pipeline.text.tokenizer import Tokenizer
 
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_read_is_refused_by_name(byte_tokenizer: Tokenizer, tmp_p
 def test_only_the_whole_answer_is_right(byte_tokenizer: Tokenizer, tiny_model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     from types import SimpleNamespace
 
-    from pipeline.evaluation import recall as module
+    from pipeline.memory import measure
 
     rows = [
         Fact(id=str(n), service="s", attribute=a, question="q?", answer="12")
@@ -88,7 +88,7 @@ def test_only_the_whole_answer_is_right(byte_tokenizer: Tokenizer, tiny_model: T
     whole = byte_tokenizer.encode("12")
     said = [(whole, "stop"), (whole, "length"), (whole[:1], "stop"), (byte_tokenizer.encode("123"), "stop")]
     monkeypatch.setattr(
-        module, "generate", lambda *_, **__: [SimpleNamespace(ids=ids, stop=stop) for ids, stop in said]
+        measure, "generate", lambda *_, **__: [SimpleNamespace(ids=ids, stop=stop) for ids, stop in said]
     )
     found = recall(tiny_model, byte_tokenizer, asked)
     assert found.right.tolist() == [True, False, False, False]

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.serve import feedback as feedback_module
-from pipeline.serve.faults import ApiFault
+from pipeline.run.errors import ConfigError
+from pipeline.serve import feedback as serve_feedback
 from pipeline.serve.feedback import Feedback
-from pipeline.serve.protocol import PreferenceBody
+from pipeline.serve.protocol import ApiFault, PreferenceBody
 
 
 def body(number: int, text: str = "left") -> PreferenceBody:
@@ -83,7 +82,7 @@ def test_a_file_that_another_program_replaced_meanwhile_is_not_written_to_in_vai
 ) -> None:
     """An editor saves under another name and renames, between our opening and our lock."""
     feedback = Feedback(file)
-    original, count = feedback_module.fcntl.flock, [0]
+    original, count = serve_feedback.fcntl.flock, [0]
 
     def flock(descriptor: int, kind: int) -> None:
         original(descriptor, kind)
@@ -93,7 +92,7 @@ def test_a_file_that_another_program_replaced_meanwhile_is_not_written_to_in_vai
             other.write_text("")
             other.replace(file)
 
-    monkeypatch.setattr(feedback_module.fcntl, "flock", flock)
+    monkeypatch.setattr(serve_feedback.fcntl, "flock", flock)
     assert feedback.add(body(1), "") == (True, 1)
     assert len(rows(file)) == 1 and count == [2]
 
@@ -115,7 +114,7 @@ def test_a_full_disk_leaves_whole_rows_and_is_507(
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(feedback_module.os, when, write if when == "write" else fsync)
+        patch.setattr(serve_feedback.os, when, write if when == "write" else fsync)
         for _ in range(2):
             with pytest.raises(ApiFault, match=r"no space left for .*preferences\.jsonl; nothing was stored") as caught:
                 feedback.add(body(1), "")
@@ -126,7 +125,7 @@ def test_a_full_disk_leaves_whole_rows_and_is_507(
 
 def test_a_write_in_pieces_is_finished(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.write
-    monkeypatch.setattr(feedback_module.os, "write", lambda descriptor, data: original(descriptor, data[:7]))
+    monkeypatch.setattr(serve_feedback.os, "write", lambda descriptor, data: original(descriptor, data[:7]))
     assert Feedback(file).add(body(1), "") == (True, 1)
     assert len(rows(file)) == 1
 
@@ -171,14 +170,14 @@ def test_a_file_that_cannot_be_written_is_503_and_says_why(
         def read_only(*_: Any) -> int:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-        monkeypatch.setattr(feedback_module.os, "open", read_only)
+        monkeypatch.setattr(serve_feedback.os, "open", read_only)
     with pytest.raises(ApiFault, match=r"preferences\.jsonl cannot be written \(.*\); nothing was stored") as caught:
         feedback.add(body(1), "")
     assert caught.value.status == 503
 
 
 def test_a_full_file_is_413(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feedback_module, "MOST_BYTES", 900)
+    monkeypatch.setattr(serve_feedback, "MOST_BYTES", 900)
     feedback = Feedback(file)
     feedback.add(body(0), "")
     feedback.add(body(1), "")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import GateError
-from pipeline.learning import first_steps
-from pipeline.learning.first_steps import first_dpo, first_policy, first_reward, unmoved
-from pipeline.streams.batch import IGNORED, Piece, answered
+from pipeline.batches.batch import IGNORED, Piece, answered
+from pipeline.learning import gates
+from pipeline.learning.gates import first_dpo, first_policy, first_reward, unmoved
+from pipeline.run.errors import GateError
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -33,9 +33,9 @@ def test_a_value_off_its_place_names_gate_expectation_finding_and_cause(found: f
     values = {} if found is None else {"loss": found}
     message = rf"^gate loss: expected 0\.69314\d+ within 0\.0001, found {shown}\. Likely cause: stale sums$"
     with pytest.raises(GateError, match=message) as raised:
-        first_steps.value(values, "loss", math.log(2), 1e-4, "stale sums")
+        gates.value(values, "loss", math.log(2), 1e-4, "stale sums")
     assert raised.value.exit_code == 3
-    first_steps.value({"loss": 0.69323}, "loss", math.log(2), 1e-4, "stale sums")
+    gates.value({"loss": 0.69323}, "loss", math.log(2), 1e-4, "stale sums")
 
 
 @pytest.mark.parametrize("name", ["ranking", "loss"])
@@ -144,11 +144,11 @@ def test_a_mask_that_is_off_by_one_or_by_a_turn_is_told_from_the_ids(byte_tokeni
     talk = [{"role": "user", "content": "Way?"}, {"role": "assistant", "content": "left"}]
     rendered = chat.render(byte_tokenizer, [*talk, *talk])
     healthy = answered([Piece(np.array(rendered.ids), np.array(rendered.trained))], byte_tokenizer.pad)
-    first_steps.first_mask(healthy, byte_tokenizer)
+    gates.first_mask(healthy, byte_tokenizer)
     half = healthy.targets.clone()
     half[0, : half.shape[1] // 2] = IGNORED
     for targets in (healthy.targets.roll(1, 1), half, torch.full_like(half, IGNORED)):
         with pytest.raises(
             GateError, match=r"gate mask: .* says: 'left<\|im_end\|>left<\|im_end\|>'; found '.*mask of text/chat"
         ):
-            first_steps.first_mask(healthy._replace(targets=targets), byte_tokenizer)
+            gates.first_mask(healthy._replace(targets=targets), byte_tokenizer)

@@ -11,18 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import device
-from pipeline.errors import ConfigError, GateError
-from pipeline.learning import fit as fit_module
-from pipeline.learning import objectives, states
-from pipeline.learning.fit import fit
-from pipeline.learning.keeping import weights_of
-from pipeline.learning.objectives import Loss, Term
-from pipeline.learning.protocols import Watchers
+from pipeline.learning import fit as learning_fit
+from pipeline.learning import losses, states
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import FitConfig
-from pipeline.params import Runtime
-from pipeline.tracking import Tracker
-from pipeline.work import Job, StopRequest
+from pipeline.learning.states import weights_of
+from pipeline.run import device
+from pipeline.run.config import Runtime
+from pipeline.run.errors import ConfigError, GateError
+from pipeline.run.tracking import Tracker
+from pipeline.run.workdir import Job, StopRequest
 
 
 class Batch:
@@ -88,7 +87,7 @@ class Dropping(Net):
 
 def loss(model: nn.Module, batch: Batch) -> Loss:
     chosen = batch.targets >= 0
-    total = objectives.next_token(model(batch.ids)[chosen], torch.eye(13), batch.targets[chosen])  # it gives logits
+    total = losses.next_token(model(batch.ids)[chosen], torch.eye(13), batch.targets[chosen])  # it gives logits
     return Loss([Term("loss", total)])
 
 
@@ -130,7 +129,7 @@ def test_a_run_killed_at_any_step_ends_with_the_bits_of_an_uninterrupted_one(
     whole = kind()
     first = job(tmp_path / "whole", micro_batch=micro_batch)
     fit(whole, Rows(), loss, config(), first)
-    original = fit_module.Run._one_step
+    original = learning_fit.Run._one_step
     for kill_at in (0, 1, 4, 5, 11):
         part, folder = kind(), tmp_path / f"killed{kill_at}"
 
@@ -140,7 +139,7 @@ def test_a_run_killed_at_any_step_ends_with_the_bits_of_an_uninterrupted_one(
             original(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(fit_module.Run, "_one_step", step)
+            patch.setattr(learning_fit.Run, "_one_step", step)
             with pytest.raises(Stopped):
                 fit(part, Rows(), loss, config(), job(folder, micro_batch=micro_batch, save_steps=1))
         again, second = kind(), job(folder, micro_batch=micro_batch)
@@ -168,7 +167,7 @@ def test_the_gradient_is_that_of_the_mean_over_trained_tokens(tmp_path: Path) ->
     chosen = batch.targets >= 0
     value = nn.functional.cross_entropy(model(batch.ids)[chosen], batch.targets[chosen])
     value.backward()
-    run = fit_module.Run(Net(), Rows(), loss, config(), job(tmp_path, micro_batch=2), False, Watchers())
+    run = learning_fit.Run(Net(), Rows(), loss, config(), job(tmp_path, micro_batch=2), False, Watchers())
     parts = [stream.batch(0, 8, stream.rows(0, 8)[i : i + 2]) for i in (0, 2, 4)]
     totals = run.backward(parts, batch.counts)
     assert totals.value == pytest.approx(value.item(), rel=1e-6)

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.device import Hardware
-from pipeline.errors import ConfigError, GateError
-from pipeline.learning import compiling, states, verdict
-from pipeline.learning import fit as fit_module
+from pipeline.learning import fit as learning_fit
+from pipeline.learning import performance, states, update
 from pipeline.learning.fit import fit
-from pipeline.learning.keeping import weights_of
-from pipeline.learning.objectives import Loss
+from pipeline.learning.losses import Loss
 from pipeline.learning.settings import Curriculum
-from pipeline.model import native
-from pipeline.work import Job
+from pipeline.learning.states import weights_of
+from pipeline.model.cpu import native
+from pipeline.run.device import Hardware
+from pipeline.run.errors import ConfigError, GateError
+from pipeline.run.workdir import Job
 from tests.test_fit import Batch, Net, Rows, Stopped, config, equal, job, loss
 
 SPIKE = 1e4  # what a spiking batch multiplies its loss with
@@ -55,7 +55,7 @@ def spiking_loss(model: nn.Module, batch: Batch) -> Loss:
 
 @pytest.fixture
 def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "HISTORY", 8)
+    monkeypatch.setattr(update, "HISTORY", 8)
 
 
 def killed_and_resumed(
@@ -64,7 +64,7 @@ def killed_and_resumed(
     """`run` whole, and cut before each of some steps: equal weights, curves and final numbers."""
     first = job(folder / "whole")
     whole = run(first)
-    original = fit_module.Run._one_step
+    original = learning_fit.Run._one_step
     for step in kill_at:
 
         def cut(self: Any, step: int = step) -> None:
@@ -73,7 +73,7 @@ def killed_and_resumed(
             original(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(fit_module.Run, "_one_step", cut)
+            patch.setattr(learning_fit.Run, "_one_step", cut)
             with pytest.raises(Stopped):
                 run(job(folder / str(step), save_steps=1))
         second = job(folder / str(step))
@@ -196,7 +196,7 @@ def test_a_spike_may_stop_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("short_history")
 def test_a_rollback_never_reads_its_window_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "BACK", 4)
+    monkeypatch.setattr(update, "BACK", 4)
     settings = config(steps=24, on_spike="rollback", eval_steps=3)
     streams: list[Spiking] = []
 
@@ -219,7 +219,7 @@ def test_a_rollback_never_reads_its_window_again(tmp_path: Path, monkeypatch: py
 def test_after_three_rollbacks_spikes_are_skipped_and_what_is_not_finite_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "BACK", 2)
+    monkeypatch.setattr(update, "BACK", 2)
     at, at_work = tuple(range(13, 200, 14)), job(tmp_path / "spikes")
     fit(Net(), Spiking(at), spiking_loss, config(steps=60, on_spike="rollback", eval_steps=3), at_work)
     state = states.newest(at_work.folder)
@@ -236,8 +236,8 @@ def test_after_three_rollbacks_spikes_are_skipped_and_what_is_not_finite_stops_t
 
 @pytest.mark.usefixtures("short_history")
 def test_a_loss_that_stays_high_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "STAYED", 10)
-    monkeypatch.setattr(verdict, "FEWEST", 8)
+    monkeypatch.setattr(update, "STAYED", 10)
+    monkeypatch.setattr(update, "FEWEST", 8)
     with pytest.raises(GateError, match=r"step 29: loss .*the loss rose and stayed: 10 steps in a row .*learning_rate"):
         fit(Net(), Spiking(tuple(range(20, 99)), factor=50.0), spiking_loss, config(steps=60), job(tmp_path))
 
@@ -333,7 +333,7 @@ def test_a_resumed_run_goes_on_with_the_scale_that_its_overflows_left(
         return [row["loss_scale"] for row in at_work.tracker.rows]
 
     whole = scales(job(tmp_path / "whole", precision="fp16", logging_steps=1))
-    original = fit_module.Run._one_step
+    original = learning_fit.Run._one_step
 
     def cut(self: Any) -> None:
         if self.course.step == 6:
@@ -341,7 +341,7 @@ def test_a_resumed_run_goes_on_with_the_scale_that_its_overflows_left(
         original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit_module.Run, "_one_step", cut)
+        patch.setattr(learning_fit.Run, "_one_step", cut)
         with pytest.raises(Stopped):
             scales(job(tmp_path / "cut", precision="fp16", logging_steps=1, save_steps=1))
     assert scales(job(tmp_path / "cut", precision="fp16", logging_steps=1)) == whole and whole[-1] == 4096
@@ -385,18 +385,18 @@ def test_dropout_is_given_to_the_model(tmp_path: Path) -> None:
 
 def test_the_rule_compiles_long_runs_alone() -> None:
     cpu = torch.device("cpu")
-    assert not compiling.wanted("auto", flops=0.9e14, device=cpu) and not compiling.wanted(
+    assert not performance.wanted("auto", flops=0.9e14, device=cpu) and not performance.wanted(
         False, flops=1e20, device=cpu
     )
-    assert compiling.wanted("auto", flops=1.1e14, device=cpu) == (compiling.lacking(cpu) == "")
-    assert not compiling.wanted("auto", flops=1e20, device=torch.device("meta"))
+    assert performance.wanted("auto", flops=1.1e14, device=cpu) == (performance.lacking(cpu) == "")
+    assert not performance.wanted("auto", flops=1e20, device=torch.device("meta"))
 
 
 def test_compile_without_a_compiler_is_an_error_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    assert not compiling.wanted("auto", flops=1e20, device=torch.device("cpu"))
+    assert not performance.wanted("auto", flops=1e20, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"runtime.compile: true needs a C\+\+ compiler"):
-        compiling.wanted(True, flops=0, device=torch.device("cpu"))
+        performance.wanted(True, flops=0, device=torch.device("cpu"))
 
 
 def test_a_compiler_that_fails_is_an_error_only_where_it_is_asked_for(
@@ -407,15 +407,15 @@ def test_a_compiler_that_fails_is_an_error_only_where_it_is_asked_for(
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / "work"))
     cpu = Hardware(device=torch.device("cpu"), precision="bf16", threads=1)
-    assert compiling.compiled(tiny_model, "auto", flops=0, hardware=cpu, name="toy") is False
+    assert performance.compiled(tiny_model, "auto", flops=0, hardware=cpu, name="toy") is False
     assert "toy: goes on with PyTorch's operators, which are slower" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="could not build"):
-        compiling.compiled(tiny_model, True, flops=0, hardware=cpu, name="toy")
+        performance.compiled(tiny_model, True, flops=0, hardware=cpu, name="toy")
     monkeypatch.delenv("CXX")
-    assert compiling.compiled(tiny_model, False, flops=0, hardware=cpu, name="toy") is False
+    assert performance.compiled(tiny_model, False, flops=0, hardware=cpu, name="toy") is False
     if native.compiler():
-        assert compiling.compiled(tiny_model, "auto", flops=0, hardware=cpu, name="toy") and native.loaded()
-    assert compiling.compiled(tiny_model, False, flops=0, hardware=cpu, name="toy") is False and not native.loaded()
+        assert performance.compiled(tiny_model, "auto", flops=0, hardware=cpu, name="toy") and native.loaded()
+    assert performance.compiled(tiny_model, False, flops=0, hardware=cpu, name="toy") is False and not native.loaded()
 
 
 def test_a_profile_leaves_a_trace_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -501,9 +501,9 @@ def test_training_goes_on_while_a_state_is_written_and_the_end_waits(
             release.set()
         one_step(self)
 
-    one_step = fit_module.Run._one_step
+    one_step = learning_fit.Run._one_step
     monkeypatch.setattr(states, "write", slow)
-    monkeypatch.setattr(fit_module.Run, "_one_step", step)
+    monkeypatch.setattr(learning_fit.Run, "_one_step", step)
     fit(Net(), Rows(), loss, config(), job(tmp_path, async_save=True))
     assert order[:2] == ["write step-00000004.part", "step 7"] and states.newest(tmp_path).step == 12  # type: ignore[union-attr]
 

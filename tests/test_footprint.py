@@ -13,15 +13,15 @@ import pytest
 import torch
 import yaml
 
-from pipeline import device
-from pipeline.learning import footprint, frozen
+from pipeline.learning import footprint, reference
 from pipeline.learning.footprint import Footprint, Work
+from pipeline.memory.config import MemoryConfig
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import ActorCritic, RewardModel
 from pipeline.model.lora import AdapterConfig
-from pipeline.model.memory_config import MemoryConfig
 from pipeline.model.transformer import Transformer
+from pipeline.run import device
 
 ROOT = Path(__file__).parents[1]
 TOTALS = {
@@ -282,7 +282,7 @@ def test_an_existing_model_counts_as_its_configuration_does() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_narrowed_model_holds_what_the_plan_says(tied: bool) -> None:
     config = replace(HAND, tied=tied)
-    model = frozen.narrow(Transformer(config)).requires_grad_(False)
+    model = reference.narrow(Transformer(config)).requires_grad_(False)
     assert footprint.weights_of(model) == replace(footprint.frozen(config, narrow=True), hidden=Counter())
 
 

@@ -5,16 +5,18 @@ import math
 import pytest
 import torch
 
-from pipeline import checkpoint, device
-from pipeline.device import Hardware
-from pipeline.errors import GateError
-from pipeline.learning import frozen, objectives_pairs, scoring_pairs
-from pipeline.learning.first_steps import first_dpo
-from pipeline.learning.objectives_pairs import PairLoss
+from pipeline.batches.batch import Piece, answered
+from pipeline.learning import pair_losses
+from pipeline.learning import reference as learning_reference
+from pipeline.learning.gates import first_dpo
+from pipeline.learning.pair_losses import PairLoss
 from pipeline.learning.reference import Reference
+from pipeline.model import checkpoint
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.streams.batch import Piece, answered
+from pipeline.run import device
+from pipeline.run.device import Hardware
+from pipeline.run.errors import GateError
 
 CUDA = Hardware(device=torch.device("cuda"), precision="bf16", threads=1)  # nothing is put there
 IDS = torch.randint(0, 300, (3, 17), generator=torch.Generator().manual_seed(0))
@@ -28,7 +30,7 @@ def test_only_a_gpu_that_computes_in_bf16_stores_frozen_layers_so(
     tiny_model: Transformer, kind: str, precision: str, narrows: bool
 ) -> None:
     hardware = Hardware(device=torch.device(kind), precision=precision, threads=1)
-    model = frozen.narrowed(tiny_model, hardware)
+    model = learning_reference.narrowed(tiny_model, hardware)
     assert model.model.layers[0].mlp.up_proj.weight.dtype == (torch.bfloat16 if narrows else torch.float32)  # type: ignore[union-attr]
     assert model.model.embed_tokens.weight.dtype == model.model.norm.weight.dtype == torch.float32
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -57,7 +59,7 @@ def test_under_autocast_a_narrowed_reward_model_gives_the_same_rewards(tiny_mode
         model.score.weight.normal_(generator=device.generator("score"))
         with torch.autocast("cpu", torch.bfloat16):
             before = model(IDS)
-            after = frozen.narrow(model)(IDS)
+            after = learning_reference.narrow(model)(IDS)
     assert model.score.weight.dtype == torch.float32
     assert torch.equal(before, after) and before.abs().min() > 0
 
@@ -67,10 +69,10 @@ def test_dpo_against_a_narrowed_reference_begins_at_ln_2_and_passes_its_gate(tin
     rows = [Piece(ids.numpy(), torch.arange(17).numpy() > 5) for ids in IDS[:2]]
     batch = answered(rows, 0)
     with torch.autocast("cpu", torch.bfloat16):
-        policy = scoring_pairs.pair_logprobs(tiny_model.train(), batch)
+        policy = pair_losses.pair_logprobs(tiny_model.train(), batch)
         with reference.model() as model:
-            theirs = scoring_pairs.pair_logprobs(model, batch)
-    found = objectives_pairs.dpo(policy, theirs, PairLoss(loss="sigmoid", beta=0.1))
+            theirs = pair_losses.pair_logprobs(model, batch)
+    found = pair_losses.dpo(policy, theirs, PairLoss(loss="sigmoid", beta=0.1))
     loss = float(found.terms[0].sum.detach())
     assert loss == pytest.approx(math.log(2), abs=2e-2)
     first_dpo(math.log(2), "bf16", 0.1)({"loss": loss, "rewards/chosen": 0.0, "rewards/rejected": 0.0})
@@ -78,12 +80,12 @@ def test_dpo_against_a_narrowed_reference_begins_at_ln_2_and_passes_its_gate(tin
 
 def test_without_autocast_a_narrowed_model_refuses_instead_of_rounding(tiny_model: Transformer) -> None:
     with pytest.raises(RuntimeError, match="dtype"):
-        frozen.narrow(tiny_model)(IDS)
+        learning_reference.narrow(tiny_model)(IDS)
 
 
 def test_narrowing_rounds_the_linear_layers_as_autocast_would(tiny_model: Transformer) -> None:
     weight = tiny_model.model.layers[0].mlp.up_proj.weight.detach().clone()  # type: ignore[union-attr]
     digest = checkpoint.weights_digest(tiny_model)
-    frozen.narrow(tiny_model)
+    learning_reference.narrow(tiny_model)
     assert torch.equal(tiny_model.model.layers[0].mlp.up_proj.weight, weight.bfloat16())  # type: ignore[union-attr]
     assert checkpoint.weights_digest(tiny_model) != digest

@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.export.fused import FEW, MANY, Fused, FusedBlock, joined
-from pipeline.export.quantize import quantize
+from pipeline.export.inference import FEW, MANY, Fused, FusedBlock, joined, quantize
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Linear
 from pipeline.model.lora import AdapterConfig, attach
 from pipeline.model.transformer import Transformer
-from pipeline.serve.rows import NARROW, TOGETHER, RowDecoder
+from pipeline.serve.engine import NARROW, TOGETHER, RowDecoder
 
 BASE = ModelConfig(
     vocab_size=96, width=24, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=40, max_context=300, rope_theta=1e4, tied=True

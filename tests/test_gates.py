@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import GateError
 from pipeline.learning import gates
 from pipeline.learning.optim import groups
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import GateError
 
 
 class Leaky(nn.Module):

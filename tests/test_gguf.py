@@ -9,14 +9,13 @@ import gguf
 import pytest
 import torch
 
-from pipeline import checkpoint
-from pipeline.errors import GateError, ModelError
-from pipeline.export import gguf as export
+from pipeline.export import gguf as export_gguf
 from pipeline.export import parity
+from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
-from pipeline.text.template import TEMPLATE
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.run.errors import GateError, ModelError
+from pipeline.text.tokenizer import TEMPLATE, Tokenizer
 
 SHAPE: dict[str, Any] = {"vocab_size": 320, "width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "d_ff": 96,
                          "max_context": 128, "rope_theta": 1e6}  # fmt: skip
@@ -43,14 +42,14 @@ def written(tokenizer: Tokenizer, path: Path, model: Transformer, kind: str) -> 
     """The file at `path`."""
     tokenizer.save(path.parent / "tokenizer")
     serialized = (path.parent / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
-    export.write(path, model, tokenizer, serialized, kind=kind, name="stagecoach-test")
+    export_gguf.write(path, model, tokenizer, serialized, kind=kind, name="stagecoach-test")
     return path
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_f32_gives_back_every_bit(shape: str, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = fresh(SHAPES[shape])
-    found = export.read(written(byte_tokenizer, tmp_path / "a.gguf", model, "f32"))
+    found = export_gguf.read(written(byte_tokenizer, tmp_path / "a.gguf", model, "f32"))
     assert found.model.config == replace(model.config, norm_eps=found.model.config.norm_eps)
     assert found.model.config.norm_eps == pytest.approx(model.config.norm_eps, rel=1e-7)  # a float32 in the file
     assert found.model.state_dict().keys() == model.state_dict().keys()
@@ -68,7 +67,7 @@ def test_smaller_kinds_round_no_more_than_they_must(
     greatest over 127, which is an f16."""
     model = fresh()
     path = written(byte_tokenizer, tmp_path / "a.gguf", model, kind)
-    found = export.read(path).model.state_dict()
+    found = export_gguf.read(path).model.state_dict()
     moved = 0
     for name, value in model.state_dict().items():
         error = (found[name] - value).abs()
@@ -91,11 +90,11 @@ def test_rows_that_no_block_divides_are_f16_in_a_q8_0_file(byte_tokenizer: Token
     assert kinds["blk.0.ffn_down.weight"] == "F16"  # rows of 40
     assert kinds["blk.0.ffn_up.weight"] == kinds["token_embd.weight"] == "Q8_0"  # rows of 64
     assert kinds["blk.1.attn_q_norm.weight"] == kinds["output_norm.weight"] == "F32"
-    torch.testing.assert_close(export.read(path).model(IDS), model(IDS), atol=0.2, rtol=0)
+    torch.testing.assert_close(export_gguf.read(path).model(IDS), model(IDS), atol=0.2, rtol=0)
 
 
 def test_the_keys_are_llama_cpp_s(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    keys = export.read(written(byte_tokenizer, tmp_path / "a.gguf", fresh(), "q8_0")).keys
+    keys = export_gguf.read(written(byte_tokenizer, tmp_path / "a.gguf", fresh(), "q8_0")).keys
     expected = {
         "general.architecture": "qwen3", "general.type": "model", "general.name": "stagecoach-test", "general.file_type": 7,
         "general.quantization_version": 2, "qwen3.context_length": 128, "qwen3.embedding_length": 64, "qwen3.block_count": 2,
@@ -113,7 +112,7 @@ def test_the_keys_are_llama_cpp_s(byte_tokenizer: Tokenizer, tmp_path: Path) -> 
 
 def test_every_id_has_its_token_its_type_and_the_merges_their_order(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = fresh(replace(SHAPES["tied"], vocab_size=384))  # more rows than the tokenizer has ids
-    found = export.read(written(byte_tokenizer, tmp_path / "a.gguf", model, "f32")).vocabulary
+    found = export_gguf.read(written(byte_tokenizer, tmp_path / "a.gguf", model, "f32")).vocabulary
     assert (len(found.tokens), len(found.types), len(set(found.tokens))) == (384, 384, 384)
     state = json.loads((tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))
     assert found.merges == [" ".join(pair) for pair in state["model"]["merges"]]
@@ -131,7 +130,7 @@ def test_a_model_on_disk_and_its_file_say_the_same(byte_tokenizer: Tokenizer, tm
     model = fresh()
     checkpoint.save(tmp_path / "model", model, byte_tokenizer, {})
     again, tokenizer = checkpoint.load(tmp_path / "model")
-    found = export.read(written(tokenizer, tmp_path / "a.gguf", again, "f32"))
+    found = export_gguf.read(written(tokenizer, tmp_path / "a.gguf", again, "f32"))
     assert torch.equal(found.model(IDS), model(IDS))
 
 
@@ -169,23 +168,23 @@ def test_an_unknown_split_pattern_is_refused_by_name(byte_tokenizer: Tokenizer, 
     state = json.loads(serialized)
     state["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{L}+"
     with pytest.raises(ModelError, match=r"expected a split pattern that llama\.cpp has a name for"):
-        export.vocabulary(json.dumps(state), 320)
+        export_gguf.vocabulary(json.dumps(state), 320)
     state = json.loads(serialized) | {"normalizer": {"type": "NFC"}}
     with pytest.raises(ModelError, match="no normaliser"):
-        export.vocabulary(json.dumps(state), 320)
+        export_gguf.vocabulary(json.dumps(state), 320)
 
 
 def test_files_that_are_not_ours_are_refused(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_bytes(b"no model at all, only text that is long enough")
     with pytest.raises(ModelError, match="not a GGUF file"):
-        export.read(tmp_path / "text.gguf")
+        export_gguf.read(tmp_path / "text.gguf")
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "gemma")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ModelError, match="expected one of qwen3, qwen2, found 'gemma'"):
-        export.read(tmp_path / "other.gguf")
+        export_gguf.read(tmp_path / "other.gguf")
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
@@ -198,9 +197,9 @@ def test_a_file_is_the_model_rounded(kind: str, d_ff: int, byte_tokenizer: Token
         model.model.layers[0].mlp.up_proj.weight[0, 32:64] = torch.arange(32) / 2 - 6
         model.model.layers[0].mlp.up_proj.weight[0, 63] = 127.0  # its block's scale is 1
     path = written(byte_tokenizer, tmp_path / "a.gguf", model, kind)
-    found = export.read(path).model.state_dict()
+    found = export_gguf.read(path).model.state_dict()
     for name, value in model.state_dict().items():
-        assert torch.equal(found[name], export.rounded(value, kind)), name
+        assert torch.equal(found[name], export_gguf.rounded(value, kind)), name
     if kind == "q8_0" and d_ff == 96:
         assert found["model.layers.0.mlp.up_proj.weight"][0, 32:37].tolist() == [-6.0, -6.0, -5.0, -5.0, -4.0]
 
@@ -215,8 +214,8 @@ def test_a_permuted_weight_fails_the_proof(kind: str, byte_tokenizer: Tokenizer,
     path = written(byte_tokenizer, tmp_path / "a.gguf", other, kind)
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
     with pytest.raises(GateError, match=rf"layers\.1\.self_attn\.q_proj\.weight is not the model's, rounded to {kind}"):
-        export.verify(path, model, byte_tokenizer, serialized, kind=kind)
-    assert export.verify(path, other, byte_tokenizer, serialized, kind=kind)["probe_tokens"] > 1000
+        export_gguf.verify(path, model, byte_tokenizer, serialized, kind=kind)
+    assert export_gguf.verify(path, other, byte_tokenizer, serialized, kind=kind)["probe_tokens"] > 1000
 
 
 @pytest.mark.parametrize("what", ["merge", "type", "token", "template"])
@@ -226,7 +225,7 @@ def test_another_vocabulary_in_the_file_fails_the_proof(
     model = fresh()
     byte_tokenizer.save(tmp_path)
     serialized = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
-    right = export.vocabulary(serialized, 320)
+    right = export_gguf.vocabulary(serialized, 320)
     first, second, *merges = right.merges
     wrong = {
         "merge": replace(right, merges=[second, first, *merges]),
@@ -236,23 +235,23 @@ def test_another_vocabulary_in_the_file_fails_the_proof(
     }[what]
     assert wrong != right
     with monkeypatch.context() as patch:
-        patch.setattr(export, "vocabulary", lambda *_: wrong)
-        export.write(tmp_path / "a.gguf", model, byte_tokenizer, serialized, kind="f32", name="a")
+        patch.setattr(export_gguf, "vocabulary", lambda *_: wrong)
+        export_gguf.write(tmp_path / "a.gguf", model, byte_tokenizer, serialized, kind="f32", name="a")
     with pytest.raises(GateError, match="the vocabulary is not the tokenizer's"):
-        export.verify(tmp_path / "a.gguf", model, byte_tokenizer, serialized, kind="f32")
+        export_gguf.verify(tmp_path / "a.gguf", model, byte_tokenizer, serialized, kind="f32")
 
 
 @pytest.mark.parametrize(("key", "wrong"), [("eos", 0), ("fim_mid", 2), ("padding", 3)])
 def test_another_role_of_a_token_fails_the_proof(
     key: str, wrong: int, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, right = f"tokenizer.ggml.{key}_token_id", export.roles(byte_tokenizer)
+    name, right = f"tokenizer.ggml.{key}_token_id", export_gguf.roles(byte_tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr(export, "roles", lambda _: right | {name: wrong})
+        patch.setattr(export_gguf, "roles", lambda _: right | {name: wrong})
         path = written(byte_tokenizer, tmp_path / "a.gguf", model := fresh(), "f32")
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
     with pytest.raises(GateError, match=rf"{name} is {wrong}, expected {right[name]}"):
-        export.verify(path, model, byte_tokenizer, serialized, kind="f32")
+        export_gguf.verify(path, model, byte_tokenizer, serialized, kind="f32")
 
 
 @pytest.mark.parametrize("changed", [{"rope_theta": 1e4}, {"norm_eps": 1e-5}, {"max_context": 64}])
@@ -265,7 +264,7 @@ def test_another_shape_in_the_file_fails_the_proof(
     path = written(byte_tokenizer, tmp_path / "a.gguf", other, "q8_0")
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
     with pytest.raises(GateError, match="read back, the model is ModelConfig"):
-        export.verify(path, model, byte_tokenizer, serialized, kind="q8_0")
+        export_gguf.verify(path, model, byte_tokenizer, serialized, kind="q8_0")
 
 
 def test_a_model_that_rounding_changes_too_much_is_refused(
@@ -274,8 +273,8 @@ def test_a_model_that_rounding_changes_too_much_is_refused(
     model = fresh()
     path = written(byte_tokenizer, tmp_path / "a.gguf", model, "q8_0")
     serialized = (tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8")
-    found = export.verify(path, model, byte_tokenizer, serialized, kind="q8_0")["divergence"]
+    found = export_gguf.verify(path, model, byte_tokenizer, serialized, kind="q8_0")["divergence"]
     assert found > 0
     monkeypatch.setitem(parity.LIMITS, "q8_0", parity.Limit(divergence=found / 2))
     with pytest.raises(GateError, match=r"the divergence is \S+ nats a token \(at most "):
-        export.verify(path, model, byte_tokenizer, serialized, kind="q8_0")
+        export_gguf.verify(path, model, byte_tokenizer, serialized, kind="q8_0")

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from benchmarks import gpu_training
-from pipeline import device
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.learning import fit as fit_module
+from pipeline.learning import fit as learning_fit
 from pipeline.learning.fit import fit
-from pipeline.learning.keeping import weights_of
+from pipeline.learning.states import weights_of
 from pipeline.model.transformer import Transformer
-from pipeline.params import Runtime
+from pipeline.run import device
+from pipeline.run.config import Runtime
 from tests.test_fit import Stopped
 from tests.training import Case, Rows, job_of, model_of
 
@@ -26,8 +26,8 @@ def trained(
     folder: Path, *, steps: int = 8, optimizer: str = "adamw", ema: float = 0.0, **runtime: Any
 ) -> tuple[Transformer, Any]:
     """A run of `fit` on what this machine has."""
-    from pipeline.learning import objectives
-    from pipeline.learning.objectives import Loss, Term
+    from pipeline.learning import losses as learning_losses
+    from pipeline.learning.losses import Loss, Term
     from pipeline.learning.settings import FitConfig
 
     case = Case(folder=str(folder), rows=8, steps=steps)
@@ -40,7 +40,7 @@ def trained(
     def loss(model: Transformer, batch: Any) -> Loss:
         chosen = batch.targets >= 0
         return Loss([Term("loss", model(batch.ids, select=chosen,
-                     head=lambda hidden, table: objectives.next_token(hidden, table, batch.targets[chosen])))])  # fmt: skip
+                     head=lambda hidden, table: learning_losses.next_token(hidden, table, batch.targets[chosen])))])  # fmt: skip
 
     class There(Rows):
         """Batches that go to the device."""
@@ -105,7 +105,7 @@ def test_compiled_layers_stay_near_plain_ones(tmp_path: Path) -> None:
 
 def test_a_killed_run_goes_on_in_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, first = trained(tmp_path / "whole")
-    original = fit_module.Run._one_step
+    original = learning_fit.Run._one_step
 
     def cut(self: Any) -> None:
         if self.course.step == 5:
@@ -113,7 +113,7 @@ def test_a_killed_run_goes_on_in_the_same_order(tmp_path: Path, monkeypatch: pyt
         original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit_module.Run, "_one_step", cut)
+        patch.setattr(learning_fit.Run, "_one_step", cut)
         with pytest.raises(Stopped):
             trained(tmp_path / "cut")
     again, second = trained(tmp_path / "cut")

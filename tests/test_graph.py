@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipeline import codehash
-from pipeline.evaluation import purposes
+from pipeline.evaluation import suites
+from pipeline.run import codehash
 from tests import checkpoints
 from tests.graph import Repository, copy_of_built, ran
 from tests.server import serving
@@ -95,7 +95,7 @@ def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: 
     for model in MODELS:
         numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
         assert numbers["code"]["bpb"] > 0
-        assert numbers.keys() - {"settings", "lineage"} == {name.split()[0] for name in purposes.SUITES[model]}
+        assert numbers.keys() - {"settings", "lineage"} == {name.split()[0] for name in suites.SUITES[model]}
     for model in MASKED:
         numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
         assert numbers["code"]["bpb_bound"] > 0 and numbers["problems"]["decoding"]["forwards"] > 0
@@ -325,7 +325,7 @@ def alive(pid: int) -> bool:
 def test_parallel_stages_leave_a_clean_status(repository: Repository) -> None:
     repository.edit("params.yaml", "lora:\n  steps: null", "lora:\n  steps: 2")
     repository.edit("params.yaml", "dpo:\n  loss: null\n  beta: null", "dpo:\n  loss: null\n  beta: 0.2")
-    repository.run("python", "-m", "pipeline.launch", "-j", "2")
+    repository.run("python", "-m", "pipeline.tools.launch", "-j", "2")
     assert repository.changed() == set()
 
 
@@ -359,7 +359,7 @@ def test_two_processes_see_the_same_rows_and_losses(repository: Repository, tmp_
             2,
             "too few tokens for one batch",
         ),
-        (["pipeline.params", "scale=huge"], 2, "options: demo, full, smoke"),
+        (["pipeline.run.config", "scale=huge"], 2, "options: demo, full, smoke"),
     ],
 )
 def test_bad_input_exits_with_two_and_no_traceback(

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import checkpoint
-from pipeline.learning import objectives_pairs, scoring
-from pipeline.model.guesses import GuessingModel
-from pipeline.model.heads import RewardModel
+from pipeline.batches import pairs
+from pipeline.batches.batch import Piece
+from pipeline.batches.pairs import Encoded, PairBatch
+from pipeline.ingest.records import Pair
+from pipeline.learning import losses, pair_losses
+from pipeline.model import checkpoint
+from pipeline.model.heads import GuessingModel, RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.streams import preferences
-from pipeline.streams.batch import Piece
-from pipeline.streams.preferences import Encoded, PairBatch
-from pipeline.streams.records import Pair
 from pipeline.text.tokenizer import Tokenizer
 from stages import reward
 
@@ -34,7 +33,7 @@ def batch() -> PairBatch:
     """Two pairs with prompts of unequal length."""
     prompts = [[5, 6], [7, 8, 9, 10]]
     pieces = [piece(prompts[n % 2], answer) for n, answer in enumerate(ANSWERS)]
-    return preferences.batch_of([Encoded(PAIR, pieces[n], pieces[n + 2]) for n in range(2)], 0)
+    return pairs.batch_of([Encoded(PAIR, pieces[n], pieces[n + 2]) for n in range(2)], 0)
 
 
 def test_what_was_said_are_the_answers_tokens_in_the_order_of_the_targets() -> None:
@@ -84,8 +83,8 @@ def test_guesses_are_held_against_what_the_policy_says_of_each_token(tiny_model:
 
 
 def test_a_surprise_counts_five_nats_and_no_more() -> None:
-    base = objectives_pairs.bradley_terry(torch.tensor([1.0]), torch.tensor([0.0]), centring=0.0)
-    found = objectives_pairs.with_likelihood(base, torch.tensor([-1.0, -4.0]), torch.tensor([-0.5, -40.0]), weight=2.0)
+    base = pair_losses.bradley_terry(torch.tensor([1.0]), torch.tensor([0.0]), centring=0.0)
+    found = pair_losses.with_likelihood(base, torch.tensor([-1.0, -4.0]), torch.tensor([-0.5, -40.0]), weight=2.0)
     assert [term.name for term in found.terms] == ["ranking", "likelihood"]
     assert float(found.terms[1].sum) == pytest.approx(0.25 + 1.0)
 
@@ -94,12 +93,12 @@ def test_guesses_can_be_learnt_and_are_not_published(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fresh policy finds all tokens about as likely as one in 320, so the bound of -5 is put out of the way."""
-    monkeypatch.setattr(objectives_pairs, "LEAST_LIKELY", -100.0)
+    monkeypatch.setattr(pair_losses, "LEAST_LIKELY", -100.0)
     policy = Transformer(tiny_model.config, torch.Generator().manual_seed(7)).requires_grad_(False)
     policy.model.embed_tokens.weight.mul_(2)
     model = RewardModel(tiny_model)
     learner, rows = GuessingModel(model).train(True), batch()
-    told, _ = scoring.token_logprobs(policy, rows)
+    told, _ = losses.token_logprobs(policy, rows)
     optimiser = torch.optim.Adam(learner.parameters(), lr=3e-3)
     errors = []
     for _ in range(300):

@@ -1,12 +1,11 @@
-"""pipeline/generation/guided.py: greedy decoding under grammars."""
+"""pipeline/generation/constrain.py: greedy decoding under grammars."""
 
 import json
 from typing import Any
 
 import pytest
 
-from pipeline.generation.constrain import Grammars, reply
-from pipeline.generation.guided import guided
+from pipeline.generation.constrain import Grammars, guided, reply
 from pipeline.generation.sampling import Completion, Sampling, generate
 from pipeline.generation.schemas import SchemaError
 from pipeline.model.transformer import Transformer

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.learning.objectives import next_token
-from pipeline.model import half, native, pieces, tiles, transformer
+from pipeline.learning.losses import next_token
+from pipeline.model import transformer
 from pipeline.model.attention import Branches, Documents, Masked, Padded, Rows, documents_of
 from pipeline.model.config import ModelConfig
-from pipeline.model.kernels import ragged_attention
+from pipeline.model.cpu import attention, layers, native, primitives
+from pipeline.model.cpu.layers import ragged_attention
 from pipeline.model.lora import AdapterConfig, attach
 from pipeline.model.transformer import Transformer
 
@@ -60,15 +61,15 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("piece", [1, 2**17])
 def test_a_product_behind_a_norm_is_the_plain_formula(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "AT_ONCE", piece)
+    monkeypatch.setattr(primitives, "AT_ONCE", piece)
     inputs = [drawn(0, 30, 32), 1 + drawn(1, 32) / 4, drawn(2, 24, 32), drawn(3, 40, 32)]
-    close(lambda x, weight, *matrices: half.normed_product(x, weight, 1e-6, *matrices),
+    close(lambda x, weight, *matrices: layers.normed_product(x, weight, 1e-6, *matrices),
           lambda x, weight, *matrices: norm(x, weight) @ torch.cat(matrices).T, inputs, [torch.float32] * 4)  # fmt: skip
 
 
 def test_a_norm_before_frozen_matrices_hands_the_gradient_on() -> None:
     x, weight, matrix = drawn(0, 9, 8).float().requires_grad_(), torch.ones(8), drawn(1, 4, 8).float()
-    half.normed_product(x, weight, 1e-6, matrix).float().sum().backward()
+    layers.normed_product(x, weight, 1e-6, matrix).float().sum().backward()
     exact = x.detach().double().requires_grad_()
     (norm(exact, weight.double()) @ matrix.double().T).sum().backward()
     assert x.grad is not None and exact.grad is not None
@@ -76,8 +77,18 @@ def test_a_norm_before_frozen_matrices_hands_the_gradient_on() -> None:
 
 
 def test_a_product_and_a_gated_unit_are_the_plain_formulas() -> None:
-    close(half.product, lambda x, matrix: x @ matrix.T, [drawn(0, 30, 16), drawn(1, 8, 16)], [half.BF16, torch.float32])
-    close(half.gated, lambda x: functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], [drawn(2, 30, 24)], [half.BF16])
+    close(
+        layers.product,
+        lambda x, matrix: x @ matrix.T,
+        [drawn(0, 30, 16), drawn(1, 8, 16)],
+        [layers.BF16, torch.float32],
+    )
+    close(
+        layers.gated,
+        lambda x: functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+        [drawn(2, 30, 24)],
+        [layers.BF16],
+    )
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -97,11 +108,11 @@ def test_attention_in_tiles_is_that_within_each_document(
         return ragged_attention(q, k, v, lengths, causal=causal).flatten(1)
 
     def found(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        plan = tiles.plan(lengths, causal, heads)
-        return half.attention(x, cos.float(), sin.float(), (queries, keys), 1e-6, heads, plan)
+        plan = attention.plan(lengths, causal, heads)
+        return layers.attention(x, cos.float(), sin.float(), (queries, keys), 1e-6, heads, plan)
 
     inputs = [drawn(4, tokens, heads + 2 * kv_heads, size), 1 + drawn(5, size) / 4, 1 + drawn(6, size) / 4]
-    close(found, plain, inputs, [half.BF16, torch.float32, torch.float32])
+    close(found, plain, inputs, [layers.BF16, torch.float32, torch.float32])
 
 
 @pytest.fixture
@@ -118,8 +129,8 @@ def test_the_pieces_in_cpp_are_the_plain_formulas(monkeypatch: pytest.MonkeyPatc
     test_attention_in_tiles_is_that_within_each_document((3, 120, 1, 200, 60), True, 4, 2)
     test_a_product_behind_a_norm_is_the_plain_formula(1, monkeypatch)
     test_a_product_and_a_gated_unit_are_the_plain_formulas()
-    logits, targets = drawn(7, 9, 40).to(half.BF16), torch.arange(7)
-    e, sums, total = pieces.exponentials(logits.clone(), targets)
+    logits, targets = drawn(7, 9, 40).to(layers.BF16), torch.arange(7)
+    e, sums, total = primitives.exponentials(logits.clone(), targets)
     exact = logits[:7].double()
     expected = exact - exact.amax(-1, keepdim=True)
     torch.testing.assert_close(e[:7].double(), expected.exp(), atol=0, rtol=2**-8)
@@ -140,18 +151,18 @@ def test_attention_without_head_norms_only_rotates() -> None:
 
     def found(x: Tensor) -> Tensor:
         cos, sin = angles.cos().float(), angles.sin().float()
-        return half.attention(x, cos, sin, None, 1e-6, 2, tiles.plan((20,), True, 2))
+        return layers.attention(x, cos, sin, None, 1e-6, 2, attention.plan((20,), True, 2))
 
-    close(found, plain, [drawn(4, 20, 4, 16)], [half.BF16])
+    close(found, plain, [drawn(4, 20, 4, 16)], [layers.BF16])
 
 
 def test_a_common_part_of_all_values_leaves_no_gradient_in_the_scores() -> None:
     """sum(do o) is taken off in float32: what it leaves of a large constant in the values is rounding of nothing."""
     x = drawn(0, 64, 4, 16)
     x[:, 3] = 100.0
-    x = x.to(half.BF16).requires_grad_()
+    x = x.to(layers.BF16).requires_grad_()
     flat = torch.zeros(64, 1, 8)
-    out = half.attention(x, flat + 1, flat, None, 1e-6, 2, tiles.plan((64,), True, 2))
+    out = layers.attention(x, flat + 1, flat, None, 1e-6, 2, attention.plan((64,), True, 2))
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
     assert grad[:, :3].abs().max() <= 1e-3 * grad[:, 3].abs().max()
 
@@ -181,8 +192,8 @@ def test_only_plain_projections_in_training_go_by_hand(monkeypatch: pytest.Monke
     """Adapters, inference, float32 and documents that share a beginning keep the operations of kernels.py."""
     calls: list[str] = []
     for name in ("attention", "gated"):
-        whole = getattr(half, name)
-        monkeypatch.setattr(half, name, lambda *given, own=name, whole=whole: calls.append(own) or whole(*given))
+        whole = getattr(layers, name)
+        monkeypatch.setattr(layers, name, lambda *given, own=name, whole=whole: calls.append(own) or whole(*given))
     ids, alone = torch.zeros(1, 20, dtype=torch.long), torch.zeros(1, 20, dtype=torch.int32)
 
     def called(model: Transformer, ids: Tensor, documents: Tensor, *, half_precision: bool = True) -> set[str]:
@@ -214,11 +225,13 @@ def test_the_documents_of_a_layout_are_those_that_it_attends_within() -> None:
 def test_few_products_of_few_shapes_whatever_the_lengths_are() -> None:
     """oneDNN compiles a kernel for each shape: lengths that differ by a token give the same ones."""
     shapes = {
-        tuple((len(group.keys), group.mask.shape[0]) for group in tiles.plan((300 + n, 300 - n, 424), True, 4).groups)
+        tuple(
+            (len(group.keys), group.mask.shape[0]) for group in attention.plan((300 + n, 300 - n, 424), True, 4).groups
+        )
         for n in range(5)
     }
     assert len(shapes) == 1
-    assert transformer.EVEN_ROWS == tiles.TILE  # so a line that was made even needs no padding here
+    assert transformer.EVEN_ROWS == attention.TILE  # so a line that was made even needs no padding here
 
 
 class Products(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.report.headlines import HEADLINES, Headline, lookup
+from pipeline.report.metrics import HEADLINES, Headline, lookup
 
 RATE = Headline(("problems", "easy", "pass_at_1"), "Easy", "share", "share", True, "easy")
 BITS = Headline(("text", "bpb"), "Text", "bits per byte", "bits per byte", False, "text_bpb")

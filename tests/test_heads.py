@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline import checkpoint
-from pipeline.errors import ConfigError, ModelError
 from pipeline.learning import gates
+from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import ActorCritic, RewardModel, deepened
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ConfigError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 CONFIGS = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import held_out
-from pipeline.errors import DataError, ModelError
+from pipeline.run.errors import DataError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 DOCUMENTS = {"text": ["a", "b"], "stories": ["c"], "stories_held_out": [], "code": ["d"]}

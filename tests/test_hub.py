@@ -23,10 +23,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipeline.errors import DataError
-from pipeline.streams import acecode, hub, shapes, turns
-from pipeline.streams.records import Dialogue, Pair, Problem, Text
-from pipeline.streams.sources import DataConfig, HubSet
+from pipeline.ingest import conversations, hub, shapes
+from pipeline.ingest.records import Dialogue, Pair, Problem, Text
+from pipeline.ingest.sources import DataConfig, HubSet
+from pipeline.run.errors import DataError
 from tests.hubserver import REVISION, HubServer
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def lay(parts: Path, kind: str, entry: HubSet, **splits: list[dict[str, Any]]) -
 
 QUESTION = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 ULTRA = {"prompt": "Q", "chosen": QUESTION, "rejected": [QUESTION[0], {"role": "assistant", "content": "B"}]}
-INFERENCES = [{"model_name": acecode.MODELS[0], "completion": "def f(x):\n    return x", "pass_rate": 1.0}]
+INFERENCES = [{"model_name": hub.MODELS[0], "completion": "def f(x):\n    return x", "pass_rate": 1.0}]
 ROWS: dict[str, dict[str, Any]] = {
     "roneneldan/TinyStories": {"text": "Once."},
     "codeparrot/codeparrot-clean": {"content": "x = 1", "license": "gpl-3.0", "path": "a.py"},
@@ -79,7 +79,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "HuggingFaceH4/ultrafeedback_binarized": ULTRA,
     "Anthropic/hh-rlhf": {"chosen": "\n\nHuman: Q\n\nAssistant: A", "rejected": "\n\nHuman: Q\n\nAssistant: B"},
-    "TIGER-Lab/AceCode-87K": acecode.reduce(
+    "TIGER-Lab/AceCode-87K": hub.reduce(
         {"id": "a1", "question": "Give x.", "test_cases": ["assert f(1) == 1"], "inferences": INFERENCES}
     ),
 }
@@ -161,9 +161,9 @@ import dataclasses, json, sys, time
 from pathlib import Path
 waits = []
 time.sleep = waits.append  # the waits of every retry, theirs and ours
-from pipeline.errors import DataError
+from pipeline.run.errors import DataError
 from pipeline.streams import hub
-from pipeline.streams.sources import DataConfig, HubSet
+from pipeline.ingest.sources import DataConfig, HubSet
 for line in sys.stdin:
     kind, entry, parts = json.loads(line)
     config = DataConfig(source="hub", hub={kind: [HubSet(**entry)]}, max_rejected=0.0)
@@ -402,4 +402,4 @@ def test_the_shapes_named_in_the_config_file_exist() -> None:
     for kind, entries in hub_yaml().hub.items():
         for entry in entries:
             assert entry.shape in ("auto", "acecode", *shapes.names(kind)), entry.id
-    assert turns.question("Q", "A") == QUESTION
+    assert conversations.question("Q", "A") == QUESTION

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline import checkpoint, denoisers
-from pipeline.errors import GateError, ModelError
+from pipeline.diffusion import files
 from pipeline.export import huggingface, parity
+from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import GateError, ModelError
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 from tests import probes
@@ -176,7 +177,7 @@ def test_a_reward_model_is_proved_by_its_rewards(
 def test_a_masked_diffusion_model_is_proved_without_greedy_text_and_keeps_its_traits(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    model = denoisers.from_causal(tiny_model, byte_tokenizer)
+    model = files.from_causal(tiny_model, byte_tokenizer)
     huggingface.export(model, byte_tokenizer, {}, tmp_path / "diffusion")
     found = huggingface.verify(model, byte_tokenizer, tmp_path / "diffusion")
     assert (found["max_difference"], found["greedy_tokens"]) == (0.0, 0)

@@ -39,5 +39,5 @@ def imported(stage: str) -> set[str]:
 )
 def test_a_stage_does_not_import_what_it_does_not_use(stage: str, unwanted: tuple[str, ...]) -> None:
     found = imported(stage)
-    assert "pipeline.params" in found
+    assert "pipeline.run.config" in found
     assert not found & set(unwanted)

@@ -9,11 +9,11 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from pipeline.errors import ConfigError
 from pipeline.learning import gates
 from pipeline.model.config import ModelConfig
-from pipeline.model.induction import induction_heads, relate_variants
+from pipeline.model.initialization import induction_heads, relate_variants
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf" / "model"
 NANO = ModelConfig(**yaml.safe_load((CONF / "nano.yaml").read_text()))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import DataError
-from pipeline.streams import formats, intake
-from pipeline.streams.intake import cut, split_of
-from pipeline.streams.records import Text
+from pipeline.ingest import files, own_files
+from pipeline.ingest.own_files import cut, split_of
+from pipeline.ingest.records import Text
+from pipeline.run.errors import DataError
 from tests.ownfiles import jsonl, read, texts
 
 
@@ -96,7 +96,7 @@ def test_the_split_of_an_id_never_changes() -> None:
 def test_a_document_longer_than_the_window_becomes_rows_cut_at_blank_lines(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "DOCUMENT_BYTES", 10)
+    monkeypatch.setattr(files, "DOCUMENT_BYTES", 10)
     (own / "a.txt").write_text("first part\nof it\n\nsecond\n\nthird\n")
     books = read(own)
     assert texts(books) == ["first part\nof it\n", "\nsecond\n\nthird\n"]
@@ -111,7 +111,7 @@ def test_a_document_longer_than_the_window_becomes_rows_cut_at_blank_lines(
 def test_pieces_join_to_the_text_and_none_is_over_the_limit(
     parts: list[str], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "TEXT_BYTES", limit)
+    monkeypatch.setattr(own_files, "TEXT_BYTES", limit)
     document = Text(text="".join(parts), source="s", path="p", licence="l")
     pieces = cut(document)
     assert "".join(piece.text for piece in pieces) == document.text

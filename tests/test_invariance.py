@@ -20,23 +20,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeline.learning import scoring_pairs
-from pipeline.learning.fit import fit
-from pipeline.learning.keeping import weights_of
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_pairs import PairLoss, dpo
-from pipeline.learning.objectives_policy import METHODS
-from pipeline.learning.protocols import Watchers
-from pipeline.learning.ranks import Ranks
+from pipeline.batches.pairs import PairBatch, PairStream
+from pipeline.ingest import records
+from pipeline.ingest.records import Pair
+from pipeline.learning import pair_losses
+from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.losses import Loss
+from pipeline.learning.pair_losses import PairLoss, dpo
+from pipeline.learning.policy_losses import METHODS
+from pipeline.learning.processes import Ranks
 from pipeline.learning.settings import PairConfig
+from pipeline.learning.states import weights_of
 from pipeline.model.config import ModelConfig
-from pipeline.model.guesses import GuessingModel
-from pipeline.model.heads import ActorCritic, RewardModel
+from pipeline.model.heads import ActorCritic, GuessingModel, RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.reinforcement.estimators import PPOConfig
-from pipeline.streams import records
-from pipeline.streams.preferences import PairBatch, PairStream
-from pipeline.streams.records import Pair
+from pipeline.rl.advantages import PPOConfig
 from pipeline.text.tokenizer import Tokenizer
 from stages import reward
 from tests import test_bandit as bandit
@@ -70,8 +68,8 @@ def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
 
     def loss(trained: nn.Module, batch: PairBatch) -> Loss:
         with torch.no_grad():
-            reference = scoring_pairs.pair_logprobs(frozen, batch)
-        return dpo(scoring_pairs.pair_logprobs(trained, batch), reference, losses)
+            reference = pair_losses.pair_logprobs(frozen, batch)
+        return dpo(pair_losses.pair_logprobs(trained, batch), reference, losses)
 
     trained, objective = (model, loss) if method == "dpo" else (
         GuessingModel(RewardModel(model)),

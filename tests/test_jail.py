@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.sandbox import filters
-from pipeline.sandbox import servers as servers_module
+from pipeline.run.errors import ConfigError
+from pipeline.sandbox import filters as sandbox_filters
+from pipeline.sandbox import servers as sandbox_servers
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 from pipeline.sandbox.pool import Pool, Task
 from tests import attacks
@@ -47,9 +47,9 @@ def unprivileged_python() -> str | None:
     return None
 
 
-def servers_of(judge: Judge) -> list[servers_module.Server]:
+def servers_of(judge: Judge) -> list[sandbox_servers.Server]:
     """The fork servers of this machine."""
-    assert isinstance(judge.pool.host, servers_module.Servers)
+    assert isinstance(judge.pool.host, sandbox_servers.Servers)
     return judge.pool.host.running
 
 
@@ -112,40 +112,42 @@ def decision(program: list, number: int, arch: int, arguments: tuple[int, ...] =
     while True:
         code, if_true, if_false, constant = program[at]
         at += 1
-        if code == filters.RETURN:
+        if code == sandbox_filters.RETURN:
             return constant
-        if code == filters.LOAD:
+        if code == sandbox_filters.LOAD:
             word = struct.unpack_from("<I", data, constant)[0]
-        elif code == filters.JUMP:
+        elif code == sandbox_filters.JUMP:
             at += constant
         else:
             tests = {
-                filters.JUMP_EQ: word == constant,
-                filters.JUMP_GE: word >= constant,
-                filters.JUMP_SET: word & constant,
+                sandbox_filters.JUMP_EQ: word == constant,
+                sandbox_filters.JUMP_GE: word >= constant,
+                sandbox_filters.JUMP_SET: word & constant,
             }
             at += if_true if tests[code] else if_false
 
 
-@pytest.mark.parametrize("name", filters.ARCHITECTURES)
+@pytest.mark.parametrize("name", sandbox_filters.ARCHITECTURES)
 def test_the_filter_allows_the_listed_calls_and_no_other(name: str):
-    machine = filters.ARCHITECTURES[name]
-    program = filters.filter_program(machine)
-    allowed = {numbers[machine.column] for numbers in filters.ALLOWED.values()}
-    eperm, enosys = filters.ERRNO | filters.EPERM, filters.ERRNO | filters.ENOSYS
-    checked = {numbers[machine.column] for numbers in filters.CHECKED.values()}
+    machine = sandbox_filters.ARCHITECTURES[name]
+    program = sandbox_filters.filter_program(machine)
+    allowed = {numbers[machine.column] for numbers in sandbox_filters.ALLOWED.values()}
+    eperm, enosys = sandbox_filters.ERRNO | sandbox_filters.EPERM, sandbox_filters.ERRNO | sandbox_filters.ENOSYS
+    checked = {numbers[machine.column] for numbers in sandbox_filters.CHECKED.values()}
     for number in {*range(600), 4000, 1 << 29} - checked:
-        expected = enosys if number == filters.CLONE3 or number > filters.LAST_KNOWN else eperm
-        assert decision(program, number, machine.audit) == (filters.ALLOW if number in allowed else expected), number
-    assert decision(program, 1, 0x40000003) == decision(program, 1, 0x40000028) == filters.KILL  # i386, arm
+        expected = enosys if number == sandbox_filters.CLONE3 or number > sandbox_filters.LAST_KNOWN else eperm
+        assert decision(program, number, machine.audit) == (sandbox_filters.ALLOW if number in allowed else expected), (
+            number
+        )
+    assert decision(program, 1, 0x40000003) == decision(program, 1, 0x40000028) == sandbox_filters.KILL  # i386, arm
     if name == "x86_64":
-        assert decision(program, 0x40000000 | 39, machine.audit) == filters.KILL
+        assert decision(program, 0x40000000 | 39, machine.audit) == sandbox_filters.KILL
 
 
-@pytest.mark.parametrize("name", filters.ARCHITECTURES)
+@pytest.mark.parametrize("name", sandbox_filters.ARCHITECTURES)
 def test_arguments_decide_about_the_checked_calls(name: str):
-    machine = filters.ARCHITECTURES[name]
-    program = filters.filter_program(machine)
+    machine = sandbox_filters.ARCHITECTURES[name]
+    program = sandbox_filters.filter_program(machine)
     thread = 0x3D0F00
     cases = {
         "clone": (
@@ -160,16 +162,18 @@ def test_arguments_decide_about_the_checked_calls(name: str):
         "prlimit64": ([(0, 7, 0, 99)], [(0, 7, 99, 0), (0, 7, 1 << 32, 0), (5, 7, 0, 99)]),
         "sched_getaffinity": ([(0, 8, 99)], [(7, 8, 99)]),
     }
-    assert set(cases) == set(filters.CHECKED)
+    assert set(cases) == set(sandbox_filters.CHECKED)
     for call, (good, bad) in cases.items():
-        number = filters.CHECKED[call][machine.column]
-        assert all(decision(program, number, machine.audit, arguments) == filters.ALLOW for arguments in good), call
+        number = sandbox_filters.CHECKED[call][machine.column]
+        assert all(
+            decision(program, number, machine.audit, arguments) == sandbox_filters.ALLOW for arguments in good
+        ), call
         refused = [decision(program, number, machine.audit, arguments) for arguments in bad]
-        assert refused == [filters.ERRNO | filters.EPERM] * len(bad), call
+        assert refused == [sandbox_filters.ERRNO | sandbox_filters.EPERM] * len(bad), call
 
 
 def test_a_machine_without_a_sandbox_is_refused_with_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(servers_module, "JAIL", _broken_jail(tmp_path))
+    monkeypatch.setattr(sandbox_servers, "JAIL", _broken_jail(tmp_path))
     with (
         pytest.raises(ConfigError, match=r"needs Linux with seccomp.*allow_unsafe.*no seccomp here"),
         Judge(SandboxConfig(), 1),
@@ -178,7 +182,7 @@ def test_a_machine_without_a_sandbox_is_refused_with_what_to_do(monkeypatch, tmp
 
 
 def test_allow_unsafe_runs_and_marks_the_verdicts(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(servers_module, "JAIL", _broken_jail(tmp_path))
+    monkeypatch.setattr(sandbox_servers, "JAIL", _broken_jail(tmp_path))
     with Judge(SandboxConfig(allow_unsafe=True), 1) as judge:
         (verdict,) = judge.judge([ADD])
     assert (verdict.verdict, verdict.profile) == ("passed", "unsafe")
@@ -264,7 +268,7 @@ print(json.dumps(watch.answer()))
 def test_nothing_outlives_a_watcher_and_a_zygote_that_is_gone_costs_no_job(victim: str):
     sleeper = Task("import time\ntime.sleep(60)", "f", [{"args": "[]", "kwargs": "{}"}], 0.5)
     with Pool(SandboxConfig(limits=Limits(wall_extra_seconds=0.1)), 1) as pool, ThreadPoolExecutor(1) as other_thread:
-        assert isinstance(pool.host, servers_module.Servers) and pool.host.running[0].process is not None
+        assert isinstance(pool.host, sandbox_servers.Servers) and pool.host.running[0].process is not None
         watcher = pool.host.running[0].process.pid
         (zygote,) = _children(watcher)
         if victim == "zygote":
@@ -302,9 +306,9 @@ def test_a_server_that_dies_twice_makes_the_candidate_unscorable(monkeypatch, ca
     with Judge(SandboxConfig(), 1) as judge:
 
         def fail(self, job, seconds):
-            raise servers_module.HarnessError("gone")
+            raise sandbox_servers.HarnessError("gone")
 
-        monkeypatch.setattr(servers_module.Server, "call", fail)
+        monkeypatch.setattr(sandbox_servers.Server, "call", fail)
         (verdict,) = judge.judge([ADD])
     assert (verdict.verdict, verdict.reason, verdict.score) == ("unscorable", "harness", None)
     assert "unscorable" in caplog.text

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import launch
-from pipeline.errors import ConfigError
-from pipeline.launch import Build, Launcher, Stage
+from pipeline.run.errors import ConfigError
+from pipeline.tools import launch
+from pipeline.tools.launch import Build, Launcher, Stage
 from tests.graph import Repository
 
 WAITS: dict[str, set[str]] = {"a": set(), "b": {"a"}, "c": {"a"}, "d": {"a"}, "e": {"b", "c", "d"}}
@@ -290,7 +290,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
     repository.edit("params.yaml", "language:\n  steps: null", "language:\n  steps: 60")
     repository.edit("params.yaml", "code:\n  steps: null", "code:\n  steps: 60")
     repository.edit("params.yaml", "save_steps: 500", "save_steps: 10")
-    repository.run("python", "-m", "pipeline.launch", "stage_encode")
+    repository.run("python", "-m", "pipeline.tools.launch", "stage_encode")
     yield repository
     shutil.rmtree(repository.folder)
 
@@ -299,7 +299,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
 def whole(encoded: Repository, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Hashes of the weights of an uninterrupted run."""
     repository = copied(encoded, tmp_path_factory.mktemp("whole") / "repository")
-    repository.run("python", "-m", "pipeline.launch", "stage_code", OMP_NUM_THREADS="1")
+    repository.run("python", "-m", "pipeline.tools.launch", "stage_code", OMP_NUM_THREADS="1")
     found = {model: repository.sha(model) for model in ("language", "code")}
     shutil.rmtree(repository.folder)
     return found
@@ -333,7 +333,7 @@ def test_a_signal_to_the_launcher_ends_all_and_the_same_command_resumes_to_the_s
     number: signal.Signals, moment: str, encoded: Repository, whole: dict[str, str], tmp_path: Path
 ) -> None:
     repository = copied(encoded, tmp_path / "repository")
-    command = ["python", "-m", "pipeline.launch", "stage_code"]
+    command = ["python", "-m", "pipeline.tools.launch", "stage_code"]
     with repository.started(*command, OMP_NUM_THREADS="1") as process:
         until(lambda: MOMENTS[moment](repository.folder))
         process.send_signal(number)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import ModelError
-from pipeline.evaluation import likelihood as module
+from pipeline.evaluation import likelihood as evaluation_likelihood
 from pipeline.evaluation.likelihood import likelihood, token_nats, windows
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -67,7 +67,7 @@ def test_a_model_without_context_scores_alike_at_any_window(tokenizer: Tokenizer
 
 def test_scores_equal_one_token_at_a_time(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Window by window as the rule says: the first scores all, later ones advance by half and score their last half."""
-    monkeypatch.setattr(module, "BATCH_TOKENS", 40)
+    monkeypatch.setattr(evaluation_likelihood, "BATCH_TOKENS", 40)
     model, context, start = sharp(384), 12, 0
     documents = [tokenizer.encode(text) for text in TEXTS]
     assert len(documents[1]) > 5 * context

@@ -14,9 +14,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from pipeline.errors import DataError
-from pipeline.streams import cleaning, locked, sources
-from pipeline.streams.sources import DataConfig, Found, Package, canonical
+from pipeline.ingest import cleaning, sources
+from pipeline.ingest import packages as ingest_packages
+from pipeline.ingest.sources import DataConfig, Found, Package, canonical
+from pipeline.run.errors import DataError
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "requirements.lock"
@@ -25,7 +26,7 @@ NAMED: list[str] = yaml.safe_load((ROOT / "conf/data/packages.yaml").read_text()
 
 def test_the_lock_fits_every_requirement_of_the_project_and_holds_no_torch_and_no_address() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pinned = locked.versions(LOCK)
+    pinned = ingest_packages.versions(LOCK)
     for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
         requirement = Requirement(text)
         if requirement.name != "torch":
@@ -41,11 +42,11 @@ def test_no_package_that_is_read_depends_on_the_python_or_the_platform() -> None
 
 
 def test_the_named_packages_are_installed_as_the_lock_has_them_and_some_are_held_out() -> None:
-    packages = locked.packages(NAMED, LOCK)
+    packages = ingest_packages.packages(NAMED, LOCK)
     assert [package.name for package in packages] == NAMED
     held_out = [name for name in NAMED if sources.split_of(name) == "val"]
     assert 3 <= len(held_out) <= 8, held_out
-    files = locked.checked([*sources.readmes(packages), *sources.package_files(packages)])
+    files = ingest_packages.checked([*sources.readmes(packages), *sources.package_files(packages)])
     assert len(files) > 3000 and all(entry.sha256 for entry in files)
     assert not [entry for entry in files if sources.is_test(entry.path)]
 
@@ -70,30 +71,30 @@ def lock(tmp_path: Path) -> Path:
     ],
 )
 def test_what_does_not_fit_the_lock_is_named(name: str, message: str, lock: Path) -> None:
-    assert locked.packages(["jinja2"], lock)[0].version == "3.1.6"
+    assert ingest_packages.packages(["jinja2"], lock)[0].version == "3.1.6"
     with pytest.raises(DataError, match=message):
-        locked.packages([name], lock)
+        ingest_packages.packages([name], lock)
 
 
 def test_a_licence_that_is_not_permissive_is_refused(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Package(name="six", version="9.9", licence="GPL-3.0", base=Path(), files=(), requirements=())
-    monkeypatch.setattr(locked, "package_of", lambda name: made)
+    monkeypatch.setattr(ingest_packages, "package_of", lambda name: made)
     with pytest.raises(DataError, match=r"six: expected a permissive licence, found GPL-3\.0"):
-        locked.packages(["six"], lock)
+        ingest_packages.packages(["six"], lock)
 
 
 def test_a_lock_that_is_not_there_or_holds_nothing_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be read.*git checkout"):
-        locked.versions(tmp_path / "requirements.lock")
+        ingest_packages.versions(tmp_path / "requirements.lock")
     (tmp_path / "requirements.lock").write_text("numpy>=2\n")
     with pytest.raises(DataError, match="expected lines such as numpy"):
-        locked.versions(tmp_path / "requirements.lock")
+        ingest_packages.versions(tmp_path / "requirements.lock")
 
 
 def test_a_changed_file_and_one_that_is_gone_stop_the_harvest(tmp_path: Path) -> None:
     (real,) = [
         f
-        for f in locked.checked(sources.package_files(locked.packages(["jinja2"], LOCK)))
+        for f in ingest_packages.checked(sources.package_files(ingest_packages.packages(["jinja2"], LOCK)))
         if f.path == "jinja2/loaders.py"
     ]
     config = DataConfig(source="packages", packages=["jinja2"])
@@ -108,7 +109,7 @@ def test_a_changed_file_and_one_that_is_gone_stop_the_harvest(tmp_path: Path) ->
         with pytest.raises(DataError, match=message):
             cleaning.python_file(entry, config, code=True, prose=False)
     with pytest.raises(DataError, match=r"jinja2: RECORD has no sha256 of jinja2/new\.py"):
-        locked.checked([Found(file=changed, package="jinja2", path="jinja2/new.py", licence="BSD License")])
+        ingest_packages.checked([Found(file=changed, package="jinja2", path="jinja2/new.py", licence="BSD License")])
     with pytest.raises(PackageNotFoundError):
         sources.package_of("no-such-package")
 

@@ -10,15 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline import checkpoint
-from pipeline.errors import GateError, ModelError
 from pipeline.generation.sampling import Decoder, Sampling, generate
 from pipeline.learning import gates, optim
-from pipeline.model import lora, lora_files
+from pipeline.model import checkpoint, lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Linear
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import GateError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "peft.json"
@@ -319,10 +318,10 @@ def test_what_is_exported_is_imported(kind: str, tmp_path: Path) -> None:
     config = AdapterConfig(rank=3, alpha=6.0, dropout=0.25, **KINDS[kind])
     model, other = fresh(), fresh()
     lora.attach(model, config, seeded(1))
-    lora_files.export_peft(tmp_path / "a", stirred(model), config, base_name="models/tools")
-    lora_files.export_peft(tmp_path / "b", model, config, base_name="models/tools")
+    lora.export_peft(tmp_path / "a", stirred(model), config, base_name="models/tools")
+    lora.export_peft(tmp_path / "b", model, config, base_name="models/tools")
     assert all((tmp_path / "a" / p.name).read_bytes() == p.read_bytes() for p in (tmp_path / "b").iterdir())
-    found = lora_files.import_peft(tmp_path / "a", other)
+    found = lora.import_peft(tmp_path / "a", other)
     assert (found.rank, found.scale, found.dropout, found.dora) == (3, config.scale, 0.25, config.dora)
     assert found.modules == config.modules
     assert torch.equal(model(IDS), other(IDS))
@@ -330,7 +329,7 @@ def test_what_is_exported_is_imported(kind: str, tmp_path: Path) -> None:
 
 def exported(folder: Path, **changes: Any) -> Path:
     config = AdapterConfig(rank=3, alpha=6.0)
-    lora_files.export_peft(folder, adapted("lora"), config, base_name="models/tools")
+    lora.export_peft(folder, adapted("lora"), config, base_name="models/tools")
     values = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(values | changes))
     return folder
@@ -340,11 +339,11 @@ def test_a_rank_beyond_the_files_is_refused_before_it_is_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = exported(tmp_path, r=10**9)
-    monkeypatch.setattr(lora_files, "attach", lambda *_: pytest.fail("an adapter was built"))
+    monkeypatch.setattr(lora, "attach", lambda *_: pytest.fail("an adapter was built"))
     with pytest.raises(
         ModelError, match=r"lora_A\.weight has shape \[3, \d+\], expected \[1000000000, \d+\]: another rank"
     ):
-        lora_files.import_peft(folder, fresh())
+        lora.import_peft(folder, fresh())
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -354,13 +353,13 @@ def test_a_rank_beyond_the_files_is_refused_before_it_is_allocated(
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"adapter_config.json: {key} = .* is not supported here; expected"):
-        lora_files.import_peft(exported(tmp_path, **{key: value}), fresh())
+        lora.import_peft(exported(tmp_path, **{key: value}), fresh())
 
 
 def test_an_adapter_directory_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     for targets in ("model.*q_proj", ["q_proj", "embed_tokens"], [7]):
         with pytest.raises(ModelError, match=r"adapter_config.json: .*targets: expected some of q_proj"):
-            lora_files.import_peft(exported(tmp_path / "c", target_modules=targets), fresh())
+            lora.import_peft(exported(tmp_path / "c", target_modules=targets), fresh())
     folder = exported(tmp_path / "d", target_modules=["model.layers.0.self_attn.q_proj"])  # one layer, as peft names it
     kept = {
         key: tensor
@@ -369,26 +368,26 @@ def test_an_adapter_directory_that_is_not_whole_is_refused(tmp_path: Path) -> No
     }
     save_file(kept, folder / "adapter_model.safetensors")
     with pytest.raises(ModelError, match=r"found 2 missing \(model.layers.1.self_attn.q_proj.lora_A.weight"):
-        lora_files.import_peft(folder, fresh())
+        lora.import_peft(folder, fresh())
     folder = exported(tmp_path / "a")
     state = load_file(folder / "adapter_model.safetensors")
     state.pop("base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight")
     save_file(state, folder / "adapter_model.safetensors")
     model = fresh()
     with pytest.raises(ModelError, match=r"found 1 missing \(model.layers.1.self_attn.o_proj.lora_B.weight\)"):
-        lora_files.import_peft(folder, model)
+        lora.import_peft(folder, model)
     assert not lora.adapters(model) and model.state_dict().keys() == fresh().state_dict().keys()
     (folder / "adapter_model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ModelError, match="damaged"):
-        lora_files.import_peft(folder, fresh())
+        lora.import_peft(folder, fresh())
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"a .bin adapter must be converted first"):
-        lora_files.import_peft(folder, fresh())
+        lora.import_peft(folder, fresh())
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"expected the JSON of a LoRA adapter .*'r'"):
-        lora_files.import_peft(folder, fresh())
+        lora.import_peft(folder, fresh())
     with pytest.raises(ModelError, match="is not an adapter directory"):
-        lora_files.import_peft(tmp_path / "b", fresh())
+        lora.import_peft(tmp_path / "b", fresh())
 
 
 def golden_cases() -> list[dict[str, Any]]:

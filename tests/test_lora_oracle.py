@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.model import convert, lora, lora_files
+from pipeline.model import checkpoint, lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
@@ -70,7 +70,7 @@ def theirs(base: Path, kind: str) -> Any:
 
 
 def ours(base: Path, kind: str) -> tuple[Transformer, AdapterConfig]:
-    model = convert.load(base).train(False)
+    model = checkpoint.load_causal(base).train(False)
     config = AdapterConfig(rank=4, alpha=12.0, **KINDS[kind])
     lora.attach(model, config, torch.Generator().manual_seed(1))
     stir(lora.adapter_state(model))
@@ -83,8 +83,8 @@ def test_an_adapter_of_peft_gives_its_logits_gradients_and_merged_weights(
 ) -> None:
     reference = theirs(base, kind)
     reference.save_pretrained(tmp_path)
-    model = convert.load(base).train(False)
-    config = lora_files.import_peft(tmp_path, model)
+    model = checkpoint.load_causal(base).train(False)
+    config = lora.import_peft(tmp_path, model)
     assert (config.rank, config.alpha, config.dora) == (4, 12.0, KINDS[kind].get("dora", False))
     logits, expected = model(IDS), reference(IDS).logits
     assert (logits - hf(base)(IDS).logits).abs().max() > 0.1
@@ -112,7 +112,7 @@ def test_an_adapter_of_peft_gives_its_logits_gradients_and_merged_weights(
 @torch.no_grad()
 def test_peft_loads_what_is_exported_and_gives_the_same_outputs(kind: str, base: Path, tmp_path: Path) -> None:
     model, config = ours(base, kind)
-    lora_files.export_peft(tmp_path / "ours", model, config, base_name=str(base))
+    lora.export_peft(tmp_path / "ours", model, config, base_name=str(base))
     reference = peft.PeftModel.from_pretrained(hf(base), tmp_path / "ours").eval()  # a missing key would be a warning
     assert (model(IDS) - reference(IDS).logits).abs().max() <= 1e-5
     reference.save_pretrained(tmp_path / "theirs")
@@ -122,7 +122,7 @@ def test_peft_loads_what_is_exported_and_gives_the_same_outputs(kind: str, base:
     defaults = peft.LoraConfig().to_dict()  # what is not written is what peft takes it for
     left = {key: again[key] for key in again.keys() - written.keys() - {"peft_version"}}
     assert left == {key: defaults[key] for key in left}
-    assert lora_files.import_peft(tmp_path / "theirs", convert.load(base)).modules == config.modules
+    assert lora.import_peft(tmp_path / "theirs", checkpoint.load_causal(base)).modules == config.modules
 
 
 def test_dropout_in_training_follows_peft(base: Path) -> None:

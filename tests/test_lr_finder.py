@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import GateError
 from pipeline.learning import lr_finder
 from pipeline.learning.fit import fit
-from pipeline.learning.keeping import weights_of
+from pipeline.learning.states import weights_of
+from pipeline.run.errors import GateError
 from tests.test_fit import Dropping, Net, Rows, config, job, loss
 from tests.workspace import Workspace
 
@@ -102,6 +102,6 @@ def test_a_stage_that_looks_for_its_rate_leaves_its_results_and_its_unfinished_r
     assert workspace.published() == published
     assert len(list(workspace.folder.glob(".work/lora/*-find-lr/find_lr/curve.svg"))) == 1
     monkeypatch.setenv("DVC_STAGE", "stage_lora")
-    monkeypatch.setattr("pipeline.processes.die_with_parent", lambda parent: None)
+    monkeypatch.setattr("pipeline.run.processes.die_with_parent", lambda parent: None)
     ended = workspace.command("lora", **{"runtime.find_lr": True})
     assert ended.code == 2 and "python -m stages.lora runtime.find_lr=true" in ended.said

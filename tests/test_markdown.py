@@ -9,7 +9,7 @@ import pytest
 from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES
 
-from pipeline.errors import InputError
+from pipeline.run.errors import InputError
 from pipeline.serve import markdown
 from pipeline.serve.markdown import LANGUAGES, MOST_CHARACTERS, MOST_COLOURED, TAGS, render, style_sheet
 from tests.xss import CORPUS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import checkpoint
+from pipeline.model import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests.matrix import report, snippets
 from tests.matrix.report import Column, Outcome

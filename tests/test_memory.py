@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.errors import ModelError
+from pipeline.memory.config import MemoryConfig
+from pipeline.memory.model import Memory, Reading, cut
 from pipeline.model.config import ModelConfig
-from pipeline.model.memory import Memory, Reading
-from pipeline.model.memory_config import MemoryConfig
-from pipeline.model.memory_units import cut
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ModelError
 
 NANO = ModelConfig(vocab_size=4096, width=192, layers=6, heads=3, kv_heads=1, head_dim=64, d_ff=512, max_context=1024,
                    rope_theta=1e4, tied=True)  # fmt: skip

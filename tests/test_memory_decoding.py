@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.errors import ModelError
 from pipeline.export import gguf
-from pipeline.export.fused import Fused
+from pipeline.export.inference import Fused
 from pipeline.generation.sampling import Sampling, generate
+from pipeline.memory.model import Reader, Reading, Routed
 from pipeline.model.cache import KVCache
-from pipeline.model.memory import Reader, Reading, Routed
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ModelError
 from pipeline.serve.engine import Engine
 from pipeline.text.tokenizer import Tokenizer
 from tests.test_engine import ask, finished

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline import checkpoint
-from pipeline.errors import ModelError
-from pipeline.model import memory_files
-from pipeline.model.memory import Bank, Memory
-from pipeline.model.memory_config import MemoryConfig
-from pipeline.model.quantised_bank import QuantisedBank, dequantise, quantise, quantised
+from pipeline.memory import files
+from pipeline.memory.baseline import WiderConfig
+from pipeline.memory.config import MemoryConfig
+from pipeline.memory.files import QuantisedBank, dequantise, quantise, quantised
+from pipeline.memory.model import Bank, Memory
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.model.wider import WiderConfig
+from pipeline.run.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer
 from tests.test_memory import NANO, memory, opened, tokens
 
@@ -25,7 +25,7 @@ def kept(
     model: Transformer, tokenizer: Tokenizer, folder: Path, config: MemoryConfig | WiderConfig, **how: Any
 ) -> Transformer:
     """The model with something beside it that is not zero, saved under `folder`."""
-    beside = memory_files.attach(model, config, torch.Generator().manual_seed(7))
+    beside = files.attach(model, config, torch.Generator().manual_seed(7))
     for parameter in beside.parameters():
         parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(8))
     checkpoint.save(folder, model, tokenizer, {}, **how)
@@ -157,7 +157,7 @@ def test_the_wider_model_has_as_many_weights() -> None:
     target = Memory(shape, NANO).num_parameters()
     config = WiderConfig.like(shape, target, NANO)
     model = Transformer(NANO, torch.Generator().manual_seed(0))
-    beside = memory_files.attach(model, config, torch.Generator().manual_seed(1))
+    beside = files.attach(model, config, torch.Generator().manual_seed(1))
     assert abs(beside.num_parameters() / target - 1) < 0.01 and config.layers == (4, 5)
     ids = tokens(1, 9)
     plain = Transformer(NANO, torch.Generator().manual_seed(0))
@@ -165,7 +165,7 @@ def test_the_wider_model_has_as_many_weights() -> None:
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {f"memory.{name}" for name, _ in beside.named_parameters()}  # fmt: skip
     for wrong, complaint in (({"width": 0, "layers": (0,)}, "expected at least 1"), ({"width": 3, "layers": (6,)}, "from 0 to 5")):  # fmt: skip
         with pytest.raises(ValueError, match=complaint):
-            memory_files.attach(Transformer(NANO), WiderConfig(**wrong))  # type: ignore[arg-type]
+            files.attach(Transformer(NANO), WiderConfig(**wrong))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,6 @@ def test_a_shape_larger_than_the_file_is_refused_before_a_memory_is_built(
     told = json.loads(path.read_text())
     told["config"] |= changes
     path.write_text(json.dumps(told))
-    monkeypatch.setattr(memory_files, "attach", lambda *_: pytest.fail("a memory was built"))
+    monkeypatch.setattr(files, "attach", lambda *_: pytest.fail("a memory was built"))
     with pytest.raises(ModelError, match=message):
         checkpoint.load(tmp_path / "m")

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.evaluation.routing import routing
-from pipeline.model.memory import Reading
+from pipeline.batches.batch import Piece, token_batch
+from pipeline.memory import report
+from pipeline.memory.measure import routing
+from pipeline.memory.model import Reading
 from pipeline.model.transformer import Transformer
-from pipeline.report import card, charts, memory
-from pipeline.streams.batch import Piece, token_batch
+from pipeline.report import card, charts
 from pipeline.text.tokenizer import Tokenizer
 from tests import results
 from tests.test_memory import TINY, opened
@@ -33,18 +34,18 @@ TOLD: dict[str, Any] = {
 
 
 def test_charts_have_a_line_a_layer_in_the_order_of_the_layers_and_leave_out_what_was_not_measured() -> None:
-    found = memory.figures(ROWS, lambda series: card.thinned(series))
+    found = report.figures(ROWS, lambda series: card.thinned(series))
     heads = {one["title"]: one["head"] for one in found}
     assert heads["Evenness of the chapters' use"] == ["step", "layer 2", "layer 10"]
     assert heads["What knowing less of the memory costs"] == ["step", "without the memory", "chapters drawn at random"]
     assert found[0]["rows"] == [["5", "0.5000", "0.8000"], ["7", "0.7000", "0.8000"]]
     assert all("step" in one["svg"] for one in found) and "bits per byte" in found[-1]["svg"]
-    assert memory.figures([], card.thinned) == []
-    assert memory.points(ROWS, "memory/gain_bpb", "a") == charts.Series("a", [(5.0, 0.01), (7.0, 0.01)])
+    assert report.figures([], card.thinned) == []
+    assert report.points(ROWS, "memory/gain_bpb", "a") == charts.Series("a", [(5.0, 0.01), (7.0, 0.01)])
 
 
 def test_cells_darken_with_the_share_and_a_part_is_numbered_by_its_heaviest_chapter() -> None:
-    shown = memory.shown(TOLD)
+    shown = report.shown(TOLD)
     assert [cell["strength"] for cell in shown["tables"][0]["rows"][0]["cells"]] == [0, 1, 2, 3]
     assert [cell["text"] for cell in shown["tables"][0]["rows"][1]["cells"]] == ["100", "0", "0", "0"]
     assert shown["tables"][0]["rows"][1]["cells"][0]["strength"] == 4

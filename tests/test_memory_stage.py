@@ -13,11 +13,12 @@ import pytest
 import torch
 import yaml
 
-from pipeline import checkpoint, device
-from pipeline.model.memory import Memory
-from pipeline.model.memory_config import MemoryConfig
-from pipeline.model.quantised_bank import QuantisedBank
-from pipeline.model.wider import Wider
+from pipeline.memory.baseline import Wider
+from pipeline.memory.config import MemoryConfig
+from pipeline.memory.files import QuantisedBank
+from pipeline.memory.model import Memory
+from pipeline.model import checkpoint
+from pipeline.run import device
 from tests import masked_workspace
 from tests.test_alignment_resume import DOOMED
 from tests.workspace import Ended, Workspace, command

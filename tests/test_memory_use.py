@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.learning.memory_use import UNUSED, Use, summary, verdicts
+from pipeline.memory.training import UNUSED, Use, summary, verdicts
 
 
 def test_shares_evenness_and_deviation_by_hand() -> None:

@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import checkpoint, device
-from pipeline.errors import InputError
-from pipeline.learning import footprint, micro_batch
-from pipeline.learning.fit import Run, fit
+from pipeline.learning import footprint
+from pipeline.learning.fit import Run, Watchers, fit
 from pipeline.learning.footprint import Work
-from pipeline.learning.objectives import Loss
-from pipeline.learning.protocols import Watchers
-from pipeline.learning.ranks import Ranks
+from pipeline.learning.losses import Loss
+from pipeline.learning.processes import Ranks
 from pipeline.learning.settings import FitConfig, PairConfig
+from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.lora import AdapterConfig, attach
 from pipeline.model.transformer import Transformer
-from pipeline.params import Runtime, Settings, build
-from pipeline.reinforcement.rollout import RolloutConfig
+from pipeline.rl.rollout import RolloutConfig
+from pipeline.run import device
+from pipeline.run.config import Runtime, Settings, build
+from pipeline.run.errors import InputError
 from tests.test_fit import Batch, Dropping, Net, Rows, config, job, loss
 
 CPU = torch.device("cpu")
@@ -39,11 +39,9 @@ def nano() -> ModelConfig:
 def planned(model: nn.Module, fitting: Any, memory: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> int:
     monkeypatch.setattr(device, "total_memory", lambda where: memory)
     hardware = device.Hardware(device=CPU, precision=changes.pop("precision", "fp32"), threads=1)
-    plan = micro_batch.plan_of(
-        model, fitting, hardware, Runtime(**changes), rows=fitting.rows, ranks=Ranks("fp32", "k")
-    )
+    plan = footprint.plan_of(model, fitting, hardware, Runtime(**changes), rows=fitting.rows, ranks=Ranks("fp32", "k"))
     assert plan is not None
-    return micro_batch.planned(plan, hardware, fitting.rows)
+    return footprint.planned(plan, hardware, fitting.rows)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -126,7 +124,7 @@ def test_a_dry_step_that_finds_no_room_is_halved_until_it_does(
     tmp_path: Path, most: int, tried: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(tmp_path, narrow(most))
-    assert micro_batch.proved(run.plain, CPU, 6, partial(micro_batch.dry_step, run), 1000.0) == tried
+    assert footprint.proved(run.plain, CPU, 6, partial(footprint.dry_step, run), 1000.0) == tried
     said = capsys.readouterr().err
     assert said.count("out of memory in a dry step") == len(tried) - 1
     assert len(tried) == 1 or "out of memory in a dry step of 6 rows; trying 4" in said
@@ -138,7 +136,7 @@ def test_a_dry_step_leaves_weights_moments_gradients_and_generators_as_they_were
     before, moments = checkpoint.weights_digest(run.plain), run.optimizers.state_tensors()
     generator, course = torch.get_rng_state(), vars(run.course).copy()
     rows_before = len(run.stream.rows_seen)  # type: ignore[attr-defined]
-    micro_batch.proved(run.plain, CPU, 2, partial(micro_batch.dry_step, run), 0.0)
+    footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
     assert run.stream.rows_seen[rows_before:] == [[0, 1], [2, 3]]  # type: ignore[attr-defined]  # a real pass, and a second
     assert checkpoint.weights_digest(run.plain) == before
     assert run.optimizers.state_tensors().keys() == moments.keys()
@@ -152,7 +150,7 @@ def test_a_run_after_a_dry_step_ends_with_the_bits_of_one_without(tmp_path: Path
     for name in ("without", "with"):
         run = run_of(tmp_path / name, micro_batch=2)
         if name == "with":
-            micro_batch.proved(run.plain, CPU, 2, partial(micro_batch.dry_step, run), 0.0)
+            footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
         run.go()
         finals.append(checkpoint.weights_digest(run.plain))
     assert finals[0] == finals[1]
@@ -161,12 +159,12 @@ def test_a_run_after_a_dry_step_ends_with_the_bits_of_one_without(tmp_path: Path
 def test_no_room_for_one_row_says_what_to_do(tmp_path: Path) -> None:
     run = run_of(tmp_path, narrow(0))
     with pytest.raises(torch.OutOfMemoryError):
-        micro_batch.proved(run.plain, CPU, 2, partial(micro_batch.dry_step, run), 0.0)
+        footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
     with (
         pytest.raises(InputError, match=r"micro-batches tried: 2 "),
-        micro_batch.explained(run.job, run.config, 0, [2]),
+        footprint.explained(run.job, run.config, 0, [2]),
     ):
-        micro_batch.proved(run.plain, CPU, 2, partial(micro_batch.dry_step, run), 0.0)
+        footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
 
 
 def test_running_out_in_the_loop_names_the_step_and_every_way_out(tmp_path: Path) -> None:
@@ -199,13 +197,13 @@ def test_a_resumed_run_keeps_the_micro_batch_that_it_began_with(tmp_path: Path) 
 
 
 def test_a_state_of_another_world_or_a_damaged_one_decides_nothing(tmp_path: Path) -> None:
-    assert micro_batch.kept(tmp_path, 1) is None
+    assert footprint.kept(tmp_path, 1) is None
     for step, text in ((5, json.dumps({"micro_batch": 4, "world": 1})), (6, "{"), (7, "{}")):
         folder = tmp_path / f"step-{step:08d}"
         folder.mkdir()
         (folder / "state.json").write_text(text)
-    assert micro_batch.kept(tmp_path, 1) == 4
-    assert micro_batch.kept(tmp_path, 2) is None
+    assert footprint.kept(tmp_path, 1) == 4
+    assert footprint.kept(tmp_path, 2) is None
 
 
 def test_the_dry_step_is_taken_where_there_is_one(tmp_path: Path) -> None:
@@ -219,11 +217,11 @@ def test_the_dry_step_is_taken_where_there_is_one(tmp_path: Path) -> None:
         if rows > 2:
             raise torch.OutOfMemoryError("none left")
 
-    found = micro_batch.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, dry)
+    found = footprint.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, dry)
     assert found == tried == [6, 4, 2]
-    assert micro_batch.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, None) == [6]
+    assert footprint.chosen(shaped, config(), run.job, run.hardware, run.ranks, 6, None) == [6]
     asked = replace(run.job, runtime=Runtime(micro_batch=4))
-    assert micro_batch.chosen(shaped, config(), asked, run.hardware, run.ranks, 6, dry) == [4]
+    assert footprint.chosen(shaped, config(), asked, run.hardware, run.ranks, 6, dry) == [4]
 
 
 SMALL = ModelConfig(vocab_size=64, width=16, layers=1, heads=1, kv_heads=1, head_dim=16, d_ff=16, max_context=64,

@@ -10,13 +10,14 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.errors import ModelError
-from pipeline.model import convert, kernels
+from pipeline.memory.config import MemoryConfig
+from pipeline.model import checkpoint
 from pipeline.model.attention import Masked, positions_in
 from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
-from pipeline.model.memory_config import MemoryConfig
+from pipeline.model.cpu import layers
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ModelError
 
 CONFIG = ModelConfig(
     vocab_size=128, width=48, layers=3, heads=6, kv_heads=2, head_dim=16, d_ff=80, max_context=1280, rope_theta=1e4, tied=True
@@ -62,12 +63,12 @@ def test_ragged_attention_equals_one_query_at_a_time(kv_heads: int, causal: bool
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(70, 4, 8, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 70, kv_heads, 8, generator=generator, dtype=torch.float64)
-    got = kernels.ragged_attention(q, k, v, lengths, causal=causal)
+    got = layers.ragged_attention(q, k, v, lengths, causal=causal)
     torch.testing.assert_close(got, obvious_attention(q, k, v, lengths, causal), rtol=1e-10, atol=1e-12)
 
 
 def test_hand_written_gradients_equal_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(layers, "QUERY_BLOCK", 2)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -76,22 +77,22 @@ def test_hand_written_gradients_equal_finite_differences(monkeypatch: pytest.Mon
     q, k, v = drawn(6, 4, 2), drawn(6, 2, 2), drawn(6, 2, 2)
     for causal in (True, False):
         assert torch.autograd.gradcheck(
-            lambda a, b, c, flag=causal: kernels.ragged_attention(a, b, c, [1, 5], causal=flag), (q, k, v)
+            lambda a, b, c, flag=causal: layers.ragged_attention(a, b, c, [1, 5], causal=flag), (q, k, v)
         )
-    assert torch.autograd.gradcheck(lambda x, w: kernels.rms_norm(x, w, 1e-6), (drawn(3, 2, 4), drawn(4)))
+    assert torch.autograd.gradcheck(lambda x, w: layers.rms_norm(x, w, 1e-6), (drawn(3, 2, 4), drawn(4)))
     angles = torch.randn(3, 1, 2, generator=generator, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: kernels.rotate(x, angles.cos(), angles.sin()), (drawn(3, 2, 4),))
+    assert torch.autograd.gradcheck(lambda x: layers.rotate(x, angles.cos(), angles.sin()), (drawn(3, 2, 4),))
 
 
 def test_cpu_norm_and_rotation_equal_the_plain_formulas() -> None:
     x, weight = torch.randn(7, 3, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(0.5, 2, 8)
     angles = torch.randn(7, 1, 4, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
+    torch.testing.assert_close(layers.rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
     low = x.bfloat16()  # takes the plain way, in float32 inside
     torch.testing.assert_close(
-        kernels.rms_norm(low, weight, 1e-6), kernels.rms_norm(low.float(), weight, 1e-6).bfloat16()
+        layers.rms_norm(low, weight, 1e-6), layers.rms_norm(low.float(), weight, 1e-6).bfloat16()
     )
-    turned = kernels.rotate(x, angles.cos(), angles.sin())
+    turned = layers.rotate(x, angles.cos(), angles.sin())
     first, second = torch.complex(x[..., :4], x[..., 4:]), torch.complex(angles.cos(), angles.sin())
     torch.testing.assert_close(torch.complex(turned[..., :4], turned[..., 4:]), first * second)
 
@@ -295,7 +296,7 @@ def test_weights_load_strictly(tmp_path: Path) -> None:
     def loaded(tensors: dict[str, Tensor]) -> Transformer:
         save_file(tensors, tmp_path / "model.safetensors")
         fresh = Transformer(CONFIG)
-        convert.load_weights(fresh, tmp_path)
+        checkpoint.load_weights(fresh, tmp_path)
         return fresh
 
     again = loaded(state)
@@ -314,7 +315,7 @@ def test_weights_load_strictly(tmp_path: Path) -> None:
         loaded({**state, "model.norm.weight": torch.zeros(47)})
     (tmp_path / "model.safetensors").write_bytes(b"\x10" * 40)
     with pytest.raises(ModelError, match="damaged"):
-        convert.load_weights(model, tmp_path)
+        checkpoint.load_weights(model, tmp_path)
 
 
 def test_autocast_to_bf16_stays_near_float32() -> None:

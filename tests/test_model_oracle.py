@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import save_file
 
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.model import convert, stored
+from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 
@@ -90,7 +90,7 @@ def test_what_transformers_saves_loads_here(config: ModelConfig, tmp_path: Path)
     torch.manual_seed(0)
     reference = build(values)
     reference.save_pretrained(tmp_path)
-    model = convert.load(tmp_path)
+    model = checkpoint.load_causal(tmp_path)
     assert model.config == config
     ids = torch.arange(50)[None]
     with torch.no_grad():
@@ -102,8 +102,8 @@ def test_sharded_directories_load(tmp_path: Path) -> None:
     build, values = theirs(CONFIGS[0])
     reference = build(values)
     reference.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert (tmp_path / stored.INDEX).exists()
-    state = convert.load(tmp_path).state_dict()
+    assert (tmp_path / checkpoint.INDEX).exists()
+    state = checkpoint.load_causal(tmp_path).state_dict()
     for name, tensor in reference.state_dict().items():
         assert name == "lm_head.weight" or torch.equal(state[name], tensor)
 

@@ -1,4 +1,4 @@
-"""pieces.cpp: beside PyTorch's operators at the edges of the numbers, on any number of threads; how it is built."""
+"""primitives.cpp: beside PyTorch's operators at the edges of the numbers, on any number of threads; how it is built."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.errors import ConfigError
-from pipeline.model import native, pieces
-from pipeline.model.pieces import BF16
+from pipeline.model.cpu import native, primitives
+from pipeline.model.cpu.primitives import BF16
+from pipeline.run.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 EXTREMES = [
@@ -57,7 +57,7 @@ def test_rounding_to_bf16_is_that_of_pytorch_for_every_kind_of_number(folder: Pa
     numbers = torch.cat([random, ties]).to(torch.int32).view(torch.float32)
     numbers = torch.cat([numbers, torch.tensor(EXTREMES)])
     native.load(folder)
-    found = pieces.fold(torch.ones(len(numbers)), numbers[None])[0]
+    found = primitives.fold(torch.ones(len(numbers)), numbers[None])[0]
     assert torch.equal(found.isnan(), numbers.isnan())
     assert torch.equal(found[~found.isnan()], numbers.to(BF16)[~numbers.isnan()])
 
@@ -69,11 +69,11 @@ def test_every_piece_is_within_rounding_of_its_other_form(folder: Path, size: in
     pair, part = drawn(5, 5, 2 * size).to(BF16), drawn(6, 7, size).to(BF16)
 
     def run() -> tuple[Tensor, ...]:
-        whole, scale = pieces.unit(x, 1e-6)
-        folded, of_weight = pieces.unfold(part, weight, *matrices)
+        whole, scale = primitives.unit(x, 1e-6)
+        folded, of_weight = primitives.unfold(part, weight, *matrices)
         return (
-            whole, scale, pieces.unit_back(grad, whole, scale), pieces.fold(weight, *matrices), *folded, of_weight,
-            pieces.gated(pair), pieces.gated_back(grad, pair),
+            whole, scale, primitives.unit_back(grad, whole, scale), primitives.fold(weight, *matrices), *folded, of_weight,
+            primitives.gated(pair), primitives.gated_back(grad, pair),
         )  # fmt: skip
 
     for found, expected in in_both(folder, run):
@@ -85,7 +85,7 @@ def test_every_piece_is_within_rounding_of_its_other_form(folder: Path, size: in
 def test_a_gate_at_the_edges_is_what_the_formula_says(folder: Path) -> None:
     gate = torch.tensor(EXTREMES).to(BF16)
     native.load(folder)
-    found = pieces.gated(torch.cat([gate, torch.ones_like(gate)])[None])[0].double()
+    found = primitives.gated(torch.cat([gate, torch.ones_like(gate)])[None])[0].double()
     expected = gate.double() * torch.sigmoid(gate.double())
     expected[gate == -math.inf] = math.nan  # -inf times 0, as PyTorch has it
     torch.testing.assert_close(found, expected, atol=1e-30, rtol=2**-8, equal_nan=True)
@@ -96,7 +96,7 @@ def test_what_is_not_a_number_reaches_the_loss(folder: Path, edge: float) -> Non
     logits = drawn(0, 4, 40)
     logits[2, 5] = edge
     native.load(folder)
-    _, _, total = pieces.exponentials(logits.to(BF16), torch.arange(4))
+    _, _, total = primitives.exponentials(logits.to(BF16), torch.arange(4))
     assert not total.isfinite()
 
 
@@ -104,7 +104,7 @@ def test_a_hidden_key_has_probability_zero(folder: Path) -> None:
     mask = torch.zeros(2, 1, 128, 1, 128, dtype=BF16)
     mask[..., 100:] = -math.inf
     scores = drawn(0, 2, 3, 128, 2, 256).to(BF16)
-    found, expected = next(in_both(folder, lambda: (pieces.probabilities(scores.clone(), mask),)))
+    found, expected = next(in_both(folder, lambda: (primitives.probabilities(scores.clone(), mask),)))
     assert not found[..., 228:].any()
     torch.testing.assert_close(found.float(), expected.float(), atol=2**-9, rtol=2**-7)
 
@@ -114,9 +114,9 @@ def test_the_outer_product_is_the_same_with_a_side_turned(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
     left, right = drawn(0, 32, shape[0]).to(BF16), drawn(1, 32, shape[1]).to(BF16)
-    expected = pieces.outer(left, right)
-    monkeypatch.setattr(pieces, "PAYS_TO_TURN", 0)
-    found = pieces.outer(left, right)
+    expected = primitives.outer(left, right)
+    monkeypatch.setattr(primitives, "PAYS_TO_TURN", 0)
+    found = primitives.outer(left, right)
     assert found.is_contiguous() and found.shape == shape
     torch.testing.assert_close(found, expected)
 
@@ -127,9 +127,9 @@ def test_threads_share_the_rows_and_change_rounding_of_sums_over_rows_alone(fold
     native.load(folder)
 
     def run() -> tuple[Tensor, ...]:
-        turned, scale = pieces.heads(x, weights, angles.cos(), angles.sin(), 1e-6)
-        result, sums = pieces.heads_back(grad, x, scale, weights, angles.cos(), angles.sin(), True)
-        return turned, scale, result, pieces.gated(x.flatten(1)), sums
+        turned, scale = primitives.heads(x, weights, angles.cos(), angles.sin(), 1e-6)
+        result, sums = primitives.heads_back(grad, x, scale, weights, angles.cos(), angles.sin(), True)
+        return turned, scale, result, primitives.gated(x.flatten(1)), sums
 
     before = torch.get_num_threads()
     try:
@@ -146,9 +146,9 @@ def test_threads_share_the_rows_and_change_rounding_of_sums_over_rows_alone(fold
 def test_wrong_input_is_refused_before_memory_is_touched(folder: Path) -> None:
     native.load(folder)
     with pytest.raises(IndexError, match="expected targets within 0 to 39, got 3 to 40"):
-        pieces.exponentials(drawn(0, 2, 40).to(BF16), torch.tensor([3, 40]))
+        primitives.exponentials(drawn(0, 2, 40).to(BF16), torch.tensor([3, 40]))
     with pytest.raises(ValueError, match="expected contiguous tensors"):
-        pieces.gated(drawn(0, 8, 4).to(BF16).t())
+        primitives.gated(drawn(0, 8, 4).to(BF16).t())
 
 
 def test_it_is_built_once_and_a_compiler_that_fails_is_an_error(

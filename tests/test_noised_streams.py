@@ -9,13 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import denoisers
-from pipeline.errors import DataError
-from pipeline.streams import records
-from pipeline.streams.examples import ExampleStream, PlainExamples
-from pipeline.streams.noised import Noise, NoisedBatch, Row, WindowStream, evaluated_row, noised_row
-from pipeline.streams.noised_pairs import NoisedPairs, drawn_pairs
-from pipeline.streams.preferences import PairSplit
+from pipeline.batches.pairs import PairSplit
+from pipeline.diffusion import files
+from pipeline.diffusion.batches import (
+    ExampleStream,
+    Noise,
+    NoisedBatch,
+    NoisedPairs,
+    PlainExamples,
+    Row,
+    WindowStream,
+    drawn_pairs,
+    evaluated_row,
+    noised_row,
+)
+from pipeline.ingest import records
+from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
 from tests.corpora import CONTEXT, TOKENIZER, documents, stream, write_corpus
 from tests.masked_workspace import answered
@@ -35,7 +44,7 @@ def windows(corpus: Path, noise: Noise | None = None, **changes: Any) -> WindowS
 
 def examples(folder: Path, tokenizer: Tokenizer, noise: Noise | None = None, **changes: Any) -> ExampleStream:
     values: dict[str, Any] = {"rows": 4, "max_prompt": 80, "max_new": 96, "norm": "answer", "seed": 1}
-    traits = denoisers.traits(tokenizer, shift=True)
+    traits = files.traits(tokenizer, shift=True)
     return ExampleStream(folder, tokenizer, traits, noise or Noise(), **(values | changes))
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.learning import objectives
-from pipeline.learning.objectives import Loss, Term, next_token
-from pipeline.model import pieces
+from pipeline.learning import losses
+from pipeline.learning.losses import Loss, Term, next_token
+from pipeline.model.cpu import primitives
 
 # two positions over three tokens: e^0, e^ln2, e^ln5 sum to 8; e^ln3, e^0, e^0 sum to 5
 LOGITS = [[0.0, math.log(2), math.log(5)], [math.log(3), 0.0, 0.0]]
@@ -46,8 +46,8 @@ def test_next_token_and_its_gradients_are_those_of_the_plain_formula(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces of few rows and of few logits too."""
-    monkeypatch.setattr(objectives, "MOST_LOGITS", most)
-    monkeypatch.setattr(pieces, "AT_ONCE", 40)
+    monkeypatch.setattr(losses, "MOST_LOGITS", most)
+    monkeypatch.setattr(primitives, "AT_ONCE", 40)
     inputs = [x.detach().double() if x.is_floating_point() else x for x in made(300, 6, 11)]
     found, expected = [], []
     for results, function in ((found, next_token), (expected, plain)):

@@ -6,16 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.learning.objectives_memory import (
-    Choices,
-    RouterWeights,
-    auxiliary,
-    chosen_counts,
-    load_balance,
-    router_terms,
-    z_loss,
-)
-from pipeline.model.memory import Reader, Routed
+from pipeline.memory.losses import Choices, RouterWeights, auxiliary, chosen_counts, load_balance, router_terms, z_loss
+from pipeline.memory.model import Reader, Routed
 from tests.test_memory import TINY, memory
 
 

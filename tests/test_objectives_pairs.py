@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.learning import objectives_pairs
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_pairs import LOSSES, PairLogprobs, PairLoss, bradley_terry, dpo, untrained_loss
-from pipeline.learning.window import Totals
+from pipeline.learning import pair_losses
+from pipeline.learning.losses import Loss
+from pipeline.learning.pair_losses import LOSSES, PairLogprobs, PairLoss, bradley_terry, dpo, untrained_loss
+from pipeline.learning.update import Totals
 from tests.goldens import Case, assert_near, cases, numbers, objective, tensors
 
 REWARD, DPO = cases("reward"), {name: case for name, case in cases("dpo").items() if name != "logits"}
@@ -238,8 +238,8 @@ def test_a_constant_that_is_allowed_changes_the_loss(loss: str) -> None:
 
 
 def test_a_token_rarer_than_one_in_148_is_guessed_as_one_of_them() -> None:
-    none = objectives_pairs.Loss([])
-    found = objectives_pairs.with_likelihood(none, torch.tensor([-5.0, -1.0]), torch.tensor([-30.0, -3.0]), weight=0.5)
+    none = pair_losses.Loss([])
+    found = pair_losses.with_likelihood(none, torch.tensor([-5.0, -1.0]), torch.tensor([-30.0, -3.0]), weight=0.5)
     assert [(term.name, float(term.sum), term.per, term.coefficient) for term in found.terms] == [
         ("likelihood", 4.0, "tokens", 0.5)
     ]

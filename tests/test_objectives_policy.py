@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_policy import (
+from pipeline.learning.losses import Loss
+from pipeline.learning.policy_losses import (
     METHODS,
     Clip,
     GroupMethod,
@@ -24,7 +24,7 @@ from pipeline.learning.objectives_policy import (
     rewards_to_go,
     whiten,
 )
-from pipeline.learning.window import Totals
+from pipeline.learning.update import Totals
 from tests.goldens import Case, assert_near, cases, numbers, objective, tensors
 
 PPO, GRPO, RLOO, REINFORCE_PP = (cases(method) for method in ("ppo", "grpo", "rloo", "reinforce_pp"))

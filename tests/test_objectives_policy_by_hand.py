@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.learning import objectives_policy as policy_module
-from pipeline.learning.objectives_policy import (
+from pipeline.learning import policy_losses
+from pipeline.learning.policy_losses import (
     METHODS,
     Clip,
     gae,
@@ -24,7 +24,7 @@ from pipeline.learning.objectives_policy import (
     value_loss,
     whiten,
 )
-from pipeline.learning.window import Totals
+from pipeline.learning.update import Totals
 from tests.goldens import numbers, objective
 from tests.test_objectives_policy import counts_of, group_loss, ppo_loss
 
@@ -237,7 +237,7 @@ def test_a_step_whose_mean_ratio_is_above_ten_is_refused(name: str) -> None:
         totals = Totals(counts_of(given))
         totals.add(loss)
         assert bool(totals.veto) == refused, log_ratio
-    assert policy_module.MAX_RATIO == 10
+    assert policy_losses.MAX_RATIO == 10
 
 
 def test_the_numbers_of_a_step_by_hand() -> None:

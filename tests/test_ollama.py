@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.export import ollama
+from pipeline.export import gguf
 from pipeline.text import chat
 from pipeline.text.tokenizer import SPECIAL
 
@@ -43,8 +43,10 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
 
 def cases() -> list[dict[str, Any]]:
     """What Go is given: every conversation, and code to fill in."""
-    talk = [{"template": ollama.TEMPLATE, "messages": messages, "tools": tools} for messages, tools in CONVERSATIONS]
-    return [*talk, {"template": ollama.TEMPLATE, "prompt": "def f(", "suffix": "    return x\n"}]
+    talk = [
+        {"template": gguf.OLLAMA_TEMPLATE, "messages": messages, "tools": tools} for messages, tools in CONVERSATIONS
+    ]
+    return [*talk, {"template": gguf.OLLAMA_TEMPLATE, "prompt": "def f(", "suffix": "    return x\n"}]
 
 
 def spaced(text: str) -> str:
@@ -93,11 +95,11 @@ def test_go_gives_the_golden_texts_again(tmp_path: Path) -> None:
 
 
 def test_the_modelfile_names_weights_context_stop_and_template(tmp_path: Path) -> None:
-    ollama.write(tmp_path / "ollama/Modelfile", "../gguf/a-q8_0.gguf", 512, temperature=0.8)
+    gguf.write_modelfile(tmp_path / "ollama/Modelfile", "../gguf/a-q8_0.gguf", 512, temperature=0.8)
     text = (tmp_path / "ollama/Modelfile").read_text(encoding="utf-8")
     head, _, template = text.partition('TEMPLATE """')
     assert head.splitlines() == [
         "FROM ../gguf/a-q8_0.gguf", "PARAMETER num_ctx 512", "PARAMETER temperature 0.8", 'PARAMETER stop "<|im_end|>"',
     ]  # fmt: skip
-    assert template == f'{ollama.TEMPLATE}"""\n'
-    assert '"""' not in ollama.TEMPLATE
+    assert template == f'{gguf.OLLAMA_TEMPLATE}"""\n'
+    assert '"""' not in gguf.OLLAMA_TEMPLATE

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from benchmarks.exports import Genai
-from pipeline import checkpoint
-from pipeline.errors import GateError, InputError, ModelError
 from pipeline.export import huggingface, onnx
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import GateError, InputError, ModelError
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 from tests import probes

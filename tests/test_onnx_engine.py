@@ -17,17 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import ConfigError, ModelError
 from pipeline.export import huggingface, onnx
 from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ConfigError, ModelError
 from pipeline.serve import onnx_engine
 from pipeline.serve.__main__ import parse
-from pipeline.serve.engine import Engine
+from pipeline.serve.engine import Engine, Lengths, RowDecoder, Slot, take_row
 from pipeline.serve.models import load
 from pipeline.serve.onnx_engine import Export, OnnxDecoder
-from pipeline.serve.prefixes import Slot, take_row
-from pipeline.serve.rows import Lengths, RowDecoder
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import random_model, serving
 from tests.test_engine import WARM, Plan, alone, ask, finished, in_time, prompt

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
 from pipeline.learning.optim import Muon, OptimizerConfig, Optimizers, group_of, groups, layer_factor, orthogonalise
+from pipeline.run.errors import ConfigError
 
 
 class Net(nn.Module):

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline import device
-from pipeline.learning import fit as fit_module
-from pipeline.learning import objectives, states, verdict
+from pipeline.learning import fit as learning_fit
+from pipeline.learning import losses as learning_losses
+from pipeline.learning import states, update
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss, Term
+from pipeline.learning.losses import Loss, Term
 from pipeline.learning.optim import Optimizers
 from pipeline.model.transformer import Transformer
+from pipeline.run import device
 from tests import training
 from tests.test_fit import Batch, Net, Rows, config, job, loss
 from tests.test_fit_options import Spiking, spiking_loss
@@ -155,7 +156,7 @@ def test_ema_decay_is_the_share_that_an_average_keeps(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_may_roll_the_run_back_behind_its_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, indices: list[int], skipped: int
 ) -> None:
-    monkeypatch.setattr(verdict, "BACK", 4)
+    monkeypatch.setattr(update, "BACK", 4)
     stream, at_work = Spiking((13,), factor=float("nan")), job(tmp_path)
     fit(Net(), stream, spiking_loss, config(steps=24, eval_steps=3, on_nonfinite=policy), at_work)
     assert stream.indices == indices  # none is read twice
@@ -177,14 +178,14 @@ def test_a_state_is_written_when_its_minutes_or_steps_are_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: dict[str, Any], kept: list[int]
 ) -> None:
     clock = [0.0]
-    one_step = fit_module.Run._one_step
+    one_step = learning_fit.Run._one_step
 
-    def half_a_minute(self: fit_module.Run) -> None:
+    def half_a_minute(self: learning_fit.Run) -> None:
         clock[0] += 30.0
         one_step(self)
 
-    monkeypatch.setattr(fit_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(fit_module.Run, "_one_step", half_a_minute)
+    monkeypatch.setattr(learning_fit, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(learning_fit.Run, "_one_step", half_a_minute)
     fit(Net(), Rows(), loss, config(steps=7, eval_steps=100), job(tmp_path, keep=20, **runtime))
     assert sorted(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*")) == kept
 
@@ -222,7 +223,7 @@ def recomputed(folder: Path, policy: str) -> tuple[list[int], int]:
         chosen = batch.targets >= 0
         logits = model.logits(model.hidden(batch.ids)[chosen])
         return Loss(
-            [Term("loss", objectives.next_token(logits, torch.eye(training.VOCABULARY), batch.targets[chosen]))]
+            [Term("loss", learning_losses.next_token(logits, torch.eye(training.VOCABULARY), batch.targets[chosen]))]
         )
 
     settings = config(steps=1, tokens_per_step=case.rows * training.CONTEXT, optimizer="adamw")

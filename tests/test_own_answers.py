@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.evaluation import own_answers
-from pipeline.reinforcement.answers import Prompt
+from pipeline.ingest.records import Pair
+from pipeline.rl.answers import Prompt
 from pipeline.sandbox.judge import Judge, SandboxConfig
-from pipeline.streams.records import Pair
 from pipeline.text.tokenizer import Tokenizer
 
 RIGHT = "```python\ndef double(x):\n    return 2 * x\n```"

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.streams.order import RowOrder, mix, permute
-from pipeline.streams.packing import cached, cut, pack, packing_of
+from pipeline.batches.packing import RowOrder, cached, cut, mix, pack, packing_of, permute
 
 some = settings(max_examples=60, deadline=None)  # a shared machine stalls
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline import checkpoint
+from pipeline.model import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests.browser import SETTINGS, answered, download, idle, opened, say, until
 from tests.server import Running, random_model, save_models, serving

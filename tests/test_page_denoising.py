@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline import denoisers
+from pipeline.diffusion import files
 from pipeline.text.tokenizer import Tokenizer
 from tests.browser import opened, say, until
 from tests.server import Running, random_model, save_models, serving
@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.full]
 def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("denoising")
     save_models(folder, byte_tokenizer)
-    model = denoisers.from_causal(random_model(byte_tokenizer), byte_tokenizer)
-    denoisers.save(folder / "masked", model, byte_tokenizer, {})
+    model = files.from_causal(random_model(byte_tokenizer), byte_tokenizer)
+    files.save(folder / "masked", model, byte_tokenizer, {})
     with serving([folder / "nano", folder / "masked"], log=folder / "log") as running:
         yield running
 

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.paired import compared
-from pipeline.errors import InputError
-from pipeline.streams.records import Problem
+from pipeline.ingest.records import Problem
+from pipeline.run.errors import InputError
 
 
 def problem(name: str, level: int) -> Problem:

@@ -12,8 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from ruamel.yaml import YAML
 
-from pipeline.errors import ConfigError
-from pipeline.params import (
+from pipeline.run.config import (
     Runtime,
     Settings,
     Value,
@@ -25,7 +24,8 @@ from pipeline.params import (
     stage_names,
     stage_params,
 )
-from pipeline.running import meanings
+from pipeline.run.errors import ConfigError
+from pipeline.run.stage import meanings
 
 ROOT = Path(__file__).parents[1]
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pipeline.learning.phases import PhaseTracker
-from pipeline.tracking import Tracker
+from pipeline.run.tracking import Tracker
 
 
 def test_a_stage_of_phases_has_headlines_without_those_that_have_a_prefix(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
-"""`python -m pipeline.plan`: what it prints, and what it says to a wrong key, name or value."""
+"""`python -m pipeline.tools.plan`: what it prints, and what it says to a wrong key, name or value."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline import device, plan
 from pipeline.learning import footprint
+from pipeline.run import device
+from pipeline.tools import plan
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.evaluation.overoptimisation import HeldOutConfig
+from pipeline.evaluation.own_answers import HeldOutConfig
 from pipeline.evaluation.solving import SolvingConfig
-from pipeline.learning import scoring
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_policy import METHODS
+from pipeline.ingest import records
+from pipeline.learning import losses
+from pipeline.learning.losses import Loss
+from pipeline.learning.policy_losses import METHODS
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
-from pipeline.reinforcement.answers import Answer
-from pipeline.reinforcement.estimators import PPOConfig, estimate_ppo
-from pipeline.reinforcement.rollout import Rollout, RolloutBatch, RolloutConfig
-from pipeline.reinforcement.setting import Setting
+from pipeline.rl.advantages import PPOConfig, estimate_ppo
+from pipeline.rl.answers import Answer
+from pipeline.rl.models import Setting
+from pipeline.rl.rollout import Rollout, RolloutBatch, RolloutConfig
 from pipeline.sandbox.judge import SandboxConfig
-from pipeline.streams import records
 from stages import grpo, rlhf
 from tests import workspace as builder
 from tests.handed import Handed, handed, without_judge
@@ -118,7 +118,7 @@ def filled(given: Handed) -> tuple[list[Rollout], RolloutBatch]:
 def as_if(given: Handed, batch: RolloutBatch, *, ratio: float, advantage: float) -> Loss:
     """The loss where every token's ratio and advantage are these."""
     with torch.no_grad():
-        now, _ = scoring.token_logprobs(given.model, batch, given.config.temperature)
+        now, _ = losses.token_logprobs(given.model, batch, given.config.temperature)
     arrays = batch.arrays | {"advantages": torch.full_like(now, advantage)}
     return given.loss(given.model, replace(batch, old=now - math.log(ratio), arrays=arrays, fresh=False))
 
@@ -200,7 +200,7 @@ def test_answers_are_sampled_and_weighed_at_the_temperature_and_within_their_len
         rollouts, batch = filled(given)
         policy = given.model if params is of_grpo else given.model.actor
         with torch.no_grad():
-            told = [scoring.token_logprobs(policy, batch, t)[0] for t in (0.5, 1.0)]
+            told = [losses.token_logprobs(policy, batch, t)[0] for t in (0.5, 1.0)]
             agreement = given.loss(given.model, batch).extremes["sampling/sampling_logp_difference/max"]
         return batch.old, told, float(agreement), max(len(one.answer.ids) for one in rollouts)
 
@@ -342,7 +342,7 @@ def test_the_loss_of_ppo_has_the_constants_of_the_block(workspace: Workspace, mo
     def look(given: Handed) -> Any:
         _, batch = filled(given)
         with torch.no_grad():
-            now, _, values = scoring.actor_critic(given.model, batch, given.config.temperature)
+            now, _, values = losses.actor_critic(given.model, batch, given.config.temperature)
         arrays = {"advantages": torch.ones_like(now), "old_values": values - 1, "returns": values + 1}
         loss = given.loss(given.model, replace(batch, old=now - math.log(2), arrays=arrays, fresh=False))
         return [(float(term.sum.detach()) / len(now), term.coefficient) for term in loss.terms]

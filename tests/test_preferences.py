@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.device import stable_hash
-from pipeline.errors import DataError
-from pipeline.streams.records import Pair, Problem
-from pipeline.synthesis import preferences, programs, stories, tools, wording
-from pipeline.synthesis.preferences import Candidate, assistant, balanced, chosen_is_longer, code_gold, flip, length
+from pipeline.ingest.records import Pair, Problem
+from pipeline.run.device import stable_hash
+from pipeline.run.errors import DataError
+from pipeline.synthetic import preferences, programs, stories, tools
+from pipeline.synthetic.preferences import Candidate, assistant, balanced, chosen_is_longer, code_gold, flip, length
 
 COUNT = 120
 
@@ -116,13 +116,13 @@ def test_too_few_items_are_an_error_that_names_the_kind(some: list[Pair]) -> Non
 
 
 def test_code_scores_by_hand() -> None:
-    block = wording.fenced("def solve(x):\n    return x")
+    block = programs.fenced("def solve(x):\n    return x")
     assert code_gold(block, 0.5) == pytest.approx(0.2 + 0.4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what the parser thinks of an answer's numbers is not for the console
         assert code_gold("```python\nx = 1if True else 0\n```", 0.0) == pytest.approx(0.2)
     assert code_gold(block, 1.0) == 1.0
-    assert code_gold(wording.fenced("def solve(x:"), 0.0) == 0.0
+    assert code_gold(programs.fenced("def solve(x:"), 0.0) == 0.0
     assert code_gold("def solve(x):\n    return x", 0.0) == 0.0  # no block
     assert code_gold(block + "\n" + block, 0.0) == 0.0  # two
     assert code_gold("```python\n\n```", 0.0) == 0.0  # nothing in it

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pipeline.reinforcement import preferred
-from pipeline.reinforcement.answers import Answer, Prompt
-from pipeline.reinforcement.preferred import Preferred, chance
+from pipeline.rl import rewards as rl_rewards
+from pipeline.rl.answers import Answer, Prompt
+from pipeline.rl.rewards import Preferred, chance
 from tests import rollouts
 
 
@@ -36,7 +36,7 @@ def asked(offsets: dict[str, float]) -> tuple[Preferred, list[tuple[str, int]]]:
 
 
 def test_the_reference_answers_each_prompt_twice_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preferred, "PROMPTS", 2)  # the last batch is not full
+    monkeypatch.setattr(rl_rewards, "PROMPTS", 2)  # the last batch is not full
     names = [rollouts.prompt(n).id for n in range(3)]
     found, requests = asked(dict.fromkeys(names, 0.0))
     assert requests == [(name, number) for name in names for number in (0, 1)]

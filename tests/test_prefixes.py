@@ -7,15 +7,15 @@ import psutil
 import pytest
 import torch
 
-from pipeline.errors import InputError
 from pipeline.generation.sampling import Sampling
 from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
-from pipeline.serve import prefixes
-from pipeline.serve.engine import Engine, Request
-from pipeline.serve.prefixes import SHARED, Slot, check_memory, free_memory, take_row
-from pipeline.serve.request import Ticket
+from pipeline.run.errors import InputError
+from pipeline.serve import engine
+from pipeline.serve.engine import SHARED, Engine, Slot, check_memory, free_memory, take_row
+from pipeline.serve.engine import GenerationRequest as Request
+from pipeline.serve.loop import Ticket
 
 CONFIG = ModelConfig(
     vocab_size=64, width=16, layers=3, heads=2, kv_heads=2, head_dim=8, d_ff=16, max_context=128, rope_theta=1e4, tied=True
@@ -70,28 +70,28 @@ def test_rows_may_take_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPa
     row = 2 * 3 * 2 * 8 * 128 * 4  # keys and values, layers, heads, their size, positions, bytes
     cache = cache_of(1)
     assert sum(tensor.nbytes for tensor in cache.keys + cache.values) == row
-    monkeypatch.setattr(prefixes, "free_memory", lambda device: 4 * 5 * row)
+    monkeypatch.setattr(engine, "free_memory", lambda device: 4 * 5 * row)
     check_memory(CONFIG, 5, torch.float32, CPU)
     check_memory(CONFIG, 10, torch.bfloat16, CPU)
     with pytest.raises(
         InputError, match=r"--rows 6: .* of 128 tokens .* a quarter of the free memory .* ask for at most --rows 5"
     ):
         check_memory(CONFIG, 6, torch.float32, CPU)
-    monkeypatch.setattr(prefixes, "free_memory", lambda device: 4 * row - 1)
+    monkeypatch.setattr(engine, "free_memory", lambda device: 4 * row - 1)
     with pytest.raises(InputError, match="it needs a larger machine, or a model of a shorter context"):
         check_memory(CONFIG, 1, torch.float32, CPU)
 
 
 def test_an_engine_of_too_many_rows_is_not_made(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     row = 2 * 2 * 1 * 16 * 256 * 4
-    monkeypatch.setattr(prefixes, "free_memory", lambda device: 4 * 7 * row)
+    monkeypatch.setattr(engine, "free_memory", lambda device: 4 * 7 * row)
     assert Engine(tiny_model, rows=7).rows == 7
     with pytest.raises(InputError, match="at most --rows 7"):
         Engine(tiny_model, rows=8)
 
 
 def test_free_is_what_the_control_group_leaves_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "CGROUP", tmp_path)
+    monkeypatch.setattr(engine, "CGROUP", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
     assert free_memory(CPU) == 5000
     (tmp_path / "memory.current").write_text("300\n")

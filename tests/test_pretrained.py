@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import checkpoint
-from pipeline.errors import ModelError
 from pipeline.export import gguf, huggingface
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.model import pretrained
+from pipeline.model import checkpoint, initialization
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ModelError
 from pipeline.text import chat
 from pipeline.text.adoption import adopt
 from pipeline.text.tokenizer import Tokenizer
@@ -25,7 +24,7 @@ IDS = torch.randint(0, 500, (2, 80), generator=torch.Generator().manual_seed(3))
 
 def taken_in(folder: Path, rows: int = 512) -> tuple[Transformer, Tokenizer]:
     tokenizer = adopt(folder, rows).tokenizer
-    return pretrained.load(folder, tokenizer).train(False), tokenizer
+    return initialization.load(folder, tokenizer).train(False), tokenizer
 
 
 @pytest.mark.parametrize("shape", checkpoints.SHAPES)
@@ -68,7 +67,7 @@ def test_rows_of_new_control_tokens_are_the_mean_in_the_embedding_and_in_the_hea
     checkpoints.write(tmp_path, shape)
     model, tokenizer = taken_in(tmp_path)
     adopted = adopt(tmp_path, 512)
-    stored = pretrained.convert.read_weights(tmp_path)
+    stored = initialization.checkpoint.read_weights(tmp_path)
     tables = {"model.embed_tokens.weight": stored["model.embed_tokens.weight"]}
     if not model.config.tied:
         tables["lm_head.weight"] = stored["lm_head.weight"]
@@ -154,7 +153,7 @@ def test_a_checkpoint_of_pickles_alone_is_refused_unread(tmp_path: Path) -> None
 def test_another_tokenizer_than_the_checkpoints_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     checkpoints.write(tmp_path, "qwen3")
     with pytest.raises(ModelError, match=r"its tokenizer, taken in, is .*Run dvc repro stage_tokenizer"):
-        pretrained.load(tmp_path, byte_tokenizer)
+        initialization.load(tmp_path, byte_tokenizer)
 
 
 def test_gguf_names_the_split_of_the_checkpoints_tokenizer_or_says_that_it_cannot(tmp_path: Path) -> None:

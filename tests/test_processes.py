@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import device, processes
-from pipeline.errors import ConfigError
-from pipeline.processes import Plan, pool_map
+from pipeline.run import device, processes
+from pipeline.run.errors import ConfigError
+from pipeline.run.processes import Plan, pool_map
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,7 +76,7 @@ def test_a_killed_worker_is_an_error_and_no_hang() -> None:
         list(pool_map(dies_at_two, range(6), 2))
 
 
-CHILD = "import os, signal, sys; from pipeline.processes import die_with_parent; die_with_parent(int(sys.argv[1])); print('ready', flush=True); signal.pause()"
+CHILD = "import os, signal, sys; from pipeline.run.processes import die_with_parent; die_with_parent(int(sys.argv[1])); print('ready', flush=True); signal.pause()"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")

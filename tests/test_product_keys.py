@@ -4,8 +4,8 @@ import torch
 
 from benchmarks import memory as benchmark
 from benchmarks.product_keys import ProductKeys, ProductKeysConfig
+from pipeline.memory.config import MemoryConfig
 from pipeline.model.lora import AdapterConfig
-from pipeline.model.memory_config import MemoryConfig
 from tests.test_memory import NANO, TINY
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import DataError
-from pipeline.streams.records import Problem, dumps
-from pipeline.synthesis import behaviour, drawing, mistakes, operations, programs, wording
-from pipeline.synthesis.chains import Step, parse
-from pipeline.synthesis.inputs import Draw
+from pipeline.ingest.records import Problem, dumps
+from pipeline.run.errors import DataError
+from pipeline.synthetic import drawing, operation_table, programs
+from pipeline.synthetic.chains import Draw, Step, parse
 
 SIZES = {"train": 100, "val": 20, "rl": 40, "test": 80}
 
@@ -57,7 +56,7 @@ def test_every_answer_passes_every_test() -> None:
         source = parse(problem.id.rpartition("-")[2]).source(problem.entry_point)
         if problem.answer is not None:
             assert problem.answer == f"```python\n{source}\n```"
-            assert wording.unfenced(problem.answer) == source
+            assert programs.unfenced(problem.answer) == source
         assert share_passed(source, problem) == 1.0, problem.id
 
 
@@ -67,7 +66,7 @@ def test_neighbours_that_differ_fail_a_test() -> None:
         program = parse(problem.id.rpartition("-")[2])
         if program.second is not None:
             continue
-        probe = [(value,) for value in behaviour.probes(program.takes)]
+        probe = [(value,) for value in drawing.probes(program.takes)]
         # Not the neighbours that the tests were made against: other ones, drawn anew.
         for wrong in islice(drawing.neighbours(program, Draw("other", problem.id)), 16):
             if any(repr(wrong.run(one)) != repr(program.run(one)) for one in probe):
@@ -100,9 +99,9 @@ def test_no_key_is_in_two_splits() -> None:
 
 
 def test_splits_by_hash_have_their_shares() -> None:
-    shares = Counter(behaviour.split_of(f"key{number}") for number in range(5000))
+    shares = Counter(drawing.split_of(f"key{number}") for number in range(5000))
     assert shares["test"] == pytest.approx(500, rel=0.15) and shares["rl"] == pytest.approx(1000, rel=0.15)
-    assert behaviour.split_of("add+sort") == behaviour.split_of("add+sort")
+    assert drawing.split_of("add+sort") == drawing.split_of("add+sort")
 
 
 def test_operations_and_ordinary_phrasings_of_the_test_split_occur_in_training() -> None:
@@ -114,13 +113,13 @@ def test_operations_and_ordinary_phrasings_of_the_test_split_occur_in_training()
         return found
 
     trained = steps("train", 2000)
-    assert {name for name, _ in trained} == {one.name for one in operations.chain_operations()}
-    for one in operations.chain_operations():
+    assert {name for name, _ in trained} == {one.name for one in operation_table.chain_operations()}
+    for one in operation_table.chain_operations():
         assert {phrasing for name, phrasing in trained if name == one.name} == set(range(len(one.phrasings) - 1))
 
 
 def test_training_never_uses_a_held_out_phrasing_and_the_phrasing_group_uses_nothing_else() -> None:
-    held_out = [one.phrasings[-1] for one in operations.all_operations()]
+    held_out = [one.phrasings[-1] for one in operation_table.all_operations()]
     patterns = [
         re.compile(r"(: |should |to |then )" + re.escape(one).replace(r"\{k\}", r"\d") + r"[.,]") for one in held_out
     ]
@@ -172,8 +171,8 @@ def test_distractors_are_wrong_in_their_way_and_mostly_fail() -> None:
     passing: Counter[str] = Counter()
     for problem in (*some("train")[:80], *some("rl")[:20]):
         right = parse(problem.id.rpartition("-")[2]).source(problem.entry_point)
-        wrong = mistakes.distractors(problem, 3)
-        assert wrong == mistakes.distractors(problem, 3)
+        wrong = programs.distractors(problem, 3)
+        assert wrong == programs.distractors(problem, 3)
         assert len({source for _, source in wrong} | {right}) == len(wrong) + 1
         for kind, source in wrong:
             kinds[kind] += 1
@@ -211,7 +210,7 @@ def test_generated_sources_hold_true_asserts_and_only_training_keys() -> None:
         assert len([node for node in ast.parse(text.text).body if isinstance(node, ast.FunctionDef)]) == 3
     for number in range(150):
         program = programs._source_program(programs.SOURCE_SHAPES[number % 10], Draw("s", number))
-        assert behaviour.split_of(drawing.key_of(program)) == "train"
+        assert drawing.split_of(drawing.key_of(program)) == "train"
 
 
 @pytest.mark.slow
@@ -219,7 +218,7 @@ def test_generated_sources_hold_true_asserts_and_only_training_keys() -> None:
 def test_records_do_not_depend_on_the_hash_seed_or_the_locale() -> None:
     script = (
         "import hashlib\n"
-        "from pipeline.streams.records import dumps\n"
+        "from pipeline.ingest.records import dumps\n"
         "from pipeline.synthesis import mistakes, programs\n"
         "digest = hashlib.sha256()\n"
         "for split in ('train', 'val', 'rl', 'test'):\n"
@@ -232,7 +231,7 @@ def test_records_do_not_depend_on_the_hash_seed_or_the_locale() -> None:
     here = hashlib.sha256()
     for split in SIZES:
         for problem in some(split)[:4]:
-            here.update((dumps(problem) + repr(mistakes.distractors(problem, 1))).encode())
+            here.update((dumps(problem) + repr(programs.distractors(problem, 1))).encode())
     for text in programs.sources(2000, 7):
         here.update(dumps(text).encode())
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "LC_ALL": "C", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation import purposes
+from pipeline.evaluation import suites
 from pipeline.evaluation.suites import Subject
 from pipeline.model.transformer import Transformer
-from pipeline.params import Runtime
 from pipeline.report import claims
-from pipeline.report.headlines import HEADLINES
+from pipeline.report.metrics import HEADLINES
+from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
@@ -42,9 +42,9 @@ def plan(
 def test_every_suite_of_the_table_is_one_of_the_plan(plan: Any) -> None:
     every = plan("one of a person's own")
     assert len(every) == 12
-    for model, names in purposes.SUITES.items():
+    for model, names in suites.SUITES.items():
         assert plan(model) == [name for name in every if name in names] and len(plan(model)) == len(names), model
-    assert {name for names in purposes.SUITES.values() for name in names} == set(every), "a suite that nobody asks for"
+    assert {name for names in suites.SUITES.values() for name in names} == set(every), "a suite that nobody asks for"
 
 
 def test_every_suite_can_be_asked_for(plan: Any) -> None:
@@ -63,9 +63,9 @@ def test_what_a_claim_compares_both_of_its_models_are_measured_by() -> None:
     for key, model, base, title in claims.BETTER:
         suite = by_key[key].path[0]
         for one in (model, base):
-            assert suite in {name.split()[0] for name in purposes.SUITES[one]}, (title, one)
+            assert suite in {name.split()[0] for name in suites.SUITES[one]}, (title, one)
 
 
 def test_every_headline_of_a_causal_model_is_measured_of_some_model() -> None:
-    measured = {name.split()[0] for names in purposes.SUITES.values() for name in names}
+    measured = {name.split()[0] for names in suites.SUITES.values() for name in names}
     assert {headline.path[0] for headline in HEADLINES} - measured == {"reward"}

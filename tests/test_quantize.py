@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.export import parity, quantize
-from pipeline.export.fused import Product
-from pipeline.export.quantize import DIGITS, LEVELS, NARROW, Int8Linear, rounded
+from pipeline.export import inference, parity
+from pipeline.export.inference import DIGITS, LEVELS, NARROW, Int8Linear, Product, rounded
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Linear
@@ -123,7 +122,7 @@ def test_the_largest_weights_and_activations_do_not_overflow() -> None:
 def test_a_quantised_model_is_the_model_with_rounded_weights(config: ModelConfig) -> None:
     """Against a float32 model that holds the dequantised weights: what differs is the rounding of activations."""
     model = made(config)
-    small = quantize.quantize(model)
+    small = inference.quantize(model)
     assert not [layer for layer in small.modules() if isinstance(layer, nn.Linear)]  # the head with them
     assert torch.equal(small.model.embed_tokens.weight, model.model.embed_tokens.weight)  # looked up as it was
     oracle = Transformer(replace(config, tied=False)).train(False)
@@ -147,13 +146,13 @@ def test_a_model_in_int8_is_within_the_bounds_on_the_probe(byte_tokenizer: Token
             if parameter.ndim > 1:
                 parameter.div_(1.6)
     ids = byte_tokenizer.encode(parity.PROBE.read_text(encoding="utf-8"))[:2000]
-    found = parity.compare(tiny_model, parity.Ours(quantize.quantize(tiny_model)), ids)
+    found = parity.compare(tiny_model, parity.Ours(inference.quantize(tiny_model)), ids)
     assert 0 < found.max_difference < 0.15
     assert abs(found.perplexity) < 0.005
 
 
 def test_it_decodes(tiny_model: Transformer) -> None:
-    small = quantize.quantize(tiny_model)
+    small = inference.quantize(tiny_model)
     ids = list(range(30, 50))
     answers = [generate(m, [ids], Sampling(40), stop=(), seeds=[0])[0] for m in (tiny_model, small)]
     with torch.no_grad():
@@ -165,24 +164,24 @@ def test_it_decodes(tiny_model: Transformer) -> None:
 def test_int8_pays_from_50_million_parameters_on_a_cpu(
     tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert quantize.FROM_PARAMETERS == 50_000_000
-    assert not quantize.pays(tiny_model)
-    kinds = [type(quantize.for_serving(tiny_model, weights).head) for weights in ("int8", "native", None)]
+    assert inference.FROM_PARAMETERS == 50_000_000
+    assert not inference.pays(tiny_model)
+    kinds = [type(inference.for_serving(tiny_model, weights).head) for weights in ("int8", "native", None)]
     assert kinds == [Int8Linear, Product, Product]
-    monkeypatch.setattr(quantize, "FROM_PARAMETERS", tiny_model.num_parameters())
-    assert quantize.pays(tiny_model)
-    kinds = [type(quantize.for_serving(tiny_model, weights).head) for weights in ("int8", "native", None)]
+    monkeypatch.setattr(inference, "FROM_PARAMETERS", tiny_model.num_parameters())
+    assert inference.pays(tiny_model)
+    kinds = [type(inference.for_serving(tiny_model, weights).head) for weights in ("int8", "native", None)]
     assert kinds == [Int8Linear, Product, Int8Linear]
     elsewhere = tiny_model.to("meta")
-    assert not quantize.pays(elsewhere)
+    assert not inference.pays(elsewhere)
     with pytest.raises(ValueError, match="int8 weights are for CPUs, and this model lies on meta"):
-        quantize.quantize(elsewhere)
+        inference.quantize(elsewhere)
 
 
 def test_int8_wants_fbgemm(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "FROM_PARAMETERS", 1)
-    assert quantize.has_fbgemm() and quantize.pays(tiny_model)
-    monkeypatch.setattr(quantize, "FBGEMM", "another")
-    assert not quantize.pays(tiny_model)
+    monkeypatch.setattr(inference, "FROM_PARAMETERS", 1)
+    assert inference.has_fbgemm() and inference.pays(tiny_model)
+    monkeypatch.setattr(inference, "FBGEMM", "another")
+    assert not inference.pays(tiny_model)
     with pytest.raises(ValueError, match="int8 weights want FBGEMM"):
-        quantize.quantize(tiny_model)
+        inference.quantize(tiny_model)

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import GateError
-from pipeline.learning import ranks
-from pipeline.learning.ranks import Ranks
-from pipeline.learning.sharding import Sharding
+from pipeline.learning import processes
+from pipeline.learning.processes import Ranks, Sharding
+from pipeline.run.errors import GateError
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,11 +53,11 @@ def test_a_device_without_foreach_kernels_is_never_asked_for_them(
     alone: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Apple's GPU, of which torch says so; there clipping raised at the first step."""
-    assert not ranks._device_has_foreach_support(torch.device("mps"))
+    assert not processes._device_has_foreach_support(torch.device("mps"))
     model = nn.Linear(2, 1)
     found = []
     for supported in (True, False):
-        monkeypatch.setattr(ranks, "_device_has_foreach_support", lambda where, answer=supported: answer)
+        monkeypatch.setattr(processes, "_device_has_foreach_support", lambda where, answer=supported: answer)
         with monkeypatch.context() as patch:
             if not supported:
                 patch.setattr(torch, "_foreach_norm", None)
@@ -93,8 +92,8 @@ import sys
 from pathlib import Path
 import torch
 from torch import nn
-from pipeline.errors import ConfigError, GateError
-from pipeline.learning.ranks import Ranks
+from pipeline.run.errors import ConfigError, GateError
+from pipeline.learning.processes import Ranks
 
 ranks = Ranks("fp32", sys.argv[1])
 mine = ranks.rank

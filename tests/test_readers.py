@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import DataError
-from pipeline.streams import formats, readers
-from pipeline.streams.intake import Intake
-from pipeline.streams.sources import DataConfig
+from pipeline.ingest import files, own_files
+from pipeline.ingest.own_files import Intake
+from pipeline.ingest.sources import DataConfig
+from pipeline.run.errors import DataError
 from tests.ownfiles import ROOT, config, jsonl, read, texts
 
 # --- formats ---------------------------------------------------------------------------------------------------------
@@ -31,14 +31,14 @@ def test_every_format_gives_the_same_rows(own: Path) -> None:
         csv.writer(file).writerows([["text"], *([row["text"]] for row in rows)])
     pq.write_table(pa.Table.from_pylist(rows), own / "e.parquet")
     for path in sorted(own.iterdir()):
-        assert [row for _, row in formats.rows(path, "utf-8")] == rows, path.name
+        assert [row for _, row in files.rows(path, "utf-8")] == rows, path.name
 
 
 def test_lines_are_those_on_which_rows_begin(own: Path) -> None:
     (own / "a.jsonl").write_text('\n{"text": "a"}\n\n{"text": "b"}\n')
     (own / "b.json").write_text('\n[\n{"text":\n"a"}\n,\n\n{"text": "b"}]\n')
     (own / "c.csv").write_text('text,n\n"a\na",1\n\nb,2\n')
-    found = {path.name: [line for line, _ in formats.rows(path, "utf-8")] for path in own.iterdir()}
+    found = {path.name: [line for line, _ in files.rows(path, "utf-8")] for path in own.iterdir()}
     assert found == {"a.jsonl": [2, 4], "b.json": [3, 7], "c.csv": [2, 5]}
 
 
@@ -94,7 +94,7 @@ def test_csv_columns_named_twice_are_an_error(own: Path) -> None:
 
 
 def test_a_row_over_the_limit_is_rejected_and_the_next_one_read(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "ROW_BYTES", 100)
+    monkeypatch.setattr(files, "ROW_BYTES", 100)
     long = "x" * 150
     (own / "a.jsonl").write_text(jsonl({"text": long}, {"text": "a"}))
     (own / "b.jsonl").write_bytes(jsonl({"text": long}, {"text": "b"}).encode("utf-16"))
@@ -218,7 +218,7 @@ def test_text_files_are_no_dialogues(own: Path) -> None:
 
 
 def test_no_globs_give_nothing(own: Path) -> None:
-    assert list(readers.read_files(own, config("text", []), "text", own / "r.jsonl")) == []
+    assert list(own_files.read_files(own, config("text", []), "text", own / "r.jsonl")) == []
 
 
 # --- everything ------------------------------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ def test_accepted_and_duplicates_and_rejected_are_all_rows(lines: list[str], kin
         num_rows = sum(bool(line.strip()) for line in lines)
         with Intake(Path(folder) / "r.jsonl", 1.0, "test") as books:
             books.num_accepted = 1  # so that leaving does not complain of nothing
-            source = readers.Source(path=path, name="a.jsonl", group="a.jsonl", is_table=True, split=None)
-            records = list(readers._read(source, config(kind), kind, books))
+            source = own_files.Source(path=path, name="a.jsonl", group="a.jsonl", is_table=True, split=None)
+            records = list(own_files._read(source, config(kind), kind, books))
         assert books.num_rows - 1 == num_rows
         assert len(records) == books.num_accepted - 1
         assert len((Path(folder) / "r.jsonl").read_text().splitlines()) == books.num_rejected
@@ -322,4 +322,4 @@ def test_csv_reads_what_the_csv_module_wrote(own: Path) -> None:
     buffer = io.StringIO()
     csv.writer(buffer).writerows([["text", "n"], *([cell, str(n)] for n, cell in enumerate(cells))])
     (own / "a.csv").write_text(buffer.getvalue(), newline="")
-    assert [row["text"] for _, row in formats.rows(own / "a.csv", "utf-8")] == [cell or None for cell in cells]
+    assert [row["text"] for _, row in files.rows(own / "a.csv", "utf-8")] == [cell or None for cell in cells]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pipeline.errors import GateError
 from pipeline.learning.reference import Reference
 from pipeline.model import lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import GateError
 
 IDS = torch.arange(12)[None]
 

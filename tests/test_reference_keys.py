@@ -1,4 +1,4 @@
-"""pipeline/reference.py: docs/reference.md is up to date, whole, and says what each key means (tests/test_reference.py: the frozen policy)."""
+"""pipeline/tools/reference.py: docs/reference.md is up to date, whole, and says what each key means (tests/test_reference.py: the frozen policy)."""
 
 import re
 import sys
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import reference
-from pipeline.errors import InputError
-from pipeline.params import block
-from pipeline.reference import Block, document, escaped, main, rows_of, section, shown, type_of
+from pipeline.run.config import block
+from pipeline.run.errors import InputError
+from pipeline.tools import reference
+from pipeline.tools.reference import Block, document, escaped, main, rows_of, section, shown, type_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,7 +76,7 @@ def keys(part: str) -> list[str]:
 
 def test_the_file_in_docs_is_what_the_generator_makes(text: str) -> None:
     written = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    assert written == text, f"run python -m pipeline.reference; {reference.difference(written, text)}"
+    assert written == text, f"run python -m pipeline.tools.reference; {reference.difference(written, text)}"
 
 
 def test_check_says_where_the_file_differs_and_leaves_it(
@@ -93,7 +93,7 @@ def test_check_says_where_the_file_differs_and_leaves_it(
     assert main(["--check"]) == 1 and out.read_text(encoding="utf-8") == old
     said = capsys.readouterr().err
     assert "reference.md is out of date: line 1: expected '# Reference: every key', found '# Reference: some" in said
-    assert said.endswith("; run python -m pipeline.reference\n")
+    assert said.endswith("; run python -m pipeline.tools.reference\n")
     assert main(["--chekc"]) == 2 and out.read_text(encoding="utf-8") == old
 
 

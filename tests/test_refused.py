@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import device
-from pipeline.errors import ConfigError, DataError
-from pipeline.params import Settings, parse_override
-from pipeline.runtime import without_password
+from pipeline.ingest import records
+from pipeline.ingest.records import Dialogue
+from pipeline.run import device
+from pipeline.run.config import Settings, parse_override, without_password
+from pipeline.run.errors import ConfigError, DataError
 from pipeline.sandbox.config import SandboxConfig
 from pipeline.sandbox.remote import Remote, address
-from pipeline.streams import records
-from pipeline.streams.records import Dialogue
 from tests.conftest import ROOT
 from tests.workspace import Workspace
 
@@ -84,7 +83,7 @@ def test_a_model_beyond_the_memory_of_the_machine_is_refused() -> None:
 
 
 def test_a_fresh_model_is_weighed_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.params import stage_params
+    from pipeline.run.config import stage_params
     from stages import language
 
     params = stage_params("language", Settings(ROOT, ["model.width=1000000000"]))

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.learning.objectives_policy import group_policy, kl_k3
-from pipeline.learning.ranks import Ranks
-from pipeline.learning.scoring_masked import coupled_logprobs
-from pipeline.reinforcement.canvases import CanvasRollouts, Coupling, annotate
-from pipeline.reinforcement.rewards import Resources, Scorer
-from pipeline.reinforcement.rollout import Method, Rollout, RolloutConfig
+from pipeline.diffusion import masks
+from pipeline.diffusion.losses import coupled_logprobs
+from pipeline.diffusion.rollouts import CanvasRollouts, Coupling, annotate
+from pipeline.learning.policy_losses import group_policy, kl_k3
+from pipeline.learning.processes import Ranks
+from pipeline.rl.rewards import Resources, Scorer
+from pipeline.rl.rollout import Method, Rollout, RolloutConfig
 from pipeline.sandbox.judge import Judge, SandboxConfig, Verdict
-from pipeline.streams import masking
 from tests.masked_workspace import arguments
 from tests.test_coupled import METHOD, answer, scored
 from tests.test_denoiser import model
@@ -59,7 +59,7 @@ def test_2_scoring_resets_no_global_generator() -> None:
 
 
 def test_3_a_token_whose_number_equals_the_time_is_hidden_in_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masking, "uniforms", lambda key, count: np.full(count, 0.5))  # t = 0.5
+    monkeypatch.setattr(masks, "uniforms", lambda key, count: np.full(count, 0.5))  # t = 0.5
     batch = COUPLING.batch([answer()], 0)
     _, first, second = batch.inputs
     assert not first.masks.any() and torch.equal(second.masks, batch.canvas)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.sandbox import remembered
+from pipeline.sandbox import candidates
+from pipeline.sandbox.candidates import RememberingJudge
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig
-from pipeline.sandbox.remembered import RememberingJudge
 
 ADD = [{"args": "[1, 2]", "expected": "3", "visible": False}, {"args": "[2, 2]", "expected": "4", "visible": True}]
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -64,7 +64,7 @@ def test_what_is_asked_of_a_program_belongs_to_what_is_remembered(monkeypatch: p
 
 
 def test_as_many_verdicts_are_remembered_as_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(candidates, "MOST_REMEMBERED", 2)
     with RememberingJudge(SandboxConfig(), 1) as judge:
         counting = Counting(judge, monkeypatch)
         for names, run in (

@@ -8,9 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeline.report import baseline, card
-from pipeline.report.costs import Prices
-from pipeline.report.headlines import HEADLINES, lookup
-from pipeline.report.run import read
+from pipeline.report.metrics import HEADLINES, Prices, lookup, read
 from stages import report
 from tests import results
 

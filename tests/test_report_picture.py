@@ -1,11 +1,11 @@
-"""pipeline/report/graph.py: the graph of a run as a picture."""
+"""pipeline/report/charts.py: the graph of a run as a picture."""
 
 import re
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from pipeline.report import graph
-from pipeline.report.run import Run
+from pipeline.report import charts
+from pipeline.report.metrics import Run
 
 
 def run(**reads: list[str]) -> Run:
@@ -23,15 +23,15 @@ CHAIN = run(
 
 
 def test_an_edge_is_what_a_stage_reads_without_what_another_way_implies() -> None:
-    assert graph.edges(CHAIN) == {
+    assert charts.edges(CHAIN) == {
         "corpus": [], "tasks": ["corpus"], "tokenizer": ["corpus"], "encode_code": ["tokenizer"], "language": ["tokenizer"],
         "code": ["encode_code", "language"], "tools": ["code", "tasks"], "deploy": ["tools"], "mine": ["diffusion"], "diffusion": ["code"],
     }  # fmt: skip
 
 
 def test_every_stage_stands_right_of_what_it_was_made_from() -> None:
-    parents = graph.edges(CHAIN)
-    levels = graph.columns(parents)
+    parents = charts.edges(CHAIN)
+    levels = charts.columns(parents)
     depth = {name: number for number, level in enumerate(levels) for name in level}
     assert all(depth[parent] < depth[name] for name, before in parents.items() for parent in before)
     assert sorted(name for level in levels for name in level if ">" not in name) == sorted(parents)
@@ -40,22 +40,24 @@ def test_every_stage_stands_right_of_what_it_was_made_from() -> None:
 
 
 def test_no_box_covers_another_and_no_edge_goes_through_one() -> None:
-    text = graph.svg(CHAIN, {"code": "3 min"}, frozenset({"tools"}))
+    text = charts.svg(CHAIN, {"code": "3 min"}, frozenset({"tools"}))
     root = ElementTree.fromstring(text)
     boxes = [(float(r.attrib["x"]), float(r.attrib["y"])) for r in root.iter("rect")]
     assert len(boxes) == len(CHAIN.stages)
     for (x, y), (other_x, other_y) in pairwise(sorted(boxes)):
-        assert x != other_x or other_y - y >= graph.HEIGHT
+        assert x != other_x or other_y - y >= charts.HEIGHT
     for path in root.iter("path"):  # the straight pieces lie between boxes
         numbers = [float(n) for n in re.findall(r"-?[\d.]+", path.attrib["d"])]
         for left, level in zip(numbers[6::7], numbers[7::7], strict=False):
-            assert not any(x <= left <= x + graph.WIDTH and y < level < y + graph.HEIGHT for x, y in boxes if x != left)
+            assert not any(
+                x <= left <= x + charts.WIDTH and y < level < y + charts.HEIGHT for x, y in boxes if x != left
+            )
     assert [r.attrib.get("class") for r in root.iter("rect")].count("marked") == 1
     assert "3 min" in text and "url(" not in text
 
 
 def test_names_are_escaped_and_nothing_gives_nothing() -> None:
-    assert "&lt;b&gt;" in graph.svg(run(**{"<b>": []}), {"<b>": "<i>"}) and "<i>" not in graph.svg(
+    assert "&lt;b&gt;" in charts.svg(run(**{"<b>": []}), {"<b>": "<i>"}) and "<i>" not in charts.svg(
         run(**{"<b>": []}), {"<b>": "<i>"}
     )
-    assert graph.svg(run(), {}) == ""
+    assert charts.svg(run(), {}) == ""

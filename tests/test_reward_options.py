@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.batches.batch import Piece
+from pipeline.batches.pairs import Encoded, encode, flipped
 from pipeline.evaluation import own_answers
 from pipeline.learning.settings import PairConfig
-from pipeline.model.guesses import GuessingModel
-from pipeline.model.heads import RewardModel
-from pipeline.reinforcement import answers
-from pipeline.reinforcement.answers import Answer, Prompt
+from pipeline.model.heads import GuessingModel, RewardModel
+from pipeline.rl import answers
+from pipeline.rl.answers import Answer, Prompt
 from pipeline.sandbox.judge import SandboxConfig
-from pipeline.streams.batch import Piece
-from pipeline.streams.preferences import Encoded, encode, flipped
 from stages import reward
 from tests import workspace as builder
 from tests.handed import Handed, handed, without_judge

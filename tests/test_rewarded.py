@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import checkpoint
-from pipeline.evaluation import ranking, rewarded
-from pipeline.evaluation.suites import Result
+from pipeline.batches.pairs import PairSplit
+from pipeline.evaluation import preferences
+from pipeline.evaluation.suites import SuiteResult
+from pipeline.ingest import records
+from pipeline.ingest.records import Pair
+from pipeline.model import checkpoint
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.streams import records
-from pipeline.streams.preferences import PairSplit
-from pipeline.streams.records import Pair
 from pipeline.text.tokenizer import Tokenizer
 
 
@@ -39,10 +39,10 @@ def model(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) ->
     return tmp_path / "reward"
 
 
-def told(model: Path, pairs: list[Pair]) -> Result:
+def told(model: Path, pairs: list[Pair]) -> SuiteResult:
     path = model.parent / "test.jsonl"
     records.write(path, pairs)
-    return rewarded.pairs_told(model, path)
+    return preferences.pairs_told(model, path)
 
 
 def test_rows_and_numbers_say_the_same(model: Path) -> None:
@@ -74,7 +74,7 @@ def test_margins_are_differences_of_the_normalised_rewards_of_one_answer_at_a_ti
     loaded, _ = checkpoint.load_reward(model)
     split = PairSplit(model.parent / "test.jsonl", byte_tokenizer, 512, 512)
     for row, encoded in zip(result.rows, split.pairs, strict=True):
-        (rewards,) = ranking.rewards_of(loaded, [encoded], byte_tokenizer.pad)
+        (rewards,) = preferences.rewards_of(loaded, [encoded], byte_tokenizer.pad)
         assert row["margin"] == pytest.approx(float(rewards[0] - rewards[1]), abs=1e-3)
 
 

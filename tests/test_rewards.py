@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.tools import call_reward
+from pipeline.ingest.records import Problem
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.reinforcement import answers, rewards
-from pipeline.reinforcement.answers import Answer
-from pipeline.reinforcement.rewards import Resources, Score, Scorer
+from pipeline.rl import answers, rewards
+from pipeline.rl.answers import Answer
+from pipeline.rl.rewards import Resources, Score, Scorer
+from pipeline.run.errors import ConfigError, DataError
 from pipeline.sandbox.judge import Judge, Limits, SandboxConfig
-from pipeline.streams.records import Problem
 from tests import rollouts
 from tests.test_answers import prompts
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.device import stable_hash
-from pipeline.errors import GateError
-from pipeline.learning.ranks import Ranks
-from pipeline.reinforcement import answers, rollout
-from pipeline.reinforcement.answers import Answer, Prompt
-from pipeline.reinforcement.rewards import Score
-from pipeline.reinforcement.rollout import Method, Rollout, RolloutConfig, RolloutStream, numbers_of, spread
+from pipeline.learning.processes import Ranks
+from pipeline.rl import answers, rollout
+from pipeline.rl.answers import Answer, Prompt
+from pipeline.rl.rewards import Score
+from pipeline.rl.rollout import Method, Rollout, RolloutConfig, RolloutStream, numbers_of, spread
+from pipeline.run.device import stable_hash
+from pipeline.run.errors import GateError
 from pipeline.text.tokenizer import Tokenizer
 from tests import rollouts
 from tests.goldens import cases

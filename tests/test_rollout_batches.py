@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.reinforcement.answers import Answer
-from pipeline.reinforcement.rollout import RolloutStream
+from pipeline.rl.answers import Answer
+from pipeline.rl.rollout import RolloutStream
 from tests import rollouts
 from tests.test_rollout import PAD, Request, config, drawn, estimated, filled, method, names, scored_by, stream
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import params, running, tracking, work
-from pipeline.errors import DataError, GateError, StagecoachError
+from pipeline.run import config, tracking, workdir
+from pipeline.run import stage as run_stage
+from pipeline.run.errors import DataError, GateError, StagecoachError
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''"""Stage toy: doubles a file."""
@@ -59,7 +60,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "stages/toy.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     groups = {"model": {"width": 8}, "data": {"source": "machine"}, "toy": {"times": 3}}
-    monkeypatch.setattr(params.Settings, "_compose", lambda self: groups)  # as Hydra does, which takes 0.1 s
+    monkeypatch.setattr(config.Settings, "_compose", lambda self: groups)  # as Hydra does, which takes 0.1 s
     spec = importlib.util.spec_from_file_location("toy", tmp_path / "stages/toy.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -74,7 +75,7 @@ def main(stage: ModuleType, *argv: str, **wiring: Any) -> int:
     before = sys.argv
     sys.argv = ["toy", *argv]
     try:
-        running.main(stage.run, **(WIRING | wiring))
+        run_stage.main(stage.run, **(WIRING | wiring))
     except SystemExit as done:
         return int(done.code or 0)
     finally:
@@ -98,7 +99,7 @@ def test_a_stage_that_makes_data_is_keyed_by_the_seed_of_the_data_alone(
 
 
 def raising(error: BaseException) -> Callable[..., None]:
-    def hook(_job: work.Job, out: Path) -> None:
+    def hook(_job: workdir.Job, out: Path) -> None:
         out.write_text("half")
         raise error
 
@@ -126,8 +127,8 @@ def test_other_packages_are_told_and_invalidate_nothing(
     main(stage)
     first = json.loads(Path("metrics/toy.json").read_text())["lineage"]
     Path("requirements.lock").write_text("numpy==1.0\n")
-    monkeypatch.setattr(work.importlib.metadata, "version", lambda name: "9.9")
-    assert work.versions() == dict.fromkeys(work.COMPUTING, "9.9") | {
+    monkeypatch.setattr(workdir.importlib.metadata, "version", lambda name: "9.9")
+    assert workdir.versions() == dict.fromkeys(workdir.COMPUTING, "9.9") | {
         "requirements.lock": hashlib.sha256(b"numpy==1.0\n").hexdigest()[:16]
     }
     assert main(stage) == 0 and "already computed" in capsys.readouterr().err
@@ -191,7 +192,7 @@ def test_a_full_disk_while_publishing_keeps_the_older_out(
         raise OSError(errno.ENOSPC, "No space left on device", str(target))
 
     with monkeypatch.context() as patch:
-        patch.setattr(work, "publish", full)
+        patch.setattr(workdir, "publish", full)
         assert main(stage) == 1
     assert "no space left on the device of data/toy" in capsys.readouterr().err
     assert Path("data/toy").read_text() == "old"
@@ -236,17 +237,17 @@ def test_a_missing_input_names_the_stage_that_makes_it_or_what_there_is(stage: M
         "data/own": "it belongs to the repository: restore it with git checkout",
         "feedback": "it belongs to the repository: restore it with git checkout",
     }
-    assert {path: running.remedy(Path(path)) for path in cases} == cases
+    assert {path: run_stage.remedy(Path(path)) for path in cases} == cases
 
 
 def test_a_killed_run_finds_its_parts_and_its_half_written_out_is_gone(stage: ModuleType) -> None:
-    def first(job: work.Job, out: Path) -> None:
+    def first(job: workdir.Job, out: Path) -> None:
         (job.folder / "parts").mkdir()
         (job.folder / "parts/1").write_text("done")
         out.write_text("half")
         raise KeyboardInterrupt
 
-    def second(job: work.Job, out: Path) -> None:
+    def second(job: workdir.Job, out: Path) -> None:
         assert (job.folder / "parts/1").read_text() == "done"
         assert not out.exists()
 
@@ -304,12 +305,12 @@ def test_a_signal_before_or_after_the_loop_ends_a_training_stage_at_once(
     told: list[str] = []
     monkeypatch.setattr(tracking.Tracker, "abandon", lambda self, status: told.append(status))
 
-    def before(job: work.Job, out: Path) -> None:
+    def before(job: workdir.Job, out: Path) -> None:
         out.write_text("half")
         signal.raise_signal(number)
         pytest.fail("it went on")
 
-    def after(job: work.Job, out: Path) -> None:
+    def after(job: workdir.Job, out: Path) -> None:
         with job.stop.heeded():
             pass
         before(job, out)
@@ -327,7 +328,7 @@ def test_a_signal_before_or_after_the_loop_ends_a_training_stage_at_once(
 def test_a_signal_in_the_loop_is_left_to_the_loop_and_one_in_its_last_step_ends_the_stage(stage: ModuleType) -> None:
     seen: list[int] = []
 
-    def hook(job: work.Job, out: Path) -> None:
+    def hook(job: workdir.Job, out: Path) -> None:
         with job.stop.heeded():
             signal.raise_signal(signal.SIGTERM)
             seen.append(job.stop.signal)
@@ -339,7 +340,7 @@ def test_a_signal_in_the_loop_is_left_to_the_loop_and_one_in_its_last_step_ends_
 
 @pytest.mark.usefixtures("handlers")
 def test_a_stage_that_trains_publishes_its_curve(stage: ModuleType) -> None:
-    def hook(job: work.Job, out: Path) -> None:
+    def hook(job: workdir.Job, out: Path) -> None:
         job.tracker.log(1, {"loss": 2.5})
         job.report(best={"step": 1, "val_loss": 2.25, "val_bpb": 1.5}, tokens=64, steps=1)
 
@@ -392,16 +393,16 @@ def test_help_lists_keys_with_value_origin_and_meaning(stage: ModuleType, capsys
 
 def test_the_commit_is_read_from_loose_and_packed_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))
-    assert running.git_commit() == ""
+    assert run_stage.git_commit() == ""
     (tmp_path / ".git/refs/heads").mkdir(parents=True)
     (tmp_path / ".git/HEAD").write_text("ref: refs/heads/main\n")
-    assert running.git_commit() == ""
+    assert run_stage.git_commit() == ""
     (tmp_path / ".git/packed-refs").write_text("# pack-refs\n1111 refs/heads/other\n2222 refs/heads/main\n")
-    assert running.git_commit() == "2222"
+    assert run_stage.git_commit() == "2222"
     (tmp_path / ".git/refs/heads/main").write_text("3333\n")
-    assert running.git_commit() == "3333"
+    assert run_stage.git_commit() == "3333"
     (tmp_path / ".git/HEAD").write_text("4444\n")
-    assert running.git_commit() == "4444"
+    assert run_stage.git_commit() == "4444"
 
 
 @pytest.mark.parametrize("locked", ["models", ".work"])
@@ -412,7 +413,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(
     stage.HOOK = raising(AssertionError("it ran"))  # type: ignore[attr-defined]
     Path(locked).mkdir()
     original = os.access
-    monkeypatch.setattr(work.os, "access", lambda path, mode: Path(path).name != locked and original(path, mode))
+    monkeypatch.setattr(workdir.os, "access", lambda path, mode: Path(path).name != locked and original(path, mode))
     assert main(stage, outs={"out": "models/toy"}) == 2
     said = capsys.readouterr().err
     assert (

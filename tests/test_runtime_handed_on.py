@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ConfigError
 from pipeline.evaluation import benchmarks
-from pipeline.evaluation.suites import Result
+from pipeline.evaluation.suites import SuiteResult
+from pipeline.ingest.records import Dialogue, Problem, write
 from pipeline.learning.settings import PairConfig
 from pipeline.model.transformer import Transformer
-from pipeline.reinforcement import setting
-from pipeline.reinforcement.setting import Setting
-from pipeline.runtime import SandboxAddress
+from pipeline.rl import models
+from pipeline.rl.models import Setting
+from pipeline.run.config import SandboxAddress
+from pipeline.run.errors import ConfigError
+from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import SandboxConfig
-from pipeline.streams.records import Dialogue, Problem, write
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.work import Job
 from stages import corpus, encode, evaluate, reward, tasks
 from tests import test_corpus
 from tests.corpora import documents, write_corpus
@@ -71,7 +71,7 @@ def test_reinforcement_judges_where_the_address_says(
     tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judges = Judges(ConfigError)
-    monkeypatch.setattr(setting, "RememberingJudge", judges)
+    monkeypatch.setattr(models, "RememberingJudge", judges)
     start: Any = SimpleNamespace(policy=tiny_model, tokenizer=byte_tokenizer)
     config: Any = None
     with Setting(start, config, at_work(tmp_path)).judge(SandboxConfig(), wanted=()) as judge:
@@ -83,7 +83,7 @@ def test_reinforcement_judges_where_the_address_says(
 
 def test_the_reward_stage_judges_where_the_address_says(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     judges = Judges()
-    monkeypatch.setattr(setting, "RememberingJudge", judges)
+    monkeypatch.setattr(models, "RememberingJudge", judges)
     params = reward.Params(
         centring=0.0, label_flip=0.0, own_prompts=0, calibration_answers=4, answer_tokens=24, sandbox=SandboxConfig(),
         fit=PairConfig(steps=1, learning_rate=1e-3, pairs=4, max_prompt=60, max_length=120),
@@ -117,8 +117,8 @@ def test_evaluate_judges_problems_and_test_sets_where_the_address_says(
     judges = Judges(ConfigError)  # then both say that they are skipped
     monkeypatch.setattr(evaluate, "Judge", judges)
     for name in ("documents", "sampled_stories", "gaps", "answered"):
-        monkeypatch.setattr(evaluate.suites, name, lambda *_: Result())
-    monkeypatch.setattr(evaluate.suites_tools, "called", lambda *_: Result())
+        monkeypatch.setattr(evaluate.suites, name, lambda *_: SuiteResult())
+    monkeypatch.setattr(evaluate.suites_tools, "called", lambda *_: SuiteResult())
     empty = workspace.folder / "empty"
     write(empty / "dialogues/test.jsonl", list[Dialogue]())
     write(empty / "problems/test.jsonl", list[Problem]())

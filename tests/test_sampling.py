@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.generation.noise import philox, uniforms
 from pipeline.generation.sampling import (
     Completion,
     Decoder,
@@ -16,7 +15,9 @@ from pipeline.generation.sampling import (
     _wide_nucleus_floor,
     choose,
     generate,
+    philox,
     rows_within,
+    uniforms,
 )
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import DataError
+from pipeline.run.errors import DataError
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
 from pipeline.sandbox.pool import Limits
 

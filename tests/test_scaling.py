@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pipeline.learning.scaling import Scaler
+from pipeline.learning.update import Scaler
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import scaling, scaling_arms
 from benchmarks.train_speed import SIZES
-from pipeline.streams import shards
+from pipeline.ingest import shards
 
 
 def test_made_up_parts_become_shards_that_the_stream_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

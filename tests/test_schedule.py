@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.learning.schedule import SCHEDULES, factor
+from pipeline.learning.settings import SCHEDULES, factor
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

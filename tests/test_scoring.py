@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.learning.scoring import sum_by_row, token_logprobs, trained_logits
+from pipeline.batches.batch import Answered, Piece, TokenBatch, answered
+from pipeline.learning.losses import sum_by_row, token_logprobs, trained_logits
 from pipeline.model.transformer import Transformer
-from pipeline.streams.batch import Answered, Piece, TokenBatch, answered
 from tests.goldens import assert_near, cases, tensors
 
 I = -100  # noqa: E741 (nothing is trained here)

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.learning.scoring_masked import FORMS, enumerated
-from pipeline.streams import masking
+from pipeline.diffusion import masks
+from pipeline.diffusion.losses import FORMS, enumerated
 from tests.masked_fixture import MASK, MASKS, SEQUENCES, STATES, L, V, masked_sums, moved, normalised, score, table
 
 
@@ -82,17 +82,17 @@ def test_a_text_too_long_to_enumerate_is_refused() -> None:
 
 
 def k_draw(sums: dict[tuple[bool, ...], float], key: int, draws: int = 1, *, stratified: bool = True) -> float:
-    found = masking.elbo_draws(key, L, draws, stratified=stratified)
+    found = masks.elbo_draws(key, L, draws, stratified=stratified)
     return float(np.mean([scale * sums[tuple(mask.tolist())] for mask, scale in zip(*found, strict=True)]))
 
 
 def test_sampled_forms_come_to_the_enumerated_value_and_k_varies_least() -> None:
     sums, exact = masked_sums(1, 37), enumerated(score(table(1), SEQUENCES[37]), L, "k")
-    by_k = [k_draw(sums, masking.key(0, "elbo", str(n), 0)) for n in range(20_000)]
+    by_k = [k_draw(sums, masks.key(0, "elbo", str(n), 0)) for n in range(20_000)]
     by_t = []
     for n in range(20_000):
-        numbers = masking.uniforms(masking.key(0, "mdm", str(n), 0), 1 + L)
-        p = masking.probability(float(numbers[0]))
+        numbers = masks.uniforms(masks.key(0, "mdm", str(n), 0), 1 + L)
+        p = masks.probability(float(numbers[0]))
         mask = tuple((numbers[1:] < p).tolist())
         by_t.append(sums[mask] / p if any(mask) else 0.0)
     for found in (by_k, by_t):
@@ -110,13 +110,13 @@ def difference(key: str, n_t: int, n_y: int, *, shared: bool = True, stratified:
             name = f"{key}/{side}" if shared else f"{key}/{side}/{model}"
             logprobs = moved(11, 12) if model else table(11)
             told = score(logprobs, SEQUENCES[sequence])
-            numbers = masking.uniforms(masking.key(0, "elbo", name, 0), n_t + n_t * n_y * L)
+            numbers = masks.uniforms(masks.key(0, "elbo", name, 0), n_t + n_t * n_y * L)
             counts = (
-                masking.strata(float(numbers[0]), n_t, L) if stratified else 1 + np.floor(L * numbers[:n_t]).astype(int)
+                masks.strata(float(numbers[0]), n_t, L) if stratified else 1 + np.floor(L * numbers[:n_t]).astype(int)
             )
             rest = numbers[n_t:].reshape(n_t, n_y, L)
             each = [L / k * sum(np.asarray(told(tuple(m.tolist())))[m]) for k, part in zip(counts, rest, strict=True)
-                    for m in (masking.subset(row, int(k)) for row in part)]  # fmt: skip
+                    for m in (masks.subset(row, int(k)) for row in part)]  # fmt: skip
             estimates.append(float(np.mean(each)))
         total += (1 if side == "chosen" else -1) * (estimates[1] - estimates[0])
     return total

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.learning import scoring_pairs
-from pipeline.learning.objectives_pairs import PairLoss, dpo
-from pipeline.learning.scoring_pairs import pair_logprobs, pairs_of
+from pipeline.batches.batch import Answered, Piece, answered
+from pipeline.learning import pair_losses
+from pipeline.learning.pair_losses import PairLoss, dpo, pair_logprobs, pairs_of
 from pipeline.model.transformer import Transformer
-from pipeline.streams.batch import Answered, Piece, answered
 from tests.goldens import assert_near, cases, numbers, objective, tensors
 from tests.test_scoring import Given, rows_of
 
@@ -83,7 +82,7 @@ def test_reference_sums_stand_in_the_order_of_the_pairs(tiny_model: Transformer)
         def to(self, where: torch.device) -> Answered:
             return self
 
-    found = scoring_pairs.reference_sums(tiny_model, Splits(), torch.device("cpu"))  # type: ignore[arg-type]
+    found = pair_losses.reference_sums(tiny_model, Splits(), torch.device("cpu"))  # type: ignore[arg-type]
     whole = pair_logprobs(tiny_model, rows(*CHOSEN, *REJECTED))
     expected = torch.stack([whole.chosen, whole.rejected], 1)
     torch.testing.assert_close(torch.from_numpy(found["train"]), expected.detach(), atol=1e-4, rtol=1e-4)

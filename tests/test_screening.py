@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.streams.screening import found_in
+from pipeline.ingest.duplicates import found_in
 
 ITEMS = [
     ("a", "The pilot counted nineteen green lamps on the long wall before the ferry turned around at noon"),

@@ -9,8 +9,8 @@ import networkx
 import pytest
 from dvc.repo import Repo
 
-from pipeline.errors import ConfigError
-from pipeline.params import SEEDS, Settings, stage_names
+from pipeline.run.config import SEEDS, Settings, stage_names
+from pipeline.run.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 DATA = {"stage_corpus", "stage_tasks", "stage_tokenizer", "stage_encode@text", "stage_encode@code"}
@@ -82,7 +82,7 @@ def test_every_stage_is_wired_to_the_seed_that_the_graph_tracks_for_it(
     def main(_run: Any, **wiring: Any) -> None:
         wired[Path(sys.argv[0]).stem] = wiring.get("seed", "seed")
 
-    monkeypatch.setattr("pipeline.params.main", main)
+    monkeypatch.setattr("pipeline.run.config.main", main)
     for stage in stage_names(Path()):
         loaded = sys.modules.pop(f"stages.{stage}", None)
         runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)

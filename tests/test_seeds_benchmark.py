@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks import seeds
-from pipeline.errors import InputError
-from pipeline.report.run import Run
+from pipeline.report.metrics import Run
+from pipeline.run.errors import InputError
 
 NAMES = ("a", "b", "c")
 DATA = {"data/problems": "d1", "data/raw/text": "t1"}

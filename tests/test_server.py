@@ -290,7 +290,7 @@ def test_text_that_spells_a_control_token_is_text(server: Running, byte_tokenize
 def test_a_score_is_the_reward_models_own(server: Running, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     import torch
 
-    from pipeline import checkpoint
+    from pipeline.model import checkpoint
     from pipeline.text import chat
 
     judge, _ = checkpoint.load_reward(save_models(tmp_path, byte_tokenizer)[2])
@@ -313,7 +313,7 @@ def test_a_score_is_the_reward_models_own(server: Running, tmp_path: Path, byte_
 
 
 def test_a_preference_is_stored_once_in_the_form_of_the_data(keyed: Running) -> None:
-    from pipeline.streams import records
+    from pipeline.ingest import records
 
     headers = {"authorization": f"Bearer {KEY}"}
     body = {

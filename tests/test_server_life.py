@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline import checkpoint
+from pipeline.model import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK
 from tests.server import ROOT, random_model, save_models, serving

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline import denoisers
-from pipeline.generation.denoising import Denoising, denoise
+from pipeline.diffusion import files
+from pipeline.diffusion.sampling import Denoising, denoise
 from pipeline.serve.models import never_said
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
@@ -25,9 +25,7 @@ PATH = "/v1/chat/completions"
 def server(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("models")
     save_models(folder, byte_tokenizer)
-    denoisers.save(
-        folder / "masked", denoisers.from_causal(random_model(byte_tokenizer), byte_tokenizer), byte_tokenizer, {}
-    )
+    files.save(folder / "masked", files.from_causal(random_model(byte_tokenizer), byte_tokenizer), byte_tokenizer, {})
     with serving([folder / "nano", folder / "masked"], log=folder / "log") as running:
         yield running
 
@@ -50,7 +48,7 @@ def test_it_is_listed_as_what_it_is(server: Running) -> None:
 
 
 def test_an_answer_is_what_the_sampler_uncovers(server: Running, byte_tokenizer: Tokenizer) -> None:
-    model = denoisers.from_causal(random_model(byte_tokenizer), byte_tokenizer)
+    model = files.from_causal(random_model(byte_tokenizer), byte_tokenizer)
     model.traits = replace(model.traits, banned=tuple({*model.traits.banned, *never_said(byte_tokenizer)}))
     prompt = chat.render(byte_tokenizer, TALK, generation_prompt=True).ids
     expected = denoise(model, [prompt], Denoising(length=96, steps=96), [0])[0]

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from pipeline.errors import ConfigError
+from pipeline.run.errors import ConfigError
 from pipeline.sandbox import remote, service
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 from pipeline.sandbox.servers import Servers

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.streams import shapes, turns
-from pipeline.streams.calls import RowError
-from pipeline.streams.records import Dialogue, Pair, Problem, Text
+from pipeline.ingest import conversations, shapes
+from pipeline.ingest.records import Dialogue, Pair, Problem, Text
+from pipeline.ingest.tool_calls import RowError
 
 NONE = shapes.Columns()
 
@@ -190,7 +190,7 @@ def test_sharegpt_roles_and_openai_messages_give_the_same_dialogue() -> None:
 def test_results_follow_the_ids_they_name_else_the_order_of_the_calls() -> None:
     both = {"role": "assistant", "content": None, "tool_calls": [call(5, "f", "{}"), call(6, "g", "{}")]}
     named = [both, {"role": "tool", "tool_call_id": "call_6", "content": "G"}, {"role": "tool", "content": "F"}]
-    found = turns.from_list(named, "messages")
+    found = conversations.from_list(named, "messages")
     assert [(m["name"], m["tool_call_id"], m["content"]) for m in found[1:]] == [
         ("g", "call_1", "G"),
         ("f", "call_0", "F"),
@@ -205,7 +205,7 @@ def test_alpaca_puts_the_input_after_a_blank_line() -> None:
 
 @pytest.mark.parametrize("names", [("question", "answer"), ("prompt", "response")])
 def test_question_and_answer_become_two_turns(names: tuple[str, str]) -> None:
-    assert read(dict(zip(names, ("Q", "A"), strict=True)), "dialogues").messages == turns.question("Q", "A")
+    assert read(dict(zip(names, ("Q", "A"), strict=True)), "dialogues").messages == conversations.question("Q", "A")
 
 
 def test_problem_takes_the_name_most_asserts_call_and_both_forms_of_tests() -> None:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipeline.errors import ConfigError
-from pipeline.learning import optim, sharding, states
+from pipeline.learning import optim, processes, states
 from pipeline.learning.optim import OptimizerConfig, Optimizers
-from pipeline.learning.sharding import Sharding
-from pipeline.model import native
+from pipeline.learning.processes import Sharding
+from pipeline.model.cpu import native
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ConfigError
 from tests import training
 from tests.training import Case, told, weights
 
@@ -55,27 +55,27 @@ def group() -> Iterator[None]:
 def test_nothing_is_cut_unless_it_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     monkeypatch.setenv(name, "1")
-    assert sharding.asked() is None
+    assert processes.asked() is None
 
 
 def test_the_first_version_of_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.delenv("FSDP_VERSION", raising=False)
     with pytest.raises(ConfigError, match=r"expected fsdp_version: 2, got 1; use conf/launch/fsdp2\.yaml"):
-        sharding.asked()
+        processes.asked()
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    assert sharding.asked() == Sharding(reshard=False, offload=True)
+    assert processes.asked() == Sharding(reshard=False, offload=True)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_model_is_cut_in_place_computes_as_before_and_is_plain_again(reshard: bool, group: None) -> None:
     plain, cut = (training.model_of(Case(folder="", adapter="dora")) for _ in range(2))
     names, blocks = list(cut.state_dict()), list(cut.model.layers)
-    before = sharding.shard(cut, Sharding(reshard=reshard, offload=False), torch.device("cpu"))
-    assert all(sharding.is_sharded(p) for p in cut.parameters())
-    assert sharding.rows(cut.model.embed_tokens.weight) == (0, 67)
+    before = processes.shard(cut, Sharding(reshard=reshard, offload=False), torch.device("cpu"))
+    assert all(processes.is_sharded(p) for p in cut.parameters())
+    assert processes.rows(cut.model.embed_tokens.weight) == (0, 67)
     ids = torch.arange(16)[None]
     with torch.no_grad():
         assert torch.equal(cut(ids), plain(ids))
@@ -84,8 +84,8 @@ def test_a_model_is_cut_in_place_computes_as_before_and_is_plain_again(reshard: 
     for mine, theirs in zip(cut.parameters(), plain.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None) == (not theirs.requires_grad)
         if theirs.grad is not None:
-            assert mine.grad is not None and torch.equal(sharding.full(mine.grad), theirs.grad)
-    sharding.whole_again(cut, before, keep=True)
+            assert mine.grad is not None and torch.equal(processes.full(mine.grad), theirs.grad)
+    processes.whole_again(cut, before, keep=True)
     assert type(cut) is type(plain) and list(cut.state_dict()) == names and list(cut.model.layers) == blocks
     assert [vars(m).keys() for m in cut.modules()] == [vars(m).keys() for m in plain.modules()]
     for mine, theirs in zip(cut.parameters(), plain.parameters(), strict=True):
@@ -100,7 +100,7 @@ RULE = OptimizerConfig(optimizer="muon", learning_rate=0.1, weight_decay=0.1, be
 
 def cut_model() -> Transformer:
     model = training.model_of(Case(folder=""))
-    sharding.shard(model, Sharding(reshard=True, offload=False), torch.device("cpu"))
+    processes.shard(model, Sharding(reshard=True, offload=False), torch.device("cpu"))
     return model
 
 
@@ -112,9 +112,11 @@ def test_muon_on_a_model_that_is_cut_steps_as_it_does_alone(group: None) -> None
             model(torch.arange(step, step + 16)[None]).square().sum().backward()
             optimizer.step(1.0)
     for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(sharding.full(mine), theirs)
+        assert torch.equal(processes.full(mine), theirs)
     mine, theirs = (optimizer.state_tensors() for optimizer in optimizers)
-    assert mine.keys() == theirs.keys() and all(torch.equal(sharding.full(mine[name]), theirs[name]) for name in theirs)
+    assert mine.keys() == theirs.keys() and all(
+        torch.equal(processes.full(mine[name]), theirs[name]) for name in theirs
+    )
 
 
 def test_muon_gathers_each_matrix_once() -> None:

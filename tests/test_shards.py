@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import DataError, GateError
-from pipeline.processes import pool_map
-from pipeline.streams import shards
+from pipeline.ingest import shards
+from pipeline.run.errors import DataError, GateError
+from pipeline.run.processes import pool_map
 from pipeline.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
-SOURCE = (ROOT / "pipeline/streams/shards.py").read_text(encoding="utf-8")
+SOURCE = (ROOT / "pipeline/ingest/shards.py").read_text(encoding="utf-8")
 TOKENIZER = Tokenizer.train(iter([SOURCE]), 512)
 DOCUMENTS = [f"# {n}\n" + SOURCE[n * 11 % 3000 :][: 20 + n * 7 % 400] + "é" * (n % 3) for n in range(300)]
 

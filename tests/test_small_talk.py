@@ -1,15 +1,15 @@
 """Conversations without tools: no call, the same name in the answer, held-out wordings in the test split alone."""
 
-from pipeline.synthesis import small_talk
-from pipeline.synthesis.tool_requests import PLAIN, REFUSALS, UNSERVED
-from pipeline.synthesis.tool_values import FIRST_NAMES
+from pipeline.synthetic import tool_dialogues
+from pipeline.synthetic.tool_script import PLAIN, REFUSALS, UNSERVED
+from pipeline.synthetic.tool_values import FIRST_NAMES
 
-TALKS = [small_talk.dialogue("train", 3, number) for number in range(400)]
-TESTS = [small_talk.dialogue("test", 3, number) for number in range(400)]
+TALKS = [tool_dialogues.dialogue("train", 3, number) for number in range(400)]
+TESTS = [tool_dialogues.dialogue("test", 3, number) for number in range(400)]
 
 
 def test_a_number_decides_and_no_tool_occurs() -> None:
-    assert [small_talk.dialogue("train", 3, number) for number in range(400)] == TALKS
+    assert [tool_dialogues.dialogue("train", 3, number) for number in range(400)] == TALKS
     assert {talk.category for talk in TALKS} == {"greeting", "question", "refusal"}
     for talk in TALKS + TESTS:
         assert not talk.tools

@@ -16,11 +16,12 @@ import psutil
 import pytest
 import torch
 
-from pipeline import checkpoint, processes
-from pipeline.errors import GateError
 from pipeline.export import huggingface, smoke
+from pipeline.model import checkpoint
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
+from pipeline.run import processes
+from pipeline.run.errors import GateError
 from pipeline.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

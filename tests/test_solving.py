@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.evaluation import solving
 from pipeline.evaluation.solving import HeldOut, SolvingConfig
-from pipeline.reinforcement.answers import Answer, Prompt
+from pipeline.rl.answers import Answer, Prompt
 from pipeline.sandbox.judge import Verdict
 from tests.workspace import problem
 

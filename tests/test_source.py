@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ModelError
 from pipeline.model import source
 from pipeline.model.source import Start
+from pipeline.run.errors import ModelError
 from tests.hubserver import REVISION, HubServer
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ OTHER = "f" * 40
 CHILD = """
 import json, sys
 from pathlib import Path
-from pipeline.errors import ModelError
+from pipeline.run.errors import ModelError
 from pipeline.model.source import Start, located
 hub, weights, tokenizer = json.loads(sys.argv[1])
 try:

@@ -1,13 +1,13 @@
-"""streams/sources.py and streams/licences.py: what this machine has, in an order that only names decide."""
+"""ingest/sources.py and ingest/sources.py: what this machine has, in an order that only names decide."""
 
 import random
 from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DataError
-from pipeline.streams import licences, sources
-from pipeline.streams.sources import DataConfig, Found
+from pipeline.ingest import sources
+from pipeline.ingest.sources import DataConfig, Found
+from pipeline.run.errors import DataError
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
@@ -136,14 +136,14 @@ def test_shell_scripts_are_found_by_suffix_or_first_line_and_never_in_the_projec
     ],
 )
 def test_permissive_licences_are_told_from_the_others(licence: str, permissive: bool) -> None:
-    assert licences.is_permissive(licence) == permissive
+    assert sources.is_permissive(licence) == permissive
 
 
 def test_debian_copyright_files_give_the_first_licence_or_the_common_ones() -> None:
-    assert licences.of_debian("Format: x\n\nFiles: *\nLicense: GPL-2+\n text\n\nLicense: MIT\n") == "GPL-2+"
+    assert sources.of_debian("Format: x\n\nFiles: *\nLicense: GPL-2+\n text\n\nLicense: MIT\n") == "GPL-2+"
     text = "See `/usr/share/common-licenses/GPL-3'. Also /usr/share/common-licenses/Artistic."
-    assert licences.of_debian(text) == "Artistic AND GPL-3"
-    assert licences.of_debian("All rights reserved.") == "unknown"
+    assert sources.of_debian(text) == "Artistic AND GPL-3"
+    assert sources.of_debian("All rights reserved.") == "unknown"
 
 
 @pytest.mark.parametrize(

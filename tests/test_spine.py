@@ -12,7 +12,7 @@ import pytest
 from tests.graph import Repository, ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
-SPINE = ["python", "-m", "pipeline.launch", "-j", "2", "spine"]
+SPINE = ["python", "-m", "pipeline.tools.launch", "-j", "2", "spine"]
 MODELS = ("language", "code", "tools", "reward", "rlhf", "deploy")
 AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_report"}
 

@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import checkpoint
-from pipeline.learning import reference, scoring_pairs
+from pipeline.learning import pair_losses, reference
 from pipeline.learning.optim import Optimizers
 from pipeline.learning.reference import Start
-from pipeline.model import lora
+from pipeline.model import checkpoint, lora
 from pipeline.model.heads import RewardModel
 from pipeline.model.lora import AdaptedLinear
 from pipeline.model.transformer import Transformer
-from pipeline.reinforcement.answers import Answer
-from pipeline.reinforcement.rollout import RolloutStream
-from pipeline.reinforcement.setting import Setting
+from pipeline.rl.answers import Answer
+from pipeline.rl.models import Setting
+from pipeline.rl.rollout import RolloutStream
 from pipeline.text import chat
 from pipeline.text.chat import Rendered
 from pipeline.text.tokenizer import Tokenizer
@@ -132,12 +131,12 @@ def test_stale_sums_of_the_reference_stop_dpo(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of another model: off by a nat in one answer, or by half a nat in both, which the loss alone may not show."""
-    original = scoring_pairs.reference_sums
+    original = pair_losses.reference_sums
 
     def stale(*given: Any) -> dict[str, np.ndarray]:
         return {name: sums + np.array([chosen, rejected], dtype=np.float32) for name, sums in original(*given).items()}
 
-    monkeypatch.setattr(scoring_pairs, "reference_sums", stale)
+    monkeypatch.setattr(pair_losses, "reference_sums", stale)
     assert_refused(workspace, "dpo", r"gate (preference|rewards/chosen): expected .* stale precomputed sums", loss=loss,
                    nll_weight=0.2, precompute_reference=True)  # fmt: skip
     assert updates == [] == workspace.states("dpo")

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline import checkpoint
-from pipeline.device import generator
-from pipeline.learning.objectives_pairs import PairLoss
+from pipeline.learning.pair_losses import PairLoss
 from pipeline.learning.settings import AdaptConfig, FitConfig, PairConfig, TuneConfig
+from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
-from pipeline.model.induction import induction_heads, relate_variants
+from pipeline.model.initialization import induction_heads, relate_variants
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.model.source import Start
 from pipeline.model.transformer import Transformer
+from pipeline.run.device import generator
 from stages import code, dpo, language, lora, tools
 from tests import corpora
 from tests.handed import Handed, handed

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline import checkpoint
+from pipeline.model import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests import checkpoints
 from tests.conftest import ROOT

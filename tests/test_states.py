@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import StagecoachError
-from pipeline.learning import sharding, slices, states
+from pipeline.learning import processes, states
+from pipeline.run.errors import StagecoachError
 
 
 def save(folder: Path, step: int) -> None:
@@ -98,11 +98,11 @@ def save_in_shares(folder: Path, step: int) -> None:
     part = states.begin(folder, step, tensors)
     files: states.Files = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "is_sharded", lambda tensor: tensor.ndim > 0)
+        patch.setattr(processes, "is_sharded", lambda tensor: tensor.ndim > 0)
         for rank in (0, 1):
             begin = 25 * rank
-            patch.setattr(sharding, "rows", lambda _, begin=begin: (begin, begin + 25))
-            patch.setattr(sharding, "local", lambda t, begin=begin: t[begin : begin + 25] if t.ndim else t)
+            patch.setattr(processes, "rows", lambda _, begin=begin: (begin, begin + 25))
+            patch.setattr(processes, "local", lambda t, begin=begin: t[begin : begin + 25] if t.ndim else t)
             files |= states.write(part, tensors, rank, 2)
     states.complete(part, step, files, meta={"tokens": step}, curve=[])
 
@@ -136,7 +136,7 @@ def test_a_kill_at_any_write_leaves_the_old_or_the_new_state(
                 (os, "fsync"),
                 (Path, "rename"),
                 (Path, "write_text"),
-                (slices, "save_file"),
+                (states, "save_file"),
                 (states, "remove"),
             ):
                 patch.setattr(owner, name, hook(getattr(owner, name)))

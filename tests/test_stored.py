@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline import checkpoint
-from pipeline.errors import ModelError
-from pipeline.model import convert, pretrained, published, stored
+from pipeline.diffusion import model
+from pipeline.model import checkpoint, initialization
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 HUGE = 100_000_000
@@ -33,7 +33,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was built")
 
-    for module in (checkpoint, convert, pretrained, published):
+    for module in (checkpoint, checkpoint, initialization, model):
         monkeypatch.setattr(module, "Transformer", built)
 
 
@@ -61,7 +61,7 @@ def test_a_config_that_asks_for_more_than_the_file_has_is_refused_before_a_model
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     rewrite(folder, **changes)
-    for load in (checkpoint.load, convert.load):
+    for load in (checkpoint.load, checkpoint.load_causal):
         with pytest.raises(ModelError, match=message) as caught:
             load(folder)
         assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
@@ -73,14 +73,14 @@ def test_a_pretrained_checkpoint_is_compared_before_its_tokenizer_grows(
 ) -> None:
     rewrite(folder, vocab_size=HUGE)
     with pytest.raises(ModelError, match=r"config\.json asks for \[100000000, 32\]"):
-        pretrained.load(folder, byte_tokenizer)
+        initialization.load(folder, byte_tokenizer)
 
 
 @pytest.mark.usefixtures("no_model")
 def test_a_published_masked_model_is_compared_too(folder: Path) -> None:
     rewrite(folder, model_type="Dream", attention_bias=True, num_hidden_layers=HUGE, mask_token_id=3)
     with pytest.raises(ModelError, match=r"num_hidden_layers is 100000000"):
-        published.load(folder)
+        model.load(folder)
 
 
 def test_a_reward_model_is_compared_too(
@@ -113,7 +113,7 @@ def test_many_empty_layers_do_not_vouch_for_large_ones(
 def test_the_shapes_are_those_of_the_model(tiny_model: Transformer, changes: dict[str, Any]) -> None:
     config: ModelConfig = replace(tiny_model.config, kv_heads=1, layers=3, **changes)
     expected = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
-    assert {name: shape for name, (shape, _) in stored.expected(config)} == expected
+    assert {name: shape for name, (shape, _) in checkpoint.expected(config)} == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_shapes_are_those_of_the_model(tiny_model: Transformer, changes: dic
 )
 def test_a_config_that_is_no_object_is_refused_by_name(folder: Path, text: str, message: str) -> None:
     (folder / "config.json").write_text(text)
-    for load in (checkpoint.load, checkpoint.load_reward, published.read):
+    for load in (checkpoint.load, checkpoint.load_reward, model.read):
         with pytest.raises(ModelError, match=message):
             load(folder)
 
@@ -162,7 +162,7 @@ def test_a_value_of_the_wrong_kind_is_named_with_its_key(folder: Path, changes: 
 def test_an_index_names_safetensors_of_its_own_folder_alone(folder: Path, name: Any) -> None:
     (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
     names = dict.fromkeys(load_file(folder.parent / "model.safetensors"), name)
-    (folder / stored.INDEX).write_text(json.dumps({"weight_map": names}))
+    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": names}))
     with pytest.raises(ModelError, match=r"index\.json names .*; expected safetensors of the same folder"):
         checkpoint.load(folder)
 

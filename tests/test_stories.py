@@ -12,15 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.device import generator
-from pipeline.errors import DataError
-from pipeline.streams.records import Text
-from pipeline.synthesis import story_words
-from pipeline.synthesis.stories import FAMILIES, HELD_OUT, check, edits, is_held_out, opening, records, story
-from pipeline.synthesis.story_check import QUESTIONS, family_of, sentences
-from pipeline.synthesis.story_events import MOMENTS, Event, Plot
-from pipeline.synthesis.story_plots import PLOTS, plan, tell
-from pipeline.synthesis.story_world import PHRASES, new_world
+from pipeline.ingest.records import Text
+from pipeline.run.device import generator
+from pipeline.run.errors import DataError
+from pipeline.synthetic import story_world
+from pipeline.synthetic.stories import (
+    FAMILIES,
+    HELD_OUT,
+    QUESTIONS,
+    check,
+    edits,
+    family_of,
+    is_held_out,
+    opening,
+    records,
+    sentences,
+    story,
+)
+from pipeline.synthetic.story_events import MOMENTS, Event, Plot
+from pipeline.synthetic.story_plots import PLOTS, plan, tell
+from pipeline.synthetic.story_world import PHRASES, new_world
 
 KINDS_OF_DAMAGE = [
     "pronoun changed",
@@ -160,7 +171,7 @@ def test_check_judges_cut_stories_without_raising() -> None:
 
 def test_a_story_is_the_same_in_another_process_and_hash_seed() -> None:
     code = (
-        "import random; from pipeline.synthesis.story_plots import tell\n"
+        "import random; from pipeline.synthetic.story_plots import tell\n"
         "print([tell('gift', random.Random(f'{n}'), speaks=n % 2 == 0) for n in range(20)])"
     )
     root = Path(__file__).parent.parent
@@ -225,11 +236,11 @@ def test_no_goal_wording_carries_the_sign_of_another_family_nor_does_a_list() ->
     entries = [
         entry
         for group in (
-            story_words.LISTS,
-            story_words.THINGS,
-            story_words.FEELINGS,
-            story_words.DEEDS,
-            story_words.MANNERS,
+            story_world.LISTS,
+            story_world.THINGS,
+            story_world.FEELINGS,
+            story_world.DEEDS,
+            story_world.MANNERS,
         )
         for words in group.values()
         for entry in words
@@ -243,20 +254,20 @@ def test_no_goal_wording_carries_the_sign_of_another_family_nor_does_a_list() ->
 
 
 def test_wanted_things_stand_in_no_other_list_and_no_wording() -> None:
-    lists = {word for words in story_words.LISTS.values() for entry in words for word in entry.split()}
-    assert not lists & story_words.WANTED
-    assert not (set(story_words.TRAITS) | set(story_words.COLOURS)) & story_words.WANTED
+    lists = {word for words in story_world.LISTS.values() for entry in words for word in entry.split()}
+    assert not lists & story_world.WANTED
+    assert not (set(story_world.TRAITS) | set(story_world.COLOURS)) & story_world.WANTED
     lines = [*MOMENTS, *PHRASES]
     for plot in PLOTS.values():
         for event in all_events(plot):
             lines += event.plain + event.spoken
     for line in lines:
         fixed = re.sub(r"\{[^}]*\}", " ", line)
-        assert not set(re.findall(r"[a-z-]+", fixed.lower())) & story_words.WANTED, line
+        assert not set(re.findall(r"[a-z-]+", fixed.lower())) & story_world.WANTED, line
 
 
 def test_a_name_has_one_pronoun() -> None:
-    assert not set(story_words.HE_NAMES) & set(story_words.SHE_NAMES)
+    assert not set(story_world.HE_NAMES) & set(story_world.SHE_NAMES)
 
 
 def test_in_every_plan_needs_hold_bars_do_not_and_there_are_five_to_ten_events() -> None:

@@ -8,9 +8,8 @@ from typing import Any, cast
 import pytest
 from starlette.types import Message, Scope
 
-from pipeline.serve import streaming
-from pipeline.serve.asking import Answers
-from pipeline.serve.streaming import EventStream
+from pipeline.serve import asking
+from pipeline.serve.asking import Answers, EventStream
 
 
 class Entered:
@@ -55,7 +54,7 @@ class Connection:
 
 
 def test_an_event_that_finds_no_room_for_long_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(asking, "SEND_SECONDS", 0.05)
 
     async def tell(_: Answers) -> AsyncIterator[bytes]:
         for number in range(100):
@@ -68,7 +67,7 @@ def test_an_event_that_finds_no_room_for_long_ends_the_stream(monkeypatch: pytes
 
 
 def test_a_model_that_is_silent_for_long_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(asking, "SEND_SECONDS", 0.05)
 
     async def tell(_: Answers) -> AsyncIterator[bytes]:
         for number in range(2):

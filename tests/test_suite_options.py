@@ -10,15 +10,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline import checkpoint
-from pipeline.evaluation import benchmarks, likelihood, recall, suites, suites_tools
+from pipeline.evaluation import benchmarks, likelihood, suites
+from pipeline.evaluation import tools as evaluation_tools
 from pipeline.evaluation.intervals import Interval, ratio
-from pipeline.evaluation.suites import Result, Settings, Subject
+from pipeline.evaluation.suites import Settings, Subject, SuiteResult
 from pipeline.generation.sampling import Completion, Sampling
+from pipeline.ingest.records import Dialogue, Text, write
+from pipeline.memory import measure
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.sandbox.judge import SandboxConfig
-from pipeline.streams.records import Dialogue, Text, write
-from pipeline.synthesis import drills, stories, tools, transcripts
+from pipeline.synthetic import drills, stories
+from pipeline.synthetic import tools as synthetic_tools
 from pipeline.text.tokenizer import Tokenizer
 from stages import evaluate
 from tests.test_fit import job
@@ -82,10 +85,10 @@ def test_so_many_gaps_are_to_be_filled_in(count: int, silent: Any) -> None:
 
 @pytest.mark.parametrize("count", [4, 7, 40])
 def test_turns_of_so_many_dialogues_are_asked_and_words_of_half_as_many(count: int, silent: Any) -> None:
-    dialogues = list(tools.dialogues("test", 20, 1))
+    dialogues = list(synthetic_tools.dialogues("test", 20, 1))
     subject = silent(dialogues=count, max_new_tokens=13, ends=False)
-    suites_tools.called(subject, dialogues)
-    expected = [f"{d.id}#{turn}" for d in dialogues[:count] for turn in tools.turns(d)]
+    evaluation_tools.called(subject, dialogues)
+    expected = [f"{d.id}#{turn}" for d in dialogues[:count] for turn in synthetic_tools.turns(d)]
     assert [(one.names, one.tokens, one.temperature) for one in subject.asked] == [(expected, 13, 0.0)]
     subject.asked.clear()
     suites.answered(subject, [talk(n) for n in range(20)])
@@ -171,10 +174,10 @@ def measured(
     sandboxes: list[SandboxConfig] = []
 
     def taking(name: str) -> Any:
-        def suite(subject: Subject, *given: Any) -> Result:
+        def suite(subject: Subject, *given: Any) -> SuiteResult:
             items: Sequence[Any] = next(part for part in given if not isinstance(part, str))
             found.append((name, [item.path if isinstance(item, Text) else item.id for item in items]))
-            return Result({f"{name}/settings": subject.settings.documents})
+            return SuiteResult({f"{name}/settings": subject.settings.documents})
 
         return suite
 
@@ -189,11 +192,11 @@ def measured(
 
     for name in ("documents", "sampled_stories", "gaps", "answered", "solved"):
         monkeypatch.setattr(suites, name, taking(name))
-    monkeypatch.setattr(suites_tools, "called", taking("called"))
+    monkeypatch.setattr(evaluation_tools, "called", taking("called"))
     monkeypatch.setattr(evaluate, "Judge", NoJudge)
-    monkeypatch.setattr(recall, "known", lambda *_: Result())
+    monkeypatch.setattr(measure, "known", lambda *_: SuiteResult())
     sources = [("docs", "docs"), ("trade", "trade"), (stories.HELD_OUT[0], "unseen"), (drills.SOURCE, "drill"),
-               (transcripts.SOURCE, "call")]  # fmt: skip
+               (synthetic_tools.SOURCE, "call")]  # fmt: skip
     checkpoint.save(tmp_path / "model", tiny_model, byte_tokenizer, {})
     inputs: dict[str, Path] = {
         "model": tmp_path / "model", "dialogues": tmp_path / "dialogues", "problems": tmp_path / "problems",
@@ -234,7 +237,9 @@ def test_a_suite_that_is_done_is_not_measured_again_and_another_test_set_costs_i
         (tmp_path / "data/benchmarks").mkdir(parents=True, exist_ok=True)
         (tmp_path / f"data/benchmarks/{name}.jsonl").write_text(name)
     monkeypatch.setattr(benchmarks, "load", lambda path: benchmarks.TestSet(path.stem, "mbpp"))
-    monkeypatch.setattr(benchmarks, "score", lambda subject, sets, **_: scored.append(sets[0].name) or Result({"n": 1}))
+    monkeypatch.setattr(
+        benchmarks, "score", lambda subject, sets, **_: scored.append(sets[0].name) or SuiteResult({"n": 1})
+    )
     first = measured(benchmarks=["data/benchmarks/a.jsonl"])[0]
     assert first and scored == ["a"]
     assert measured(benchmarks=["data/benchmarks/a.jsonl", "data/benchmarks/b.jsonl"])[0] == []
@@ -260,9 +265,9 @@ def test_the_test_sets_that_are_named_are_scored_and_no_others(
     scored: list[Any] = []
     monkeypatch.setattr(benchmarks, "load", lambda path: loaded.append(path) or benchmarks.TestSet(path.name, "mbpp"))
 
-    def score(subject: Subject, sets: list[Any], **_: Any) -> Result:
+    def score(subject: Subject, sets: list[Any], **_: Any) -> SuiteResult:
         scored.extend(sets)
-        return Result()
+        return SuiteResult()
 
     monkeypatch.setattr(benchmarks, "score", score)
     measured()

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation import likelihood, suites, suites_tools
-from pipeline.evaluation import tools as measures
+from pipeline.evaluation import likelihood, suites
+from pipeline.evaluation import tools as evaluation_tools
 from pipeline.evaluation.suites import Settings, Subject
 from pipeline.generation.sampling import Completion
+from pipeline.ingest.records import Dialogue, Problem, Text
 from pipeline.model.transformer import Transformer
 from pipeline.sandbox.judge import Program, Verdict
-from pipeline.streams.records import Dialogue, Problem, Text
-from pipeline.synthesis import stories, tools, wording
+from pipeline.synthetic import programs as synthetic_programs
+from pipeline.synthetic import stories
+from pipeline.synthetic import tools as synthetic_tools
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -83,7 +85,7 @@ def text(path: str, content: str) -> Text:
 
 def problem(name: str, group: str) -> Problem:
     return Problem(id=name, level=1, group=group, key=name, question=f"Write {name}.", entry_point=name,
-                   signature=f"{name}(x)", tests=[], answer=wording.fenced(f"def {name}(x):\n    return x"))  # fmt: skip
+                   signature=f"{name}(x)", tests=[], answer=synthetic_programs.fenced(f"def {name}(x):\n    return x"))  # fmt: skip
 
 
 def test_a_sample_depends_on_its_id_suite_and_number_and_on_nothing_else(subject: Subject) -> None:
@@ -171,12 +173,16 @@ def test_a_gap_is_right_when_it_is_the_very_line(scripted: Any, byte_tokenizer: 
 def test_problems_are_counted_by_group_greedy_and_sampled(scripted: Any) -> None:
     problems = [problem("a", "easy"), problem("b", "easy"), problem("c", "hard")]
     good = {p.id: f"def {p.id}(x):\n    return x\n" for p in problems}
-    bad = wording.fenced("def wrong(x):\n    return 0")
-    answers: dict[Any, Any] = {("a", 0): wording.fenced(good["a"].strip()), ("b", 0): "no code", ("c", 0): bad}
+    bad = synthetic_programs.fenced("def wrong(x):\n    return 0")
+    answers: dict[Any, Any] = {
+        ("a", 0): synthetic_programs.fenced(good["a"].strip()),
+        ("b", 0): "no code",
+        ("c", 0): bad,
+    }
     for sample in range(1, 6):  # right samples: a 2 of 5, b 5 of 5, c 0 of 5
         answers |= {
-            ("a", sample): wording.fenced(good["a"].strip()) if sample < 3 else bad,
-            ("b", sample): wording.fenced(good["b"].strip()),
+            ("a", sample): synthetic_programs.fenced(good["a"].strip()) if sample < 3 else bad,
+            ("b", sample): synthetic_programs.fenced(good["b"].strip()),
             ("c", sample): bad,
         }
     result = suites.solved(scripted(answers, samples=5), problems, Judge(good.values()))  # type: ignore[arg-type]
@@ -196,7 +202,7 @@ def test_problems_are_counted_by_group_greedy_and_sampled(scripted: Any) -> None
 def test_an_item_is_another_one_when_anything_of_it_is_though_its_id_stays(scripted: Any) -> None:
     """Hidden tests, one character of a document, a tool that was offered: what two runs must share to be compared."""
 
-    def items(result: suites.Result) -> list[str]:
+    def items(result: suites.SuiteResult) -> list[str]:
         assert result.rows
         return [row["item"] for row in result.rows]
 
@@ -219,10 +225,12 @@ def test_an_item_is_another_one_when_anything_of_it_is_though_its_id_stays(scrip
     assert told[0] != told[1]
     gaps = [items(suites.gaps(scripted({"g": "x"}), [text("g", SOURCE.replace("+ 1", end).replace("+ 2", end))])) for end in ("+ 1", "+ 3")]  # fmt: skip
     assert gaps[0] != gaps[1]
-    (talk,) = tools.dialogues("test", 1, 1)
-    turn = tools.turns(talk)[0]
+    (talk,) = synthetic_tools.dialogues("test", 1, 1)
+    turn = synthetic_tools.turns(talk)[0]
     fewer = replace(talk, tools=[*talk.tools, talk.tools[0] | {"more": 1}])
-    called = [items(suites_tools.called(scripted({f"{talk.id}#{turn}": "no"}), [one])) for one in (talk, fewer, talk)]
+    called = [
+        items(evaluation_tools.called(scripted({f"{talk.id}#{turn}": "no"}), [one])) for one in (talk, fewer, talk)
+    ]
     assert called[0] == called[2] != called[1]
 
 
@@ -233,12 +241,12 @@ def truthful(dialogue: Dialogue, turn: int) -> str:
 
 
 def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scripted: Any) -> None:
-    dialogues = list(tools.dialogues("test", 40, 1))
-    turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
-    category = {d.id: tools.facets(d).category for d in dialogues}
-    right = suites_tools.called(scripted({f"{d.id}#{turn}": truthful(d, turn) for d, turn in turns}), dialogues)
+    dialogues = list(synthetic_tools.dialogues("test", 40, 1))
+    turns = [(d, turn) for d in dialogues for turn in synthetic_tools.turns(d)]
+    category = {d.id: synthetic_tools.facets(d).category for d in dialogues}
+    right = evaluation_tools.called(scripted({f"{d.id}#{turn}": truthful(d, turn) for d, turn in turns}), dialogues)
     assert right.numbers["ast"] == right.numbers["ast_high"] == 1.0
-    calling = {row["id"].partition("#")[0] for row in right.rows if row["category"] in measures.AST}
+    calling = {row["id"].partition("#")[0] for row in right.rows if row["category"] in evaluation_tools.AST}
     for name, dialogues_of_it in (("ast", calling), ("ast_simple", {i for i in calling if category[i] == "simple"})):
         n = len(dialogues_of_it)
         assert right.numbers[f"{name}_low"] == pytest.approx(n / (n + 1.959964**2))  # Wilson, n of n
@@ -250,22 +258,26 @@ def test_true_calls_score_one_and_words_alone_nothing_where_calls_are_asked(scri
     assert {row["verdict"] for row in right.rows} == {"right"}
     wanted = {row["id"]: row["wanted"] for row in right.rows}
     assert wanted == {
-        f"{d.id}#{turn}": "call" if tools.truth(d, turn) else "question" if category[d.id] == "missing" else "nothing"
+        f"{d.id}#{turn}": "call"
+        if synthetic_tools.truth(d, turn)
+        else "question"
+        if category[d.id] == "missing"
+        else "nothing"
         for d, turn in turns
     }
-    silent = suites_tools.called(scripted({f"{d.id}#{turn}": "I cannot." for d, turn in turns}), dialogues)
+    silent = evaluation_tools.called(scripted({f"{d.id}#{turn}": "I cannot." for d, turn in turns}), dialogues)
     assert (silent.numbers["ast"], silent.numbers["irrelevance"], silent.numbers["left_out"]) == (0.0, 1.0, 0)
 
 
 def test_the_interval_of_tool_calls_is_over_dialogues_and_holds_the_value(scripted: Any) -> None:
-    dialogues = list(tools.dialogues("test", 40, 1))
-    turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
+    dialogues = list(synthetic_tools.dialogues("test", 40, 1))
+    turns = [(d, turn) for d in dialogues for turn in synthetic_tools.turns(d)]
     half = {
         f"{d.id}#{turn}": truthful(d, turn) if n % 2 else "No."
         for n, d in enumerate(dialogues)
-        for turn in tools.turns(d)
+        for turn in synthetic_tools.turns(d)
     }
-    numbers = suites_tools.called(scripted(half), dialogues).numbers
+    numbers = evaluation_tools.called(scripted(half), dialogues).numbers
     assert len(half) == len(turns)
     for name in ("ast", "name_accuracy"):
         assert 0 < numbers[f"{name}_low"] < numbers[name] < numbers[f"{name}_high"] < 1
@@ -276,10 +288,10 @@ def test_the_first_dialogues_are_answered_again_under_the_grammar_of_their_tools
     scripted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the turns whose truth calls a tool the model is made to write it; the free answers say nothing."""
-    dialogues = list(tools.dialogues("test", 12, 1))
-    turns = [(d, turn) for d in dialogues for turn in tools.turns(d)]
+    dialogues = list(synthetic_tools.dialogues("test", 12, 1))
+    turns = [(d, turn) for d in dialogues for turn in synthetic_tools.turns(d)]
     silent = {f"{d.id}#{turn}": "I cannot." for d, turn in turns}
-    assert not [name for name in suites_tools.called(scripted(silent), dialogues).numbers if "constrained" in name]
+    assert not [name for name in evaluation_tools.called(scripted(silent), dialogues).numbers if "constrained" in name]
     asked: list[int] = []
 
     def guided(model: Any, prompts: list[list[int]], grammars: list[Any], **_: Any) -> list[Completion]:
@@ -293,8 +305,8 @@ def test_the_first_dialogues_are_answered_again_under_the_grammar_of_their_tools
         subject.tokenizer, "decode", lambda ids: next((t for t in texts if byte(t) == list(ids)), "I cannot.")
     )
     texts = [truthful(d, turn) for d, turn in turns]
-    monkeypatch.setattr(suites_tools, "guided", guided)
-    numbers = suites_tools.called(subject, dialogues).numbers
+    monkeypatch.setattr(evaluation_tools, "guided", guided)
+    numbers = evaluation_tools.called(subject, dialogues).numbers
     assert asked == [sum(d.id in {one.id for one in dialogues[:5]} for d, _ in turns)]
     assert (
         numbers["ast"],
@@ -330,6 +342,6 @@ def test_settings_that_measure_nothing_are_refused(change: dict[str, int]) -> No
 
 def test_nothing_to_measure_gives_no_numbers_and_no_error(scripted: Any) -> None:
     empty: Sequence[Any] = []
-    for suite in (suites.sampled_stories, suites.gaps, suites_tools.called, suites.answered):
+    for suite in (suites.sampled_stories, suites.gaps, evaluation_tools.called, suites.answered):
         assert suite(scripted({}), empty).numbers == {}
     assert suites.solved(scripted({}), empty, Judge([])).numbers == {}  # type: ignore[arg-type]

@@ -11,16 +11,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.errors import ConfigError, DataError
-from pipeline.params import Runtime
+from pipeline.ingest import own_files
+from pipeline.ingest.records import Dialogue, Fact, Pair, Problem, read
+from pipeline.ingest.sources import DataConfig
+from pipeline.run.config import Runtime
+from pipeline.run.errors import ConfigError, DataError
+from pipeline.run.tracking import Tracker
+from pipeline.run.workdir import Job, StopRequest
 from pipeline.sandbox import servers
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
-from pipeline.streams import readers
-from pipeline.streams.records import Dialogue, Fact, Pair, Problem, read
-from pipeline.streams.sources import DataConfig
-from pipeline.synthesis import preferences, programs, stories, tools, wording
-from pipeline.tracking import Tracker
-from pipeline.work import Job, StopRequest
+from pipeline.synthetic import preferences, stories, tools
+from pipeline.synthetic import programs as synthetic_programs
 from stages import tasks
 from stages.tasks import Params
 
@@ -157,7 +158,9 @@ def test_equal_runs_give_equal_bytes_and_another_seed_others(tmp_path: Path, fak
 @pytest.mark.full
 def test_a_test_item_that_the_training_data_hold_is_dropped(usual: Made, tmp_path: Path, fake: None) -> None:
     long = next(p for p in usual["problems"]["test"] if len(p.answer.split()) > 15)
-    found = made(tmp_path, replace(PARAMS, dialogues=20, pairs=3), code=["x = 1\n" + wording.unfenced(long.answer)])
+    found = made(
+        tmp_path, replace(PARAMS, dialogues=20, pairs=3), code=["x = 1\n" + synthetic_programs.unfenced(long.answer)]
+    )
     kept = [p.id for p in found["problems"]["test"]]
     assert long.id not in kept
     assert found["report"]["dropped_test_items"]["problems"] == 20 - len(kept) >= 1
@@ -242,13 +245,13 @@ def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -
         return {"id": f"mine-{number}", "level": 1, "group": "own", "key": str(number), "question": f"Write f{number}.",
                 "entry_point": f"f{number}", "signature": f"f{number}(x)", "tests": [test], **more}  # fmt: skip
 
-    answers = [{"answer": wording.fenced(f"def f{n}(x):\n    return x + 1")} for n in range(8)]
+    answers = [{"answer": synthetic_programs.fenced(f"def f{n}(x):\n    return x + 1")} for n in range(8)]
     train = [row(n, **answers[n]) for n in range(4)] + [row(8)]
     (tmp_path / "own/train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in train) + "{broken\n")
     (tmp_path / "own/val.jsonl").write_text("".join(json.dumps(row(n, **answers[n])) + "\n" for n in range(4, 8)))
     data = DataConfig(source="files", problems=["*.jsonl"], max_rejected=0.5)
     found = made(tmp_path, replace(PARAMS, data=data, dialogues=20, pairs=6, test_items=2))
-    read_again: Any = readers.read_files(tmp_path / "own", data, "problems", tmp_path / "again.jsonl")
+    read_again: Any = own_files.read_files(tmp_path / "own", data, "problems", tmp_path / "again.jsonl")
     held_out = [
         p.entry_point for split, p in read_again if split == "val"
     ]  # a hash of the id holds out rows of train, too
@@ -353,7 +356,7 @@ def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
         problem = asked[pair.id.removeprefix("train-").rpartition("-")[0]]
         for message, gold in ((pair.chosen[0], pair.gold_chosen), (pair.rejected[0], pair.gold_rejected)):
             hidden = [test for test in problem.tests if not test["visible"]]
-            programs.append((message["content"], Program(source=wording.unfenced(message["content"]), entry_point=problem.entry_point, tests=hidden)))  # fmt: skip
+            programs.append((message["content"], Program(source=synthetic_programs.unfenced(message["content"]), entry_point=problem.entry_point, tests=hidden)))  # fmt: skip
             golds.append(gold)
     with Judge(SandboxConfig(), 1) as judge:
         verdicts = list(judge.judge(program for _, program in programs))
@@ -367,7 +370,7 @@ def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
 
 
 def test_records_from_worker_processes_are_those_of_one_run() -> None:
-    for kind, made in (("problems", programs.problems), ("dialogues", tools.dialogues)):
+    for kind, made in (("problems", synthetic_programs.problems), ("dialogues", tools.dialogues)):
         whole = list(made("train", 230, 3))
         assert tasks.generate(tasks.Chunk(kind, "train", 150, 230, 3)) == whole[150:]
         assert tasks._generated(kind, {"train": 230}, 3, workers=1) == {"train": whole}  # chunks of 200

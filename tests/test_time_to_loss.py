@@ -13,7 +13,7 @@ import torch
 from benchmarks import nanogpt, time_to_loss, time_to_loss_arm
 from benchmarks.nanogpt import GPT, Recipe, Shape
 from benchmarks.time_to_loss_report import Reached, between, plot, ratio, steps_to, table, verdict
-from pipeline.streams.batch import Piece, token_batch
+from pipeline.batches.batch import Piece, token_batch
 from tests.corpora import write_corpus
 
 SHAPE = Shape(vocab_size=64, width=16, layers=2, heads=2, context=12)

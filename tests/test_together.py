@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from pipeline.sandbox.candidates import Candidates, scores
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
-from pipeline.sandbox.together import Candidates, scores
-from pipeline.synthesis import mistakes, programs
+from pipeline.synthetic import programs
 
 TESTS = [{"args": f"[{n}]", "expected": str(n + 1), "visible": False} for n in range(4)]
 RIGHT = "def up(x):\n    return x + 1\n"
@@ -90,7 +90,7 @@ def test_what_the_generators_write_has_the_scores_that_it_has_alone(judge: Judge
     for problem in programs.problems("train", 12, 3):
         hidden = [test for test in problem.tests if not test["visible"]]
         assert problem.answer is not None
-        wrong = [text for _, text in mistakes.distractors(problem, 3)]
+        wrong = [text for _, text in programs.distractors(problem, 3)]
         right = problem.answer.removeprefix("```python\n").removesuffix("\n```")
         asked.append(Candidates([right, *wrong], problem.entry_point, hidden))
     found = list(scores(judge, asked))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import ModelError
-from pipeline.text import words
+from pipeline.run.errors import ModelError
+from pipeline.text import tokenizer as text_tokenizer
 from pipeline.text.tokenizer import ADDED, PATTERN, SPECIAL, Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def test_encoding_by_words_equals_the_librarys_pipeline(text: str) -> None:
 
 
 def test_the_memory_for_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "MOST", 50)
+    monkeypatch.setattr(text_tokenizer, "MOST", 50)
     tokenizer = Tokenizer.train(iter([TEXT]), 512)
     assert tokenizer.encode(TEXT) == TOKENIZER.encode(TEXT)
     assert tokenizer._words is not None and len(tokenizer._words) <= 50

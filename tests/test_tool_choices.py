@@ -5,19 +5,18 @@ from collections import Counter
 
 import pytest
 
-from pipeline.synthesis import tool_choices
-from pipeline.synthesis.tool_choices import LENGTH, SCHEMA
-from pipeline.synthesis.tool_requests import REFUSALS
-from pipeline.synthesis.tool_shape import leaf_values, problems
-from pipeline.synthesis.toolbox import SEEN, UNSEEN
-from pipeline.synthesis.tools import belongs, calls
+from pipeline.synthetic import tools
+from pipeline.synthetic.tool_script import REFUSALS
+from pipeline.synthetic.tool_values import leaf_values, problems
+from pipeline.synthetic.toolbox import SEEN, UNSEEN
+from pipeline.synthetic.tools import LENGTH, SCHEMA, belongs, calls
 
-TALKS = [tool_choices.dialogue("train", 3, number) for number in range(300)]
+TALKS = [tools.choice_dialogue("train", 3, number) for number in range(300)]
 
 
 def test_a_number_decides() -> None:
-    assert [tool_choices.dialogue("train", 3, number) for number in range(20)] == TALKS[:20]
-    assert tool_choices.dialogue("val", 3, 0).messages != TALKS[0].messages
+    assert [tools.choice_dialogue("train", 3, number) for number in range(20)] == TALKS[:20]
+    assert tools.choice_dialogue("val", 3, 0).messages != TALKS[0].messages
     assert {talk.kind for talk in TALKS} == {"choice"}
     assert all(int(talk.category) == len(talk.tools) for talk in TALKS)
     assert {talk.category for talk in TALKS} == {"2", "3", "4"}

@@ -9,10 +9,10 @@ import pytest
 
 from pipeline.evaluation import bfcl
 from pipeline.evaluation.tools import score, summarise
-from pipeline.streams.records import Dialogue
-from pipeline.synthesis.tool_script import Script
-from pipeline.synthesis.toolbox import TOOLS
-from pipeline.synthesis.tools import dialogues, facets, turns, wrong_answers
+from pipeline.ingest.records import Dialogue
+from pipeline.synthetic.tool_script import Script
+from pipeline.synthetic.toolbox import TOOLS
+from pipeline.synthetic.tools import dialogues, facets, turns, wrong_answers
 
 PLAN = {
     "name": "plan",

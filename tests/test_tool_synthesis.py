@@ -9,15 +9,13 @@ from random import Random
 
 import pytest
 
-from pipeline.streams.records import Dialogue
-from pipeline.synthesis import tool_requests
-from pipeline.synthesis.tool_dialogues import LENGTH
-from pipeline.synthesis.tool_script import Script, provenance
-from pipeline.synthesis.tool_shape import Tool, draw, function, leaf_values, problems, told
-from pipeline.synthesis.tool_values import FIRST_NAMES
-from pipeline.synthesis.tool_world import World
-from pipeline.synthesis.toolbox import CHAINS, TOOLS, UNSEEN, run
-from pipeline.synthesis.tools import (
+from pipeline.ingest.records import Dialogue
+from pipeline.synthetic import tool_script
+from pipeline.synthetic.tool_dialogues import LENGTH
+from pipeline.synthetic.tool_script import Script, provenance
+from pipeline.synthetic.tool_values import FIRST_NAMES, Tool, World, draw, function, leaf_values, problems, told
+from pipeline.synthetic.toolbox import CHAINS, TOOLS, UNSEEN, run
+from pipeline.synthetic.tools import (
     NO_CALL_FIRST,
     QUOTAS,
     calls,
@@ -71,7 +69,7 @@ def test_a_conversation_depends_on_split_seed_and_number_alone(train: list[Dialo
 @pytest.mark.full
 def test_the_hash_seed_changes_nothing() -> None:
     code = (
-        "import hashlib; from pipeline.streams.records import dumps; from pipeline.synthesis.tools import dialogues;"
+        "import hashlib; from pipeline.ingest.records import dumps; from pipeline.synthetic.tools import dialogues;"
         "lines = ''.join(dumps(d) for s in ('train', 'test') for d in dialogues(s, 40, 7));"
         "print(hashlib.sha256(lines.encode()).hexdigest())"
     )
@@ -126,7 +124,7 @@ def test_nothing_held_out_is_in_train_or_val(train: list[Dialogue], val: list[Di
     names = {tool.name for tool in UNSEEN}
     descriptions = {tool.description for tool in UNSEEN}
     stems = [wording.split("{")[0] for tool in UNSEEN for wording in tool.wordings if wording[0] != "{"]
-    frames = [frame.split("{}")[0] for frame in tool_requests.FRAMES[8:]]
+    frames = [frame.split("{}")[0] for frame in tool_script.FRAMES[8:]]
     for dialogue in train + val:
         offered = tools_at(dialogue, len(dialogue.messages))
         assert not names & {tool["function"]["name"] for tool in offered}
@@ -224,7 +222,7 @@ def test_training_conversations_go_on_until_they_are_long(train: list[Dialogue],
         added += 1
         answer = messages[last + 1]
         refused += not calls(answer)
-        assert calls(answer) or answer["content"] in tool_requests.REFUSALS
+        assert calls(answer) or answer["content"] in tool_script.REFUSALS
         before = len(json.dumps([t["function"] for t in dialogue.tools]))
         before += sum(len(json.dumps(m)) for m in messages[:last])
         assert before < LENGTH + 400  # 400: results and closing words come after the size was looked at

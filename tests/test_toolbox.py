@@ -8,11 +8,9 @@ from random import Random
 import jsonschema
 import pytest
 
-from pipeline.synthesis.tool_inventions import invent, renamed, sibling
-from pipeline.synthesis.tool_shape import draw, execute, function, problems, told, words
-from pipeline.synthesis.tool_values import CITIES, misspelt
-from pipeline.synthesis.tool_world import World
-from pipeline.synthesis.toolbox import HELD_OUT_DOMAINS, TOOLS, UNSEEN, run
+from pipeline.synthetic.tool_inventions import invent, renamed, sibling
+from pipeline.synthetic.tool_values import CITIES, World, draw, execute, function, misspelt, problems, told, words
+from pipeline.synthetic.toolbox import HELD_OUT_DOMAINS, TOOLS, UNSEEN, run
 
 
 def test_there_are_12_domains_of_four_tools_or_more_and_three_domains_are_held_out() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.runtime import Runtime
+from pipeline.run.config import Runtime
+from pipeline.run.errors import ConfigError
 
 ROWS = """
 import sys
 from pathlib import Path
-from pipeline.tracking import Tracker
+from pipeline.run.tracking import Tracker
 
 name, folder = sys.argv[1], Path(sys.argv[2])
 for part in (1, 2):  # the second continues the first, as after a kill
@@ -58,7 +58,7 @@ def test_wandb_keeps_an_offline_run_in_the_work_folder(tmp_path: Path) -> None:
 
 
 def test_one_that_is_not_installed_or_not_known_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.trackers import Others
+    from pipeline.run.tracking import Others
 
     monkeypatch.setattr("accelerate.utils.is_wandb_available", lambda: False)
     with pytest.raises(ConfigError, match=r"wandb is not installed: pip install '\.\[trackers\]'"):

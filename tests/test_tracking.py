@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import tracking
-from pipeline.tracking import Tracker, clean, flatten, progress, say, write_curve, write_json
+from pipeline.run import tracking
+from pipeline.run.tracking import Tracker, clean, flatten, progress, say, write_curve, write_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,7 +84,7 @@ def test_a_quiet_tracker_and_another_rank_write_nothing(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-START = "import os, sys; from pathlib import Path; from pipeline.tracking import Tracker; folder = Path(sys.argv[1]); folder.mkdir(exist_ok=True)\n"
+START = "import os, sys; from pathlib import Path; from pipeline.run.tracking import Tracker; folder = Path(sys.argv[1]); folder.mkdir(exist_ok=True)\n"
 OPEN = "one = Tracker('toy', folder, {'stage': 'toy', 'dvc.exp': ''}, {'fit': {f'k{n}': n for n in range(120)}}, quiet=False)\n"
 LOG = """
 def log(first, last):
@@ -257,7 +257,7 @@ def test_after_a_rollback_the_steps_are_sent_again(tmp_path: Path) -> None:
 
 
 def test_trackers_remember_that_they_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.trackers import Others
+    from pipeline.run.tracking import Others
 
     given: list[int] = []
     monkeypatch.setattr(Others, "_start", lambda self: self._open.append(self))

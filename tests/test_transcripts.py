@@ -2,25 +2,25 @@
 
 import json
 
-from pipeline.synthesis import tool_choices, transcripts
-from pipeline.synthesis.toolbox import UNSEEN
-from pipeline.synthesis.tools import dialogues
-from pipeline.synthesis.vocabulary import COMMON
+from pipeline.synthetic import tools
+from pipeline.synthetic.story_world import COMMON
+from pipeline.synthetic.toolbox import UNSEEN
+from pipeline.synthetic.tools import dialogues
 
-TEXTS = [transcripts.record(3, number).text for number in range(150)]
+TEXTS = [tools.record(3, number).text for number in range(150)]
 
 
 def test_a_transcript_is_a_function_of_its_seed_and_number() -> None:
-    assert [transcripts.record(3, number).text for number in range(150)] == TEXTS
+    assert [tools.record(3, number).text for number in range(150)] == TEXTS
     assert len(set(TEXTS)) == 150
-    assert transcripts.record(4, 0).text != TEXTS[0]
-    made = transcripts.record(3, 7)
+    assert tools.record(4, 0).text != TEXTS[0]
+    made = tools.record(3, 7)
     assert (made.source, made.path, made.licence) == ("transcripts", "transcripts/3/7", "CC0-1.0")
 
 
 def test_a_transcript_says_what_the_conversation_says_in_its_order() -> None:
     whole = list(dialogues("train", 150, 3))
-    talks = [tool_choices.dialogue("train", 3, n) if n % 4 < 2 else whole[n] for n in range(150)]
+    talks = [tools.choice_dialogue("train", 3, n) if n % 4 < 2 else whole[n] for n in range(150)]
     for text, dialogue in zip(TEXTS, talks, strict=True):
         said = [json.dumps(tool["function"], ensure_ascii=False) for tool in dialogue.tools]
         for message in dialogue.messages:

@@ -1,4 +1,4 @@
-"""pipeline/usage.py: what a stage costs."""
+"""pipeline/run/cost.py: what a stage costs."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import usage
-from pipeline.tracking import Tracker
+from pipeline.run import cost
+from pipeline.run.tracking import Tracker
 
 WORKER = """
 import sys, time
@@ -25,12 +25,12 @@ sys.stdin.read()
 
 @pytest.fixture
 def no_meters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "rapl", list)
-    monkeypatch.setattr(usage, "nvml", list)
+    monkeypatch.setattr(cost, "rapl", list)
+    monkeypatch.setattr(cost, "nvml", list)
 
 
 def test_a_worker_s_time_and_memory_count_while_it_lives_and_when_it_has_ended(tmp_path: Path, no_meters: None) -> None:
-    with usage.measured(tmp_path) as used:
+    with cost.measured(tmp_path) as used:
         before = used.totals()
         worker = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert worker.stdout is not None and worker.stdout.readline() == b"worked\n"
@@ -48,11 +48,11 @@ def test_a_worker_s_time_and_memory_count_while_it_lives_and_when_it_has_ended(t
 
 
 def test_a_try_that_ended_badly_counts_for_the_one_that_resumes(tmp_path: Path, no_meters: None) -> None:
-    with pytest.raises(RuntimeError), usage.measured(tmp_path, time.monotonic() - 5):
+    with pytest.raises(RuntimeError), cost.measured(tmp_path, time.monotonic() - 5):
         raise RuntimeError("killed")
     first = json.loads((tmp_path / "usage.json").read_text())
     assert first["tries"] == 1 and 5 <= first["seconds"] < 60
-    with usage.measured(tmp_path, time.monotonic() - 7) as used:
+    with cost.measured(tmp_path, time.monotonic() - 7) as used:
         pass
     whole = used.totals()
     assert whole["tries"] == 2
@@ -62,7 +62,7 @@ def test_a_try_that_ended_badly_counts_for_the_one_that_resumes(tmp_path: Path, 
 
 def test_a_torn_state_of_an_earlier_try_is_no_fault(tmp_path: Path, no_meters: None) -> None:
     (tmp_path / "usage.json").write_text('{"seconds": 1')
-    with usage.measured(tmp_path) as used:
+    with cost.measured(tmp_path) as used:
         pass
     assert used.totals()["tries"] == 1
 
@@ -78,7 +78,7 @@ def counter(folder: Path, name: str, value: int) -> Path:
 def test_energy_is_that_of_the_packages_and_their_counters_wrap(tmp_path: Path) -> None:
     package = counter(tmp_path / "intel-rapl:0", "package-0", 900_000)
     counter(tmp_path / "intel-rapl:0:0", "core", 5)
-    (meter,) = usage.rapl(tmp_path)
+    (meter,) = cost.rapl(tmp_path)
     (package / "energy_uj").write_text("950000")
     assert meter.joules() == pytest.approx(0.05)
     (package / "energy_uj").write_text("49999")  # 50,001 to the end of the range and over it
@@ -88,11 +88,11 @@ def test_energy_is_that_of_the_packages_and_their_counters_wrap(tmp_path: Path) 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_a_counter_that_may_not_be_read_is_left_out(tmp_path: Path) -> None:
     (counter(tmp_path / "intel-rapl:0", "package-0", 1) / "energy_uj").chmod(0)
-    assert usage.rapl(tmp_path) == []
+    assert cost.rapl(tmp_path) == []
 
 
 def test_without_meters_energy_is_not_measured_and_no_gpu_is_named(tmp_path: Path, no_meters: None) -> None:
-    with usage.measured(tmp_path) as used:
+    with cost.measured(tmp_path) as used:
         pass
     assert used.totals()["joules"] == "not measured"
     assert "gpu_seconds" not in used.totals()
@@ -118,9 +118,9 @@ class Library:
 
 def test_a_gpu_gives_energy_and_busy_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
-    monkeypatch.setattr(usage, "rapl", list)
-    monkeypatch.setattr(usage, "nvml", lambda: [usage.Gpu(library, 0)])
-    with usage.measured(tmp_path) as used:
+    monkeypatch.setattr(cost, "rapl", list)
+    monkeypatch.setattr(cost, "nvml", lambda: [cost.Gpu(library, 0)])
+    with cost.measured(tmp_path) as used:
         library.energy = 5000  # millijoules
     found = used.totals()
     assert found["joules"] == pytest.approx(3.0)

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.learning import verdict
-from pipeline.learning.course import Course
+from pipeline.learning import update
+from pipeline.learning.update import Course
 
 
 def settled(loss: float = 2.0, spread: float = 0.1) -> Course:
     """128 applied steps whose losses lie `spread` around a mean."""
     course = Course()
     for step in range(128):
-        verdict.applied(course, loss + (spread if step % 2 else -spread))
+        update.applied(course, loss + (spread if step % 2 else -spread))
     return course
 
 
@@ -23,76 +23,76 @@ def followed(losses: Iterable[float], on_spike: str = "skip") -> tuple[Course, i
     """What fit does with the losses of a run, one after another: its course, the steps it made, and why it ended."""
     course = Course()
     for loss in losses:
-        if why := verdict.risen(course, loss, on_spike):
+        if why := update.risen(course, loss, on_spike):
             return course, course.step, why
-        fault = verdict.fault(course, loss, 1.0, on_spike)
-        left_out = course.broken_at if fault == verdict.NOT_FINITE else course.spikes_at
-        if fault and not verdict.too_many(left_out, course.step):
-            verdict.skipped(course, left_out)
-        elif fault == verdict.NOT_FINITE:
+        fault = update.fault(course, loss, 1.0, on_spike)
+        left_out = course.broken_at if fault == update.NOT_FINITE else course.spikes_at
+        if fault and not update.too_many(left_out, course.step):
+            update.skipped(course, left_out)
+        elif fault == update.NOT_FINITE:
             return course, course.step, fault
         else:
-            verdict.applied(course, loss, new_level=bool(fault))
+            update.applied(course, loss, new_level=bool(fault))
         course.step += 1
     return course, course.step, ""
 
 
 def test_a_spike_is_a_loss_six_deviations_above_the_mean() -> None:
     course = settled()  # mean 2, deviation 0.1: the limit is 2.6
-    assert verdict.fault(course, 2.59, 1.0, "skip") == ""
-    assert "a spike: loss above 2.6" in verdict.fault(course, 2.61, 1.0, "skip")
-    assert verdict.fault(course, -50.0, 0.0, "skip") == ""  # a fall is none
-    assert verdict.fault(course, 2.61, 1.0, "ignore") == ""
+    assert update.fault(course, 2.59, 1.0, "skip") == ""
+    assert "a spike: loss above 2.6" in update.fault(course, 2.61, 1.0, "skip")
+    assert update.fault(course, -50.0, 0.0, "skip") == ""  # a fall is none
+    assert update.fault(course, 2.61, 1.0, "ignore") == ""
 
 
 def test_a_gradient_norm_alone_is_no_fault() -> None:
     """The recorded case: loss 0.0214, three norms of 1.80 in a row where the mean of the last 128 was 0.525."""
     course = settled(loss=0.0214, spread=0.002)
     for course.step in range(3):
-        assert verdict.fault(course, 0.0214, 1.8, "skip") == ""
-        assert verdict.risen(course, 0.0214, "skip") == ""
-    assert verdict.fault(course, 0.0214, 1e9, "skip") == ""
+        assert update.fault(course, 0.0214, 1.8, "skip") == ""
+        assert update.risen(course, 0.0214, "skip") == ""
+    assert update.fault(course, 0.0214, 1e9, "skip") == ""
 
 
 def test_a_steady_loss_may_move_by_six_hundredths_of_itself() -> None:
     course = settled(spread=0.0)
-    assert verdict.fault(course, 2.0 * 1.059, 1.0, "skip") == ""
-    assert verdict.fault(course, 2.0 * 1.061, 1.0, "skip") != ""
+    assert update.fault(course, 2.0 * 1.059, 1.0, "skip") == ""
+    assert update.fault(course, 2.0 * 1.061, 1.0, "skip") != ""
 
 
 def test_what_is_small_in_itself_is_no_spike() -> None:
     known_by_heart = settled(loss=3e-4, spread=1e-4)  # as a causal model is at the end of 8 passes over its data
-    assert verdict.fault(known_by_heart, 0.0135, 0.5, "skip") == ""
-    assert "a spike: loss above 0.1003" in verdict.fault(known_by_heart, 0.101, 0.5, "skip")
+    assert update.fault(known_by_heart, 0.0135, 0.5, "skip") == ""
+    assert "a spike: loss above 0.1003" in update.fault(known_by_heart, 0.101, 0.5, "skip")
 
 
 def test_fewer_than_128_steps_make_no_spike_but_no_number_is_always_a_fault() -> None:
     course = settled()
     course.applied = course.applied[1:]
-    assert verdict.fault(course, 1e9, 1.0, "skip") == ""
+    assert update.fault(course, 1e9, 1.0, "skip") == ""
     for loss, norm in ((math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, -math.inf)):
-        assert verdict.fault(course, loss, norm, "ignore") == "not finite"
+        assert update.fault(course, loss, norm, "ignore") == "not finite"
 
 
 def test_only_the_last_128_steps_count() -> None:
     course = settled()
     for _ in range(128):
-        verdict.applied(course, 20.0)
-    assert len(course.applied) == 128 and verdict.fault(course, 20.5, 10.0, "skip") == ""
+        update.applied(course, 20.0)
+    assert len(course.applied) == 128 and update.fault(course, 20.5, 10.0, "skip") == ""
 
 
 def test_the_third_in_a_row_or_the_tenth_in_a_thousand_is_one_too_many() -> None:
-    assert [verdict.too_many(list(range(7, step)), step) for step in (7, 8, 9)] == [False, False, True]
-    assert not verdict.too_many([7, 8], 10)
+    assert [update.too_many(list(range(7, step)), step) for step in (7, 8, 9)] == [False, False, True]
+    assert not update.too_many([7, 8], 10)
     course = Course()
     for number in range(30):  # one in 101 steps: nine or ten in a thousand
         course.step = 101 * number
-        assert verdict.too_many(course.spikes_at, course.step) == (number >= 9), number
-        verdict.skipped(course, course.spikes_at)
+        assert update.too_many(course.spikes_at, course.step) == (number >= 9), number
+        update.skipped(course, course.spikes_at)
     course = Course()
     for course.step in range(0, 3600, 120):
-        assert not verdict.too_many(course.broken_at, course.step)
-        verdict.skipped(course, course.broken_at)
+        assert not update.too_many(course.broken_at, course.step)
+        update.skipped(course, course.broken_at)
     assert course.skipped == 30 and course.spikes_at == []
 
 
@@ -124,19 +124,19 @@ def test_steps_that_are_not_finite_end_the_run_at_the_third_and_never_with_spike
 
 def test_a_rollback_goes_to_the_newest_evaluation_sixteen_steps_old() -> None:
     course = Course(step=100, evaluated=[40, 84, 85])
-    assert verdict.rollback_target(course) == 84
-    assert verdict.rollback_targets(course) == [84, 85]
+    assert update.rollback_target(course) == 84
+    assert update.rollback_targets(course) == [84, 85]
     course.step = 50
-    assert verdict.rollback_target(course) is None and verdict.rollback_targets(course) == [40, 84, 85]
+    assert update.rollback_target(course) is None and update.rollback_targets(course) == [40, 84, 85]
 
 
 def test_a_second_rollback_goes_to_the_state_of_the_first_and_never_behind_it() -> None:
     course = Course(step=110, evaluated=[40, 84], windows=[[84, 17]])
-    assert verdict.rollback_target(course) == 84
+    assert update.rollback_target(course) == 84
     course.step = 90  # six steps after it went back: the state of 40 may be gone, and would bring the window back
-    assert verdict.rollback_target(course) == 84 and verdict.rollback_targets(course) == [84]
+    assert update.rollback_target(course) == 84 and update.rollback_targets(course) == [84]
     course.step, course.evaluated = 120, [40, 84, 100, 110]
-    assert verdict.rollback_target(course) == 100
+    assert update.rollback_target(course) == 100
 
 
 def test_the_best_of_a_rollback_is_the_best_that_was_known_there() -> None:
@@ -144,20 +144,20 @@ def test_the_best_of_a_rollback_is_the_best_that_was_known_there() -> None:
     for course.step, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, 1.0)):
         course.compare(loss, threshold=0.0, patience=0)
     assert course.bests == [10, 20, 40] and course.best_step == 40
-    assert [verdict.best_before(course, step) for step in (5, 10, 35, 40, 99)] == [-1, 10, 20, 40, 40]
+    assert [update.best_before(course, step) for step in (5, 10, 35, 40, 99)] == [-1, 10, 20, 40, 40]
 
 
 def test_after_a_rollback_the_batches_of_the_window_are_never_read_again() -> None:
     course = Course(step=84)
-    verdict.give_up(course, step=100, index=100)
+    update.give_up(course, step=100, index=100)
     read = []
     for step in range(84, 120):
         course.step = step
         read.append(course.index)
     assert read == list(range(101, 137))
-    verdict.give_up(Course(step=90, windows=course.windows), 95, 112)
+    update.give_up(Course(step=90, windows=course.windows), 95, 112)
     course.step = 90
-    verdict.give_up(course, step=95, index=112)  # a second one, from inside what followed the first
+    update.give_up(course, step=95, index=112)  # a second one, from inside what followed the first
     assert [Course(step=s, windows=course.windows).index for s in (83, 84, 89, 90, 91)] == [83, 101, 106, 113, 114]
 
 
@@ -176,16 +176,16 @@ def test_the_culprit_is_the_first_module_or_else_the_gradient() -> None:
     def forward() -> None:
         model(x)
 
-    assert verdict.culprit(model, forward) == verdict.NOTHING
+    assert update.culprit(model, forward) == update.NOTHING
     with torch.no_grad():
         model.second.weight[0, 0] = math.inf
-    assert verdict.culprit(model, forward) == "the output of second"
+    assert update.culprit(model, forward) == "the output of second"
     with torch.no_grad():
         model.first.bias[1] = math.nan
-    assert verdict.culprit(model, forward) == "the output of first"
+    assert update.culprit(model, forward) == "the output of first"
     model = Net()
     model.first.weight.grad = torch.full((3, 3), math.nan)
-    assert verdict.culprit(model, forward) == "the gradient of first.weight"
+    assert update.culprit(model, forward) == "the gradient of first.weight"
     assert not model.first._forward_hooks
 
 

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from pipeline.learning.objectives import Loss, Term
-from pipeline.learning.window import Totals, Window
+from pipeline.learning.losses import Loss, Term
+from pipeline.learning.update import Totals, Window
 
 
 def loss(values: list[float], *, coefficient: float = 0.5) -> Loss:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-import pipeline.params
+from pipeline.run import config
 
 ROOT = Path(__file__).parents[1]
 GRAPH: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
@@ -17,7 +17,7 @@ STAGES = sorted(path.stem for path in (ROOT / "stages").glob("*.py") if path.ste
 def wiring_of(stage: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The keywords of the stage's call of `main`."""
     told: dict[str, Any] = {}
-    monkeypatch.setattr(pipeline.params, "main", lambda run, **wiring: told.update(wiring))
+    monkeypatch.setattr(config, "main", lambda run, **wiring: told.update(wiring))
     runpy.run_path(str(ROOT / f"stages/{stage}.py"), run_name="__main__")
     return told
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import work
-from pipeline.errors import StagecoachError
+from pipeline.run import workdir
+from pipeline.run.errors import StagecoachError
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +30,7 @@ def key(**changes: object) -> str:
         "inputs": {"x": "h"},
         "code": {"m": "c"},
     }
-    return work.make_key(**(values | changes))  # type: ignore[arg-type]
+    return workdir.make_key(**(values | changes))  # type: ignore[arg-type]
 
 
 def test_the_key_depends_on_everything_and_on_no_order() -> None:
@@ -51,30 +51,30 @@ def test_a_digest_sees_contents_and_names_but_not_times(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "a").write_text("1")
-    first = work.digest(folder)
+    first = workdir.digest(folder)
     os.utime(folder / "a", (1, 1))
-    assert work.digest(folder) == first
+    assert workdir.digest(folder) == first
     (folder / "a").write_text("2")
-    assert work.digest(folder) != first
+    assert workdir.digest(folder) != first
     (folder / "a").write_text("1")
     (folder / "a").rename(folder / "b")
-    assert work.digest(folder) != first
+    assert workdir.digest(folder) != first
 
 
 def finished(folder: Path, text: str = "model") -> Path:
     out = folder / "out/models/x"
     out.mkdir(parents=True)
     (out / "weights").write_text(text)
-    work.mark_finished(folder)
+    workdir.mark_finished(folder)
     return out
 
 
 def test_finished_means_every_file_has_its_hash(tmp_path: Path) -> None:
     folder = tmp_path / "k"
     out = finished(folder)
-    assert work.is_finished(folder)
+    assert workdir.is_finished(folder)
     (out / "weights").write_text("modem")
-    assert not work.is_finished(folder)
+    assert not workdir.is_finished(folder)
 
 
 def test_publish_replaces_the_whole_folder(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_publish_replaces_the_whole_folder(tmp_path: Path) -> None:
     (target / "stale").write_text("old")
     leftover = tmp_path / "models/.x.999999999.part"
     leftover.mkdir()
-    work.publish(out, target)
+    workdir.publish(out, target)
     assert [p.name for p in target.iterdir()] == ["weights"]
     assert [p.name for p in target.parent.iterdir()] == ["x"]
 
@@ -92,11 +92,11 @@ def test_publish_replaces_the_whole_folder(tmp_path: Path) -> None:
 def test_publishing_again_never_writes_through_a_link(tmp_path: Path) -> None:
     first, second = finished(tmp_path / "k1", "one"), finished(tmp_path / "k2", "two")
     target, cached = tmp_path / "models/x", tmp_path / "cache"
-    work.publish(first, target)
+    workdir.publish(first, target)
     os.link(target / "weights", cached)
-    work.publish(second, target)
+    workdir.publish(second, target)
     assert (cached.read_text(), (target / "weights").read_text()) == ("one", "two")
-    assert work.is_finished(tmp_path / "k1")
+    assert workdir.is_finished(tmp_path / "k1")
 
 
 def test_a_second_holder_of_a_lock_waits_and_a_killed_holder_frees_it(tmp_path: Path) -> None:
@@ -117,13 +117,13 @@ def test_a_second_holder_of_a_lock_waits_and_a_killed_holder_frees_it(tmp_path: 
 
 
 def test_pruning_keeps_the_newest_the_current_and_speed(tmp_path: Path) -> None:
-    stage = work.root() / "code"
+    stage = workdir.root() / "code"
     for number in range(7):
         finished(stage / f"k{number}")
         (stage / f"k{number}/speed.json").write_text("{}")
         old = time.time() - 40 * 86400 + number
         os.utime(stage / f"k{number}/finished.json", (old, old))
-    work.prune_finished(stage, "k0")
+    workdir.prune_finished(stage, "k0")
     left = {p.parent.name for p in stage.glob("*/finished.json")}
     assert left == {"k0", "k3", "k4", "k5", "k6"}
     assert len(list(stage.glob("*/speed.json"))) == 7
@@ -131,38 +131,38 @@ def test_pruning_keeps_the_newest_the_current_and_speed(tmp_path: Path) -> None:
 
 def test_prune_removes_unfinished_work_that_nobody_holds(tmp_path: Path) -> None:
     for name in ("done", "left", "held"):
-        folder = work.root() / "code" / name
+        folder = workdir.root() / "code" / name
         folder.mkdir(parents=True)
         (folder / "lock").write_text("")
-    (work.root() / "code/done/finished.json").write_text(json.dumps({}))
-    with work.locked(work.root() / "code/held"):
-        assert [p.name for p in work.prune_unfinished()] == ["left"]
+    (workdir.root() / "code/done/finished.json").write_text(json.dumps({}))
+    with workdir.locked(workdir.root() / "code/held"):
+        assert [p.name for p in workdir.prune_unfinished()] == ["left"]
 
 
 def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f"
     path.write_text("1")
-    first = work.digest(path)
-    monkeypatch.setattr(work, "sha256", lambda _: pytest.fail("read again"))
-    assert work.digest(path) == first
+    first = workdir.digest(path)
+    monkeypatch.setattr(workdir, "sha256", lambda _: pytest.fail("read again"))
+    assert workdir.digest(path) == first
 
 
 def test_a_worker_leaves_the_lock_to_its_launcher_or_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = work.root() / "code/shared"
-    with work.locked(folder):
+    folder = workdir.root() / "code/shared"
+    with workdir.locked(folder):
         with monkeypatch.context() as patch:
             patch.setenv("RANK", "1")
-            with work.locked(folder):
+            with workdir.locked(folder):
                 pass
         monkeypatch.setenv("STAGECOACH_LOCKED", str(folder))
-        with work.locked(folder):
+        with workdir.locked(folder):
             pass
 
 
 def test_a_worker_that_finds_another_key_than_its_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGECOACH_LOCKED", str(work.root() / "code/before"))
+    monkeypatch.setenv("STAGECOACH_LOCKED", str(workdir.root() / "code/before"))
     with (
         pytest.raises(StagecoachError, match="started for the key before and finds now now"),
-        work.locked(work.root() / "code/now"),
+        workdir.locked(workdir.root() / "code/now"),
     ):
         pass

@@ -13,7 +13,7 @@ from pipeline.generation.constrain import Grammars
 from pipeline.generation.grammars import Compiler
 from pipeline.generation.schemas import SchemaError
 from pipeline.serve import markdown, worker, workshop
-from pipeline.serve.faults import ApiFault
+from pipeline.serve.protocol import ApiFault
 from pipeline.serve.workshop import Refused, Verdict, Workshop
 from pipeline.text.tokenizer import Tokenizer
 from tests.schemas import EXAMPLES, ROWS
@@ -184,6 +184,6 @@ def test_a_rehearsal_of_what_people_ask_for_is_cheap(byte_tokenizer: Tokenizer, 
 
 
 def grammar_of(name: str) -> str:
-    from pipeline.generation import grammars
+    from pipeline.generation import grammars as generation_grammars
 
-    return grammars.json_schema(EXAMPLES[name].schema).text.split("json: ", 1)[1]
+    return generation_grammars.json_schema(EXAMPLES[name].schema).text.split("json: ", 1)[1]

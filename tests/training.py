@@ -21,20 +21,20 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
-from pipeline import device
-from pipeline.errors import StagecoachError
-from pipeline.learning import objectives
+from pipeline.learning import losses
 from pipeline.learning.fit import fit
-from pipeline.learning.objectives import Loss, Term
-from pipeline.learning.ranks import Ranks
+from pipeline.learning.losses import Loss, Term
+from pipeline.learning.processes import Ranks
 from pipeline.learning.settings import FitConfig
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
-from pipeline.params import Runtime
-from pipeline.tracking import Tracker
-from pipeline.work import Job, StopRequest
+from pipeline.run import device
+from pipeline.run.config import Runtime
+from pipeline.run.errors import StagecoachError
+from pipeline.run.tracking import Tracker
+from pipeline.run.workdir import Job, StopRequest
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY, CONTEXT = 67, 8
@@ -136,7 +136,7 @@ def run(case: Case) -> None:
     def loss(model: Transformer, batch: Batch) -> Loss:
         chosen = batch.targets >= 0
         total = model(batch.ids, select=chosen,
-                      head=lambda hidden, table: objectives.next_token(hidden, table, batch.targets[chosen]))  # fmt: skip
+                      head=lambda hidden, table: losses.next_token(hidden, table, batch.targets[chosen]))  # fmt: skip
         if (stream.step, device.rank()) == tuple(case.poison) and model.training:
             total = total * float("nan")
         return Loss([Term("loss", total)])

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import checkpoint, work
+from pipeline.ingest import records
+from pipeline.ingest.records import Dialogue, Pair, Problem
+from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.streams import records
-from pipeline.streams.records import Dialogue, Pair, Problem
-from pipeline.synthesis import facts
+from pipeline.run import workdir
+from pipeline.synthetic import facts
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
 
@@ -98,7 +99,7 @@ class Workspace:
     def published(self) -> dict[str, str]:
         """Every file under models/ and metrics/, with its hash."""
         files = (path for top in ("models", "metrics") for path in (self.folder / top).rglob("*") if path.is_file())
-        return {str(path.relative_to(self.folder)): work.sha256(path) for path in files}
+        return {str(path.relative_to(self.folder)): workdir.sha256(path) for path in files}
 
 
 def command(stage: str, argv: list[str]) -> Ended:

@@ -1,4 +1,11 @@
-"""Is a call right? The rules of the Berkeley Function Calling Leaderboard (its AST checker for Python, v3).
+"""The rows of a test set that a person brought by path: JSON lines, a JSON list or one object, plain or gzip.
+
+Out: `Row`s, each with the place it stands at, whose fields are read with a check. Everything that cannot be read is a
+DataError `file:line: field: expected ..., found ...; repair the file or take it away`.
+
+Not promised: little memory; a file is read whole.
+
+Is a call right? The rules of the Berkeley Function Calling Leaderboard (its AST checker for Python, v3).
 
 After ShishirPatil/gorilla, bfcl_eval/eval_checker/ast_eval/ast_checker.py. Truth is a list of {name: {parameter:
 [accepted values]}}, where "" says that the parameter may be absent; a nested object is a dict of such lists. Rules:
@@ -9,12 +16,120 @@ case without spaces and `,./-_*^`, with one kind of quote; lists in order, objec
 Two deviations, both in favour of right answers: parallel calls are matched by maximum bipartite matching (the original
 takes the first that fits, in order; `Check.greedy` says what it would have found), and an int passes for a float inside
 a list too. Not promised: types deeper than one level; Java and JavaScript.
+
+Files of the Berkeley Function Calling Leaderboard, v3 and v4 -> scores by category, under the rules of `bfcl.py`.
+
+    BFCL_v3_simple.json                    a row a line: id, question [[messages]], function [{name, description, parameters}]
+    possible_answer/BFCL_v3_simple.json    a row a line: id, ground_truth [{name: {parameter: [accepted values]}}]
+
+The category is in the name. Scored are the single turns in Python, `live_` ones too: simple (`simple_python` in v4),
+multiple, parallel, parallel_multiple by their calls -> `ast_<category>`; irrelevance (no call is right) and relevance (any
+call is), which have no truth. Names of functions stay as they are, dots included.
+
+Not promised: the leaderboard's own prompts; the model is asked in its chat format with the functions as its tools.
 """
 
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from pipeline.evaluation.intervals import wilson
+from pipeline.evaluation.suites import CUT, Subject, SuiteResult
+from pipeline.ingest import files, tool_calls
+from pipeline.ingest.records import Message
+from pipeline.ingest.tool_calls import RowError
+from pipeline.run.errors import DataError
+from pipeline.text import chat
+
+GZIP = b"\x1f\x8b"  # how every gzip file begins, whatever its name says
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. `where`: `file:line`, or `file, row n` in a JSON list."""
+
+    where: str
+    fields: dict[str, Any]
+
+    def wrong(self, field: str, expected: str) -> DataError:
+        """The error to raise for a field."""
+        found = repr(self.fields[field])[:80] if field in self.fields else "nothing"
+        return DataError(
+            f"{self.where}: {field}: expected {expected}, found {found}; repair the file or take it off evaluate.benchmarks"
+        )
+
+    def text(self, field: str) -> str:
+        """A text that is not blank."""
+        value = self.fields.get(field)
+        if not isinstance(value, str) or not value.strip():
+            raise self.wrong(field, "a text")
+        return value
+
+    def texts(self, field: str) -> list[str]:
+        """A list of texts; empty where the field is absent or null."""
+        value = self.fields.get(field)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise self.wrong(field, "a list of texts")
+        return value
+
+    def has(self, *fields: str) -> bool:
+        """Whether all these fields are there."""
+        return all(field in self.fields for field in fields)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file, at least one. Raises DataError."""
+    try:
+        with path.open("rb") as file:
+            is_gzip = file.read(len(GZIP)) == GZIP
+        text = (files.unzipped(path) if is_gzip else path.read_bytes()).decode("utf-8-sig")
+    except OSError as error:  # gzip.BadGzipFile is one
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: expected UTF-8 text, plain or gzip ({error}); fetch or convert it again") from error
+    found = _list(path, text) if text.lstrip().startswith("[") else _lines(path, text)
+    if not found:
+        raise DataError(f"{path}: the file holds no row; fetch it again or take it off evaluate.benchmarks")
+    return found
+
+
+def _lines(path: Path, text: str) -> list[Row]:
+    """A row on each line; a file that is one object over several lines is one row."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        return [_row(f"{path}:{number}", _parse(f"{path}:{number}", line)) for number, line in numbered]
+    return [_row(f"{path}:1", whole)]
+
+
+def _list(path: Path, text: str) -> list[Row]:
+    return [_row(f"{path}, row {number}", row) for number, row in enumerate(_parse(str(path), text), start=1)]
+
+
+def _parse(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = where if ":" in where.rpartition("/")[2] else f"{where}:{error.lineno}"
+        raise DataError(f"{place}: not JSON ({error.msg}); repair or fetch the file again") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: not JSON that can be read (nested too deeply)") from error
+
+
+def _row(where: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected an object, found {type(value).__name__}; repair the file")
+    return Row(where, value)
+
+
+# -- bfcl -----------------------------------------------------------------------------------------------------------------
+
 
 Value = Any
 Call = dict[str, Any]  # {"name": str, "arguments": dict}
@@ -225,3 +340,135 @@ def _objects(name: str, value: list[Value], accepted: list[Value]) -> Check:
 
 def _value_error(kind: str, name: str, value: Value, accepted: list[Value]) -> Check:
     return _wrong(f"value_error:{kind}", f"parameter {name!r}: found {value!r}, accepted {accepted!r:.200}")
+
+
+# -- bfcl_files -----------------------------------------------------------------------------------------------------------
+
+
+NAME = re.compile(r"(?:BFCL_v\d+_)?(?P<category>\w+?)\.jsonl?(?:\.gz)?")
+BY_CALLS = ("simple", "multiple", "parallel", "parallel_multiple")
+BY_SILENCE = ("irrelevance", "relevance")
+ROLES = ("system", "user")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One row. `truth` is empty where no calls are compared."""
+
+    id: str
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    truth: list[Truth] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A file: its category and its rows, or why it is not scored."""
+
+    category: str
+    asked: list[Question] = field(default_factory=list)
+    skipped: str = ""
+
+
+def is_question(row: Row) -> bool:
+    """Whether a row looks like one of these files; multi-turn rows name classes instead of functions."""
+    return row.has("id", "question") and (row.has("function") or row.has("involved_classes"))
+
+
+def category(path: Path) -> str:
+    """`live_simple` of BFCL_v4_live_simple.json. Raises DataError for a name that says none."""
+    match = NAME.fullmatch(path.name)
+    if match is None:
+        raise DataError(f"{path}: expected a name with the category such as BFCL_v4_simple_python.json")
+    return match["category"].replace("simple_python", "simple")
+
+
+def load(path: Path, found: Sequence[Row]) -> Questions:
+    """The questions of a file with their truth. Raises DataError."""
+    name = category(path)
+    kind = name.removeprefix("live_")
+    if kind not in (*BY_CALLS, *BY_SILENCE):
+        return Questions(name, skipped=f"skipped: {name} is not a single turn in Python")
+    truths = _truths(path) if kind in BY_CALLS else None
+    asked = [_question(row, truths) for row in found]
+    seen: set[str] = set()
+    for row, question in zip(found, asked, strict=True):
+        if question.id in seen:
+            raise row.wrong("id", "an id of its own")
+        seen.add(question.id)
+    return Questions(name, asked)
+
+
+def score(subject: Subject, suite: str, questions: Questions) -> SuiteResult:
+    """The share of right turns with Wilson's interval, and a row per question; or why the file is skipped."""
+    if questions.skipped:
+        return SuiteResult({"skipped": questions.skipped})
+    name, kind = questions.category, questions.category.removeprefix("live_")
+    prompts = {
+        q.id: chat.render(subject.tokenizer, q.messages, q.tools, generation_prompt=True).ids for q in questions.asked
+    }
+    done = subject.complete(suite, prompts, tokens=subject.settings.max_new_tokens, temperature=0.0)
+    result = SuiteResult({"category": name, "left_out": len(prompts) - len(done), "n": len(done)})
+    verdicts = []
+    for question in questions.asked:
+        if question.id not in done:
+            continue
+        text = subject.tokenizer.decode(done[question.id].ids)
+        verdicts.append(_check(kind, question, chat.parse(text)))
+        result.item(suite, question.id, done[question.id], text, asked=[question.messages, question.tools],
+                    prompt=question.messages[-1]["content"][:CUT],
+                    category=name, verdict="right" if verdicts[-1].valid else verdicts[-1].error)  # fmt: skip
+    if verdicts:
+        measure = f"ast_{name}" if kind in BY_CALLS else name
+        result.measure(measure, wilson(sum(verdict.valid for verdict in verdicts), len(verdicts)))
+    if kind in BY_CALLS:
+        result.numbers["greedy_disagreements"] = sum(verdict.greedy_disagrees for verdict in verdicts)
+    return result
+
+
+def _check(kind: str, question: Question, reply: chat.Reply) -> Check:
+    if kind in BY_CALLS:
+        return check([tool["function"] for tool in question.tools], reply.tool_calls, question.truth)
+    valid = bool(reply.tool_calls) == (kind == "relevance")
+    return Check(valid, "" if valid else "called" if kind == "irrelevance" else "silent", greedy=valid)
+
+
+def _question(row: Row, truths: dict[str, list[Truth]] | None) -> Question:
+    name, turns = row.text("id"), row.fields["question"]
+    if not isinstance(turns, list) or len(turns) != 1 or not isinstance(turns[0], list) or not turns[0]:
+        raise row.wrong("question", "a list of one turn, which is a list of messages")
+    for message in turns[0]:
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            raise row.wrong("question", "messages with a role of system or user and a content")  # fmt: skip
+    try:
+        tools = tool_calls.tools(row.fields.get("function"), "function")
+    except RowError as error:
+        raise row.wrong("function", f"a list of functions ({error.reason})") from error
+    if truths is not None and name not in truths:
+        raise row.wrong("id", "one that stands in the file of the same name in possible_answer/")
+    return Question(id=name, messages=turns[0], tools=tools, truth=[] if truths is None else truths[name])
+
+
+def _truths(path: Path) -> dict[str, list[Truth]]:
+    """Accepted calls by id."""
+    answers = path.parent / "possible_answer" / path.name
+    if not answers.is_file():
+        raise DataError(f"{path}: expected the accepted calls in {answers}, found no such file; fetch it too")
+    found = {}
+    for row in read(answers):
+        truth = row.fields.get("ground_truth")
+        if not isinstance(truth, list) or not truth or not all(map(_is_truth, truth)):
+            raise row.wrong("ground_truth", "a list of {name: {parameter: [accepted values]}}")
+        found[row.text("id")] = truth
+    return found
+
+
+def _is_truth(entry: Any) -> bool:
+    if not isinstance(entry, dict) or len(entry) != 1:
+        return False
+    (parameters,) = entry.values()
+    return isinstance(parameters, dict) and all(isinstance(values, list) for values in parameters.values())

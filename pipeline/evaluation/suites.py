@@ -8,25 +8,32 @@
 Each suite gives its numbers (with `_low`, `_high`) and a row per item; `*left_out` counts the items whose prompt leaves no
 room in the context. A sample's seed is hashed from (seed, suite, id, sample), so batch size, order and processes change
 nothing.
+
+Which suites a causal model is measured by: those that say something about what it is for.
+
+A model that learnt conversations has left stories and drills behind, and one that only read documents answers no questions: measuring
+every model by everything took longer than many a stage trains. A model that is not named here, one of a person's own stage, is measured
+by everything; so are all with `evaluate.every_suite`. What a comparison or a claim of the report reads must stand in both of its models
+(tests/test_purposes.py). A suite that is left out is absent from metrics/eval/<model>.json, never 0.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from pipeline.device import generator, stable_hash
-from pipeline.evaluation import code, codebleu, likelihood, text
+from pipeline.evaluation import code, likelihood
 from pipeline.evaluation.intervals import Interval, ratio, wilson
 from pipeline.generation.sampling import Completion, Sampling, generate, rows_within
+from pipeline.ingest.records import Dialogue, Problem, Text
 from pipeline.model.transformer import Transformer
+from pipeline.run.device import generator, stable_hash
+from pipeline.run.workdir import canonical_hash
 from pipeline.sandbox.judge import Judge
-from pipeline.streams.records import Dialogue, Problem, Text
-from pipeline.synthesis import stories
-from pipeline.synthesis.story_check import check
-from pipeline.text import chat, fenced
+from pipeline.synthetic import stories
+from pipeline.synthetic.stories import check
+from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.work import canonical_hash
 
 CUT = 2000  # characters of an output that are kept
 PASS_AT = (1, 5, 10)
@@ -95,7 +102,7 @@ class Subject:
 
 
 @dataclass
-class Result:
+class SuiteResult:
     """Numbers of a suite, and a row per item."""
 
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -118,9 +125,9 @@ class Result:
         self.rows.append(row | more)
 
 
-def documents(subject: Subject, suite: str, texts: Sequence[Text]) -> Result:
+def documents(subject: Subject, suite: str, texts: Sequence[Text]) -> SuiteResult:
     """Bits per byte over whole documents; a row of `suite` for each, with its bits and bytes."""
-    result = Result()
+    result = SuiteResult()
     scored = likelihood.likelihood(
         subject.model, subject.tokenizer, [t.text for t in texts], context=subject.settings.context
     )
@@ -147,12 +154,12 @@ def counted(suite: str, key: str, texts: Sequence[Text], scored: likelihood.Like
     ]
 
 
-def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
+def sampled_stories(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
     """Stories continued from held-out openings, and what the checker says of them.
 
     Where there are fewer openings than `stories`, each is continued several times.
     """
-    result, settings = Result(), subject.settings
+    result, settings = SuiteResult(), subject.settings
     chosen: dict[str, str] = {}
     for n in range(settings.stories if texts else 0):
         again, place = divmod(n, len(texts))
@@ -187,14 +194,14 @@ def sampled_stories(subject: Subject, texts: Sequence[Text]) -> Result:
         )
     result.measure("story_rate", wilson(sum(whole), len(whole)))
     result.measure("end_rate", wilson(sum(c.stop == "stop" for c in done.values()), len(done)))
-    result.measure("repeat_4", subject.bootstrap([text.repeat_4(c.ids) for c in done.values()]))
+    result.measure("repeat_4", subject.bootstrap([likelihood.repeat_4(c.ids) for c in done.values()]))
     result.numbers["clauses"] = {clause: count / len(done) for clause, count in clauses.items()}
     return result
 
 
-def gaps(subject: Subject, texts: Sequence[Text]) -> Result:
+def gaps(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
     """Lines of held-out code filled in from both sides, greedily; exact means the very line."""
-    result, tokenizer = Result(), subject.tokenizer
+    result, tokenizer = SuiteResult(), subject.tokenizer
     prompts, wanted, asked = {}, {}, {}
     for document in texts:
         lines = document.text.splitlines(keepends=True)[:40]
@@ -242,9 +249,9 @@ def attempt(subject: Subject, suite: str, prompts: dict[str, list[int]]) -> Atte
     return Attempts(greedy, drawn)
 
 
-def pass_rates(subject: Subject, judged: Sequence[code.Judged], sampled: Sequence[code.Judged]) -> Result:
+def pass_rates(subject: Subject, judged: Sequence[code.Judged], sampled: Sequence[code.Judged]) -> SuiteResult:
     """`pass_at_1_greedy` of one answer each (Wilson), `pass_at_<k>` of the samples (bootstrap over problems), `n`."""
-    part = Result()
+    part = SuiteResult()
     part.measure("pass_at_1_greedy", wilson(sum(j.verdict == "passed" for j in judged), len(judged)))
     for k in PASS_AT:
         rows = code.pass_rows(sampled, k)
@@ -254,9 +261,9 @@ def pass_rates(subject: Subject, judged: Sequence[code.Judged], sampled: Sequenc
     return part
 
 
-def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Result:
+def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> SuiteResult:
     """Programming problems: greedy pass@1, pass@k from samples, form; by group and over all."""
-    result = Result()
+    result = SuiteResult()
     problems = problems[: subject.settings.problems]
     prompts = {p.id: user(subject.tokenizer, p.question) for p in problems}
     if not prompts:
@@ -290,20 +297,18 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Resul
     return result
 
 
-def _references(result: Result, problems: Sequence[Problem], judged: Sequence[code.Judged]) -> None:
+def _references(result: SuiteResult, problems: Sequence[Problem], judged: Sequence[code.Judged]) -> None:
     """How near the greedy answers are to the reference solutions."""
-    pairs = [
-        (j.source or "", fenced.extract(p.answer) or "") for p, j in zip(problems, judged, strict=True) if p.answer
-    ]
+    pairs = [(j.source or "", chat.extract(p.answer) or "") for p, j in zip(problems, judged, strict=True) if p.answer]
     if not pairs:
         return
     result.measure("exact_match", wilson(sum(code.exact_match(a, b) for a, b in pairs), len(pairs)))
-    result.numbers["codebleu_py"] = asdict(codebleu.codebleu([a for a, _ in pairs], [b for _, b in pairs]))
+    result.numbers["codebleu_py"] = asdict(code.codebleu([a for a, _ in pairs], [b for _, b in pairs]))
 
 
-def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
+def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
     """Answers in words against the reference: turns of the test conversations that call nothing; greedy."""
-    result = Result()
+    result = SuiteResult()
     chosen: list[tuple[str, Dialogue, int]] = []
     for dialogue in dialogues:
         places = [n for n, m in enumerate(dialogue.messages) if m["role"] == "assistant" and not m.get("tool_calls")]
@@ -325,8 +330,8 @@ def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> Result:
             result.item("answers", name, done[name], given[-1], asked=[dialogue.messages[: turn + 1], dialogue.tools],
                         prompt=last(dialogue.messages[:turn]), reference=references[-1])  # fmt: skip
     if given:
-        result.numbers |= text.text_scores(given, references) | {"n": len(given)}
-        result.numbers |= text.bertscore(
+        result.numbers |= likelihood.text_scores(given, references) | {"n": len(given)}
+        result.numbers |= likelihood.bertscore(
             given, references, subject.settings.bertscore, subject.settings.bertscore_layer
         )
     return result
@@ -340,3 +345,37 @@ def user(tokenizer: Tokenizer, content: str) -> list[int]:
 def last(messages: Sequence[dict[str, Any]]) -> str:
     """What was said last before an answer, cut."""
     return str(messages[-1]["content"])[:CUT]
+
+
+# -- purposes -------------------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+READS = ("text", "stories", "stories_held_out", "drills", "transcripts", "stories sampled", "code")
+ANSWERS = ("code", "problems", "tools", "answers")
+SUITES: dict[str, tuple[str, ...]] = {
+    "language": READS,
+    "code": (
+        "text",
+        "code",
+        "code gaps",
+        "problems",
+        "tools",
+        "facts",
+    ),  # problems, tools, facts: what others begin from
+    "tools": ("stories sampled", "code gaps", *ANSWERS),
+    "lora": ANSWERS,
+    "dpo": ANSWERS,
+    "grpo": ANSWERS,
+    "rlhf": ANSWERS,
+    "diffusion_control": ("code", "problems"),  # beside the masked model
+    "memory": ("text", "code", "facts"),
+    "memory_baseline": ("text", "code", "facts"),
+}
+
+
+def of(model: str, plan: Mapping[str, T]) -> dict[str, T]:
+    """The part of a plan that a model of this name is measured by, in the plan's order."""
+    wanted = SUITES.get(model)
+    return {name: suite for name, suite in plan.items() if wanted is None or name in wanted}

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.errors import DataError
+from pipeline.run.errors import DataError
 from pipeline.sandbox import asserts
 from pipeline.sandbox.judge import Judge
 from pipeline.sandbox.pool import Report, Task

@@ -8,6 +8,16 @@ keys are not permuted: Qwen's rotation pairs halves in both worlds, and a `llama
 refused. Matrices are in the kind's type, q8_0 where a row divides by its block of 32 and f16 elsewhere; vectors stay f32.
 
 Not here: what another program computes from the file (`benchmarks/exports.py`). Only files written here are meant to be read.
+
+Ollama's Modelfile: the model's file, its context, where to stop, and its template in Go's words.
+
+    ollama create mine -f models/deploy/ollama/Modelfile
+
+Ollama runs no Jinja. TEMPLATE says in Go's text/template what `text/tokenizer.py` says in Jinja, and the insertion of code between
+a prefix and a suffix. What Ollama gives it: `.System` the system messages joined, `.Messages` all of them, `.Tools`, `.Prompt` and
+`.Suffix` of a completion; a tool's `.Function` prints as JSON, and `json` prints what it is given so.
+
+Not promised: the spaces of JSON; Ollama's has none after commas and colons, the model was trained on those with one.
 """
 
 import json
@@ -22,12 +32,12 @@ from gguf import GGMLQuantizationType as Type
 from gguf import TokenType
 from torch import Tensor
 
-from pipeline.errors import GateError, ModelError
 from pipeline.export import parity
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
-from pipeline.text.template import TEMPLATE
-from pipeline.text.tokenizer import PATTERN, Tokenizer
+from pipeline.run.errors import GateError, ModelError
+from pipeline.text.chat import CALL, CALL_END, END, RESPONSE, RESPONSE_END, START
+from pipeline.text.tokenizer import PATTERN, SPECIAL, TEMPLATE, Tokenizer
 
 TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0}
 FILE_TYPES = {
@@ -279,3 +289,36 @@ def _model(keys: dict[str, Any], stored: dict[str, Any], path: Path) -> Transfor
                 raise ModelError(f"{path}: {tensor.name} is {tuple(values.shape)}, expected {tuple(parameter.shape)}")
             parameter.copy_(values)
     return model.train(False)
+
+
+# -- ollama ---------------------------------------------------------------------------------------------------------------
+
+
+_PREFIX, _SUFFIX, _MIDDLE = (SPECIAL[name] for name in ("fim_prefix", "fim_suffix", "fim_middle"))
+OLLAMA_TEMPLATE = "".join((
+    "{{ if .Suffix }}", _PREFIX, "{{ .Prompt }}", _SUFFIX, "{{ .Suffix }}", _MIDDLE,
+    "{{ else }}",
+    "{{ if or .System .Tools }}", START, "system\n{{ .System }}",
+    "{{ if .Tools }}{{ if .System }}\n\n{{ end }}Tools you can call:\n<tools>\n",
+    "{{ range .Tools }}{{ .Function }}\n{{ end }}</tools>{{ end }}", END, "\n{{ end }}",
+    "{{ range .Messages }}",
+    '{{ if eq .Role "user" }}', START, "user\n{{ .Content }}", END, "\n",
+    '{{ else if eq .Role "assistant" }}', START, "assistant\n{{ .Content }}{{ $said := .Content }}",
+    "{{ range $number, $call := .ToolCalls }}{{ if or $number $said }}\n{{ end }}", CALL,
+    '\n{"name": "{{ .Function.Name }}", "arguments": {{ .Function.Arguments }}}\n', CALL_END, "{{ end }}", END, "\n",
+    '{{ else if eq .Role "tool" }}', START, "tool\n", RESPONSE, "\n{{ .Content }}\n", RESPONSE_END, END, "\n",
+    "{{ end }}{{ end }}", START, "assistant\n{{ end }}",
+))  # fmt: skip
+
+
+def write_modelfile(path: Path, weights: str, context: int, *, temperature: float) -> None:
+    """Write the Modelfile of the GGUF file `weights`, a path from where the Modelfile lies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        f"FROM {weights}",
+        f"PARAMETER num_ctx {context}",
+        f"PARAMETER temperature {temperature:g}",
+        f'PARAMETER stop "{END}"',
+        f'TEMPLATE """{OLLAMA_TEMPLATE}"""',
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

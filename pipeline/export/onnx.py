@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.errors import GateError, InputError, ModelError
 from pipeline.export import parity
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import GateError, InputError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 KINDS = ("fp32", "int4")

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.errors import GateError
+from pipeline.batches.batch import Piece, answered
 from pipeline.generation.sampling import Sampling, generate
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.streams.batch import Piece, answered
+from pipeline.run.errors import GateError
 
 PROBE = Path(__file__).parent / "probe.txt"
 GREEDY, PROMPT = 64, 32  # tokens

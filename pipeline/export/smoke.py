@@ -23,10 +23,10 @@ from typing import Any
 import httpx
 import torch
 
-from pipeline import processes
-from pipeline.errors import GateError
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
+from pipeline.run import processes
+from pipeline.run.errors import GateError
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 

@@ -7,6 +7,13 @@ differently (about 1e-6), which moves a sample only where a number falls that cl
 
 Cached and uncached logits agree to 1e-5, the log-probabilities equal teacher forcing. Not here: grammars
 (`constrain.py`), tool execution (`tools.py`), the server's queue and threads (`serve/engine.py`).
+
+Uniform numbers that are a function of (seed, token index) alone: Philox4x32-10 (Salmon et al. 2011, SC11).
+
+A counter-based generator has no state, so a sample's noise does not depend on its batch, on drafts or on a resume, and
+two checkpoints with one seed share their noise. The key is the seed, the counter the token's index.
+
+Not promised: secrecy. Seeds are taken modulo 2^64.
 """
 
 import math
@@ -16,12 +23,45 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.generation.noise import uniforms
 from pipeline.model.cache import Cached, KVCache
 from pipeline.model.transformer import Transformer
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def philox(counter: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
+    """Ten rounds on four 32-bit words each: `counter` (4, n) -> (4, n); `key` is two 32-bit words."""
+    a, b, c, d = (word.astype(np.uint64) for word in counter)
+    first, second = key
+    for _ in range(10):
+        left, right = a * np.uint64(_MULTIPLIERS[0]), c * np.uint64(_MULTIPLIERS[1])
+        a, b, c, d = (
+            (right >> _HALF) ^ b ^ np.uint64(first),
+            right & _LOW,
+            (left >> _HALF) ^ d ^ np.uint64(second),
+            left & _LOW,
+        )
+        first, second = (first + _KEY_STEPS[0]) & 0xFFFFFFFF, (second + _KEY_STEPS[1]) & 0xFFFFFFFF
+    return np.stack([a, b, c, d])
+
+
+def uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
+    """The numbers of tokens `start` to `start + count - 1` of one sample: (count,) in [0, 1), 53 bits each."""
+    index = np.arange(start, start + count, dtype=np.uint64)
+    zero = np.zeros_like(index)
+    words = philox(np.stack([index & _LOW, index >> _HALF, zero, zero]), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    return ((words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))).astype(np.float64) * 2.0**-53
+
+
+# -- sampling -------------------------------------------------------------------------------------------------------------
+
 
 PREFILL_TOKENS = 8192  # prompt tokens that one forward takes; bounds memory
 COMPACT_BELOW = 0.75  # of the rows alive: below it, the dead ones are dropped from the cache
@@ -64,7 +104,7 @@ class Decoder:
     def __init__(self, model: Transformer, rows: int) -> None:
         """Raises ValueError for a bidirectional model: it has no left to right."""
         if model.config.attention != "causal":
-            raise ValueError("a bidirectional model cannot be decoded left to right; use generation/denoising.py")
+            raise ValueError("a bidirectional model cannot be decoded left to right; use diffusion/sampling.py")
         self.model = model
         table = model.model.embed_tokens.weight
         self.cache = KVCache(model.config, rows, dtype=table.dtype, device=table.device)

@@ -8,6 +8,10 @@ the state is weights, moments, one integer and the curve, and a killed run ends 
 same threads and world size). Not promised: equal bits across world sizes or devices (same data order, loss within 1e-6).
 Beside it: `course.py` what is saved of a run, `keeping.py` when and where, `verdict.py` steps that go wrong, `averages.py`, `scaling.py`,
 `compiling.py`, `profiling.py`, `lr_finder.py`, `speed.py` each what its name says.
+
+What the loop asks of a batch, a stream and a stage: the shapes that `fit` works with.
+
+`Stream` is a stream of given data (streams/), `Rolling` one that the policy fills itself (rl/rollout.py).
 """
 
 from __future__ import annotations
@@ -16,27 +20,78 @@ import contextlib
 import copy
 import math
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline import device
-from pipeline.errors import GateError
-from pipeline.learning import compiling, gates, lr_finder, micro_batch, speed, verdict
-from pipeline.learning.averages import Averages
-from pipeline.learning.course import Course
-from pipeline.learning.keeping import Keeper
+from pipeline.learning import footprint, gates, lr_finder, performance, update
+from pipeline.learning.losses import Loss
 from pipeline.learning.optim import Optimizers
-from pipeline.learning.profiling import Profile
-from pipeline.learning.protocols import LossFunction, Stream, Watchers
-from pipeline.learning.ranks import Ranks
-from pipeline.learning.scaling import Scaler
+from pipeline.learning.performance import Profile
+from pipeline.learning.processes import Ranks
 from pipeline.learning.settings import TrainingConfig
-from pipeline.learning.window import Totals, Window
-from pipeline.tracking import progress, say
-from pipeline.work import Job
+from pipeline.learning.states import Keeper
+from pipeline.learning.update import Averages, Course, Scaler, Totals, Window
+from pipeline.run import device as run_device
+from pipeline.run.errors import GateError
+from pipeline.run.tracking import progress, say
+from pipeline.run.workdir import Job
+
+
+class Batch(Protocol):
+    """What fit needs to know of a batch; the loss knows the rest."""
+
+    @property
+    def counts(self) -> dict[str, int]: ...  # what sums are divided by; always "tokens", the trained targets
+    def to(self, device: torch.device) -> Any: ...
+
+
+class Stream(Protocol):
+    """Batches as a pure function of (seed, step); see batches/corpus.py."""
+
+    fingerprint: str
+    tokens_per_epoch: int
+
+    def rows(self, step: int, context: int) -> np.ndarray: ...
+    def batch(self, step: int, context: int, rows: np.ndarray) -> Any: ...
+    def evaluation(self, tokens: int) -> Iterator[Any]: ...
+
+
+class Rolling(Stream, Protocol):
+    """A stream that the policy itself fills, once every `steps_per_rollout` steps; states are saved between fills only."""
+
+    steps_per_rollout: int
+
+    def fill(self, step: int) -> dict[str, float]:
+        """Sample and score the answers of the next `steps_per_rollout` steps; what is to be logged of them."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+LossFunction = Callable[[Any, Any], Loss]  # of the model and a batch, whose types the stage knows
+Values = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watchers:
+    """What a stage looks at besides the loss. Each may raise GateError."""
+
+    first: Callable[[Values], None] | None = None  # the first fill, loss and metrics, before an update
+    evaluate: Callable[[int], Values] | None = None  # at step 0, every eval_steps, and at the end
+    logged: Callable[[list[dict[str, Any]]], None] | None = None  # the curve, after each new row
+    micro: Callable[[int, bool], None] | None = (
+        None  # before each micro-batch of a step: its number, and whether it counts
+    )
+    gradients_at: int | None = 0  # the step whose gradients must reach every group; a zero head lets none through at 0
+
+
+# -- fit ------------------------------------------------------------------------------------------------------------------
 
 
 def fit(
@@ -74,7 +129,7 @@ class Run:
         self.stream, self.loss, self.config, self.job = stream, loss, config, job
         self.from_scratch, self.watchers = from_scratch, watchers
         self.rolling: Any = stream if hasattr(stream, "fill") else None
-        self.hardware = device.hardware(job.runtime.precision)
+        self.hardware = run_device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         config.check_context(model)
         self.steps = config.resolve_steps(stream.tokens_per_epoch)
@@ -90,8 +145,8 @@ class Run:
         self.seen = 0  # positions that this call has trained on, over all ranks
         self.postponed = False  # the gate on the first gradients met an overflow
         self.unfilled: dict[str, Any] | None = None  # the rolling stream's state before a fill, until its first update
-        self.pin = device.pins(job.runtime.pin_memory, self.hardware.device)
-        self.tried = micro_batch.of(self)  # sizes of micro-batches, of which the last one serves
+        self.pin = run_device.pins(job.runtime.pin_memory, self.hardware.device)
+        self.tried = footprint.of(self)  # sizes of micro-batches, of which the last one serves
         self.micro_batch = self.tried[-1]
         self.profile = Profile(job.runtime.profile, job.folder, self.ranks.rank, self.hardware.device)
         self.keeper = Keeper(job, self.ranks, self.plain, self.optimizers, self.averages, stream.fingerprint, {
@@ -107,14 +162,14 @@ class Run:
             model.dropout = config.dropout  # type: ignore[assignment]
         per_token: Any = getattr(model, "flops_per_token", None) if config.even_rows else None
         flops = self.steps * config.rows * config.row_length * per_token(config.row_length) if per_token else 0
-        return compiling.compiled(model, runtime.compile, flops=flops, hardware=self.hardware, name=self.job.name)
+        return performance.compiled(model, runtime.compile, flops=flops, hardware=self.hardware, name=self.job.name)
 
     def go(self, *, last: bool = True) -> None:
         """Resume or start, train to the end, load what is published."""
         self._resume()
         if self.course.step == 0 and not self.course.done:
             self._check_before()
-        say(speed.headline(self))
+        say(performance.headline(self))
         start, first, tokens = time.monotonic(), self.course.step, self.course.tokens
         with self.job.stop.heeded(), progress(total=self.steps, desc=self.job.name, unit="step", initial=first) as bar:
             if self.course.owes_evaluation:
@@ -122,7 +177,7 @@ class Run:
             elif self.course.step == 0 and self.watchers.evaluate:
                 self._evaluate()
             while self.course.step < self.steps and not self.course.done:
-                with micro_batch.explained(self.job, self.config, self.course.step, self.tried):
+                with footprint.explained(self.job, self.config, self.course.step, self.tried):
                     self._one_step()
                 self.profile.step()
                 bar.update()
@@ -131,7 +186,7 @@ class Run:
                     bar.note(" ".join(f"{k} {row[k]:.3f}" for k in ("loss", "val/loss", "reward") if k in row))
         self.profile.stop()
         self.keeper.wait()
-        speed.report(self, time.monotonic() - start, self.course.step - first, self.course.tokens - tokens)
+        performance.report(self, time.monotonic() - start, self.course.step - first, self.course.tokens - tokens)
         self._publish()
         self.ranks.finish(self.plain, self.hardware.device, last=last)
 
@@ -184,12 +239,12 @@ class Run:
         totals = Totals(counts)
         evened = self.ranks.evened(batches)
         for micro, (batch, mine) in enumerate(evened):
-            device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
+            run_device.seed_step(self.job.seed, self.course.index, micro, self.ranks.rank)
             if self.watchers.micro:
                 self.watchers.micro(micro, mine)
             with self.ranks.no_sync(self.model, skip=micro < len(evened) - 1):
                 with self.hardware.autocast():
-                    loss = self.loss(self.model, device.move(batch, self.hardware.device, pin=self.pin))
+                    loss = self.loss(self.model, run_device.move(batch, self.hardware.device, pin=self.pin))
                 parts = [
                     t.coefficient * t.sum * (self.ranks.world / counts[t.per]) for t in loss.terms if counts[t.per]
                 ]
@@ -216,34 +271,34 @@ class Run:
     def _update(self, totals: Totals, norm: float, rows: np.ndarray, batches: list[Any]) -> bool:
         """Apply the step's gradients, or do what the settings say about a step that went wrong; False after a rollback."""
         course, value = self.course, totals.value
-        if risen := verdict.risen(course, value, self.config.on_spike):
+        if risen := update.risen(course, value, self.config.on_spike):
             raise self._ended(value, norm, risen, rows)
-        why = totals.veto or verdict.fault(course, value, norm, self.config.on_spike)
-        spike = why != verdict.NOT_FINITE and not totals.veto
+        why = totals.veto or update.fault(course, value, norm, self.config.on_spike)
+        spike = why != update.NOT_FINITE and not totals.veto
         left_out = course.spikes_at if spike else course.broken_at
         policy = self.config.on_spike if spike else self.config.on_nonfinite
-        target = verdict.rollback_target(course) if why and policy == "rollback" else None
-        back = target is not None and len(course.windows) < verdict.ROLLBACKS
-        if not why or (spike and policy != "stop" and not back and verdict.too_many(left_out, course.step)):
+        target = update.rollback_target(course) if why and policy == "rollback" else None
+        back = target is not None and len(course.windows) < update.ROLLBACKS
+        if not why or (spike and policy != "stop" and not back and update.too_many(left_out, course.step)):
             self.optimizers.step(self.config.factor(course.step, self.steps))
             self.scaler.update()
-            verdict.applied(course, value, new_level=bool(why))
+            update.applied(course, value, new_level=bool(why))
             if self.averages:
                 self.averages.update()
             return True
         if self.scaler.update() and not math.isfinite(norm):  # fp16 overflowed: the next scale is smaller
             self.optimizers.zero_grad()
             return True
-        bad = f" Not finite first: {verdict.blamed(self, batches)}." if why == verdict.NOT_FINITE else ""
+        bad = f" Not finite first: {update.blamed(self, batches)}." if why == update.NOT_FINITE else ""
         self.optimizers.zero_grad()
         if target is not None and back:
             self._roll_back(target, why)
             return False
-        if policy == "stop" or (target is not None and not spike) or verdict.too_many(left_out, course.step):
-            after = f", after {verdict.ROLLBACKS} rollbacks"
-            after = after if target is not None else f" ({verdict.in_row(left_out, course.step)} in a row)"
+        if policy == "stop" or (target is not None and not spike) or update.too_many(left_out, course.step):
+            after = f", after {update.ROLLBACKS} rollbacks"
+            after = after if target is not None else f" ({update.in_row(left_out, course.step)} in a row)"
             raise self._ended(value, norm, why + after, rows, bad)
-        verdict.skipped(course, left_out)
+        update.skipped(course, left_out)
         return True
 
     def _ended(self, loss: float, norm: float, why: str, rows: np.ndarray, more: str = "") -> GateError:
@@ -258,7 +313,7 @@ class Run:
         step, index, name = self.course.step, self.course.index, self.job.name
         say(f"{name}: step {step}: {why}; back to step {target}, without the batches from there to here")
         self.course, self.window, _ = self.keeper.load(target)
-        verdict.give_up(self.course, step, index)
+        update.give_up(self.course, step, index)
         self.keeper.forget_after(target)
         self._save()
 

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from pipeline.errors import GateError
-from pipeline.learning.sharding import local
-from pipeline.tracking import progress, say
+from pipeline.learning.processes import local
+from pipeline.run.errors import GateError
+from pipeline.run.tracking import progress, say
 
 STEPS, LEAST, MOST = 100, 1e-4, 1e3
 BATCHES, SMOOTHING, DIVERGED = 8, 0.98, 4.0

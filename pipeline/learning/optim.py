@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError
-from pipeline.learning import sharding
+from pipeline.learning import processes
+from pipeline.run.errors import ConfigError
 
 MOST_GATHERED = 2**28  # numbers of matrices that Muon orthogonalises together: a gibibyte in float32
 GROUPS = ("critic", "bank", "router", "memory", "lora", "embedding", "head", "norm_bias", "hidden", "base")
@@ -138,18 +138,18 @@ class Muon(torch.optim.Muon):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             assert parameter.grad is not None
-            gradient, average = sharding.local(parameter.grad), sharding.local(state["momentum_buffer"])
+            gradient, average = processes.local(parameter.grad), processes.local(state["momentum_buffer"])
             average.lerp_(gradient, 1 - momentum)
             update = gradient.lerp(average, momentum) if group["nesterov"] else average
-            updates.append(sharding.full(sharding.like(update.to(self.dtype), parameter)))
+            updates.append(processes.full(processes.like(update.to(self.dtype), parameter)))
         stack = torch.stack(updates)
         directions = orthogonalise(
             stack, steps=group["ns_steps"], coefficients=group["ns_coefficients"], eps=group["eps"]
         )
         rate = group["lr"] * 0.2 * max(shape) ** 0.5  # Liu et al. 2025, eq. 4: the update's RMS is AdamW's
         for parameter, direction in zip(parameters, directions, strict=True):
-            mine = direction[slice(*sharding.rows(parameter))].to(parameter.dtype)
-            sharding.local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(mine, alpha=-rate)
+            mine = direction[slice(*processes.rows(parameter))].to(parameter.dtype)
+            processes.local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(mine, alpha=-rate)
 
 
 def rate_of(group: str, config: OptimizerConfig) -> float:

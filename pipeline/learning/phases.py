@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.tracking import Number, Tracker
-from pipeline.work import Job
+from pipeline.run.tracking import Number, Tracker
+from pipeline.run.workdir import Job
 
 
 class Phases:

@@ -5,6 +5,15 @@
 
 The copy is made in memory from the weights that were loaded, never read again by name, and stored as `frozen.py` says. Not
 promised: that a copy fits beside the policy; with an adapter there is none.
+
+How the weights of models that only compute are stored: the reference of preference and reinforcement learning, the reward model.
+
+Under bf16 autocast a linear layer's weight is rounded to bf16 in every pass anyhow. Where that is so on a GPU, these layers are
+stored rounded, 2 bytes for 4, and every output keeps its bits. What autocast does not round stays float32: embeddings (they are
+looked up, also where the head is tied to them), norms, the reward's row. A narrowed model runs under that autocast only.
+
+Not narrowed: the base below an adapter. The health gates and the evaluation of pairs run it without autocast, and what is published
+is the base plus its update: rounding it would be in every model that leaves the stage.
 """
 
 import copy
@@ -12,17 +21,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from pipeline import checkpoint, device
-from pipeline.errors import ConfigError
-from pipeline.learning import first_steps, frozen
-from pipeline.model import lora
+from pipeline.learning import gates
+from pipeline.model import checkpoint, lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
+from pipeline.run import device
+from pipeline.run.device import Hardware
+from pipeline.run.errors import ConfigError
 from pipeline.text.tokenizer import Tokenizer
+
+Model = TypeVar("Model", bound=nn.Module)
+KEPT = "score"  # of the reward model: computed in float32 also under autocast
+
+
+def narrows(kind: str, precision: str) -> bool:
+    """Whether frozen linear layers are stored in bf16: on a GPU whose passes are. On a CPU memory is seldom what is short."""
+    return kind == "cuda" and precision == "bf16"
+
+
+def narrowed(model: Model, hardware: Hardware) -> Model:
+    """The model itself, frozen, its linear layers in bf16 where `narrows` says so."""
+    model.requires_grad_(False)
+    return narrow(model) if narrows(hardware.device.type, hardware.precision) else model
+
+
+def narrow(model: Model) -> Model:
+    """The model itself, with the weights (and biases) of its linear layers in bf16."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] != KEPT:
+            layer.to(torch.bfloat16)
+    return model
+
+
+# -- reference ------------------------------------------------------------------------------------------------------------
+
 
 GATE_TOKENS = 32  # of each row that the merge gate looks at
 
@@ -39,7 +76,7 @@ class Reference:
         self._held: Transformer | None = policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
         self.digest = self._stored = self._now()  # of the weights that were loaded, on any hardware
         if hardware is not None and not adapted:
-            frozen.narrowed(self._model, hardware)
+            narrowed(self._model, hardware)
             self._stored = self._now()
 
     @property
@@ -69,7 +106,7 @@ class Reference:
         """Raise GateError when its weights are not those of the start."""
         if self._held is None:
             return
-        first_steps.unmoved(self._stored, self._now(), "the reference")
+        gates.unmoved(self._stored, self._now(), "the reference")
 
     def _now(self) -> str:
         if not self.adapted:

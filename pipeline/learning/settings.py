@@ -7,14 +7,54 @@ TrainingConfig              optimiser, schedule, when to evaluate
 │   │       └── AdaptConfig with an adapter: lora
 │   └── PairConfig          pairs of answers: reward, dpo
 └── rollout.RolloutConfig   answers that the policy gives itself: rlhf, grpo
+
+Learning-rate schedules as pure functions of the step: nothing to save, nothing to step.
+
+S steps, W of warm-up, m = `min_ratio`, p = (s - W) / max(1, S - 1 - W). Warm-up is (s + 1) / W, then by name:
+
+    constant                1
+    linear                  1 - (1 - m) p
+    cosine                  m + (1 - m) (1 + cos(pi p)) / 2
+    cosine_with_restarts    the same with frac(cycles * p), and p = 1 at the end
+    wsd                     1 until the last D = round(decay_ratio * S) steps, then 1 - (1 - m) (s - S + D + 1) / D
+
+Pins: s = W - 1 gives 1, s = S - 1 gives m (constant: 1), each restart gives 1.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pipeline.errors import ConfigError
-from pipeline.learning import schedule, verdict
+from pipeline.learning import update
 from pipeline.learning.optim import OptimizerConfig
+from pipeline.run.errors import ConfigError
+
+SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "wsd")
+
+
+def factor(
+    step: int, *, name: str, steps: int, warmup: int, min_ratio: float, cycles: int = 1, decay_ratio: float = 0.2
+) -> float:
+    """What the learning rate is multiplied with at `step` (from 0). Raises ValueError for an unknown name."""
+    if step < warmup:
+        return (step + 1) / warmup
+    p = (step - warmup) / max(1, steps - 1 - warmup)
+    if name == "constant":
+        return 1.0
+    if name == "linear":
+        return 1 - (1 - min_ratio) * p
+    if name == "wsd":
+        decay = max(1, round(decay_ratio * steps))
+        return min(1.0, 1 - (1 - min_ratio) * (step - steps + decay + 1) / decay)
+    if name == "cosine_with_restarts":
+        p = 1.0 if p >= 1 else math.modf(cycles * p)[0]
+    elif name != "cosine":
+        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {name!r}")
+    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * p)) / 2
+
+
+# -- settings -------------------------------------------------------------------------------------------------------------
+
 
 LEAST = {
     "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "min_ratio": 0, "cycles": 1, "decay_ratio": 0, "warmup_steps": 0,
@@ -40,7 +80,7 @@ class TrainingConfig(OptimizerConfig):
     warmup_ratio: float = 0.0  # the share of steps in which the rate rises to its top; warmup_steps: their number
     eval_steps: int = 500  # evaluate every so many steps, and at the end
     on_nonfinite: str = (
-        "skip"  # a loss or norm that is no number: skip the update, stop, or rollback (learning/verdict.py)
+        "skip"  # a loss or norm that is no number: skip the update, stop, or rollback (learning/update.py)
     )
     on_spike: str = "skip"  # one far above the last 128 steps: skip, stop, rollback, or ignore
 
@@ -71,8 +111,8 @@ class TrainingConfig(OptimizerConfig):
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("at most one of warmup_steps and warmup_ratio may be set")
         choices = {
-            "optimizer": ("adamw", "muon"), "schedule": schedule.SCHEDULES, "publish": ("best", "last"),
-            "on_nonfinite": verdict.ON_NONFINITE, "on_spike": verdict.ON_SPIKE,
+            "optimizer": ("adamw", "muon"), "schedule": SCHEDULES, "publish": ("best", "last"),
+            "on_nonfinite": update.ON_NONFINITE, "on_spike": update.ON_SPIKE,
         }  # fmt: skip
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
@@ -120,7 +160,7 @@ class TrainingConfig(OptimizerConfig):
     def factor(self, step: int, steps: int) -> float:
         """The schedule at `step` of `steps`."""
         warmup = self.warmup_steps or round(self.warmup_ratio * steps)
-        return schedule.factor(
+        return factor(
             step, name=self.schedule, steps=steps, warmup=warmup, min_ratio=self.min_ratio, cycles=self.cycles,
             decay_ratio=self.decay_ratio,
         )  # fmt: skip

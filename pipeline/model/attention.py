@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pipeline.model.cache import cross
-from pipeline.model.kernels import ragged_attention
+from pipeline.model.cpu.layers import ragged_attention
 
 KEPT_PROBABILITIES = 512  # up to this length keeping them is 1.4x faster than the fused kernel; at 2,048 it is equal
 MOST_SHARED = 2048  # rows up to this length may begin alike

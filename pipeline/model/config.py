@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ModelError
-from pipeline.model.memory_config import LEAK, MemoryConfig
+from pipeline.memory.config import LEAK, MemoryConfig
+from pipeline.run.errors import ModelError
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 # Its own type, so that a causal engine refuses a bidirectional model instead of answering nonsense.

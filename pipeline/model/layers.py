@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.model import half, tiles
 from pipeline.model.attention import Documents, Layout, documents_of
 from pipeline.model.config import ModelConfig
-from pipeline.model.kernels import rms_norm, rotate
+from pipeline.model.cpu import attention, layers
+from pipeline.model.cpu.layers import rms_norm, rotate
 
 
 def cpu_autocast(x: Tensor) -> bool:
@@ -95,11 +95,11 @@ class Attention(nn.Module):
     def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
         matrices = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        joined = half.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
+        joined = layers.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
         heads = len(self.q_proj.weight) // self.head_dim
         norms = (self.q_norm.weight, self.k_norm.weight) if self.head_norms else None
-        plan = tiles.plan(documents.lengths, documents.causal, heads)
-        return half.product(half.attention(joined, cos, sin, norms, norm.eps, heads, plan), self.o_proj.weight)
+        plan = attention.plan(documents.lengths, documents.causal, heads)
+        return layers.product(layers.attention(joined, cos, sin, norms, norm.eps, heads, plan), self.o_proj.weight)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         if self.head_norms:
@@ -127,8 +127,8 @@ class SwiGLU(nn.Module):
 
     def in_bf16(self, x: Tensor, norm: "RMSNorm") -> Tensor:
         """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
-        joined = half.normed_product(x, norm.weight, norm.eps, self.gate_proj.weight, self.up_proj.weight)
-        return half.product(half.gated(joined), self.down_proj.weight)
+        joined = layers.normed_product(x, norm.weight, norm.eps, self.gate_proj.weight, self.up_proj.weight)
+        return layers.product(layers.gated(joined), self.down_proj.weight)
 
 
 class Block(nn.Module):
@@ -148,7 +148,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
         """(N, D) -> (N, D)."""
-        by_hand = half.trains_in_bf16(x)
+        by_hand = layers.trains_in_bf16(x)
         documents = documents_of(layout, len(x)) if by_hand and self.self_attn.plain else None
         if documents is None:
             attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)

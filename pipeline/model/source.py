@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from pipeline.errors import ModelError
-from pipeline.tracking import say
+from pipeline.run.errors import ModelError
+from pipeline.run.tracking import say
 
 STARTS = ("scratch", "pretrained", "hub")
 RECORD = "pretrained.json"  # beside the tokenizer: which commit it is from

@@ -5,7 +5,7 @@
 The parameters carry Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`), so `state_dict()` is what
 `model.safetensors` holds. Inside, all tokens of a batch lie on one line (N, D); `attention.py` says who sees whom.
 
-Not here: losses (`learning/objectives.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off unless set.
+Not here: losses (`learning/losses.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off unless set.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from pipeline.memory.model import Memory, Reading, Reads
 from pipeline.model.attention import Layout, Line, Masked, Padded, Rows, positions_in
 from pipeline.model.cache import Cached, KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Body, Linear, cpu_autocast, rope_tables
-from pipeline.model.memory import Memory, Reading, Reads
 
 EVEN_ROWS = 128  # so many different shapes at most below it, and multiples above
 Checkpointing = Literal["none", "full", "every_2", "selective"]

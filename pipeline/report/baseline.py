@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import ConfigError, InputError, StagecoachError
-from pipeline.report import run
-from pipeline.report.run import Run
+from pipeline.report import metrics
+from pipeline.report.metrics import Run
+from pipeline.run.errors import ConfigError, InputError, StagecoachError
 
 LINE = re.compile(
     r"^(report:\n(?:[ #].*\n)*?  baseline:)(?: *[^\s#]+)?", re.MULTILINE
@@ -54,9 +54,9 @@ def at(revision: str) -> Run:
     if revision == WORKSPACE:
         if not Path("metrics").is_dir():
             raise InputError("metrics/ does not exist; make it with: dvc repro")
-        return run.read(Path("metrics"))
+        return metrics.read(Path("metrics"))
     with metrics_at(revision) as folder:
-        return run.read(folder)
+        return metrics.read(folder)
 
 
 def resolve(revision: str) -> str:

@@ -4,7 +4,7 @@
 
 No script, no outside reference, no date: built twice it has equal bytes. jinja2 escapes everything, since what a model wrote is hostile.
 Times come from the work directory by key, and are "built elsewhere" when a stage was restored from a cache. A change is coloured only
-where chance does not explain it (report/differences.py). Not promised: other commits than the one that `report.baseline` names
+where chance does not explain it (report/claims.py). Not promised: other commits than the one that `report.baseline` names
 (`make compare A=... B=...` compares any two).
 """
 
@@ -13,10 +13,11 @@ from typing import Any
 
 import jinja2
 
-from pipeline.report import charts, claims, costs, denoising, differences, graph, memory
-from pipeline.report.costs import Prices
-from pipeline.report.headlines import HEADLINES, Headline, lookup
-from pipeline.report.run import Run, flat, read
+from pipeline.diffusion import report as diffusion_report
+from pipeline.memory import report as memory_report
+from pipeline.report import charts, claims
+from pipeline.report import metrics as report_metrics
+from pipeline.report.metrics import HEADLINES, Headline, Prices, Run, flat, lookup, read
 
 LIKELIHOOD = ("language", "code", "tools", "lora")  # stages whose loss is nats per token
 
@@ -46,7 +47,11 @@ def figures(run: Run) -> list[dict[str, Any]]:
             found.append(
                 {"title": title, "svg": svg, "head": ["step", *(s.name for s in series)], "rows": thinned(series)}
             )
-    found += alignment(run) + denoising.figures(run.evaluations) + memory.figures(run.curves.get("memory", []), thinned)
+    found += (
+        alignment(run)
+        + diffusion_report.figures(run.evaluations)
+        + memory_report.figures(run.curves.get("memory", []), thinned)
+    )
     for headline in HEADLINES:
         if not headline.chart:
             continue
@@ -107,15 +112,15 @@ def table(run: Run) -> list[dict[str, Any]]:
     for headline in HEADLINES:
         cells = []
         for model in run.evaluations:
-            after, before = differences.of_model(run, model), differences.of_model(run, run.bases.get(model, ""))
-            change = differences.change(headline, before, after) if before and after else None
+            after, before = claims.of_model(run, model), claims.of_model(run, run.bases.get(model, ""))
+            change = claims.change(headline, before, after) if before and after else None
             cells.append(_cell(headline, lookup(run.evaluations[model], headline), change))
         if any(cell["value"] != "–" for cell in cells):
             rows.append({"headline": headline, "cells": cells})
     return rows
 
 
-def _cell(headline: Headline, measured: dict[str, float] | None, change: differences.Change | None) -> dict[str, str]:
+def _cell(headline: Headline, measured: dict[str, float] | None, change: claims.Change | None) -> dict[str, str]:
     if measured is None:
         return {"value": "–", "interval": "", "change": "", "kind": ""}
     wide = "low" in measured and measured["low"] != measured["high"]
@@ -135,7 +140,7 @@ def _cell(headline: Headline, measured: dict[str, float] | None, change: differe
 
 def lineage(run: Run) -> list[dict[str, Any]]:
     """A row per stage: its work key, the hash of its code, what it was made from, its MLflow run where this machine has it."""
-    known = {one.stage: one.mlflow for one in costs.rows(run)}
+    known = {one.stage: one.mlflow for one in report_metrics.rows(run)}
     rows = []
     for name, numbers in run.stages.items():
         facts = numbers["lineage"]
@@ -154,10 +159,10 @@ def spent(seconds: float | None) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def picture(run: Run, spending: list[costs.Cost], marked: frozenset[str]) -> str:
+def picture(run: Run, spending: list[report_metrics.Cost], marked: frozenset[str]) -> str:
     """The graph with the time of each stage."""
     notes = {one.stage.replace("@", "_"): spent(one.speed.get("seconds")) for one in spending}
-    return graph.svg(run, notes, marked)
+    return charts.svg(run, notes, marked)
 
 
 def samples(run: Run, per_suite: int) -> list[dict[str, Any]]:
@@ -198,16 +203,16 @@ def render(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string((Path(__file__).parent / "card.html").read_text(encoding="utf-8"))
-    spending = costs.rows(run, prices)
-    rebuilt = differences.stages(baseline[1], run) if baseline else []
+    spending = report_metrics.rows(run, prices)
+    rebuilt = claims.stages(baseline[1], run) if baseline else []
     return template.render(
-        run=run, table=table(run), figures=figures(run), lineage=lineage(run), costs=spending, total=costs.total(spending),
+        run=run, table=table(run), figures=figures(run), lineage=lineage(run), costs=spending, total=report_metrics.total(spending),
         currency=prices.currency if prices else "", spent=spent, samples=samples(run, samples_each),
         graph=picture(run, spending, frozenset(one.stage for one in rebuilt)),
         claims=claims.claims(run), gates=claims.gates(run, gate or {}), alarms=claims.alarms(run), skipped=claims.skipped(run),
-        baseline=baseline[0] if baseline else "", rebuilt=rebuilt, moved=differences.measures(baseline[1], run) if baseline else {},
+        baseline=baseline[0] if baseline else "", rebuilt=rebuilt, moved=claims.measures(baseline[1], run) if baseline else {},
         details={name: flat(numbers) for name, numbers in run.stages.items()},
         evaluations={name: flat(numbers) for name, numbers in run.evaluations.items()},
-        traces=[denoising.shown(model, trace) for model, trace in run.traces.items()],
-        memories=[{"model": model} | memory.shown(told) for model, told in run.routes.items()],
+        traces=[diffusion_report.shown(model, trace) for model, trace in run.traces.items()],
+        memories=[{"model": model} | memory_report.shown(told) for model, told in run.routes.items()],
     )  # fmt: skip

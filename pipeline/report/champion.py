@@ -17,14 +17,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline import registry
-from pipeline.errors import GateError, InputError, StagecoachError
-from pipeline.params import Settings, stage_params
-from pipeline.registry import Version
-from pipeline.report import claims, differences
-from pipeline.report.differences import Measured
-from pipeline.report.headlines import HEADLINES
-from pipeline.report.run import lines, read
+from pipeline.report import claims
+from pipeline.report.claims import Measured
+from pipeline.report.metrics import HEADLINES, lines, read
+from pipeline.run import registry
+from pipeline.run.config import Settings, stage_params
+from pipeline.run.errors import GateError, InputError, StagecoachError
+from pipeline.run.registry import Version
 
 METRICS = Path("metrics")
 
@@ -54,7 +53,7 @@ def objections(gates: list[claims.Claim], candidate: Measured, present: Measured
     found = [f"{one.title}: {one.measured or one.state}" for one in gates if one.state != claims.HOLDS]
     others: dict[str, list[str]] = {}
     for headline in HEADLINES:
-        change = None if present is None else differences.change(headline, present, candidate)
+        change = None if present is None else claims.change(headline, present, candidate)
         if change is not None and change.kind == "worse":
             found.append(f"{headline.title} is worse than the champion's: {change.shown}")
         if change is not None and change.refused:

@@ -1,8 +1,19 @@
-"""What a run should show, each claim with what was measured, and what went wrong on the way.
+"""What differs between two models, or between two runs, and whether it is more than chance.
+
+    change(headline, before, after)    a measure's difference, by a paired bootstrap over items that both were asked
+    stages(before, after)              which stages were built from something else, and from what
+
+An item is the same where its id and the hash of what was asked are (in rows without hashes: where the data have the same
+digest). Where one model was asked some of the other's items, the two are compared over these. Results over other items
+are not compared: the difference gives the reason. Under 20 items nothing is called better or worse. A measure that is no
+sum over items counts as moved where the two 95 % intervals do not overlap, which is stricter. Intervals cover items, not
+training seeds (benchmarks/seeds.py).
+
+What a run should show, each claim with what was measured, and what went wrong on the way.
 
     claims(run)     a model is better than what it was made from, a reward model ranks, exports answer as their model ...
     gates(run, gate)  whether the deployed model may be champion
-    alarms(run)     what reinforcement learning said about its own curve (reinforcement/alarms.py)
+    alarms(run)     what reinforcement learning said about its own curve (rl/alarms.py)
     skipped(run)    what was not measured, and why
 
 A claim holds where its 95 % interval lies on the right side; a miss is shown as one. Not promised: that a claim that holds here holds
@@ -13,9 +24,215 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report import differences
-from pipeline.report.headlines import HEADLINES, lookup
-from pipeline.report.run import Run, flat
+from pipeline.evaluation.intervals import paired_difference
+from pipeline.report.metrics import HEADLINES, Headline, Row, Run, flat, lookup, maker
+from pipeline.run.device import generator
+
+RESAMPLES = 2000
+FEWEST = 20  # items that a verdict takes: the bootstrap's intervals are too narrow below (evaluation/intervals.py)
+DATA = {"text": "data/raw/text", "stories": "data/raw/text", "code": "data/raw/code", "problems": "data/problems",
+        "tools": "data/dialogues", "facts": "data/facts", "reward": "data/preferences"}  # fmt: skip
+LIMITS = ("documents", "stories", "problems", "canvas_problems", "dialogues", "constrained")  # keys that choose items
+NAMED = 3  # items
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one model."""
+
+    numbers: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was measured with."""
+        return self.numbers.get("settings", {})
+
+    @property
+    def data_seed(self) -> int | None:
+        """Of the data that it was measured on; runs of the time when one seed was all have it as `seed`."""
+        return self.settings.get("data_seed", self.settings.get("seed"))
+
+    def data(self, suite: str) -> str | None:
+        """The digest of the data from which the suite takes its items."""
+        return self.numbers.get("lineage", {}).get("inputs", {}).get(DATA.get(suite, ""))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference of one measure: after - before."""
+
+    headline: Headline
+    before: float
+    after: float
+    low: float | None  # of the difference, paired; None: not paired
+    high: float | None
+    items: int  # that both were asked; 0: the files do not say
+    kind: str  # better, worse, or "" where chance explains it or nothing says how sure the numbers are
+    refused: str = ""  # why the two cannot be compared
+    apart: str = ""  # which items are not the same, where they are refused
+
+    @property
+    def few(self) -> bool:
+        """Whether there are too few items for a verdict."""
+        return 0 < self.items < FEWEST
+
+    @property
+    def shown(self) -> str:
+        """As people read it: `+1.5 points (−0.2 to 3.1)`."""
+        if self.refused:
+            return self.refused
+        told = self.headline.show_change(self.after - self.before)
+        if self.low is not None and self.high is not None:
+            scale, digits = (100, 1) if self.headline.unit == "share" else (1, 3)
+            low, high = (f"{scale * value:.{digits}f}".replace("-", "−") for value in (self.low, self.high))
+            told = f"{told} ({low} to {high})"
+        return f"{told}, too few items: {self.items}" if self.few else told
+
+
+def of_model(run: Run, model: str) -> Measured | None:
+    """What a run measured of a model; None where it was not evaluated."""
+    numbers = run.evaluations.get(model)
+    return None if numbers is None else Measured(numbers, run.items.get(model, []))
+
+
+def change(headline: Headline, before: Measured, after: Measured) -> Change | None:
+    """The difference of a measure; None where one of the two has no such number."""
+    first, second = lookup(before.numbers, headline), lookup(after.numbers, headline)
+    if first is None or second is None:
+        return None
+    ours, theirs = headline.items(before.rows), headline.items(after.rows)
+    common = [item for item in ours if item in theirs]
+    if not _same(headline, before, after, ours, theirs, common):
+        refused = f"measured over other items: {reason(headline.suite, before, after)}"
+        return Change(headline, first["value"], second["value"], None, None, 0, "", refused, _apart(ours, theirs))
+    if not (headline.rows and common):
+        known = "low" in first and "low" in second
+        sure = known and (second["low"] > first["high"] or second["high"] < first["low"])
+        return _judged(headline, (first["value"], second["value"]), (None, None), len(common), sure)
+    columns = [[headline.counted(side[item]) for item in common] for side in (ours, theirs)]
+    split = [([top for top, _ in column], [bottom for _, bottom in column]) for column in columns]
+    found = paired_difference(split[0], split[1], generator=generator("change", headline.key), resamples=RESAMPLES)
+    values = first["value"], second["value"]
+    if len(ours) != len(theirs):  # the numbers of the smaller set's items alone
+        values = sum(split[0][0]) / sum(split[0][1]), sum(split[1][0]) / sum(split[1][1])
+    return _judged(headline, values, (found.low, found.high), found.n, found.low > 0 or found.high < 0)
+
+
+def _judged(
+    headline: Headline, values: tuple[float, float], interval: tuple[float | None, float | None], items: int, sure: bool
+) -> Change:
+    kind = ("better" if (values[1] > values[0]) == headline.higher_is_better else "worse") if sure else ""
+    found = Change(headline, *values, *interval, items, kind)
+    return found if not found.few else Change(headline, *values, *interval, items, "")
+
+
+def _same(
+    headline: Headline, before: Measured, after: Measured, ours: dict[str, Row], theirs: dict[str, Row], common: list[str]
+) -> bool:  # fmt: skip
+    """Whether both were asked the same items, or one of them some of the other's."""
+    hashed = all("item" in row for rows in (ours, theirs) for row in rows.values()) and ours and theirs
+    if not hashed and before.data(headline.suite) != after.data(headline.suite):
+        return False
+    if not (ours and theirs):  # runs that kept no rows: the digests have said it
+        return True
+    part = len(common) == min(len(ours), len(theirs))
+    return part and (headline.rows is not None or len(ours) == len(theirs))  # only sums can be had over a part
+
+
+def reason(suite: str, before: Measured, after: Measured) -> str:
+    """Why two measurements of a suite have other items."""
+    why = []
+    if before.data_seed != after.data_seed:
+        why.append(f"data_seed {before.data_seed} and {after.data_seed}")
+    for key in LIMITS:
+        values = [side.settings.get(key) for side in (before, after)]
+        if values[0] != values[1]:
+            why.append(f"evaluate.{key} {values[0]} and {values[1]}")
+    if not why and before.data(suite) != after.data(suite):
+        why.append(f"other contents of {DATA.get(suite, 'the data')}")
+    return "; ".join(why) or "another choice of the same data"
+
+
+def _apart(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
+    """`12 of 100 and 100 are the same; in one alone: a, b, c, ...`; empty where a run kept no rows."""
+    if not (ours and theirs):
+        return ""
+    alone = [str(row["id"]) for item, row in (ours | theirs).items() if not (item in ours and item in theirs)]
+    same = sum(item in theirs for item in ours)
+    named = ", ".join(list(dict.fromkeys(alone))[:NAMED]) + (", ..." if len(alone) > NAMED else "")
+    told = f"{same} of {len(ours)} and {len(theirs)} are the same"
+    return f"{told}; in one alone: {named}" if alone else told
+
+
+def measures(before: Run, after: Run, *, every: bool = False) -> dict[str, list[Change]]:
+    """model -> the measures that moved between two runs (`every`: all), models in the order of `after`."""
+    found = {}
+    for model in after.evaluations:
+        first, second = of_model(before, model), of_model(after, model)
+        if first is not None and second is not None:
+            changes = [told for headline in HEADLINES if (told := change(headline, first, second)) is not None]
+            changes = [told for told in changes if every or told.kind or told.refused or told.before != told.after]
+            if changes:
+                found[model] = changes
+    return found
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A stage that two runs have differently."""
+
+    stage: str
+    keys: tuple[str, str]  # work keys; "" where a run has not built it
+    why: list[str]
+
+
+def stages(before: Run, after: Run) -> list[Rebuilt]:
+    """The stages of either run whose work keys differ, with what made them differ, in pipeline order."""
+    found = []
+    for name in list(dict.fromkeys([*after.stages, *before.stages])):
+        first, second = before.stages.get(name), after.stages.get(name)
+        keys = tuple(side["lineage"].get("key", "") if side else "" for side in (first, second))
+        if keys[0] == keys[1]:
+            continue
+        if first is None or second is None:
+            why = ["built only " + ("after" if first is None else "before")]
+        else:
+            why = _reasons(first, second, after)
+        found.append(Rebuilt(name, (keys[0], keys[1]), why))
+    return found
+
+
+def _reasons(first: dict[str, Any], second: dict[str, Any], run: Run) -> list[str]:
+    old, new = (flat(side.get("params", {})) for side in (first, second))
+    why = [
+        f"{name.replace(' / ', '.')}: {old.get(name, 'absent')} → {new.get(name, 'absent')}"
+        for name in list(dict.fromkeys([*new, *old]))
+        if old.get(name, "absent") != new.get(name, "absent")
+    ]
+    if first["lineage"].get("code") != second["lineage"].get("code"):
+        why.append("its code")
+    before, after = (side["lineage"].get("inputs", {}) for side in (first, second))
+    for path in sorted({*before, *after}):
+        if before.get(path) != after.get(path):
+            made_by = maker(path, run.stages)
+            why.append(f"what it reads from {made_by}" if made_by else f"the contents of {path}")
+    return list(dict.fromkeys(why)) or ["a parameter that its metrics do not name"]
+
+
+def packages(before: Run, after: Run) -> list[str]:
+    """The packages that compute, of which both runs have told versions and these differ: `torch: 2.13.0 → 2.14.0 (language, code)`."""
+    found: dict[str, list[str]] = {}
+    for name in after.stages:
+        sides = [run.stages.get(name, {}).get("lineage", {}).get("versions", {}) for run in (before, after)]
+        for package in sides[0].keys() & sides[1].keys():
+            if sides[0][package] != sides[1][package]:
+                found.setdefault(f"{package}: {sides[0][package]} → {sides[1][package]}", []).append(name)
+    return [f"{told} ({', '.join(stages)})" for told, stages in sorted(found.items())]
+
+
+# -- claims ---------------------------------------------------------------------------------------------------------------
+
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
 UNDECIDED = "no verdict"  # the two sides were asked other items, or too few
@@ -56,8 +273,8 @@ def claims(run: Run) -> list[Claim]:
 def _better(run: Run) -> Iterator[Claim]:
     by_key = {headline.key: headline for headline in HEADLINES}
     for key, model, base, title in BETTER:
-        before, after = differences.of_model(run, base), differences.of_model(run, model)
-        told = differences.change(by_key[key], before, after) if before and after else None
+        before, after = of_model(run, base), of_model(run, model)
+        told = change(by_key[key], before, after) if before and after else None
         if told is None:
             yield Claim(title, "", UNKNOWN)
             continue

@@ -3,7 +3,7 @@
     python -m pipeline.report.compare A [B] [--md] [--all]        make compare A=HEAD~1 B=workspace
 
 A and B are commits, branches, tags, experiments (`dvc exp show` names them) or `workspace`, the default of B. Differences
-are B - A, over the same held-out items (report/differences.py); only those that chance does not explain are marked.
+are B - A, over the same held-out items (report/claims.py); only those that chance does not explain are marked.
 Measures over other items are not compared: the line gives the reason, and below the table stand the items. Each stage's
 work key and MLflow run are named, so that every number can be traced.
 """
@@ -12,17 +12,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipeline.errors import StagecoachError
-from pipeline.report import baseline, costs, differences
-from pipeline.report.run import Run
+from pipeline.report import baseline, claims, metrics
+from pipeline.report.metrics import Run
+from pipeline.run.errors import StagecoachError
 
 MARKS = {"better": "better", "worse": "WORSE", "": ""}
 
 
 def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = False, every: bool = False) -> str:
     """The comparison as text; `every`: also the measures that did not move."""
-    rebuilt = differences.stages(before, after)
-    ids = [{one.stage: one for one in costs.rows(side)} for side in (before, after)]
+    rebuilt = claims.stages(before, after)
+    ids = [{one.stage: one for one in metrics.rows(side)} for side in (before, after)]
     head = ["stage", "because of", f"key of {names[0]}", f"key of {names[1]}", "MLflow run", "seconds"]
     body = []
     for one in rebuilt:
@@ -38,7 +38,7 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
     ]
     if rebuilt:
         parts.append(table(head, body, markdown))
-    if others := differences.packages(before, after):
+    if others := claims.packages(before, after):
         parts.append(
             "\n".join(
                 ["Other packages computed them, which invalidates nothing by itself:", *(f"  {one}" for one in others)]
@@ -46,7 +46,7 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
         )
     rows: list[list[str]] = []
     apart: dict[str, list[str]] = {}  # which items are not the same -> models
-    for model, changes in differences.measures(before, after, every=every).items():
+    for model, changes in claims.measures(before, after, every=every).items():
         for told in changes:
             show = told.headline.show
             by = "intervals" if told.low is None else f"{told.items} items, paired"
@@ -63,7 +63,7 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
         parts.append("\n".join(["Items of the measures that are not compared:", *lines]))
     parts.append(
         "Differences with their 95 % intervals; better and worse only where chance does not explain them, over "
-        f"{differences.FEWEST} items at least."
+        f"{claims.FEWEST} items at least."
     )
     return "\n\n".join(parts) + "\n"
 

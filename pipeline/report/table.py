@@ -6,8 +6,9 @@ python -m pipeline.report.table [metrics]
 import sys
 from pathlib import Path
 
-from pipeline.report import card, costs
-from pipeline.report.run import read
+from pipeline.report import card
+from pipeline.report import metrics as report_metrics
+from pipeline.report.metrics import read
 
 MODELS = 4  # columns of one table: more are wider than a terminal
 
@@ -16,7 +17,7 @@ def render(metrics: Path) -> str:
     """Text tables of a few models each: a row per headline number, a column per model, intervals in brackets."""
     run = read(metrics)
     rows = card.table(run)
-    times = {one.stage: one.speed["seconds"] for one in costs.rows(run) if "seconds" in one.speed}
+    times = {one.stage: one.speed["seconds"] for one in report_metrics.rows(run) if "seconds" in one.speed}
     if not rows:
         return f"nothing is evaluated yet below {metrics}/eval; run dvc repro"
     lines = [[row["headline"].title, *(_text(cell) for cell in row["cells"])] for row in rows]

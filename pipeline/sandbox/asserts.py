@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.ingest import shapes
 from pipeline.sandbox import values
-from pipeline.streams import literals
 
 FUNCTIONS = ("abs", "len", "sorted", "set", "round", "isclose", "sum", "min", "max", "list", "tuple")
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -97,7 +97,7 @@ class _Interpreter:
     def value(self, node: ast.expr) -> Any:
         """The value of a node; every branch is visited, so that calls and answers stay in step."""
         try:
-            return values.check(literals.read(node, values.bag, values.mapping))
+            return values.check(shapes.read(node, values.bag, values.mapping))
         except ValueError:
             pass  # not a literal: it holds a call
         if isinstance(node, ast.Call):
@@ -157,7 +157,7 @@ def _literal_call(node: ast.Call) -> Call:
     if any(isinstance(a, ast.Starred) for a in node.args) or any(k.arg is None for k in node.keywords):
         raise _Unsupported("starred arguments")
     for argument in (*node.args, *(k.value for k in node.keywords)):
-        literals.read(argument)  # ValueError: not a literal
+        shapes.read(argument)  # ValueError: not a literal
     args = ", ".join(ast.unparse(a) for a in node.args)
     kwargs = ", ".join(f"{k.arg!r}: {ast.unparse(k.value)}" for k in node.keywords)
     return Call(f"[{args}]", f"{{{kwargs}}}")

@@ -30,10 +30,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.errors import DataError
+from pipeline.ingest import shapes
+from pipeline.run.errors import DataError
 from pipeline.sandbox import asserts, values
 from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
-from pipeline.streams import literals
 
 __all__ = ["Judge", "Limits", "Program", "SandboxConfig", "TestResult", "Verdict"]
 
@@ -250,7 +250,7 @@ _assertion = functools.lru_cache(maxsize=4096)(asserts.parse)
 
 def _literal(text: str, entry_point: str) -> Any:
     try:
-        return literals.read(text, values.bag, values.mapping)
+        return shapes.read(text, values.bag, values.mapping)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise DataError(f"{entry_point}: expected a Python literal, found {text[:80]!r}") from error
 

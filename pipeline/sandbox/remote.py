@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from pipeline.errors import ConfigError
-from pipeline.runtime import without_password
+from pipeline.run.config import without_password
+from pipeline.run.errors import ConfigError
 from pipeline.sandbox.config import SandboxConfig
 from pipeline.sandbox.pool import job_limits
 from pipeline.sandbox.servers import HarnessError

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
+from pipeline.run.errors import ConfigError
 from pipeline.sandbox.config import SandboxConfig
 
 LOG = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
 from starlette.types import ASGIApp
 
-from pipeline.errors import ConfigError, StagecoachError
-from pipeline.processes import die_with_parent
+from pipeline.run.errors import ConfigError, StagecoachError
+from pipeline.run.processes import die_with_parent
 from pipeline.serve.guard import KEYS, Keys
 from pipeline.serve.options import Options
 

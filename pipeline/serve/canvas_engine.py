@@ -13,11 +13,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pipeline.device import stable_hash
-from pipeline.generation.denoising import Denoising, Progress, stepwise
-from pipeline.model.denoiser import Denoiser
-from pipeline.serve.loop import Loop, tell
-from pipeline.serve.request import Denoised, Ended, Said, Ticket
+from pipeline.diffusion.model import Denoiser
+from pipeline.diffusion.sampling import Denoising, Progress, stepwise
+from pipeline.run.device import stable_hash
+from pipeline.serve.loop import Denoised, Ended, Loop, Said, Ticket, tell
 
 CANVAS = 96  # tokens
 SURE = 1 + 1e-6  # a probability, rounded

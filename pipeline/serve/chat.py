@@ -19,14 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipeline import checkpoint, device
-from pipeline.errors import InputError, StagecoachError
 from pipeline.export import huggingface
-from pipeline.export.fused import Fused
+from pipeline.export.inference import Fused
 from pipeline.generation.constrain import Grammars, reply
 from pipeline.generation.sampling import Completion, Sampling
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.serve.engine import Constraint, Ended, Engine, Event, Request, Said
+from pipeline.run import device
+from pipeline.run.errors import InputError, StagecoachError
+from pipeline.serve.engine import Constraint, Ended, Engine, Event, GenerationRequest, Said
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -117,7 +118,7 @@ def speak(
             ends.append(event)
 
     ticket = engine.submit(
-        Request(ids=prompt, sampling=sampling, seed=seed, listener=hear, stop=stop, constraint=constraint)
+        GenerationRequest(ids=prompt, sampling=sampling, seed=seed, listener=hear, stop=stop, constraint=constraint)
     )
     told = 0
     try:

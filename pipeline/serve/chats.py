@@ -1,4 +1,12 @@
-"""POST /v1/chat/completions: a conversation in, one assistant's turn or several out, whole or as a stream of chunks.
+"""Tool calls and JSON that were promised: the grammar that holds an answer to them, and the proof before it is told.
+
+Grammars are judged in another process (`workshop.py`), and compiled here only when that was found to be cheap; where none is
+asked for nothing is done. What comes out is read again and checked by another program than the one that made it, before an answer
+says that it is a call: a grammar that was wrong is our failure, a 500 and a counter, and never the client's surprise.
+
+Who asks, and where what he asks for is done: the rooms that the routes share, each with places of its own (`places.py`).
+
+POST /v1/chat/completions: a conversation in, one assistant's turn or several out, whole or as a stream of chunks.
 
 The order of a stream is OpenAI's: a delta with the role; deltas of content or of calls; an empty one with the reason it ended; where
 asked for, a chunk without choices that holds the counts; [DONE]. A masked-diffusion model says what stands to the left of its first
@@ -16,20 +24,112 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.device import stable_hash
-from pipeline.errors import InputError
+from starlette.requests import Request
+
+from pipeline.generation import grammars, schemas
+from pipeline.generation.constrain import Constraint
 from pipeline.generation.sampling import Sampling
-from pipeline.serve import calls
-from pipeline.serve.answers import Assembler, Delta
+from pipeline.generation.schemas import SchemaError
+from pipeline.run.device import stable_hash
+from pipeline.run.errors import InputError
+from pipeline.serve.answers import Assembler, Call, Delta
 from pipeline.serve.asking import Answers, Finished, Frame, Ping, unheard
-from pipeline.serve.faults import ApiFault, dumps
-from pipeline.serve.loop import Loop
+from pipeline.serve.limits import Pool
+from pipeline.serve.loop import GenerationRequest, Loop, Said
 from pipeline.serve.models import Served, never_said
-from pipeline.serve.protocol import ChatBody, Generation
-from pipeline.serve.request import Request, Said
-from pipeline.serve.rooms import Rooms, Who
+from pipeline.serve.protocol import ApiFault, ChatBody, Generation, NamedTool, ResponseFormat, dumps
+from pipeline.serve.workshop import Refused, Workshop
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
+
+INVALID = "invalid_structure"
+
+
+class Makers:
+    """What makes grammars: the workshop, and a thread for those that it let pass."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self.workshop = workshop
+        self._thread = Pool("grammars", running=1, waiting=64)
+
+    async def constraints(self, body: ChatBody, served: Served, budget: int, asker: str) -> list[Constraint | None]:
+        """What holds each of the `n` answers, or nothing. Raises ApiFault: 400 for what cannot be promised, 429."""
+        count, job = body.n or 1, _job(body)
+        if job is None:
+            return [None] * count
+        param = "tools" if body.tools else "response_format"
+        try:
+            verdict = await self.workshop.grammar(served.id, job, asker)
+            grammar = await self._thread.run(asker, lambda: served.grammars.take(verdict.written, verdict.plan))
+            return [grammar.constraint(budget) for _ in range(count)]
+        except (SchemaError, Refused) as error:
+            raise ApiFault(400, str(error), param="max_tokens" if error.code == "budget_too_small" else param, code=error.code) from None  # fmt: skip
+
+
+def _job(body: ChatBody) -> dict[str, Any] | None:
+    """What the workshop is to judge, or nothing."""
+    choice, wanted = body.tool_choice or "auto", body.response_format
+    if body.tools and choice != "none":
+        name = choice.function.name if isinstance(choice, NamedTool) else choice
+        tools = [tool.plain() for tool in body.tools]
+        # a model that was told which tool to call calls it once
+        parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+        return {"kind": "tools", "tools": tools, "choice": name, "parallel": parallel}
+    if wanted is None or wanted.type == "text":
+        return None
+    return {"kind": "schema", "schema": grammars.ANY_OBJECT if wanted.json_schema is None else wanted.json_schema.rules}
+
+
+def check(body: ChatBody, assembler: Assembler) -> None:
+    """Raises ApiFault 500 where a call is not whole, or does not fit its tool."""
+    rules = {tool.function.name: tool.function.parameters or {} for tool in body.tools or []}
+    if any(not _fits(call, rules) for call in assembler.calls):
+        raise ApiFault(500, "the model's call does not fit its tool", code=INVALID)
+
+
+def _fits(call: Call, rules: dict[str, dict[str, Any]]) -> bool:
+    if not call.closed or call.name not in rules:
+        return False
+    return schemas.mistake({**rules[call.name], "type": "object"}, call.arguments) is None
+
+
+def check_format(wanted: ResponseFormat, assembler: Assembler) -> None:
+    """Raises ApiFault 500 where the answer is not of the form that was asked for."""
+    rules = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.rules
+    if schemas.mistake(rules, assembler.content) is not None:
+        raise ApiFault(500, "the model's answer does not fit the response_format", code=INVALID)
+
+
+# -- rooms ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Who:
+    """One request's sender."""
+
+    owner: str  # of its rows: a key's digest, or nobody
+    asker: str  # of its places: the owner, or an address
+    identity: str  # of the request
+
+    @classmethod
+    def of(cls, request: Request) -> "Who":
+        """As the guard found it."""
+        return cls(request.scope["owner"], request.scope["asker"], request.scope["identity"])
+
+
+class Rooms:
+    """Where work is done that takes no engine."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self.workshop = workshop
+        self.makers = Makers(workshop)
+        self.texts = Pool("texts to encode", running=2, waiting=32)
+        self.scores = Pool("conversations to score", running=1, waiting=32)
+        self.choices = Pool("preferences", running=1, waiting=16)
+
+
+# -- chats ----------------------------------------------------------------------------------------------------------------
+
 
 AT_ONCE = 8_000  # characters of a conversation and its tools that the event loop encodes itself: a thread's turn takes as long
 COLDEST = 1e-5  # a temperature
@@ -43,7 +143,7 @@ class Talk:
     served: Served
     engine: Loop
     prompt: list[int]
-    requests: list[Request]
+    requests: list[GenerationRequest]
     id: str
     created: int
 
@@ -81,7 +181,7 @@ async def understand(body: ChatBody, served: Served, engine: Loop, who: Who, roo
     if body.ignore_eos:
         bias |= dict.fromkeys((tokenizer.turn_end, tokenizer.end_of_text), -math.inf)
     requests = [
-        Request(
+        GenerationRequest(
             ids=prompt, sampling=sampling(body.temperature, body.top_p, body.top_k, budget), seed=seed, listener=unheard,
             stop=(tokenizer.turn_end, tokenizer.end_of_text), bias=bias, top=(body.top_logprobs or 0) if body.logprobs else 0,
             owner=who.owner, constraint=constraint, frames=body.with_frames,
@@ -237,11 +337,11 @@ async def reason(talk: Talk, answers: Answers, event: Finished) -> str:
     """
     assembler, form = answers.assemblers[event.index], talk.body.response_format
     if assembler.calls:
-        await asyncio.to_thread(calls.check, talk.body, assembler)
+        await asyncio.to_thread(check, talk.body, assembler)
         return "tool_calls"
     if form is None or form.type == "text":
         return event.reason
-    await asyncio.to_thread(calls.check_format, form, assembler)
+    await asyncio.to_thread(check_format, form, assembler)
     return "stop"  # what is whole was not cut, also where its last token was the budget's last
 
 

@@ -16,10 +16,9 @@ from pipeline.generation.sampling import Sampling
 from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Frame, Ping, Usage, unheard
 from pipeline.serve.chats import event_line, known, refuse_frames, room, sampling, seeds, spelled
-from pipeline.serve.engine import Engine, Request, Said
-from pipeline.serve.faults import ApiFault, dumps
+from pipeline.serve.engine import Engine, GenerationRequest, Said
 from pipeline.serve.models import Served
-from pipeline.serve.protocol import CompletionBody
+from pipeline.serve.protocol import ApiFault, CompletionBody, dumps
 from pipeline.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -71,7 +70,7 @@ class Text:
     engine: Engine
     owner: str
     prompts: list[list[int]]
-    requests: list[Request]
+    requests: list[GenerationRequest]
     id: str
     created: int
 
@@ -107,7 +106,7 @@ def understand(body: CompletionBody, served: Served, engine: Engine, owner: str)
             room([*ids, 0], served, None, "prompt")
     first = seeds(body.seed, len(prompts) * (body.n or 1))
     requests = [
-        Request(
+        GenerationRequest(
             ids=ids, sampling=sampling(body.temperature, body.top_p, body.top_k, room(ids, served, asked, "prompt")),
             seed=first[place * (body.n or 1) + number], listener=unheard, stop=stop, bias=known(body.biases, served),
             top=body.logprobs or 0, owner=owner,
@@ -143,7 +142,7 @@ async def scores(text: Text, identity: str) -> list[list[Score]]:
     if top is None:
         return []
     asked = [
-        Request(ids=ids, sampling=Sampling(1), seed=0, listener=unheard, owner=text.owner, score=top)
+        GenerationRequest(ids=ids, sampling=Sampling(1), seed=0, listener=unheard, owner=text.owner, score=top)
         for ids in text.prompts
     ]
     async with Answers(

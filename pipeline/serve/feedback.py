@@ -1,6 +1,6 @@
 """Preferences that people give on the page, appended to a file that `stage_tasks` reads: the loop closes with `dvc repro`.
 
-A line is a pair in the form of `data/preferences` (`streams/records.py`, Pair) with the source "page" and the name of the API key
+A line is a pair in the form of `data/preferences` (`ingest/records.py`, Pair) with the source "page" and the name of the API key
 that gave it: `key-` and the first 8 hex digits of its sha256, null where no key is asked for. Lines are written whole or not at all,
 also by several servers at a time and on a full disk; the same choice twice is stored once. The file ends at 16 MB.
 
@@ -18,11 +18,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.errors import ConfigError
-from pipeline.serve.faults import ApiFault
-from pipeline.serve.protocol import PreferenceBody
-from pipeline.streams import records
-from pipeline.streams.records import Pair
+from pipeline.ingest import records
+from pipeline.ingest.records import Pair
+from pipeline.run.errors import ConfigError
+from pipeline.serve.protocol import ApiFault, PreferenceBody
 
 MOST_BYTES = 16 * 2**20
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -29,9 +29,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.errors import ConfigError
-from pipeline.serve.faults import ApiFault
-from pipeline.serve.rates import REFUSED, Rates, cost
+from pipeline.run.errors import ConfigError
+from pipeline.serve.limits import REFUSED, Rates, cost
+from pipeline.serve.protocol import ApiFault
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_BYTES, MOST_SECONDS = 2**20, 10.0

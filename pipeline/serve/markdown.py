@@ -28,7 +28,7 @@ from pygments.lexers import get_lexer_by_name
 from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES
 
-from pipeline.errors import InputError
+from pipeline.run.errors import InputError
 
 MOST_CHARACTERS = 50_000  # the parser's time grows with the square of brackets that nothing closes: 4 s here
 MOST_COLOURED = 20_000  # characters of a fence; one match of a lexer on so many takes under a second

@@ -6,32 +6,40 @@
 
 A model's name is its folder's. Not here: which files a directory may hold
 (`export/huggingface.py`, `check`).
+
+What Prometheus reads at /metrics: vLLM's names under `stagecoach:`, so that dashboards made for it need another prefix alone.
+
+Counters of requests are kept here; what the engines count (rows, queue, tokens, drafts) is read from them when asked.
 """
 
 import ctypes
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from pipeline import checkpoint, denoisers
-from pipeline.errors import ConfigError, ModelError
-from pipeline.export import huggingface, quantize
+from pipeline.diffusion import files
+from pipeline.export import huggingface, inference
 from pipeline.generation.constrain import Grammars
+from pipeline.model import checkpoint
 from pipeline.model.config import read_config
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ConfigError, ModelError
 from pipeline.serve.canvas_engine import CanvasEngine
 from pipeline.serve.engine import Engine
-from pipeline.serve.faults import ApiFault
 from pipeline.serve.loop import Loop
 from pipeline.serve.onnx_engine import Export
 from pipeline.serve.options import Weights
+from pipeline.serve.protocol import ApiFault
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -137,7 +145,7 @@ def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | Non
         return Served(name, "reward", stage, tokenizer, judge.num_parameters(), judge.config.max_context, judge.config.vocab_size,
                       _fingerprint(judge), "native", judge=judge)  # fmt: skip
     if read_config(folder).attention != "causal":
-        masked, tokenizer = denoisers.load(folder)
+        masked, tokenizer = files.load(folder)
         masked.train(False).requires_grad_(False)
         silent = {*masked.traits.banned, *never_said(tokenizer)}
         masked.traits = replace(masked.traits, banned=tuple(sorted(silent)))
@@ -151,9 +159,9 @@ def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | Non
         shape = model.to("meta", torch.float32)  # keys and values are float32 there; our own weights are let go
         engine = Engine(shape, rows=rows, queue=queue, decoder=export.decoder)
     else:
-        form: Weights = weights or ("int8" if quantize.pays(model) else "native")
+        form: Weights = weights or ("int8" if inference.pays(model) else "native")
         held, fingerprint = form, _fingerprint(model)
-        engine = Engine(quantize.for_serving(model, form), rows=rows, queue=queue)
+        engine = Engine(inference.for_serving(model, form), rows=rows, queue=queue)
     return Served(name, "causal", stage, tokenizer, model.num_parameters(), model.config.max_context, model.config.vocab_size,
                   fingerprint, held, engine=engine)  # fmt: skip
 
@@ -189,3 +197,69 @@ class Catalogue:
         found = self.find(name, "causal", "diffusion")
         assert found.engine is not None
         return found, found.engine
+
+
+# -- metrics --------------------------------------------------------------------------------------------------------------
+
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """The numbers of one server."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.registry = CollectorRegistry()
+        label = ["model_name"]
+        self.ended = Counter("stagecoach:request_success", "answers that ended, by reason", [*label, "finished_reason"], registry=self.registry)  # fmt: skip
+        self.faults = Counter("stagecoach:request_faults", "requests that failed, by status", ["status"], registry=self.registry)  # fmt: skip
+        self.broken = Counter("stagecoach:invalid_structures", "calls or objects that did not fit their schema", label, registry=self.registry)  # fmt: skip
+        self.first = Histogram("stagecoach:time_to_first_token_seconds", "from the request to its first token", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
+        self.between = Histogram("stagecoach:inter_token_latency_seconds", "mean of a request, behind its first token", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
+        self.whole = Histogram("stagecoach:e2e_request_latency_seconds", "from the request to its end", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
+        self.restarts = Counter("stagecoach:engine_restarts", "engines that died and were started again", label, registry=self.registry)  # fmt: skip
+        self.registry.register(_Engines(catalogue))
+
+    def text(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+
+class _Engines(Collector):
+    """What the engines count themselves."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges of now and counters since the start, a label for each model."""
+        gauges = {"num_requests_running": "rows that speak", "num_requests_waiting": "requests in the queue", "kv_cache_usage_perc": "share of the cache's positions that hold something"}  # fmt: skip
+        counters = {
+            "prompt_tokens": "tokens of prompts",
+            "generation_tokens": "tokens that were said",
+            "prefix_cache_queries": "tokens of prompts that were looked for in the cache",
+            "prefix_cache_hits": "tokens of prompts that the cache held",
+            "spec_decode_num_draft_tokens": "tokens that were drafted",
+            "spec_decode_num_accepted_tokens": "drafted tokens that were said",
+            "engine_steps": "forward passes",
+        }
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+            name: GaugeMetricFamily(f"stagecoach:{name}", text, labels=["model_name"]) for name, text in gauges.items()
+        } | {
+            name: CounterMetricFamily(f"stagecoach:{name}", text, labels=["model_name"])
+            for name, text in counters.items()
+        }
+        for served in self.catalogue.served.values():
+            if served.engine is None:
+                continue
+            stats = served.engine.stats()
+            values = {
+                "num_requests_running": stats.running, "num_requests_waiting": stats.waiting, "kv_cache_usage_perc": stats.cache_share,
+                "prompt_tokens": stats.prompt_tokens, "generation_tokens": stats.generated_tokens,
+                "prefix_cache_queries": stats.prompt_tokens, "prefix_cache_hits": stats.cached_tokens,
+                "spec_decode_num_draft_tokens": stats.drafted_tokens, "spec_decode_num_accepted_tokens": stats.accepted_tokens,
+                "engine_steps": stats.steps,
+            }  # fmt: skip
+            for name, value in values.items():
+                families[name].add_metric([served.id], value)
+        yield from families.values()

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import ModelConfig
-from pipeline.serve.rows import Lengths
-from pipeline.work import sha256
+from pipeline.run.errors import ConfigError, ModelError
+from pipeline.run.workdir import sha256
+from pipeline.serve.engine import Lengths
 
 PACKAGE = "onnxruntime_genai"
 QUANTIZED = b"MatMulNBits"  # the operator of int4 products: a graph without it is fp32

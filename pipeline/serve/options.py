@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.errors import ConfigError
+from pipeline.run.errors import ConfigError
 
 Weights = Literal["int8", "native"]
 

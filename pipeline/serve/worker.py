@@ -33,12 +33,11 @@ import numpy as np
 import psutil
 from llguidance import LLMatcher
 
-from pipeline.errors import InputError
 from pipeline.generation import grammars
-from pipeline.generation.closing import Closer, Place, bits
-from pipeline.generation.grammars import Compiler
+from pipeline.generation.grammars import Closer, Compiler, Place, bits
 from pipeline.generation.schemas import SchemaError
-from pipeline.processes import die_with_parent
+from pipeline.run.errors import InputError
+from pipeline.run.processes import die_with_parent
 from pipeline.serve import markdown
 from pipeline.text.tokenizer import Tokenizer
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipeline.generation.grammars import Written
-from pipeline.processes import beside
-from pipeline.serve.faults import ApiFault
-from pipeline.serve.places import Places
+from pipeline.run.processes import beside
+from pipeline.serve.limits import Places
+from pipeline.serve.protocol import ApiFault
 
 LOG = logging.getLogger(__name__)
 PATIENCE = 20.0  # seconds; a job's own limits end it before

@@ -21,7 +21,7 @@ from typing import Any
 
 import tokenizers
 
-from pipeline.errors import ModelError
+from pipeline.run.errors import ModelError
 from pipeline.text.tokenizer import ADDED, SPARE, SPECIAL, Tokenizer, byte_of_character, fill
 
 MULTIPLE = 64  # the embedding's rows: what matrix units of all sizes divide

@@ -13,7 +13,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from pipeline import checkpoint
+from pipeline.model import checkpoint
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import SENTENCES
 from tests.matrix import report, snippets

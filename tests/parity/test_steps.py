@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline import checkpoint
-from pipeline.learning import objectives_pairs, objectives_policy, scoring, scoring_pairs
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_pairs import PairLoss
-from pipeline.learning.objectives_policy import METHODS, Clip
+from pipeline.batches.batch import Answered, Piece, answered
+from pipeline.learning import losses, pair_losses, policy_losses
+from pipeline.learning.losses import Loss
+from pipeline.learning.pair_losses import PairLoss
+from pipeline.learning.policy_losses import METHODS, Clip
+from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
-from pipeline.streams.batch import Answered, Piece, answered
 from pipeline.text.tokenizer import Tokenizer
 from tests.goldens import objective
 from tests.parity.test_goldens import interpreter
@@ -93,10 +93,8 @@ def test_five_steps_of_dpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Tran
     def loss(step: dict[str, Any]) -> tuple[Loss, dict[str, int]]:
         batch = laid(step["input_ids"], step["attention_mask"], step["completion_mask"])
         with torch.no_grad():
-            reference = scoring_pairs.pair_logprobs(frozen, batch)
-        found = objectives_pairs.dpo(
-            scoring_pairs.pair_logprobs(tiny_model, batch), reference, PairLoss(beta=BETA["dpo"])
-        )
+            reference = pair_losses.pair_logprobs(frozen, batch)
+        found = pair_losses.dpo(pair_losses.pair_logprobs(tiny_model, batch), reference, PairLoss(beta=BETA["dpo"]))
         return found, {"pairs": len(batch.input_ids) // 2, "tokens": int((batch.targets >= 0).sum())}
 
     walk(tiny_model, steps, loss)
@@ -117,9 +115,9 @@ def test_five_steps_of_grpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Tra
         ids, mask = (torch.cat([step[f"prompt_{name}"], step[f"completion_{name}"]], 1) for name in ("ids", "mask"))
         trained = torch.cat([torch.zeros_like(step["prompt_mask"]), step["completion_mask"]], 1)
         batch = laid(ids, mask, trained)
-        logprobs, entropy = scoring.token_logprobs(tiny_model, batch, 0.8)
+        logprobs, entropy = losses.token_logprobs(tiny_model, batch, 0.8)
         with torch.no_grad():
-            reference, _ = scoring.token_logprobs(frozen, batch, 0.8)
+            reference, _ = losses.token_logprobs(frozen, batch, 0.8)
         chosen = batch.targets >= 0
         lengths = chosen.sum(1)
         now = logprobs.detach().split(lengths.tolist())
@@ -130,10 +128,10 @@ def test_five_steps_of_grpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Tra
         )  # trl shuffles them
         groups, valid = scores[order].view(-1, 4), torch.ones(2, 4, dtype=torch.bool)
         advantages = torch.empty(len(ids))
-        advantages[order] = objectives_policy.group_advantages(groups, valid, scaled=True).flatten().float()
+        advantages[order] = policy_losses.group_advantages(groups, valid, scaled=True).flatten().float()
         torch.testing.assert_close(advantages, step["advantages"], atol=1e-5, rtol=0)
         rows = torch.repeat_interleave(torch.arange(len(ids)), lengths)
-        found = objectives_policy.group_policy(
+        found = policy_losses.group_policy(
             logprobs, entropy, old=old, advantages=advantages[rows], reference=reference, row_of=rows,
             num_rows=len(ids), method=method, max_tokens=12,
         )  # fmt: skip

@@ -9,18 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.errors import ModelError
-from pipeline.learning import scoring
+from pipeline.batches import pairs
+from pipeline.batches.batch import Piece, TokenBatch, answered, token_batch
+from pipeline.batches.dialogues import DialogueStream
+from pipeline.batches.pairs import Encoded, PairSplit
+from pipeline.ingest import records
+from pipeline.ingest.records import Dialogue, Pair
+from pipeline.learning import losses
 from pipeline.model.attention import Layout
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
-from pipeline.reinforcement import answers
-from pipeline.streams import preferences, records
-from pipeline.streams.batch import Piece, TokenBatch, answered, token_batch
-from pipeline.streams.dialogues import DialogueStream
-from pipeline.streams.preferences import Encoded, PairSplit
-from pipeline.streams.records import Dialogue, Pair
+from pipeline.rl import answers
+from pipeline.run.errors import ModelError
 from pipeline.text import chat
 from pipeline.text.tokenizer import SPECIAL, Tokenizer
 from tests import rollouts
@@ -90,7 +91,7 @@ def test_a_reward_is_read_at_the_last_token_of_its_own_row(judged: RewardModel, 
     pieces = [Piece(ids, np.arange(len(ids)) > 0) for ids in texts]
     record = rollouts.prompt(0).record
     assert isinstance(record, Pair)
-    batch = preferences.batch_of([Encoded(record, *both) for both in zip(pieces[:3], pieces[3:], strict=True)], pad)
+    batch = pairs.batch_of([Encoded(record, *both) for both in zip(pieces[:3], pieces[3:], strict=True)], pad)
     found = judged(batch.input_ids, positions=batch.positions, documents=batch.documents, select=batch.ends)
     torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
     given = [rollouts.answer(rollouts.prompt(int(ids[0]), length=1), 0, ids[1:].tolist()) for ids in texts]
@@ -111,7 +112,7 @@ def test_a_token_is_scored_by_what_stands_before_it(tiny_model: Transformer) -> 
     pieces = [Piece(draws.integers(20, 300, length), np.arange(length) >= 2) for length in (5, 9, 3)]
     slow = torch.cat([slow_logprobs(tiny_model, one) for one in pieces])
     for rows in (answered(pieces, 0), packed([pieces[:2], pieces[2:]], 16, 0, 320)):
-        found, _ = scoring.token_logprobs(tiny_model, rows)
+        found, _ = losses.token_logprobs(tiny_model, rows)
         torch.testing.assert_close(found.detach(), slow, atol=1e-5, rtol=0)
 
 
@@ -138,7 +139,7 @@ def test_places_are_counted_from_the_start_of_each_text(placed: Placed) -> None:
     pieces = [Piece(draws.integers(20, 300, length), np.arange(length) >= 2) for length in (5, 9, 3)]
     slow = torch.cat([slow_logprobs(placed, one) for one in pieces])
     for rows in (answered(pieces, 0), packed([pieces[:2], pieces[2:]], 16, 0, 320)):
-        found, _ = scoring.token_logprobs(placed, rows)
+        found, _ = losses.token_logprobs(placed, rows)
         torch.testing.assert_close(found.detach(), slow, atol=1e-5, rtol=0)
 
 
@@ -172,7 +173,7 @@ def test_what_a_tool_says_is_never_trained(tmp_path: Path, byte_tokenizer: Token
     (one,) = PairSplit(tmp_path / "pairs/train.jsonl", byte_tokenizer, 200, 400).pairs
     stream = DialogueStream(tmp_path / "talks", byte_tokenizer, context=256, tokens_per_step=256, seed=1)
     for targets in (
-        preferences.batch_of([one], byte_tokenizer.pad).targets[0],
+        pairs.batch_of([one], byte_tokenizer.pad).targets[0],
         stream.batch(0, 256, stream.rows(0, 256)).targets,
     ):
         assert byte_tokenizer.decode(targets[targets >= 0].tolist()) == said

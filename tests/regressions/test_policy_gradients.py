@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from pipeline.generation.sampling import Sampling, generate
-from pipeline.learning import objectives_policy as policy
-from pipeline.learning.fit import Run
-from pipeline.learning.objectives import Loss
-from pipeline.learning.objectives_policy import METHODS, Clip
-from pipeline.learning.protocols import Watchers
-from pipeline.learning.window import Totals
-from pipeline.reinforcement import answers
-from pipeline.reinforcement.estimators import PPOConfig, estimate_group, estimate_ppo
-from pipeline.reinforcement.rewards import Score
-from pipeline.reinforcement.rollout import Method, Rollout, RolloutStream
+from pipeline.learning import policy_losses
+from pipeline.learning.fit import Run, Watchers
+from pipeline.learning.losses import Loss
+from pipeline.learning.policy_losses import METHODS, Clip
+from pipeline.learning.update import Totals
+from pipeline.rl import answers
+from pipeline.rl.advantages import PPOConfig, estimate_group, estimate_ppo
+from pipeline.rl.rewards import Score
+from pipeline.rl.rollout import Method, Rollout, RolloutStream
 from stages import grpo
 from tests import rollouts
 from tests import test_bandit as bandit
@@ -146,7 +145,7 @@ def test_an_answer_without_tokens_leaves_the_others_as_they_are(name: str) -> No
 
     def value(row_of: list[int], num_rows: int) -> torch.Tensor:
         reference = drawn[3] if method.kl_in == "loss" else None
-        loss = policy.group_policy(logprobs, -logprobs.detach(), old=drawn[1], advantages=drawn[2], reference=reference,
+        loss = policy_losses.group_policy(logprobs, -logprobs.detach(), old=drawn[1], advantages=drawn[2], reference=reference,
                                    row_of=torch.tensor(row_of), num_rows=num_rows, method=method, max_tokens=5)  # fmt: skip
         return objective(loss, {"tokens": 5, "sequences": 2})
 
@@ -162,11 +161,15 @@ def test_an_answer_without_tokens_leaves_the_others_as_they_are(name: str) -> No
 def test_a_critic_without_tokens_gives_no_advantage_and_no_loss() -> None:
     """Bug museum: all-zero mask. PPO's side of it: scores, advantages, returns and loss of nothing are nothing."""
     zero, none = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
-    rewards = policy.ppo_rewards(zero, zero, none, torch.tensor([5.0, 7.0]), 0.1)
-    for found in (rewards, policy.whiten(zero + 3, none), *policy.gae(rewards, zero + 2, none, gamma=1.0, lam=0.95)):
+    rewards = policy_losses.ppo_rewards(zero, zero, none, torch.tensor([5.0, 7.0]), 0.1)
+    for found in (
+        rewards,
+        policy_losses.whiten(zero + 3, none),
+        *policy_losses.gae(rewards, zero + 2, none, gamma=1.0, lam=0.95),
+    ):
         assert not found.any()
     empty = torch.zeros(0)
     totals = Totals({"tokens": 0})
-    totals.add(policy.ppo(empty, empty, empty, old=empty, advantages=empty, old_values=empty, returns=empty,
+    totals.add(policy_losses.ppo(empty, empty, empty, old=empty, advantages=empty, old_values=empty, returns=empty,
                           clip=Clip(0.2, 0.2), value_clip=0.2, value_weight=0.1))  # fmt: skip
     assert totals.value == 0 and not totals.veto and set(totals.values().values()) == {0.0}

@@ -7,22 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import checkpoint
-from pipeline.errors import ConfigError
+from pipeline.batches.pairs import Encoded, PairBatch, batch_of
 from pipeline.learning import reference
-from pipeline.learning.objectives_pairs import PairLoss, dpo
-from pipeline.learning.objectives_policy import METHODS
+from pipeline.learning.pair_losses import PairLoss, dpo, pair_logprobs
+from pipeline.learning.policy_losses import METHODS
 from pipeline.learning.reference import Reference, Start
-from pipeline.learning.scoring_pairs import pair_logprobs
+from pipeline.model import checkpoint
 from pipeline.model.heads import ActorCritic, RewardModel
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
-from pipeline.reinforcement import answers, estimators
-from pipeline.reinforcement.estimators import PPOConfig
-from pipeline.reinforcement.rewards import Score
-from pipeline.reinforcement.rollout import Method, RolloutConfig, RolloutStream
-from pipeline.reinforcement.setting import Setting
-from pipeline.streams.preferences import Encoded, PairBatch, batch_of
+from pipeline.rl import advantages, answers
+from pipeline.rl.advantages import PPOConfig
+from pipeline.rl.models import Setting
+from pipeline.rl.rewards import Score
+from pipeline.rl.rollout import Method, RolloutConfig, RolloutStream
+from pipeline.run.errors import ConfigError
 from pipeline.text.tokenizer import Tokenizer
 from stages import grpo, rlhf
 from tests import rollouts
@@ -121,15 +120,15 @@ def filled(
         constants = PPOConfig(beta=0.05, target_kl=6.0, horizon=100)
         method = Method(
             sample=setting.sample, score=lambda given: [Score(float(len(one.ids) % 3), {}) for one in given],
-            annotate=lambda found: estimators.annotate_ppo(
+            annotate=lambda found: advantages.annotate_ppo(
                 found, reference=setting.reference, values=lambda given: setting.values(critic, given)),
-            estimate=lambda found: estimators.estimate_ppo(found, constants, carried),
+            estimate=lambda found: advantages.estimate_ppo(found, constants, carried),
         )  # fmt: skip
     else:
         method = Method(
             sample=setting.sample, score=lambda given: [Score(float(one.ids[0] % 5), {}) for one in given],
-            annotate=lambda found: estimators.annotate_group(found, reference=setting.reference),
-            estimate=lambda found: estimators.estimate_group(found, METHODS["grpo"], 2),
+            annotate=lambda found: advantages.annotate_group(found, reference=setting.reference),
+            estimate=lambda found: advantages.estimate_group(found, METHODS["grpo"], 2),
         )  # fmt: skip
     stream = RolloutStream(prompts(), config, method, pad=tokenizer.pad, seed=1, ranks=setting.ranks, state=carried)
     return model, stream, stream.fill(0)

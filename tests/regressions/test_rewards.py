@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pipeline.evaluation.tools import call_reward
-from pipeline.reinforcement.answers import Answer
-from pipeline.reinforcement.rewards import Resources, Scorer
+from pipeline.ingest.records import Pair, Problem
+from pipeline.rl.answers import Answer
+from pipeline.rl.rewards import Resources, Scorer
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
-from pipeline.streams.records import Pair, Problem
 from tests import rollouts
 
 TESTS = [{"args": "[1]", "expected": "None", "visible": False}]  # what a function that does nothing would say

@@ -1,0 +1,344 @@
+"""Whole documents into rows of fixed length, with little padding and no document cut that fits a row.
+
+Documents longer than a row become pieces of a row's length; then best-fit decreasing (Ding et al. 2024,
+arXiv:2404.10830, "Fewer truncations improve language modeling") over windows of 65,536 pieces, with the rows that are
+still open carried from window to window. Concatenating and cutting instead would cut about half of all Python files.
+
+A document is read after the end of text before it, so every token of a file but the very first is predicted exactly
+once; nothing is dropped. Not promised: the optimal packing.
+
+In which order rows are visited: a keyed permutation of the row numbers for each epoch, computed where it is needed.
+
+Step -> positions -> a 4-round Feistel network keyed by (seed, epoch), walked until it falls inside (Black and Rogaway
+2002, "Ciphers with arbitrary finite domains") -> row ids. Nothing is stored or shuffled, so the state of a run is one
+integer and any rank can compute any row. A row id is `(epoch * num_rows + row) * windows + window`, so an id alone says
+what a batch holds; `windows` is the packed length over the present context (curriculum by length: rows are split, not
+skipped).
+
+Not promised: cryptographic quality; for fewer than about 16 rows few of the possible orders occur.
+
+A stream of packed rows: what corpora and dialogues have in common.
+
+    source (pieces of a packed row)  +  order (which row when)  ->  TokenBatch, a pure function of (seed, step)
+
+`CorpusStream` and `DialogueStream` only build the two sources; everything else is here. The val split has its own
+source and one fixed order, whatever the seed, so that evaluations of different runs see the same tokens. Not promised:
+that a batch of the val split is full; its last one may be smaller.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from pipeline.batches.batch import Piece, TokenBatch, token_batch
+from pipeline.run.device import stable_hash
+from pipeline.run.errors import DataError
+from pipeline.text.tokenizer import Tokenizer
+
+WINDOW = 65_536
+FORMAT = 3  # of the index on disk; raise it when the packing changes
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Documents cut to a row's length."""
+
+    starts: np.ndarray  # (P,) int64, first token in the .bin file
+    lengths: np.ndarray  # (P,) int64, tokens that are read
+    whole: np.ndarray  # (P,) bool: the piece is a whole document
+    continues: np.ndarray  # (P,) bool: one more token is predicted behind the piece, which fills its row
+
+
+def cut(offsets: np.ndarray, context: int) -> Pieces:
+    """Cut documents, given as n + 1 token offsets, into pieces of at most `context` tokens.
+
+    A document's first piece begins with the token before it, the end of text of another document, which is read and not
+    predicted: so its first token is a target too, and a model can begin a text from nothing. The first document of a
+    file has no such lead. A document's last token is a target and need not be read, so a document of up to `context`
+    tokens is never cut.
+    """
+    offsets = offsets.astype(np.int64)
+    begins = np.maximum(offsets[:-1] - 1, 0)  # (n,)
+    num_targets = np.maximum(offsets[1:] - begins - 1, 0)  # (n,): all but the token that it begins with
+    counts = -(-num_targets // context)  # pieces of each document; 0 where there is nothing to predict
+    document = np.repeat(np.arange(len(counts)), counts)  # (P,)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
+    starts = begins[document] + number * context
+    ends = offsets[document + 1]
+    return Pieces(
+        starts=starts,
+        lengths=np.minimum(context, ends - starts),
+        whole=counts[document] == 1,
+        continues=starts + context < ends,
+    )
+
+
+def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Best-fit decreasing: which piece goes into which row.
+
+    `lengths` (P,) in 1..capacity. Returns `members` (P,), the piece numbers row by row and ascending within a row, and
+    `row_starts` (R + 1,), where each row begins in it. Raises ValueError when a piece cannot fit.
+    """
+    if len(lengths) and not 0 < lengths.min() <= lengths.max() <= capacity:
+        raise ValueError(f"expected piece lengths in 1..{capacity}, found {lengths.min()}..{lengths.max()}")
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by free space
+    free = 0  # bit s is set when a row with exactly s free tokens is open
+    num_rows = 0
+    for start in range(0, len(lengths), WINDOW):
+        window = lengths[start : start + WINDOW]
+        rows: list[int] = []
+        decreasing = np.argsort(-window, kind="stable")
+        for length in window[decreasing].tolist():
+            fitting = free >> length
+            if fitting:
+                space = length + (fitting & -fitting).bit_length() - 1  # the tightest row that fits
+                row = open_rows[space].pop()
+                if not open_rows[space]:
+                    free ^= 1 << space
+            else:
+                space, row = capacity, num_rows
+                num_rows += 1
+            rows.append(row)
+            if left := space - length:
+                open_rows[left].append(row)
+                free |= 1 << left
+        row_of[start + decreasing] = rows
+    members = np.argsort(row_of, kind="stable")
+    row_starts = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(np.bincount(row_of, minlength=num_rows), out=row_starts[1:])
+    return members, row_starts
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The index of a packed split: pieces, and which of them stand in which row."""
+
+    starts: np.ndarray  # (P,) int64, first token of each piece in the .bin file, row by row
+    lengths: np.ndarray  # (P,) int64, tokens in the .bin file that are read
+    continues: np.ndarray  # (P,) bool
+    infilled: np.ndarray  # (P,) bool: fill-in-the-middle, with room reserved for it
+    row_starts: np.ndarray  # (R + 1,) int64, into the arrays above
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the packing."""
+        return len(self.row_starts) - 1
+
+
+def packing_of(pieces: Pieces, infilled: np.ndarray, reserve: int, context: int) -> Packing:
+    """Pack pieces into rows of `context`; those that are to be infilled take `reserve` tokens more."""
+    members, row_starts = pack(pieces.lengths + reserve * infilled, context)
+    return Packing(
+        starts=pieces.starts[members],
+        lengths=pieces.lengths[members],
+        continues=pieces.continues[members],
+        infilled=infilled[members],
+        row_starts=row_starts,
+    )
+
+
+def cached(cache: Path, parts: list[str | int | float], build: Callable[[], Packing]) -> Packing:
+    """The packing for `parts` from `cache`, memory-mapped; built and written by rename when it is not there yet."""
+    key = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()[:16]
+    folder = cache / f"packing-{key}"
+    if not folder.is_dir():
+        packing = build()
+        part = cache / f".packing-{key}.{os.getpid()}.part"
+        part.mkdir(parents=True, exist_ok=True)
+        for field in fields(Packing):
+            np.save(part / f"{field.name}.npy", getattr(packing, field.name))
+        try:
+            part.rename(folder)
+        except OSError:  # another process was faster; what it wrote is the same
+            shutil.rmtree(part)
+    return Packing(*(np.load(folder / f"{field.name}.npy", mmap_mode="r") for field in fields(Packing)))
+
+
+# -- order ----------------------------------------------------------------------------------------------------------------
+
+
+ROUNDS = 4
+
+
+def mix(values: np.ndarray, key: int) -> np.ndarray:
+    """A 64-bit hash of each value under a key, uint64 of the same shape (the finaliser of SplitMix64)."""
+    h = (values.astype(np.uint64) ^ np.uint64(key)) + np.uint64(0x9E3779B97F4A7C15)
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
+
+
+def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Where each index of range(size) goes under the key's permutation; (n,) int64 in, (n,) int64 out."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    keys = [stable_hash(key, round_) for round_ in range(ROUNDS)]
+    out = index.astype(np.uint64)
+    walking = np.arange(len(out))
+    while len(walking):  # the domain is a power of 4, up to 4 times `size`: walk the cycle until inside
+        left, right = out[walking] >> shift, out[walking] & mask
+        for round_key in keys:
+            left, right = right, left ^ (mix(right, round_key) & mask)
+        out[walking] = (left << shift) | right
+        walking = walking[out[walking] >= size]
+    return out.astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """The order of `num_rows` packed rows of `context` tokens, `tokens_per_step` of them a step."""
+
+    num_rows: int
+    context: int
+    tokens_per_step: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that do not divide."""
+        if self.tokens_per_step <= 0 or self.tokens_per_step % self.context:
+            raise ValueError(
+                f"tokens_per_step: expected a multiple of the context {self.context}, found {self.tokens_per_step}"
+            )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Packed rows in one step's batch."""
+        return self.tokens_per_step // self.context
+
+    def positions(self, step: int) -> np.ndarray:
+        """Positions in the endless sequence of rows that a step covers, (rows_per_step,) int64."""
+        return np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step, dtype=np.int64)
+
+    def num_windows(self, context: int) -> int:
+        """Windows that a packed row is split into at this context. Raises ValueError when it does not divide."""
+        if context <= 0 or self.context % context:
+            raise ValueError(f"context: expected a divisor of the packed length {self.context}, found {context}")
+        return self.context // context
+
+    def at(self, positions: np.ndarray, context: int) -> np.ndarray:
+        """Row ids at the positions, each packed row's windows side by side: (n,) -> (n * windows,) int64."""
+        windows = self.num_windows(context)
+        epochs, index = np.divmod(positions, self.num_rows)
+        rows = np.empty_like(index)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            rows[here] = permute(index[here], self.num_rows, stable_hash("order", self.seed, int(epoch)))
+        ids = (epochs * self.num_rows + rows)[:, None] * windows + np.arange(windows)  # (n, windows)
+        return ids.reshape(-1)
+
+    def locate(self, ids: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+        """Take row ids apart: packed rows with their epoch (`epoch * num_rows + row`), and the window in each."""
+        return np.divmod(ids, self.num_windows(context))
+
+
+# -- packed ---------------------------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """A packed split."""
+
+    @property
+    def num_rows(self) -> int:
+        """Packed rows."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the split, each counted once; no padding."""
+        ...
+
+    def pieces(self, epoch: int, row: int) -> list[Piece]:
+        """What stands in a row; only infilling looks at the epoch."""
+        ...
+
+
+class PackedStream:
+    """Implements `batch.Stream` over two sources; `at` serves the mixture."""
+
+    def __init__(
+        self,
+        name: str,
+        train: Source,
+        val: Source,
+        tokenizer: Tokenizer,
+        *,
+        context: int,
+        tokens_per_step: int,
+        seed: int,
+        fingerprint: str,
+        document_mask: bool = True,
+        left_out: str = "",
+    ) -> None:
+        """`name` is said in errors, with what was `left_out` of it.
+
+        Raises DataError when `train` does not fill one batch, ValueError when sizes do not divide.
+        """
+        self.name = name
+        self.context = context
+        self.tokens_per_step = tokens_per_step
+        self.fingerprint = fingerprint
+        self.rows_per_epoch = train.num_rows
+        self.tokens_per_epoch = train.num_rows * context
+        self.num_tokens = train.num_tokens
+        self.has_val = val.num_rows > 0
+        self._train, self._val, self._tokenizer, self._document_mask = train, val, tokenizer, document_mask
+        self._order = RowOrder(num_rows=train.num_rows, context=context, tokens_per_step=tokens_per_step, seed=seed)
+        if self.tokens_per_epoch < tokens_per_step:
+            best = f"{self.tokens_per_epoch}" if train.num_rows else f"none at context {context}: there is no row"
+            raise DataError(
+                f"{name}: too few tokens for one batch: held {train.num_tokens} tokens in {train.num_rows} packed rows "
+                f"of {context}, needed tokens_per_step={tokens_per_step}; the largest tokens_per_step that works is "
+                f"{best}. "
+                f"Set it, change the context, or add data. {left_out}".rstrip()
+            )
+
+    def at(self, positions: np.ndarray, context: int) -> np.ndarray:
+        """Row ids at positions of the endless sequence of packed rows, (n,) -> (n * windows,) int64."""
+        return self._order.at(positions, context)
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        """Ids of the rows of this step's global batch, (tokens_per_step / context,) int64."""
+        return self.at(self._order.positions(step), context)
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
+        """Those rows, (B, context), in the order given; `step` changes nothing (the ids carry the epoch)."""
+        return self._batch(self._train, self._order, context, rows)
+
+    def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
+        """The val split, packed alike but never infilled, until `tokens` targets. Raises DataError when it is empty."""
+        if not self._val.num_rows:
+            raise DataError(f"{self.name}: the val split holds nothing to evaluate on; add documents to it")
+        order = RowOrder(
+            num_rows=self._val.num_rows, context=self.context, tokens_per_step=self.tokens_per_step, seed=0
+        )
+        ids = order.at(np.arange(self._val.num_rows), self.context)  # one epoch, in a fixed order
+        given = 0
+        for start in range(0, len(ids), order.rows_per_step):
+            if given >= tokens:
+                return
+            batch = self._batch(self._val, order, self.context, ids[start : start + order.rows_per_step])
+            given += batch.num_targets
+            yield batch
+
+    def _batch(self, source: Source, order: RowOrder, context: int, rows: np.ndarray) -> TokenBatch:
+        packed, window = order.locate(rows, context)
+        wanted, place = np.unique(
+            packed, return_inverse=True
+        )  # a row is read once, however many of its windows are asked
+        return token_batch(
+            [source.pieces(*divmod(int(row), source.num_rows)) for row in wanted],
+            place * order.num_windows(context) + window,
+            packed=order.context,
+            context=context,
+            pad=self._tokenizer.pad,
+            byte_lengths=self._tokenizer.byte_lengths,
+            document_mask=self._document_mask,
+        )

@@ -1,0 +1,218 @@
+"""Pairs of answers as training batches, for reward models and the DPO family.
+
+    data/preferences/{train,val,test}.jsonl (records.Pair)  --chat.render-->  PairBatch, a pure function of (seed, step)
+
+Prompt and answers are rendered by `text/chat.py`, whose prompts are prefixes of whole conversations; the answer is what the
+assistant says behind the prompt, its end of turn included. Left out and counted: equal answers, an empty answer, what is
+longer than asked (a cut answer would lose its end). More than a tenth left out stops the stage.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.batches.batch import Piece, answered
+from pipeline.ingest import records
+from pipeline.ingest.records import Message, Pair
+from pipeline.run.device import stable_hash
+from pipeline.run.errors import DataError
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
+
+MOST_DROPPED = 0.1
+EVALUATION_PAIRS = 32  # of a batch of the val split
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """`P` pairs as 2P rows: the chosen answers, then the rejected ones in the same order."""
+
+    input_ids: Tensor  # (2P, T) int64
+    targets: Tensor  # (2P, T) int64, -100 outside the answers
+    documents: Tensor  # (2P, T) int32, -1 in the padding
+    positions: Tensor  # (2P, T) int64
+    margins: Tensor  # (P,) float32, 0 where the data has none
+    reference: (
+        Tensor | None
+    )  # (2P,) float32, summed log-probabilities of the reference, where they were computed before
+    counts: dict[str, int]  # pairs, tokens (of the answers), positions
+
+    @property
+    def ends(self) -> Tensor:
+        """True at the last token of each row, (2P, T): where a reward is read."""
+        last = (self.documents >= 0).sum(1) - 1
+        return torch.arange(self.documents.shape[1], device=last.device) == last[:, None]
+
+    @property
+    def said(self) -> Tensor:
+        """True at the answers' tokens as inputs, (2P, T); in their order they are the targets that are not -100."""
+        return functional.pad(self.targets >= 0, (1, -1))  # one to the right
+
+    def to(self, device: torch.device | str) -> "PairBatch":
+        """The same batch on another device."""
+        names = ("input_ids", "targets", "documents", "positions", "margins")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, **moved, reference=None if self.reference is None else self.reference.to(device))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A pair as ids."""
+
+    pair: Pair
+    chosen: Piece
+    rejected: Piece
+
+    @property
+    def margin(self) -> float:
+        """The margin that the data asks for between the two rewards."""
+        return self.pair.margin or 0.0
+
+
+def encode(tokenizer: Tokenizer, pair: Pair, max_prompt: int, max_length: int) -> Encoded | str:
+    """The pair as ids, or why it is left out. Raises DataError naming the pair."""
+    if pair.chosen == pair.rejected:
+        return "chosen equals rejected"
+    if any(_empty(answer) for answer in (pair.chosen, pair.rejected)):
+        return "empty answer"
+    try:
+        prompt = chat.render(tokenizer, pair.prompt, pair.tools, generation_prompt=True).ids
+        pieces = [_answer(tokenizer, pair, answer, prompt) for answer in (pair.chosen, pair.rejected)]
+    except DataError as error:
+        raise DataError(f"pair {pair.id}: {error}") from error
+    if len(prompt) > max_prompt:
+        return "prompt too long"
+    if max(len(piece.ids) for piece in pieces) > max_length:
+        return "answer too long"
+    return Encoded(pair, *pieces)
+
+
+def _empty(answer: Sequence[Message]) -> bool:
+    return not any((m.get("content") or "").strip() or m.get("tool_calls") for m in answer if m["role"] == "assistant")
+
+
+def _answer(tokenizer: Tokenizer, pair: Pair, answer: list[Message], prompt: list[int]) -> Piece:
+    """Prompt and answer up to the last token that the assistant says; trained behind the prompt alone."""
+    whole = chat.render(tokenizer, [*pair.prompt, *answer], pair.tools)
+    trained = np.array(whole.trained, dtype=bool)
+    trained[: len(prompt)] = False
+    end = int(np.flatnonzero(trained)[-1]) + 1
+    return Piece(np.array(whole.ids[:end], dtype=np.int64), trained[:end])
+
+
+class PairSplit:
+    """One split, encoded, in memory."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, max_prompt: int, max_length: int) -> None:
+        """Raises DataError for a missing file, a wrong record, or more than a tenth left out."""
+        if not path.is_file():
+            raise DataError(f"{path}: expected preference pairs here, found none; run dvc repro stage_tasks")
+        self.pairs: list[Encoded] = []
+        self.dropped: Counter[str] = Counter()
+        for pair in records.read(path, Pair):
+            found = encode(tokenizer, pair, max_prompt, max_length)
+            if isinstance(found, str):
+                self.dropped[found] += 1
+            else:
+                self.pairs.append(found)
+        total = len(self.pairs) + self.dropped.total()
+        if not self.pairs or self.dropped.total() > MOST_DROPPED * total:
+            why = ", ".join(f"{number} {reason}" for reason, number in self.dropped.most_common())
+            raise DataError(
+                f"{path}: {self.dropped.total()} of {total} pairs cannot be used ({why or 'it is empty'}); at most a tenth may "
+                f"be left out. Mend the file, or raise max_prompt ({max_prompt}) and max_length ({max_length})"
+            )
+
+    def digest(self) -> str:
+        """A hash of every id and mask, in order."""
+        state = hashlib.sha256()
+        for encoded in self.pairs:
+            for piece in (encoded.chosen, encoded.rejected):
+                state.update(len(piece.ids).to_bytes(8, "little"))
+                state.update(piece.ids.astype("<i4").tobytes() + np.asarray(piece.trained).tobytes())
+            state.update(str(encoded.margin).encode())
+        return state.hexdigest()
+
+
+def batch_of(pairs: Sequence[Encoded], pad: int, reference: np.ndarray | None = None) -> PairBatch:
+    """Pairs laid out; `reference` (2P,) are the reference's sums, chosen first."""
+    rows = answered([encoded.chosen for encoded in pairs] + [encoded.rejected for encoded in pairs], pad)
+    return PairBatch(
+        *rows,
+        margins=torch.tensor([encoded.margin for encoded in pairs], dtype=torch.float32),
+        reference=None if reference is None else torch.from_numpy(reference),
+        counts={
+            "pairs": len(pairs),
+            "tokens": int((rows.targets >= 0).sum()),
+            "positions": int((rows.documents >= 0).sum()),
+        },
+    )
+
+
+class PairStream:
+    """Batches of pairs, shuffled anew in each epoch; the val split in its own order."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, *, max_prompt: int, max_length: int, pairs: int, seed: int,
+                 label_flip: float = 0.0, more: Sequence[Encoded] = ()) -> None:  # fmt: skip
+        """`pairs` a step. `more` join the training pairs. `label_flip` swaps the answers of that share of the training pairs, by the hash of their ids."""
+        self.train = PairSplit(folder / "train.jsonl", tokenizer, max_prompt, max_length)
+        self.val = PairSplit(folder / "val.jsonl", tokenizer, max_prompt, max_length)
+        self._pad, self._pairs, self._seed = tokenizer.pad, pairs, seed
+        self.train.pairs += more
+        if label_flip:
+            self.train.pairs = [flipped(p, label_flip, seed) for p in self.train.pairs]
+        identity = json.dumps([self.train.digest(), self.val.digest(), pairs, seed])
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self.tokens_per_epoch = len(self.train.pairs) * 2 * max_length
+        self.references: dict[str, np.ndarray] = {}  # by split: (n, 2) sums of the reference
+        self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        """Numbers of the step's pairs, (pairs,): each epoch goes once through all of them."""
+        places = np.arange(step * self._pairs, (step + 1) * self._pairs)
+        count = len(self.train.pairs)
+        return np.array([self._at(int(place) // count)[int(place) % count] for place in places])
+
+    def _at(self, epoch: int) -> np.ndarray:
+        if self._order[0] != epoch:
+            draws = np.random.default_rng(stable_hash("pairs", self._seed, epoch) % 2**63)
+            self._order = (epoch, draws.permutation(len(self.train.pairs)))
+        return self._order[1]
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> PairBatch:
+        """Those pairs."""
+        return self._batch("train", self.train, rows)
+
+    def _batch(self, name: str, split: PairSplit, rows: np.ndarray) -> PairBatch:
+        sums = self.references[name][rows].T.reshape(-1) if name in self.references else None
+        return batch_of([split.pairs[int(row)] for row in rows], self._pad, sums)
+
+    def batches(self, name: str) -> Iterator[PairBatch]:
+        """A whole split ("train" or "val") in its order."""
+        split = self.train if name == "train" else self.val
+        for first in range(0, len(split.pairs), EVALUATION_PAIRS):
+            yield self._batch(name, split, np.arange(first, min(first + EVALUATION_PAIRS, len(split.pairs))))
+
+    def evaluation(self, tokens: int) -> Iterator[PairBatch]:
+        """The val split, until `tokens` answer tokens have been given."""
+        given = 0
+        for batch in self.batches("val"):
+            if given >= tokens:
+                return
+            given += batch.counts["tokens"]
+            yield batch
+
+
+def flipped(encoded: Encoded, share: float, seed: int) -> Encoded:
+    """The pair with its answers swapped if the hash of its id falls into `share`."""
+    if stable_hash("label flip", seed, encoded.pair.id) / 2**64 >= share:
+        return encoded
+    return Encoded(encoded.pair, encoded.rejected, encoded.chosen)

@@ -1,0 +1,507 @@
+"""Texts with masks as training batches of masked diffusion: windows of a corpus, and problems with their answers.
+
+    CorpusStream windows              --times, bernoulli-->  NoisedBatch     adaptation, pre-training
+    prompt + answer on a canvas       --times, bernoulli-->  NoisedBatch     supervised fine-tuning
+
+The loss of a row is sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:2502.09992, eq. 3 and 5), so a mean over a
+validation set is its negative ELBO per token. There the k form is used, which has less variance and never an empty mask.
+Which tokens are masked is `masking.py`'s and hangs on (seed, sample, pass) alone.
+
+Pairs of answers under sampled masks, for Diffusion-DPO: each answer n times, of each time k of its tokens hidden.
+
+    data/preferences/{train,val}.jsonl --PairSplit--> Drawn, a pure function of (seed, place in the passes)
+
+The masks of a pair's answer hang on (seed, pair, side, pass); policy and reference score the same batch, so they share them. The
+answer ends with the end of its turn; unlike in fine-tuning nothing fills the canvas behind it (specs: diffusion, 5).
+
+Programming problems with their answers on a canvas, for the fine-tuning of masked-diffusion models.
+
+    data/problems/{train,val}.jsonl  --chat.render-->  prompt | answer, end of turn, fill ... up to the canvas
+
+A diffusion model writes on a canvas whose length is given, so it must learn to stop: behind the answer and its end the canvas
+is filled, and the filling is noised and predicted like the rest (LLaDA, arXiv:2502.09992, appendix B.1). How long a canvas is
+hangs on the example and the pass, never on its neighbours. The prompt stays clean. The causal control reads the same examples
+in the same order, without the filling.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.batches.batch import PADDING, Piece, TokenBatch, answered
+from pipeline.batches.packing import PackedStream
+from pipeline.batches.pairs import EVALUATION_PAIRS, Encoded, PairSplit
+from pipeline.diffusion import masks as diffusion_masks
+from pipeline.diffusion.masks import Drawn
+from pipeline.diffusion.model import Noised, Traits
+from pipeline.ingest import records
+from pipeline.ingest.records import Problem
+from pipeline.run.device import stable_hash
+from pipeline.run.errors import DataError
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """How training noise is drawn and weighted; `batch` is always the optimiser step, never the micro-batch."""
+
+    t_scope: str = "sample"  # a time for each row, or one for the batch
+    token_weight: str = "elbo"  # 1 / p; or cart: by the clean tokens nearby
+    cart_p: float = 0.3  # of cart: how fast the weight of a clean token falls with its distance
+    block_size: int = 0  # tokens that are denoised together, from the left block by block; 0: all
+
+    def __post_init__(self) -> None:
+        for name, options in {"t_scope": ("sample", "batch"), "token_weight": ("elbo", "cart")}.items():
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
+        if not 0 < self.cart_p < 1:
+            raise ValueError(f"cart_p: expected a share between 0 and 1, got {self.cart_p}")
+        if self.block_size < 0:
+            raise ValueError(f"block_size: expected 0 (off) or a number of tokens, got {self.block_size}")
+
+
+@dataclass(frozen=True)
+class NoisedBatch:
+    """Rows under masks, and how much each masked token counts."""
+
+    noised: Noised
+    weights: Tensor  # (n,) float32 of the asked tokens, row by row
+    counts: dict[str, int]  # tokens that may be masked, rows, positions; bytes where they are known
+
+    def to(self, device: torch.device | str) -> "NoisedBatch":
+        """The same batch on another device."""
+        return replace(self, noised=self.noised.to(device), weights=self.weights.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row before its noise: which of its places may be masked, and their numbers."""
+
+    places: np.ndarray  # (L,) int64, in the row
+    blocks: np.ndarray  # (L,) int64, the block of each from 0 on; all 0 without blocks
+    numbers: np.ndarray  # (number of blocks - 1 + L,) uniform: further times, then one a token
+
+
+def noised_row(row: Row, t: float, noise: Noise) -> tuple[np.ndarray, np.ndarray]:
+    """Masks (L,) and weights (L,) of a row at time t; a further block has its own time."""
+    more = int(row.blocks[-1]) if len(row.blocks) else 0
+    rates = np.array([diffusion_masks.probability(time) for time in (t, *row.numbers[:more])])[row.blocks]
+    masks = row.numbers[more:] < rates
+    if noise.token_weight == "cart":
+        return masks, diffusion_masks.cart_weights(masks, noise.cart_p)
+    return masks, np.where(masks, 1 / rates, 0.0)
+
+
+def evaluated_row(row: Row, u: float) -> tuple[np.ndarray, np.ndarray]:
+    """Masks (L,) and weights (L,) of the k form: in each block k of its tokens, which weigh its length / k."""
+    more = int(row.blocks[-1]) if len(row.blocks) else 0
+    masks, weights = np.zeros(len(row.places), dtype=bool), np.zeros(len(row.places))
+    for block, time in enumerate((u, *row.numbers[:more]) if len(row.places) else ()):
+        here = np.flatnonzero(row.blocks == block)
+        k = int(diffusion_masks.strata(time, 1, len(here))[0])
+        masks[here] = diffusion_masks.subset(row.numbers[more:][here], k)
+        weights[here] = len(here) / k
+    return masks, np.where(masks, weights, 0.0)
+
+
+def laid_out(tokens: Tensor, documents: Tensor, positions: Tensor, rows: list[Row],
+             drawn: list[tuple[np.ndarray, np.ndarray]], blocks: np.ndarray | None, sight: np.ndarray | None,
+             ) -> tuple[Noised, Tensor]:  # fmt: skip
+    """The input and the weights of its masked tokens; `blocks` (B, T) put the clean tokens beside the noised ones."""
+    masks, weights = np.zeros(tokens.shape, dtype=bool), np.zeros(tokens.shape, dtype=np.float32)
+    for number, (row, (hidden, weight)) in enumerate(zip(rows, drawn, strict=True)):
+        masks[number, row.places], weights[number, row.places] = hidden, weight
+    clean = None
+    if blocks is not None:
+        sight = np.stack([diffusion_masks.block_sight(own) for own in blocks])[:, None]
+        clean = tokens
+    seen = None if sight is None else torch.from_numpy(np.ascontiguousarray(sight))
+    noised = Noised(tokens, torch.from_numpy(masks), documents, positions, sight=seen, clean=clean)
+    return noised, torch.from_numpy(weights[masks])
+
+
+class WindowStream:
+    """Windows of a corpus under masks: a `protocols.Stream`. The first token of a document stays clean: a state before it."""
+
+    def __init__(self, corpus: PackedStream, noise: Noise, *, name: str, seed: int, byte_lengths: np.ndarray,
+                 anneal_steps: int = 0) -> None:  # fmt: skip
+        """`anneal_steps`: over so many steps attention grows from causal to full; 0: it is full at once."""
+        assert not (noise.block_size and anneal_steps), "block diffusion starts from scratch"
+        self._corpus, self._noise, self._name, self._seed = corpus, noise, name, seed
+        self._byte_lengths, self._anneal_steps = byte_lengths, anneal_steps
+        self.fingerprint = masking_fingerprint(corpus.fingerprint, noise, anneal_steps)
+        self.tokens_per_epoch = corpus.tokens_per_epoch
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        """Row ids of the step, as the corpus numbers them: an id carries its pass."""
+        return self._corpus.rows(step, context)
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> NoisedBatch:
+        """Those rows under their masks."""
+        times = diffusion_masks.times(
+            self._seed, step, len(self.rows(step, context)), shared=self._noise.t_scope == "batch"
+        )
+        place = {int(row): n for n, row in enumerate(self.rows(step, context))}
+        base = self._corpus.batch(step, context, rows)
+        per_epoch = self._corpus.rows_per_epoch * (self._corpus.context // context)
+        names = [divmod(int(row), per_epoch) for row in rows]
+        trims = [diffusion_masks.trim(diffusion_masks.key(self._seed, "trim", f"{self._name}:{window}", turn), context)
+                 for turn, window in names]  # fmt: skip
+        keys = [diffusion_masks.key(self._seed, "mdm", f"{self._name}:{window}", turn) for turn, window in names]
+        sight = diffusion_masks.anneal(self._seed, step, context, self._anneal_steps)
+        drawn = [partial(noised_row, t=float(times[place[int(row)]]), noise=self._noise) for row in rows]
+        return self._batch(base, keys, trims, drawn, sight)
+
+    def evaluation(self, tokens: int) -> Iterator[NoisedBatch]:
+        """The val split under fixed masks, the k form, until `tokens` that may be masked have been given."""
+        given = number = 0
+        for base in self._corpus.evaluation(10**12):
+            if given >= tokens:
+                return
+            count, length = base.input_ids.shape
+            spread = (np.arange(count) + 0.5) / count
+            keys = [diffusion_masks.key(0, "eval", f"{self._name}:val:{number + n}", 0) for n in range(count)]
+            drawn = [partial(evaluated_row, u=float(u)) for u in spread]
+            batch = self._batch(base, keys, [diffusion_masks.Trim(length, 0)] * count, drawn, None)
+            number += count
+            given += batch.counts["tokens"]
+            yield batch
+
+    def _batch(self, base: TokenBatch, keys: list[int], trims: list[diffusion_masks.Trim],
+               draw: list[Callable[[Row], tuple[np.ndarray, np.ndarray]]], sight: np.ndarray | None) -> NoisedBatch:  # fmt: skip
+        documents, positions, size = base.documents.numpy().copy(), base.positions.numpy(), self._noise.block_size
+        column = np.arange(documents.shape[1])
+        rows, blocks = [], positions // size if size else np.zeros_like(positions)
+        for number, (key, (end, start)) in enumerate(zip(keys, trims, strict=True)):
+            documents[number, end:] = PADDING
+            inside = (column >= start) & (column < end) & (positions[number] > 0) & (documents[number] >= 0)
+            places = np.flatnonzero(inside)
+            own = numbered(documents[number, places], blocks[number, places])
+            more = int(own[-1]) if len(own) else 0
+            numbers = diffusion_masks.uniforms(key, more + documents.shape[1])
+            rows.append(Row(places, own, np.concatenate([numbers[:more], numbers[more:][places]])))
+        drawn = [one(row) for one, row in zip(draw, rows, strict=True)]
+        noised, weights = laid_out(base.input_ids, torch.from_numpy(documents), base.positions, rows, drawn,
+                                   blocks if size else None, sight)  # fmt: skip
+        maskable = np.concatenate([base.input_ids[n].numpy()[row.places] for n, row in enumerate(rows)])
+        counts = {"tokens": len(maskable), "bytes": int(self._byte_lengths[maskable].sum()), "rows": len(rows),
+                  "positions": int((documents >= 0).sum())}  # fmt: skip
+        return NoisedBatch(noised, weights, counts)
+
+
+def numbered(documents: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """Numbers from 0 on of the blocks of a row's documents, (L,) -> (L,); without blocks all are one."""
+    if not len(blocks) or not blocks.any():
+        return np.zeros(len(blocks), dtype=np.int64)
+    changes = (np.diff(documents, prepend=documents[:1]) != 0) | (np.diff(blocks, prepend=blocks[:1]) != 0)
+    return np.cumsum(changes)
+
+
+def masking_fingerprint(data: str, noise: Noise, anneal_steps: int = 0) -> str:
+    """What a resume compares: the data, and how it is masked."""
+    return f"{data}-{diffusion_masks.key(0, 'fingerprint', repr(noise), anneal_steps):032x}"[:33]
+
+
+# -- noised_pairs ---------------------------------------------------------------------------------------------------------
+
+
+SIDES = ("chosen", "rejected")
+
+
+def of_kinds(split: PairSplit, kinds: Collection[str], name: str) -> PairSplit:
+    """The split with the pairs of some kinds alone; none named: all. Raises DataError where nothing is left."""
+    if kinds:
+        have = sorted({encoded.pair.kind for encoded in split.pairs})
+        split.pairs = [encoded for encoded in split.pairs if encoded.pair.kind in kinds]
+        if not split.pairs:
+            raise DataError(f"{name}: expected pairs of the kinds {', '.join(kinds)}, found {', '.join(have)}")
+    return split
+
+
+def check_texts(split: PairSplit, mask: int, name: str) -> PairSplit:
+    """The split. Raises DataError naming a pair that holds the mask, which no text may."""
+    for encoded in split.pairs:
+        if mask in encoded.chosen.ids or mask in encoded.rejected.ids:
+            raise DataError(f"{name}: pair {encoded.pair.id} holds the mask token; take it out")
+    return split
+
+
+class NoisedPairs:
+    """Batches of pairs under masks: a `protocols.Stream`."""
+
+    def __init__(self, train: PairSplit, val: PairSplit, *, pad: int, pairs: int, max_length: int, draws: int,
+                 stratified: bool, seed: int) -> None:  # fmt: skip
+        """`pairs` a step, `draws` masks of each answer."""
+        self.train, self.val = train, val
+        self._pad, self._pairs, self._draws, self._stratified, self._seed = pad, pairs, draws, stratified, seed
+        identity = [train.digest(), val.digest(), pairs, draws, stratified, seed]
+        self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        self.tokens_per_epoch = len(train.pairs) * 2 * max_length
+        self.references: dict[
+            tuple[str, int], np.ndarray
+        ] = {}  # (split, pass) -> (n, 2) ELBOs of the reference, NaN where they are not read
+        self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        """Places of the step's pairs in the endless sequence of passes, (pairs,)."""
+        return np.arange(step * self._pairs, (step + 1) * self._pairs)
+
+    def _chosen(self, rows: np.ndarray) -> list[tuple[int, int]]:
+        """(number of the pair, pass) at each place; each pass goes once through all pairs, in an order of its own."""
+        count = len(self.train.pairs)
+        return [(int(self._at(int(row) // count)[int(row) % count]), int(row) // count) for row in rows]
+
+    def _at(self, turn: int) -> np.ndarray:
+        if self._order[0] != turn:
+            draws = np.random.default_rng(stable_hash("pairs", self._seed, turn) % 2**63)
+            self._order = (turn, draws.permutation(len(self.train.pairs)))
+        return self._order[1]
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> Drawn:
+        """Those pairs."""
+        return self._batch("train", self.train, self._chosen(rows))
+
+    def read(self, name: str, turn: int, places: int) -> np.ndarray:
+        """Which pairs of a split are read in a pass, if the run goes over so many `places`; sorted."""
+        if name == "val":
+            return np.arange(len(self.val.pairs))
+        count = len(self.train.pairs)
+        return np.sort(self._at(turn)[: max(0, min(count, places - turn * count))])
+
+    def some(self, name: str, turn: int, numbers: np.ndarray) -> Iterator[Drawn]:
+        """Pairs of a split ("train" or "val") by their numbers, under the masks of a pass."""
+        split = self.train if name == "train" else self.val
+        for first in range(0, len(numbers), EVALUATION_PAIRS):
+            yield self._batch(name, split, [(int(n), turn) for n in numbers[first : first + EVALUATION_PAIRS]])
+
+    def evaluation(self, tokens: int) -> Iterator[Drawn]:
+        """The val split under fixed masks, until `tokens` answer tokens have been given."""
+        given = 0
+        for batch in self.some("val", 0, np.arange(len(self.val.pairs))):
+            if given >= tokens:
+                return
+            given += batch.counts["tokens"]
+            yield batch
+
+    def _batch(self, name: str, split: PairSplit, chosen: list[tuple[int, int]]) -> Drawn:
+        keys = [[diffusion_masks.key(self._seed if name == "train" else 0, "elbo" if name == "train" else "eval",
+                             f"{split.pairs[number].pair.id}/{side}", turn) for number, turn in chosen]
+                for side in SIDES]  # fmt: skip
+        reference = None
+        if (name, chosen[0][1]) in self.references:
+            told = np.stack([self.references[name, turn][number] for number, turn in chosen])  # (P, 2)
+            reference = torch.from_numpy(told.T.reshape(-1).astype(np.float32))
+        pairs = [split.pairs[number] for number, _ in chosen]
+        return drawn_pairs(pairs, keys, self._pad, self._draws, stratified=self._stratified, reference=reference)
+
+
+def drawn_pairs(
+    pairs: Sequence[Encoded], keys: Sequence[Sequence[int]], pad: int, draws: int, *, stratified: bool,
+    reference: torch.Tensor | None = None,
+) -> Drawn:  # fmt: skip
+    """Pairs as 2P rows under `draws` masks each; `keys` are those of the chosen answers, then of the rejected ones."""
+    pieces = [encoded.chosen for encoded in pairs] + [encoded.rejected for encoded in pairs]
+    laid = answered(pieces, pad)
+    masks = np.zeros((draws, *laid.input_ids.shape), dtype=bool)
+    scales, lengths = np.zeros((draws, len(pieces)), dtype=np.float32), np.zeros(len(pieces), dtype=np.int64)
+    for row, (piece, key) in enumerate(zip(pieces, [key for side in keys for key in side], strict=True)):
+        places = np.flatnonzero(piece.trained)
+        found = diffusion_masks.elbo_draws(key, len(places), draws, stratified=stratified)
+        masks[:, row, places], scales[:, row], lengths[row] = found.masks, found.scales, len(places)
+    inputs = [Noised(laid.input_ids, torch.from_numpy(mask), laid.documents, laid.positions) for mask in masks]
+    counts = {"pairs": len(pairs), "tokens": int(lengths.sum()), "positions": int((laid.documents >= 0).sum()) * draws}
+    return Drawn(inputs, torch.from_numpy(scales), torch.from_numpy(lengths), counts, reference)
+
+
+# -- examples -------------------------------------------------------------------------------------------------------------
+
+
+UNIT = 32  # tokens by which canvases grow
+MOST_DROPPED = 0.1
+EVALUATION_ROWS = 32
+NORMS = ("answer", "tokens", "batch")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A problem as ids."""
+
+    id: str
+    prompt: list[int]
+    answer: list[int]  # its end of turn included
+
+
+class ExampleSplit:
+    """One split, encoded, in memory."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, traits: Traits, *, max_prompt: int, max_new: int) -> None:
+        """Raises DataError for a missing file, text that holds the mask, or more than a tenth left out as too long."""
+        if not path.is_file():
+            raise DataError(f"{path}: expected programming problems here, found none; run dvc repro stage_tasks")
+        self.examples: list[Example] = []
+        self.dropped = 0
+        problems = [problem for problem in records.read(path, Problem) if problem.answer is not None]
+        for problem in problems:
+            example = encoded(problem, tokenizer)
+            if traits.mask in (*example.prompt, *example.answer):
+                raise DataError(f"{path}: problem {problem.id} holds the mask token, which no text may; take it out")
+            if len(example.prompt) > max_prompt or len(example.answer) > max_new // UNIT * UNIT:
+                self.dropped += 1
+            else:
+                self.examples.append(example)
+        if not self.examples or self.dropped > MOST_DROPPED * len(problems):
+            raise DataError(
+                f"{path}: {self.dropped} of {len(problems)} problems with an answer do not fit; at most a tenth may be left "
+                f"out. Raise max_prompt ({max_prompt}) and max_new_tokens ({max_new}), or mend the file"
+            )
+
+    def digest(self) -> str:
+        """A hash of every id, in order."""
+        told = json.dumps([[example.id, example.prompt, example.answer] for example in self.examples])
+        return hashlib.sha256(told.encode()).hexdigest()
+
+
+def encoded(problem: Problem, tokenizer: Tokenizer) -> Example:
+    """Prompt and answer of a problem that has one. Raises DataError for an empty answer."""
+    if not (problem.answer or "").strip():
+        raise DataError(f"problem {problem.id}: its answer is empty; mend it, or leave `answer` out")
+    asked = [{"role": "user", "content": problem.question}]
+    prompt = chat.render(tokenizer, asked, generation_prompt=True).ids
+    whole = chat.render(tokenizer, [*asked, {"role": "assistant", "content": problem.answer}])
+    end = int(np.flatnonzero(np.array(whole.trained))[-1]) + 1
+    return Example(problem.id, prompt, whole.ids[len(prompt) : end])
+
+
+class ExampleStream:
+    """Examples on canvases under masks: a `protocols.Stream`."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, traits: Traits, noise: Noise, *, rows: int, max_prompt: int,
+                 max_new: int, norm: str, seed: int) -> None:  # fmt: skip
+        """`norm` is what a row's loss is divided by: its canvas (answer), all canvases (tokens), nothing (batch)."""
+        self.train, self.val = (
+            ExampleSplit(folder / f"{split}.jsonl", tokenizer, traits, max_prompt=max_prompt, max_new=max_new)
+            for split in ("train", "val")
+        )
+        self._traits, self._noise, self._rows, self._max_new = traits, noise, rows, max_new
+        self._norm, self._seed = norm, seed
+        identity = [self.train.digest(), self.val.digest(), rows, max_prompt, max_new, norm, seed]
+        data = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        self.fingerprint = masking_fingerprint(data, noise)
+        self.tokens_per_epoch = len(self.train.examples) * (max_prompt + max_new)
+        self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        """Places of the step's rows in the endless sequence of passes, (rows,)."""
+        return np.arange(step * self._rows, (step + 1) * self._rows)
+
+    def chosen(self, rows: Sequence[int] | np.ndarray) -> list[tuple[Example, int]]:
+        """The example at each place, and the pass that it is read in."""
+        count = len(self.train.examples)
+        return [(self.train.examples[self._at(int(row) // count)[int(row) % count]], int(row) // count) for row in rows]
+
+    def _at(self, turn: int) -> np.ndarray:
+        if self._order[0] != turn:
+            draws = np.random.default_rng(stable_hash("examples", self._seed, turn) % 2**63)
+            self._order = (turn, draws.permutation(len(self.train.examples)))
+        return self._order[1]
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> NoisedBatch:
+        """Those rows under their masks."""
+        times = diffusion_masks.times(self._seed, step, self._rows, shared=self._noise.t_scope == "batch", stream="sft")
+        given, drawn = [], []
+        for row, (example, turn) in zip(rows, self.chosen(rows), strict=True):
+            key = diffusion_masks.key(self._seed, "canvas", example.id, turn)
+            canvas = diffusion_masks.canvas(key, len(example.answer) - 1, self._max_new, UNIT)
+            one = self._row(example, canvas, diffusion_masks.key(self._seed, "sft", example.id, turn))
+            given.append((example, canvas, one))
+            drawn.append(noised_row(one, float(times[int(row) - step * self._rows]), self._noise))
+        return self._batch(given, drawn)
+
+    def evaluation(self, tokens: int) -> Iterator[NoisedBatch]:
+        """The val split in its order on its shortest canvases, the k form, until `tokens` of them have been given."""
+        given = 0
+        for first in range(0, len(self.val.examples), EVALUATION_ROWS):
+            if given >= tokens:
+                return
+            examples = self.val.examples[first : first + EVALUATION_ROWS]
+            rows = []
+            for example in examples:
+                canvas = UNIT * -(-len(example.answer) // UNIT)
+                rows.append(
+                    (example, canvas, self._row(example, canvas, diffusion_masks.key(0, "eval", example.id, 0)))
+                )
+            drawn = [evaluated_row(one, (n + 0.5) / len(rows)) for n, (_, _, one) in enumerate(rows)]
+            batch = self._batch(rows, drawn)
+            given += batch.counts["tokens"]
+            yield batch
+
+    def _row(self, example: Example, canvas: int, key: int) -> Row:
+        size = self._noise.block_size
+        blocks = np.arange(canvas) // size if size else np.zeros(canvas, dtype=np.int64)
+        numbers = diffusion_masks.uniforms(key, int(blocks[-1]) + canvas)
+        return Row(len(example.prompt) + np.arange(canvas), blocks, numbers)
+
+    def _batch(self, rows: list[tuple[Example, int, Row]], drawn: list[tuple[np.ndarray, np.ndarray]]) -> NoisedBatch:
+        longest = max(len(example.prompt) + canvas for example, canvas, _ in rows)
+        tokens = np.full((len(rows), longest), self._traits.fill, dtype=np.int64)
+        documents = np.full((len(rows), longest), PADDING, dtype=np.int32)
+        blocks = np.zeros((len(rows), longest), dtype=np.int64)  # the prompt is one block
+        for n, (example, canvas, row) in enumerate(rows):
+            ids = example.prompt + example.answer
+            tokens[n, : len(ids)] = ids
+            documents[n, : len(example.prompt) + canvas] = 0
+            blocks[n, row.places] = 1 + row.blocks
+        positions = np.where(documents == 0, np.arange(longest), 0)
+        noised, weights = laid_out(
+            torch.from_numpy(tokens), torch.from_numpy(documents), torch.from_numpy(positions), [row for *_, row in rows],
+            drawn, blocks if self._noise.block_size else None, None,
+        )  # fmt: skip
+        if self._norm == "answer":
+            lengths = torch.tensor([canvas for _, canvas, _ in rows], dtype=torch.float32)
+            weights = weights / lengths.repeat_interleave(noised.masks.sum(1))
+        counts = {"tokens": sum(canvas for _, canvas, _ in rows), "rows": len(rows), "positions": int((documents == 0).sum())}  # fmt: skip
+        return NoisedBatch(noised, weights, counts)
+
+
+class PlainExamples:
+    """The same examples in the same order for the causal control: a `protocols.Stream` of next tokens."""
+
+    def __init__(self, noised: ExampleStream, tokenizer: Tokenizer) -> None:
+        self._noised, self._tokenizer = noised, tokenizer
+        self.fingerprint = f"{noised.fingerprint}-next"
+        self.tokens_per_epoch = noised.tokens_per_epoch
+
+    def rows(self, step: int, context: int) -> np.ndarray:
+        """As the masked stream's."""
+        return self._noised.rows(step, context)
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
+        """Those examples; the targets are the answers and their ends."""
+        return self._batch([example for example, _ in self._noised.chosen(rows)])
+
+    def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
+        """The val split in its order, until `tokens` targets have been given."""
+        given, examples = 0, self._noised.val.examples
+        for first in range(0, len(examples), EVALUATION_ROWS):
+            if given >= tokens:
+                return
+            batch = self._batch(examples[first : first + EVALUATION_ROWS])
+            given += batch.num_targets
+            yield batch
+
+    def _batch(self, examples: Sequence[Example]) -> TokenBatch:
+        pieces = []
+        for example in examples:
+            ids = np.array(example.prompt + example.answer, dtype=np.int64)
+            pieces.append(Piece(ids, np.arange(len(ids)) >= len(example.prompt)))
+        rows = answered(pieces, self._tokenizer.pad)
+        said = rows.targets[rows.targets >= 0].numpy()
+        return TokenBatch(*rows, num_bytes=int(self._tokenizer.byte_lengths[said].sum()))

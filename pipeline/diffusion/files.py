@@ -1,0 +1,117 @@
+"""Directories of masked-diffusion models: those of `checkpoint.py`, with the traits in config.json.
+
+    config.json: "model_type": "stagecoach_mdm", "shift", "mask_token_id", "fill_token_id", "banned_ids", "block_size", "end_ids"
+
+The tensors carry Qwen3's names; the model_type makes causal engines refuse the directory instead of answering nonsense. No
+generation_config.json: nothing here decodes left to right.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.diffusion.model import Denoiser, Traits
+from pipeline.model import checkpoint
+from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ModelError
+from pipeline.text.tokenizer import Tokenizer
+
+KEYS = {"mask": "mask_token_id", "fill": "fill_token_id", "banned": "banned_ids", "shift": "shift", "block_size": "block_size",
+        "ends": "end_ids"}  # fmt: skip
+REMEDY = "make one with dvc repro stage_diffusion"
+
+
+def traits(tokenizer: Tokenizer, *, shift: bool, block_size: int = 0) -> Traits:
+    """Those of a model of ours: a canvas is filled with the end of turn; mask and padding are never predicted."""
+    return Traits(mask=tokenizer.mask, fill=tokenizer.turn_end, banned=(tokenizer.pad, tokenizer.mask), shift=shift,
+                  block_size=block_size)  # fmt: skip
+
+
+def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: dict[str, Any]) -> None:
+    """Write a model directory. Raises as `checkpoint.save`."""
+    checkpoint.save(folder, model.trunk, tokenizer, lineage)
+    (folder / "generation_config.json").unlink()
+    path = folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    own = {key: getattr(model.traits, name) for name, key in KEYS.items()}
+    lists = {"banned_ids": list(model.traits.banned), "end_ids": list(model.traits.ends)}
+    values |= own | lists | {"eos_token_id": model.traits.fill, "use_cache": False}
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
+    """The model (float32, training mode) and its tokenizer.
+
+    Raises ModelError for a causal model, one without its traits, ids that the tokenizer does not have, and as `checkpoint.load`.
+    """
+    config = read_config(folder)
+    if config.attention != "bidirectional":
+        raise ModelError(f"{folder}: expected a masked-diffusion model, found a causal one ({config.family}); {REMEDY}")
+    trunk, tokenizer = checkpoint.load_any(folder)
+    return Denoiser(trunk, _traits(folder, tokenizer)), tokenizer
+
+
+def load_frozen(folder: Path) -> Denoiser:
+    """The model in evaluation mode, none of its weights trainable. Raises as `load`."""
+    model, _ = load(folder)
+    return model.train(False).requires_grad_(False)
+
+
+def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    missing = sorted(key for key in KEYS.values() if key not in values)
+    if missing:
+        raise ModelError(f"{folder}/config.json: {', '.join(missing)} missing: which id is the mask? {REMEDY}")
+    ids = [values["mask_token_id"], values["fill_token_id"], *values["banned_ids"], *values["end_ids"]]
+    if not all(isinstance(id_, int) and 0 <= id_ < tokenizer.vocab_size for id_ in ids):
+        raise ModelError(
+            f"{folder}/config.json: expected ids below {tokenizer.vocab_size}, the tokenizer's size, for mask_token_id, "
+            f"fill_token_id and banned_ids; found {ids}"
+        )
+    if values["mask_token_id"] not in tokenizer.special_ids:
+        raise ModelError(
+            f"{folder}: mask_token_id {values['mask_token_id']} is no special token of its tokenizer, so texts may hold it; use "
+            "the tokenizer that the model was trained with"
+        )
+    return Traits(mask=values["mask_token_id"], fill=values["fill_token_id"], banned=tuple(values["banned_ids"]),
+                  shift=values["shift"], block_size=values["block_size"], ends=tuple(values["end_ids"]))  # fmt: skip
+
+
+@torch.no_grad()
+def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0) -> Denoiser:
+    """A causal model that sees both sides from now on and keeps its shift; the mask starts as the mean embedding.
+
+    Gong et al. 2024 (DiffuLLaMA, arXiv:2410.17891), section 3. The weights are shared with nothing. Raises ModelError for a model
+    with a memory.
+    """
+    trunk = _seeing_both_sides(model)
+    table = trunk.model.embed_tokens.weight
+    table[tokenizer.mask] = table.mean(0)
+    return Denoiser(trunk, traits(tokenizer, shift=True, block_size=block_size))
+
+
+def from_scratch(
+    shape: Transformer, tokenizer: Tokenizer, generator: torch.Generator, *, block_size: int = 0
+) -> Denoiser:
+    """Fresh weights in the shape of a model; nothing is shifted. Raises ModelError for one with a memory."""
+    trunk = Transformer(_both_sides(shape), generator)
+    return Denoiser(trunk, traits(tokenizer, shift=False, block_size=block_size))
+
+
+def _seeing_both_sides(model: Transformer) -> Transformer:
+    trunk = Transformer(_both_sides(model))
+    trunk.load_state_dict(model.state_dict())
+    return trunk
+
+
+def _both_sides(model: Transformer) -> ModelConfig:
+    if model.memory is not None:
+        raise ModelError(
+            "a masked-diffusion model cannot begin from a model with a memory, whose choices go from left to right; expected one without, such "
+            "as that of model: nano"
+        )
+    return replace(model.config, attention="bidirectional")

@@ -1,0 +1,311 @@
+"""What a masked-diffusion model is measured by, beside the causal models: the same problems, judged alike, and its own curves.
+
+    problems   pass@k of programs written on a canvas, by group                     suites.solved, with another way to answer
+    code       an upper bound of bits per byte of held-out sources
+    quality    pass@1 against forward passes: tokens a step, thresholds, caches
+    order      how autoregressive its decoding is
+
+Canvases are uncovered by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`), which takes
+9 times fewer forward passes than a token a pass and lost nothing that 256 problems showed (docs/LOG.md, 2026-11-23); `quality`
+measures both side by side. A completion costs forward passes over prompt and canvas; `flops_per_answer` says how many operations that is, so that a model that
+decodes token by token can be given as many tries (`suites.solved` of the control has its pass@k).
+
+Bits per byte of documents under a masked-diffusion model: an upper bound, from the k form of its ELBO.
+
+The windows are those of `likelihood.py`: each token is scored once, within at most `context` tokens, after at least half as many that
+are clean (all of a shorter document's but the first window's). Tokens after a window are not seen, so the bound is that of writing a
+document from the left by windows. What it bounds is the likelihood of random-order decoding (diffusion/losses.py).
+
+What preference learning did to a masked-diffusion model, on held-out pairs: `pairs.py` with estimated likelihoods.
+
+Both models are asked under the same masks, `draws` of each answer, spread evenly: what differs is the model.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.batches.batch import PADDING
+from pipeline.batches.pairs import PairSplit
+from pipeline.diffusion import losses
+from pipeline.diffusion import masks as diffusion_masks
+from pipeline.diffusion.batches import SIDES, drawn_pairs
+from pipeline.diffusion.masks import Drawn
+from pipeline.diffusion.model import Denoiser, Noised
+from pipeline.diffusion.sampling import CACHES, Denoising, Generation, denoise, global_ar, local_ar, order_of
+from pipeline.evaluation import code, preferences, suites
+from pipeline.evaluation.intervals import paired_difference, wilson
+from pipeline.evaluation.likelihood import Likelihood, Scored, Window, windows
+from pipeline.evaluation.suites import Subject, SuiteResult
+from pipeline.generation.sampling import Completion
+from pipeline.ingest.records import Problem, Text
+from pipeline.run import device
+from pipeline.run.device import generator, stable_hash
+from pipeline.run.tracking import progress
+from pipeline.sandbox.judge import Judge
+from pipeline.text.tokenizer import Tokenizer
+
+ROWS = 16  # of a batch
+
+
+@torch.no_grad()
+def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, context: int, draws: int) -> Likelihood:
+    """Estimated upper bounds of the documents' nats, by `draws` masks of each window. Raises ValueError as `likelihood`."""
+    if context < 2 or context % 2 or context > model.config.max_context:
+        raise ValueError(f"context: expected an even number from 2 to {model.config.max_context}, found {context}")
+    places = [n for n, text in enumerate(texts) if text and tokenizer.decode(tokenizer.encode(text)) == text]
+    kept = [texts[place] for place in places]
+    encoded = tokenizer.encode_batch(kept)
+    cut = [
+        window for number, ids in enumerate(encoded) for window in windows(number, ids, tokenizer.end_of_text, context)
+    ]
+    nats = np.zeros(len(encoded))
+    was_training = model.training
+    model.train(False)
+    for first in range(0, len(cut), ROWS):
+        some = cut[first : first + ROWS]
+        batch = drawn_windows(
+            some, [diffusion_masks.key(0, "eval", f"document:{first + n}", 0) for n in range(len(some))], draws
+        )
+        found = losses.elbo(model, batch.to(next(model.parameters()).device)).cpu().numpy()
+        for window, value in zip(some, found, strict=True):
+            nats[window.document] -= float(value)
+    model.train(was_training)
+    scored = [Scored(float(n), len(ids), len(text.encode())) for n, ids, text in zip(nats, encoded, kept, strict=True)]
+    return Likelihood(scored, len([text for text in texts if text]) - len(kept), places)
+
+
+def drawn_windows(some: Sequence[Window], keys: Sequence[int], draws: int) -> Drawn:
+    """Windows as rows: what was read before the scored part, which may be masked, stays clean."""
+    rows = [[window.ids[0], *window.targets] for window in some]  # ids are shifted by one against targets
+    width = max(map(len, rows))
+    tokens, documents = (
+        np.zeros((len(rows), width), dtype=np.int64),
+        np.full((len(rows), width), PADDING, dtype=np.int32),
+    )
+    masks, scales = np.zeros((draws, len(rows), width), dtype=bool), np.zeros((draws, len(rows)), dtype=np.float32)
+    lengths = np.zeros(len(rows), dtype=np.int64)
+    for n, (row, window, key) in enumerate(zip(rows, some, keys, strict=True)):
+        tokens[n, : len(row)], documents[n, : len(row)] = row, 0
+        places = np.arange(1 + window.scored, len(row))
+        found = diffusion_masks.elbo_draws(key, len(places), draws)
+        masks[:, n, places], scales[:, n], lengths[n] = found.masks, found.scales, len(places)
+    positions = torch.from_numpy(np.where(documents == 0, np.arange(width), 0))
+    laid = [
+        Noised(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(documents), positions)
+        for mask in masks
+    ]
+    return Drawn(laid, torch.from_numpy(scales), torch.from_numpy(lengths), {})
+
+
+# -- canvases -------------------------------------------------------------------------------------------------------------
+
+
+PER_STEP = (1, 2, 4, 8)  # tokens
+THRESHOLDS = (0.7, 0.8, 0.9, 0.95, 0.99)
+CACHED = (0.9, 0.99)  # thresholds that are also measured with caches
+CURVE = (
+    "1 a step",
+    "4 a step",
+    "threshold 0.9",
+    "threshold 0.99",
+    "threshold 0.99, dual cache",
+)  # ways that each run measures
+AR_WITHIN = (1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanvasSettings:
+    """The keys of the block `evaluate` that masked-diffusion models have."""
+
+    canvas: int = 96  # tokens of a completion
+    canvas_block: int = 32  # tokens that thresholds and caches uncover together
+    canvas_threshold: float | None = (
+        0.99  # a forward pass uncovers all tokens that are at least as likely; none: one token
+    )
+    canvas_cache: str = (
+        "dual"  # what is kept between the passes of a block where there is a threshold: none, prefix, dual
+    )
+    canvas_problems: int = 100  # the first so many problems are answered
+    canvas_samples: int = 1  # of each problem at `temperature`, beside the greedy one
+    elbo_draws: int = 8  # masks of each window for bits per byte
+    canvas_curve: tuple[str, ...] = (
+        "diffusion",
+    )  # models whose quality is measured against forward passes too, the dearest part
+
+    def __post_init__(self) -> None:
+        numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
+        if min(numbers) < 1 or self.canvas % self.canvas_block:
+            raise ValueError("canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1, and canvas_block a divisor of canvas")  # fmt: skip
+        if self.canvas_threshold is not None and not 0 < self.canvas_threshold <= 1:
+            raise ValueError(
+                f"canvas_threshold: expected more than 0 and at most 1, or none, got {self.canvas_threshold}"
+            )
+        if self.canvas_cache not in CACHES:
+            raise ValueError(f"canvas_cache: expected one of {', '.join(CACHES)}, got {self.canvas_cache!r}")
+
+
+@dataclass(frozen=True)
+class CanvasSubject(Subject):
+    """A masked-diffusion model under test; `model` is its trunk."""
+
+    denoiser: Denoiser
+    canvas: CanvasSettings
+    told: list[Generation] = field(default_factory=list)  # of the last `complete`
+    known: dict[tuple[str, Denoising], Generation] = field(
+        default_factory=dict
+    )  # greedy ones: nothing is drawn for them
+
+    def complete(
+        self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
+    ) -> dict[str, Completion]:
+        """One completion for each prompt on a canvas of its own length; `tokens` is the causal models'."""
+        top_p = self.settings.top_p if temperature else 1.0
+        found = self.generate(suite, prompts, replace(self.way, temperature=temperature, top_p=top_p), sample)
+        self.told[:] = found.values()
+        return {name: Completion(one.ids, [], one.stop) for name, one in found.items()}
+
+    @property
+    def way(self) -> Denoising:
+        """How problems are answered, at temperature 0."""
+        canvas, own = self.canvas, self.denoiser.traits.block_size
+        if canvas.canvas_threshold is None:
+            return Denoising(length=canvas.canvas, steps=canvas.canvas, block=own or None)
+        return Denoising(length=canvas.canvas, steps=canvas.canvas, block=own or canvas.canvas_block,
+                         threshold=canvas.canvas_threshold, cache=canvas.canvas_cache)  # fmt: skip
+
+    def generate(
+        self, suite: str, prompts: dict[str, list[int]], settings: Denoising, sample: int = 0
+    ) -> dict[str, Generation]:
+        """A canvas for each prompt that leaves room for it, by id."""
+        room = self.model.config.max_context - settings.length
+        fitting = {name: ids for name, ids in prompts.items() if 0 < len(ids) <= room}
+        asked = [name for name in fitting if (name, settings) not in self.known]
+        seeds = [stable_hash(self.seed, suite, name, sample) % 2**63 for name in asked]
+        done = dict(zip(asked, denoise(self.denoiser, [fitting[name] for name in asked], settings, seeds), strict=True))
+        if settings.temperature == 0 and settings.order != "random":
+            self.known.update({(name, settings): one for name, one in done.items()})
+        return {name: done[name] if name in done else self.known[name, settings] for name in fitting}
+
+
+def documents(subject: CanvasSubject, texts: Sequence[Text]) -> SuiteResult:
+    """An upper bound of bits per byte over whole documents."""
+    result = SuiteResult()
+    scored = bounds(subject.denoiser, subject.tokenizer, [t.text for t in texts], draws=subject.canvas.elbo_draws,
+                                      context=subject.settings.context)  # fmt: skip
+    result.numbers |= {"documents": len(scored.documents), "left_out": scored.left_out}
+    if scored.documents:
+        bits = [d.nats / math.log(2) for d in scored.documents]
+        result.measure("bpb_bound", subject.bootstrap(bits, [d.bytes for d in scored.documents]))
+        result.rows += suites.counted("code", "bound_bits", texts, scored)
+    return result
+
+
+def ways(canvas: int, block: int) -> dict[str, Denoising]:
+    """The settings that quality is measured at, by name; the first one is what the others are compared with."""
+    plain = Denoising(length=canvas, steps=canvas)
+    found = {f"{n} a step": replace(plain, steps=canvas // n) for n in PER_STEP if canvas % n == 0}
+    by_block = replace(plain, block=block)
+    found |= {f"threshold {t}": replace(by_block, threshold=t) for t in THRESHOLDS}
+    return found | {f"threshold {t}, {cache} cache": replace(by_block, threshold=t, cache=cache)
+                    for t in CACHED for cache in ("prefix", "dual")}  # fmt: skip
+
+
+def quality(
+    subject: CanvasSubject, problems: Sequence[Problem], judge: Judge, only: Collection[str] | None = None
+) -> SuiteResult:
+    """Greedy pass@1 against forward passes; each way (or `only` some) beside the first one, problem by problem."""
+    result, canvas = SuiteResult(), subject.canvas
+    if subject.denoiser.traits.block_size:
+        canvas = replace(canvas, canvas_block=subject.denoiser.traits.block_size)
+    problems = problems[: canvas.canvas_problems]
+    prompts = {p.id: suites.user(subject.tokenizer, p.question) for p in problems}
+    first: list[float] = []
+    for name, settings in ways(canvas.canvas, canvas.canvas_block).items():
+        if only is not None and name not in only:
+            continue
+        if subject.denoiser.traits.block_size:
+            settings = replace(settings, block=canvas.canvas_block)
+            if settings.threshold is None and settings.steps < settings.blocks:
+                continue
+        done = subject.generate("quality", prompts, settings)
+        asked = [p for p in problems if p.id in done]
+        if not asked:
+            return result
+        texts = [[subject.tokenizer.decode(done[p.id].ids)] for p in asked]
+        passed = [float(one.verdict == "passed") for one in code.judge_answers(judge, asked, texts)]
+        first = first or passed
+        lost = paired_difference((first, None), (passed, None), generator=generator("quality", subject.seed))
+        share, part = wilson(int(sum(passed)), len(passed)), SuiteResult()
+        part.measure("pass_at_1", share)
+        part.measure("gain", lost)
+        part.numbers |= {"forwards": float(np.mean([one.forwards for one in done.values()])), "n": len(passed)}
+        result.numbers[name] = part.numbers
+    return result
+
+
+def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[Problem]) -> SuiteResult:
+    """The result of the problems, with the AR-ness of the last completions, how they ended, and what one costs."""
+    told = [one for one in subject.told if one.steps]
+    if told:
+        own: dict[str, float] = {"no_end": float(np.mean([one.stop == "length" for one in told])),
+                                 "forwards": float(np.mean([one.forwards for one in told]))}  # fmt: skip
+        for k in AR_WITHIN:
+            for name, measure in (("local", local_ar), ("global", global_ar)):
+                own[f"{name}_ar_{k}"] = float(np.mean([measure(order_of(one.steps), k) for one in told]))
+        prompts = [suites.user(subject.tokenizer, problem.question) for problem in problems]
+        result.numbers |= {"decoding": own | {"flops_per_answer": flops_per_answer(subject, prompts, own["forwards"])}}
+    return result
+
+
+def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]], forwards: float) -> float:
+    """Operations of a completion of so many passes: 2 a weight for each place that a pass computes, and attention's.
+
+    Under a cache the first pass of a block computes all places, the others those from before the block to its end (dual) or to
+    the canvas's (prefix: a mean over the blocks).
+    """
+    config, way = subject.denoiser.config, subject.way
+    lengths = np.array([len(prompt) + way.length for prompt in prompts], dtype=np.float64)
+    window = {"none": lengths, "prefix": (way.length + way.size) / 2 + 1, "dual": way.size + 1}[way.cache]
+    whole = min(float(way.blocks), forwards)  # passes
+    places = whole * lengths + (forwards - whole) * window
+    attention = 4 * config.layers * config.heads * config.head_dim * lengths
+    return float((places * (2 * config.matmul_parameters + attention)).mean())
+
+
+# -- pairs_masked ---------------------------------------------------------------------------------------------------------
+
+
+PAIRS = 32  # of a batch
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@torch.no_grad()
+def elbos(model: Denoiser, split: PairSplit, pad: int, draws: int, hardware: device.Hardware) -> np.ndarray:
+    """ELBOs (n, 2), in nats, of the chosen and the rejected answers, in the precision of training."""
+    was_training, found = model.training, []
+    model.to(hardware.device).train(False)
+    batches = range(0, len(split.pairs), PAIRS)
+    with progress(total=len(batches), desc="held-out pairs", unit="batch") as bar, hardware.autocast():
+        for first in batches:
+            chosen = split.pairs[first : first + PAIRS]
+            keys = [
+                [diffusion_masks.key(0, "eval", f"{encoded.pair.id}/{side}", 0) for encoded in chosen] for side in SIDES
+            ]
+            batch = drawn_pairs(chosen, keys, pad, draws, stratified=True).to(hardware.device)
+            told = losses.pair_elbos(model, batch)
+            found.append(torch.stack([told.chosen, told.rejected], 1).cpu().numpy())
+            bar.update()
+    model.train(was_training)
+    return np.concatenate(found)
+
+
+def measure(split: PairSplit, before: np.ndarray, after: np.ndarray, seed: int, *, beta: float) -> dict[str, Any]:
+    """`pairs.measure`, where `likelihood` is the raw pair accuracy; and the quantiles of beta s."""
+    margins = beta * ((after - before)[:, 0] - (after - before)[:, 1])
+    spread = {f"q{100 * q:.0f}": float(np.quantile(margins, q)) for q in QUANTILES}
+    return preferences.measure_pairs(split, before, after, seed) | {"margin": spread}

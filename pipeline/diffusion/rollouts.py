@@ -1,0 +1,317 @@
+"""Completions of a masked-diffusion policy in reinforcement learning: how they are sampled, scored and laid out.
+
+    prompts --denoise--> CanvasAnswer --three masks an inner iteration--> old and reference scores --> CoupledBatch
+
+A completion is a whole canvas; what stands behind its first end of turn stays in the input and leaves the loss. Each of the inner
+iterations over a rollout has masks of its own, by (seed, problem, sample, rollout * inner iterations + inner), and the old and the
+reference scores of all of them come before the first update (coupled-GRPO; Gong et al. 2025, arXiv:2506.20639, section 4). Where the
+first inner iteration is one update its old scores are the training pass's own: another pass would give them again.
+
+The models of a reinforcement-learning run of masked diffusion on their device: `setting.py` for canvases.
+
+What sampling, scoring and measuring need, as functions of completions. Divergences are estimates: they are formed from the coupled
+scores of policy and reference under the same masks.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.batches.batch import PADDING
+from pipeline.diffusion import losses
+from pipeline.diffusion import masks as diffusion_masks
+from pipeline.diffusion.masks import CoupledBatch
+from pipeline.diffusion.model import Denoiser
+from pipeline.diffusion.sampling import Denoising, denoise
+from pipeline.diffusion.training import Following
+from pipeline.learning.policy_losses import kl_k3
+from pipeline.learning.processes import Ranks
+from pipeline.learning.reference import Start
+from pipeline.model import lora
+from pipeline.rl.answers import Answer, Prompt, split_rows
+from pipeline.rl.models import judge_or_none
+from pipeline.rl.rewards import Resources
+from pipeline.rl.rollout import Rollout, RolloutStream
+from pipeline.run import device
+from pipeline.run.workdir import Job
+from pipeline.sandbox.judge import Judge, SandboxConfig
+from pipeline.text.tokenizer import Tokenizer
+
+ROWS = 16  # of one scoring pass
+
+
+@dataclass(frozen=True)
+class CanvasAnswer(Answer):
+    """A completion with its canvas; `ids` go up to its first end of turn, which is one of them."""
+
+    canvas: tuple[int, ...] = ()
+    forwards: int = 0
+
+
+def sample(
+    model: Denoiser, asked: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, settings: Denoising, seed: int
+) -> list[CanvasAnswer]:
+    """A completion of each (prompt, sample number); its noise hangs on (seed, prompt, number) alone."""
+    seeds = [diffusion_masks.key(seed, "rollout", f"{prompt.id}/{number}", 0) for prompt, number in asked]
+    given = denoise(model, [prompt.ids for prompt, _ in asked], settings, seeds)
+    found = []
+    for (prompt, number), one in zip(asked, given, strict=True):
+        finished = one.stop == "stop"
+        ids = list(one.canvas[: len(one.ids) + finished])  # its end is one of them
+        text = tokenizer.decode(one.ids)
+        found.append(
+            CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, tuple(one.canvas), one.forwards)
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coupling:
+    """How completions are masked and scored."""
+
+    seed: int
+    inner: int  # iterations over a rollout
+    fill: int
+    released: bool = False  # estimates as published: 1.5 times as large
+    shared_time: bool = False  # one time for all completions of a step
+    apart: bool = False  # two masks that know nothing of each other, to compare with
+
+    def batch(
+        self, answers: Sequence[CanvasAnswer], iteration: int, *, old: Sequence[np.ndarray] | None = (), rows: int = 0,
+        arrays: dict[str, list[np.ndarray]] | None = None, fresh: bool = False,
+    ) -> CoupledBatch:  # fmt: skip
+        """Completions under the masks of an iteration; rows of padding up to `rows`. `old` None: the training pass's own."""
+        count = max(rows, len(answers))
+        width = max((len(answer.prompt.ids) + len(answer.canvas) for answer in answers), default=2)
+        shape = (count, width)
+        tokens, documents = np.full(shape, self.fill, dtype=np.int64), np.full(shape, PADDING, dtype=np.int32)
+        canvas, counted, first, second = (np.zeros(shape, dtype=bool) for _ in range(4))
+        times = np.full(count, 0.5, dtype=np.float32)
+        for n, answer in enumerate(answers):
+            begin, end = len(answer.prompt.ids), len(answer.prompt.ids) + len(answer.canvas)
+            tokens[n, :end] = [*answer.prompt.ids, *answer.canvas]
+            documents[n, :end] = 0
+            canvas[n, begin:end], counted[n, begin : begin + len(answer.ids)] = True, True
+            masks = self.masks(answer, iteration)
+            first[n, begin:end], second[n, begin:end], times[n] = masks.first, masks.second, masks.t
+        documents[len(answers) :, :2] = 0  # a row of padding must hold something
+        positions = np.where(documents == 0, np.arange(width), 0)
+        lengths = counted.sum(1)
+        return CoupledBatch(
+            *(torch.from_numpy(x) for x in (tokens, documents, positions, canvas, counted, first, times)),
+            row_of=torch.repeat_interleave(torch.arange(count), torch.from_numpy(lengths)),
+            old=None if old is None else _line(old), arrays={name: _line(values) for name, values in (arrays or {}).items()},
+            counts={"tokens": int(lengths.sum()), "sequences": len(answers), "positions": 3 * int((documents >= 0).sum())},
+            fresh=fresh, second=torch.from_numpy(second) if self.apart else None,
+        )  # fmt: skip
+
+    def masks(self, answer: CanvasAnswer, iteration: int) -> diffusion_masks.Coupled:
+        """The two masks of a completion's canvas, each token under exactly one (unless they are to be `apart`)."""
+        key = diffusion_masks.key(self.seed, "coupled", f"{answer.prompt.id}/{answer.sample}", iteration)
+        shared = diffusion_masks.key(self.seed, "coupled", "batch", iteration) if self.shared_time else None
+        if self.apart:
+            return diffusion_masks.apart(key, len(answer.canvas))
+        return diffusion_masks.coupled(key, len(answer.canvas), shared)
+
+    def scores(self, model: nn.Module, answers: Sequence[CanvasAnswer], iteration: int, where: torch.device) -> list[np.ndarray]:  # fmt: skip
+        """Estimated log-probabilities of each completion's counted tokens, (L,) each, by the operations of training."""
+        found: list[np.ndarray] = []
+        was_training = model.training
+        model.train(True)  # under replay: nothing but ids and masks is kept
+        with torch.enable_grad():
+            for at in range(0, len(answers), ROWS):
+                batch = self.batch(answers[at : at + ROWS], iteration).to(where)
+                told = losses.coupled_logprobs(model, batch, released=self.released).detach()
+                found += split_rows(told.cpu().numpy(), batch.counted.sum(1).tolist())
+        model.train(was_training)
+        return found
+
+
+Score = Callable[[Sequence[CanvasAnswer], int], list[np.ndarray]]  # completions, iteration -> (L,) each
+
+
+def annotate(
+    rollouts: list[Rollout],
+    *,
+    inner: int,
+    rollout: int,
+    policy: Score,
+    reference: Score | None,
+    own_first: bool = False,
+) -> None:
+    """Old and reference scores for every inner iteration of a rollout, before its first update.
+
+    `own_first`: the first inner iteration is one update, whose pass gives its old scores itself. The first rollout has them all
+    the same: the gate of the first step compares them with the training pass.
+    """
+    answers: Any = [one.answer for one in rollouts]
+    for number in range(inner):
+        iteration = rollout * inner + number
+        for name, score in (("old", policy), ("reference", reference)):
+            if own_first and rollout and (name, number) == ("old", 0):
+                continue
+            if score is not None:
+                for one, values in zip(rollouts, score(answers, iteration), strict=True):
+                    one.arrays[f"{name}/{number}"] = values
+
+
+class CanvasRollouts(RolloutStream):
+    """Minibatches of completions; each pass over a rollout is an inner iteration, with masks of its own."""
+
+    coupling: Coupling
+    following: Following | None = None  # a reference that follows the policy
+    at: int = 0  # the present iteration
+
+    def fill(self, step: int) -> dict[str, float]:
+        """As `RolloutStream.fill`; with the variance of a completion's estimate over the inner iterations."""
+        if self.following is not None:
+            self.following.before(step)
+        self.at = step // self.steps_per_rollout
+        numbers = super().fill(step)
+        return numbers | variance(self.rollouts, self.coupling.inner)
+
+    def batch(self, step: int, context: int, rows: np.ndarray) -> CoupledBatch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Those rollouts under the masks of the step's inner iteration."""
+        iteration, within = divmod(step, self.steps_per_rollout)
+        inner = within // self.config.minibatches
+        chosen = [self.rollouts[int(row)] for row in rows if row >= 0]
+        answers: Any = [one.answer for one in chosen]
+        arrays = {"advantages": [one.arrays["advantages"] for one in chosen]}
+        if f"reference/{inner}" in (self.rollouts[0].arrays if self.rollouts else {}):
+            arrays["reference"] = [one.arrays[f"reference/{inner}"] for one in chosen]
+        known = not self.rollouts or f"old/{inner}" in self.rollouts[0].arrays
+        return self.coupling.batch(
+            answers, iteration * self.coupling.inner + inner,
+            old=[one.arrays[f"old/{inner}"] for one in chosen] if known else None,
+            rows=len(rows), arrays=arrays, fresh=within == 0,
+        )  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs besides the weights; where the reference follows, which one it was."""
+        return super().state() | ({"following": self.following.state()} if self.following else {})
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave."""
+        super().load_state(state)
+        if self.following:
+            self.following.load(state["following"])
+
+
+def variance(rollouts: Sequence[Rollout], inner: int) -> dict[str, float]:
+    """The mean over completions of the unbiased variance of their summed estimate over the inner iterations' masks.
+
+    Of two at least whose old scores were computed before: nothing is scored for this number alone.
+    """
+    names = [f"old/{number}" for number in range(inner) if rollouts and f"old/{number}" in rollouts[0].arrays]
+    if len(names) < 2:
+        return {}
+    sums = np.array([[one.arrays[name].sum() for name in names] for one in rollouts])
+    return {"coupled/variance": float(sums.var(1, ddof=1).mean())}
+
+
+def _line(arrays: Sequence[np.ndarray]) -> Tensor:
+    """Arrays one after another, float32."""
+    return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(np.float32))
+
+
+# -- canvas_setting -------------------------------------------------------------------------------------------------------
+
+
+COMPARED, DRAWS = 32, 8  # completions, and masks of each, from which `variances` tells
+
+
+class CanvasSetting:
+    """Policy and reference of a run, and how they sample."""
+
+    def __init__(self, model: Denoiser, start: Start, sampling: Denoising, coupling: Coupling, job: Job) -> None:
+        self.start, self.sampling, self.coupling, self.seed, self.workers = (
+            start,
+            sampling,
+            coupling,
+            job.seed,
+            job.workers,
+        )
+        self.sandbox_url = job.runtime.sandbox_url
+        self.hardware = device.hardware(job.runtime.precision)
+        self.ranks = Ranks(job.runtime.precision, str(job.folder))
+        self.policy = model.to(self.hardware.device)
+        self.following: Following | None = None  # the reference of the loss, where it is not the start itself
+
+    def follow(self, *, every: int, folder: Path) -> Following:
+        """From now on the loss compares with a reference that follows the policy."""
+        frozen = copy.deepcopy(self.policy).train(False).requires_grad_(False)
+        self.following = Following(frozen, self.policy, every=every, folder=folder)
+        return self.following
+
+    @property
+    def precision(self) -> str:
+        """fp32, bf16 or fp16."""
+        return self.hardware.precision
+
+    def sample(self, asked: Sequence[tuple[Prompt, int]]) -> list[Any]:
+        """The policy's completions."""
+        return self._answers(self.policy, asked, self.seed)
+
+    def held_out(self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False, purpose: str = "held out") -> list[Any]:  # fmt: skip
+        """Completions of held-out prompts by seeds of their own: the policy's, or the reference's."""
+        seed = device.stable_hash(purpose, self.seed) % 2**62
+        if not of_reference:
+            return self._answers(self.policy, asked, seed)
+        with self.start.reference.model(self.hardware.device) as frozen:
+            return self._answers(frozen, asked, seed)
+
+    def _answers(self, model: Any, asked: Sequence[tuple[Prompt, int]], seed: int) -> list[CanvasAnswer]:
+        with self.hardware.autocast(), lora.folded_in(model.trunk):
+            return sample(model, asked, self.start.tokenizer, self.sampling, seed)
+
+    def scores(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
+        """The policy's estimates under the masks of an iteration, (L,) each."""
+        with self.hardware.autocast():
+            return self.coupling.scores(self.policy, answers, iteration, self.hardware.device)
+
+    def reference(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
+        """The reference's of the loss."""
+        if self.following is None:
+            return self._at_start(answers, iteration)
+        with self.hardware.autocast():
+            return self.coupling.scores(self.following.model, answers, iteration, self.hardware.device)
+
+    def _at_start(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
+        """Those of the model that training began with."""
+        with self.start.reference.model(self.hardware.device) as frozen, self.hardware.autocast():
+            return self.coupling.scores(frozen, answers, iteration, self.hardware.device)
+
+    def divergence(self, given: Sequence[CanvasAnswer]) -> tuple[float, float]:
+        """The mean divergence from the start over completions, nats a completion: by k1 and by k3, both estimates."""
+        pairs = zip(self.scores(given, 0), self._at_start(given, 0), strict=True)
+        gaps = [torch.from_numpy(mine - theirs) for mine, theirs in pairs]
+        k3 = [float(kl_k3(gap, torch.zeros_like(gap)).sum()) for gap in gaps]
+        return float(np.mean([float(gap.sum()) for gap in gaps])), float(np.mean(k3))
+
+    def variances(self, given: Sequence[CanvasAnswer]) -> dict[str, dict[str, float]]:
+        """The variance of a completion's summed estimate over its masks, coupled and drawn apart; a mean over some completions."""
+        found, some = dict[str, float](), given[:COMPARED]
+        for name, coupling in (
+            ("coupled", replace(self.coupling, shared_time=False)),
+            ("apart", replace(self.coupling, apart=True)),
+        ):
+            with self.hardware.autocast():
+                told = [coupling.scores(self.policy, some, draw, self.hardware.device) for draw in range(DRAWS)]
+            sums = np.array([[values.sum() for values in one] for one in told])
+            found[name] = float(sums.var(0, ddof=1).mean())
+        return {"held_out_variance": found}
+
+    def resources(self, judge: Judge | None) -> Resources:
+        """What the rewards may use."""
+        return Resources(max_new_tokens=self.sampling.length, judge=judge)
+
+    def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
+        """The sandbox for these rewards."""
+        return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)

@@ -1,0 +1,147 @@
+"""The record shapes that leave a data source, and their JSONL form. Nothing else crosses that border.
+
+`messages`, `prompt`, `chosen`, `rejected` are lists of messages in the OpenAI form:
+
+    {"role": "system" | "user", "content": str}
+    {"role": "assistant", "content": str, "tool_calls": [{"id": "call_0", "type": "function",
+                                                          "function": {"name": str, "arguments": JSON text}}]}
+    {"role": "tool", "tool_call_id": "call_0", "name": str, "content": str}
+
+`tool_calls` is absent when there is none. `tools` holds `{"type": "function", "function": {name, description,
+parameters}}`. A test of a problem is `{"args": "[1, 2]", "expected": "3", "visible": bool}` (Python literals as text:
+`args` is the list of positional arguments) or `{"assert": "assert f(1) == 2", "visible": bool}`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pipeline.run.config import type_name
+from pipeline.run.errors import DataError
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """One document of running text or code."""
+
+    text: str
+    source: str  # package, family or data set
+    path: str  # unique within the source
+    licence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialogue:
+    """One conversation, with the tools that the assistant may call."""
+
+    id: str
+    kind: str  # "tools", "choice", "code", "story", "copy", "talk", "chat"
+    category: str  # within the kind: "simple", "parallel", ..., or a problem's group
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One programming problem with tests; `answer` is None where only the tests are known (problems for RL)."""
+
+    id: str
+    level: int  # 1 easy .. 5 hard
+    group: str  # what a result is reported under: "easy", "medium", "hard", "phrasing", "told"
+    key: str  # what makes two problems the same; never in two splits
+    question: str
+    entry_point: str
+    signature: str
+    tests: list[dict[str, Any]]
+    answer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two answers to one prompt; `gold_*` in [0, 1] is the true score, `flipped` says that label noise swapped them."""
+
+    id: str
+    source: str
+    kind: str  # "code", "tools", "story", or what the user's file says
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    gold_chosen: float | None = None
+    gold_rejected: float | None = None
+    flipped: bool = False
+    margin: float | None = None  # by how much the chosen answer's reward should be the larger one
+    # What scores any answer to the prompt: {"entry_point", "tests"} of a problem, {"right": message} of a tool turn, {} of a
+    # story; None where nobody knows it.
+    truth: dict[str, Any] | None = None
+    given_by: str | None = None  # whose API key gave it on the web page
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A question about something that must be known by heart, with its answer."""
+
+    id: str
+    service: str  # what it is about
+    attribute: str  # what of it is asked; results are reported under it
+    question: str
+    answer: str
+
+
+Record = TypeVar("Record", Text, Dialogue, Problem, Pair, Fact)
+
+
+def dumps(record: Text | Dialogue | Problem | Pair | Fact) -> str:
+    """One line of JSON without the line feed; key order is the dataclass's, so equal records give equal bytes."""
+    return json.dumps(dataclasses.asdict(record), ensure_ascii=False)
+
+
+def write(path: Path, records: Iterable[Text | Dialogue | Problem | Pair | Fact]) -> int:
+    """Write records as JSONL (UTF-8, `\\n`) and return their number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for record in records:
+            file.write(dumps(record) + "\n")
+            count += 1
+    return count
+
+
+def read(path: Path, shape: type[Record]) -> Iterator[Record]:
+    """Read what `write` wrote. Raises DataError naming file, line and field."""
+    kinds = get_type_hints(shape)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise DataError(f"{path}:{number}: not JSON in UTF-8 ({why}); rebuild it with dvc repro") from error
+            if not isinstance(row, dict) or not row.keys() <= kinds.keys():
+                raise DataError(f"{path}:{number}: expected the keys of {shape.__name__} ({', '.join(sorted(kinds))})")
+            for name, value in row.items():
+                if not _fits(value, kinds[name]):
+                    raise DataError(f"{path}:{number}: {name}: expected {type_name(kinds[name])}, found {value!r:.80}")
+            try:
+                yield shape(**row)
+            except TypeError as error:
+                raise DataError(f"{path}:{number}: {error}") from error
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON is of a field's type; lists are looked into, objects are not."""
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(kind, UnionType):
+        return any(_fits(value, option) for option in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(entry, get_args(kind)[0]) for entry in value)
+    return isinstance(value, get_origin(kind) or kind)

@@ -1,0 +1,498 @@
+"""The shapes in which people and public data sets write rows -> the records of `streams.records`.
+
+    {text}                                       Text
+    {messages} {conversations}                   Dialogue   role/content or from/value; tools as a list or JSON text
+    {system, conversations}, functions in it     Dialogue   ToolACE: [Name(a=1), ...]
+    {query, tools, answers}                      Dialogue   xLAM: JSON texts, flat parameters
+    {system, chat}                               Dialogue   Glaive: USER: ASSISTANT: <functioncall> FUNCTION RESPONSE:
+    {instruction, input, output}                 Dialogue   Alpaca
+    {question, answer} {prompt, response}        Dialogue
+    {question | prompt, tests | test_cases}      Problem    asserts, or {args, expected}
+    {prompt, chosen, rejected} {chosen, rejected}   Pair    strings, message lists, or transcripts with a common prefix
+
+A row becomes one record or a `RowError` that names the field. Ids are the row's `id` or empty: `streams.intake` fills
+those in. Dialogues are put into the OpenAI form of `streams.records`: call ids are counted from call_0, arguments are
+JSON text, results follow their calls.
+
+Not promised: that a dialogue is sensible, or that the arguments of a call fit the tool's schema.
+
+The tests of a programming problem in the forms that people write -> the two forms of `streams.records`.
+
+In: `"assert f(1) == 2"`, `{"assert": ...}`, `{"args": "[1]", "expected": "2"}` with Python literals as text, or the same
+with JSON values. Out: `{"assert", "visible"}` or `{"args", "expected", "visible"}`. Tests are parsed, never run: running
+belongs to `pipeline.sandbox`. What cannot be read raises `RowError`.
+
+Not promised: that a test passes for any program.
+
+Python literals of strangers as data: what `ast.literal_eval` reads, but nothing is hashed: no set or dict is built.
+
+A row of 500 KB can hold a set of integers that all have the same hash; building that set takes seconds. Here the
+elements of sets and the pairs of dicts go, as lists, to functions of the caller. Tests of problems (`asserts.py`,
+`sandbox/`) are read with this.
+
+Not promised: that two equal elements of a set are seen as one; that is the caller's business.
+"""
+
+import ast
+import builtins
+import os.path
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.ingest import conversations
+from pipeline.ingest.records import Dialogue, Message, Pair, Problem, Text
+from pipeline.ingest.tool_calls import RowError, from_json, tools
+
+
+def read(
+    source: str | ast.expr,
+    make_set: Callable[[list[Any]], Any] = list,
+    make_dict: Callable[[list[tuple[Any, Any]]], Any] = list,
+) -> Any:
+    """The value of a literal, given as text or as a syntax tree.
+
+    Raises ValueError (SyntaxError, MemoryError, RecursionError for a text) where it is none.
+    """
+    node = ast.parse(source.lstrip(" \t"), mode="eval").body if isinstance(source, str) else source
+
+    def value(node: ast.expr, *, hashable: bool = False) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Tuple):
+            return tuple([value(item, hashable=hashable) for item in node.elts])
+        if isinstance(node, ast.UnaryOp | ast.BinOp):
+            return _number(node)
+        if hashable:
+            raise ValueError(f"a {type(node).__name__.lower()} in a set or as a key of a dict")
+        if isinstance(node, ast.List):
+            return [value(item) for item in node.elts]
+        if isinstance(node, ast.Set):
+            return make_set([value(item, hashable=True) for item in node.elts])
+        if isinstance(node, ast.Dict) and None not in node.keys:
+            keys = [value(key, hashable=True) for key in node.keys if key is not None]
+            return make_dict(list(zip(keys, [value(item) for item in node.values], strict=True)))
+        if isinstance(node, ast.Call) and ast.unparse(node) == "set()":
+            return make_set([])
+        raise ValueError(f"no literal: {type(node).__name__}")
+
+    return value(node)
+
+
+def _number(node: ast.expr) -> int | float | complex:
+    """A number with a sign, or a complex one written as a sum. Raises ValueError."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        real, imaginary = _number(node.left), node.right
+        if isinstance(imaginary, ast.Constant) and type(imaginary.value) is complex and type(real) in (int, float):
+            return real + imaginary.value if isinstance(node.op, ast.Add) else real - imaginary.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        if isinstance(node.operand, ast.Constant):  # of a number, never of its negation
+            return -_number(node.operand) if isinstance(node.op, ast.USub) else _number(node.operand)
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float, complex):
+        return node.value  # pyright: ignore[reportReturnType]
+    raise ValueError("no literal number")
+
+
+# -- asserts --------------------------------------------------------------------------------------------------------------
+
+
+def parsed_test(test: Any, field: str) -> dict[str, Any]:
+    """`"assert ..."`, `{"assert": ...}` or `{"args", "expected"}`; values may be Python literals as text, or JSON."""
+    if isinstance(test, str):
+        test = {"assert": test}
+    if not isinstance(test, dict):
+        raise RowError(field, f"expected an assert or an object, found {type(test).__name__}")
+    visible = test.get("visible") is True
+    if test.get("assert") is not None:
+        source = test["assert"]
+        tree = _parse(source, field) if isinstance(source, str) else None
+        if tree is None or not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+            raise RowError(f"{field}.assert", "expected Python with an `assert`")
+        return {"assert": source, "visible": visible}
+    if "args" not in test or "expected" not in test:
+        raise RowError(field, "expected `assert`, or `args` and `expected`")
+    args, expected = (_literal(test[name], f"{field}.{name}") for name in ("args", "expected"))
+    if not args.startswith(("[", "(")):
+        raise RowError(f"{field}.args", f"expected the list of positional arguments, found {args[:40]!r}")
+    return {"args": args, "expected": expected, "visible": visible}
+
+
+def _literal(value: Any, field: str) -> str:
+    text = value.strip() if isinstance(value, str) else repr(value)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\d" in a foreign string is no business of ours
+            read(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        reason = f"expected a Python literal as text (a string is \"'abc'\"), found {text[:40]!r}"
+        raise RowError(field, reason) from error
+    return text
+
+
+def _parse(source: str, field: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(source)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise RowError(field, f"not Python ({error})") from error
+
+
+def most_called(sources: Sequence[str]) -> str:
+    """The name that most asserts call, the first of them at a tie, a builtin only where nothing else is called."""
+    calls: Counter[str] = Counter()
+    for source in sources:
+        nodes = [node for node in ast.walk(_parse(source, "tests")) if isinstance(node, ast.Call)]
+        calls.update(
+            list(dict.fromkeys(node.func.id for node in nodes if isinstance(node.func, ast.Name)))
+        )  # once per assert
+    own = [name for name in calls if not hasattr(builtins, name)]
+    return max(own or calls, key=lambda name: calls[name], default="")
+
+
+# -- shapes ---------------------------------------------------------------------------------------------------------------
+
+
+Row = Mapping[str, Any]
+KINDS = ("text", "code", "dialogues", "problems", "preferences")
+SAMPLE_ROWS = 100  # so many rows decide the shape of a file
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns that a person named (`text_field`): texts join them, dialogues take the last as the answer to the rest."""
+
+    names: Sequence[str] = ()
+
+    def filled(self, row: Row) -> list[str]:
+        """The texts of the named columns that are not empty, in order."""
+        values = [row.get(name) for name in self.names]
+        return [value for value in values if isinstance(value, str) and value.strip()]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One way to write a row: does a row look like it, and what record does it make."""
+
+    name: str
+    kinds: tuple[str, ...]
+    fits: Callable[[Row, Columns], bool]
+    convert: Callable[[Row, Columns], Text | Dialogue | Problem | Pair]
+
+
+def detect(rows: Sequence[Row], kind: str, columns: Columns) -> Shape | None:
+    """The shape of `kind` that fits most of the rows, the more particular one when two fit as many; None: none fits."""
+    candidates = [shape for shape in SHAPES if kind in shape.kinds]
+    counts = [sum(shape.fits(row, columns) for row in rows) for shape in candidates]
+    best = max(range(len(candidates)), key=lambda index: (counts[index], -index))
+    return candidates[best] if counts[best] else None
+
+
+def named(name: str, kind: str) -> Shape | None:
+    """The shape called `name` if it makes records of `kind`; a shape given for another kind leaves this one to `detect`."""
+    if name == "auto":
+        return None
+    matching = [shape for shape in SHAPES if shape.name == name]
+    if not matching:
+        known = ", ".join(["auto", *dict.fromkeys(shape.name for shape in SHAPES)])
+        raise RowError("shape", f"expected one of {known}, got {name!r}")
+    return next((shape for shape in matching if kind in shape.kinds), None)
+
+
+def names(kind: str) -> list[str]:
+    """The shapes that make records of `kind`."""
+    return [shape.name for shape in SHAPES if kind in shape.kinds]
+
+
+def convert(shape: Shape, row: Any, columns: Columns) -> Text | Dialogue | Problem | Pair:
+    """One row as a record. Raises RowError, and nothing else."""
+    if not isinstance(row, Mapping):
+        raise RowError("row", f"expected an object, found {type(row).__name__}")
+    try:
+        return shape.convert(row, columns)
+    except RecursionError as error:
+        raise RowError("row", "nested too deeply") from error
+
+
+def row_id(row: Row) -> str:
+    """The `id` of a row as text; empty where there is none."""
+    value = row.get("id")
+    return str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
+
+
+def _string(row: Row, *names: str) -> str:
+    """The first of these fields that is there, which must be a text that is not blank."""
+    for name in names:
+        if row.get(name) is not None:
+            value = row[name]
+            if not isinstance(value, str):
+                raise RowError(name, f"expected a text, found {type(value).__name__}")
+            if not value.strip():
+                raise RowError(name, "is empty")
+            return value
+    raise RowError(names[0], "is missing")
+
+
+def _optional(row: Row, name: str, default: str = "") -> str:
+    value = row.get(name)
+    return value if isinstance(value, str) and value.strip() else default
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    """A list, or its JSON text (CSV and some parquet sets hold such)."""
+    if isinstance(value, str):
+        value = from_json(value, field)
+    if not isinstance(value, list):
+        raise RowError(field, f"expected a list, found {type(value).__name__}")
+    return value
+
+
+def _has(*names: str) -> Callable[[Row, Columns], bool]:
+    return lambda row, columns: all(row.get(name) is not None for name in names)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def _text(row: Row, columns: Columns) -> Text:
+    return _document(row, _string(row, "text"))
+
+
+def _columns_text(row: Row, columns: Columns) -> Text:
+    parts = columns.filled(row)
+    if not parts:
+        raise RowError(",".join(columns.names) or "text_field", "no text in these columns")
+    return _document(row, "\n\n".join(parts))
+
+
+def _document(row: Row, text: str) -> Text:
+    licence = _optional(row, "licence", _optional(row, "license"))
+    return Text(text=text, source=_optional(row, "source"), path=row_id(row), licence=licence)
+
+
+# --- dialogues -------------------------------------------------------------------------------------------------------
+
+
+def _dialogue(row: Row, shape: str, messages: list[Message], tool_list: list[dict[str, Any]]) -> Dialogue:
+    default = "tools" if tool_list else "chat"
+    conversations.check(messages, tool_list)
+    return Dialogue(
+        id=row_id(row),
+        kind=_optional(row, "kind", default),
+        category=_optional(row, "category", shape),
+        messages=messages,
+        tools=tool_list,
+    )
+
+
+def _columns_dialogue(row: Row, columns: Columns) -> Dialogue:
+    parts = columns.filled(row)
+    if len(columns.names) < 2 or len(parts) < 2 or not _optional(row, columns.names[-1]):
+        raise RowError(
+            ",".join(columns.names) or "text_field", "expected a question and, in the last column, its answer"
+        )
+    return _dialogue(row, "columns", conversations.question("\n\n".join(parts[:-1]), parts[-1]), [])
+
+
+def _messages(row: Row, columns: Columns) -> Dialogue:
+    name = "messages" if row.get("messages") is not None else "conversations"
+    tool_list = tools(row.get("tools", row.get("functions")))
+    messages = conversations.from_list(_list(row.get(name), name), name)
+    system = _optional(row, "system")
+    if system and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return _dialogue(row, "messages", messages, tool_list)
+
+
+def _is_toolace(row: Row, columns: Columns) -> bool:
+    system = row.get("system")
+    return (
+        row.get("conversations") is not None and isinstance(system, str) and conversations.find_functions(system) >= 0
+    )
+
+
+def _toolace(row: Row, columns: Columns) -> Dialogue:
+    if not _is_toolace(row, columns):
+        raise RowError("system", "expected a text that holds a JSON list of functions")
+    system, tool_list = conversations.toolace_system(row["system"])
+    messages = conversations.toolace(_list(row.get("conversations"), "conversations"), "conversations")
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return _dialogue(row, "toolace", messages, tool_list)
+
+
+def _xlam(row: Row, columns: Columns) -> Dialogue:
+    messages = conversations.xlam(_string(row, "query"), row.get("answers"), "answers")
+    return _dialogue(row, "xlam", messages, tools(row.get("tools")))
+
+
+def _glaive(row: Row, columns: Columns) -> Dialogue:
+    system, tool_list = conversations.glaive_system(_string(row, "system"), "system")
+    messages = conversations.glaive(_string(row, "chat"), "chat")
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return _dialogue(row, "glaive", messages, tool_list)
+
+
+def _alpaca(row: Row, columns: Columns) -> Dialogue:
+    instruction, extra = _string(row, "instruction"), _optional(row, "input")
+    asked = f"{instruction}\n\n{extra}" if extra else instruction
+    return _dialogue(row, "alpaca", conversations.question(asked, _string(row, "output"), _optional(row, "system")), [])
+
+
+def _question(row: Row, columns: Columns) -> Dialogue:
+    if row.get("tests") is not None or row.get("test_cases") is not None:
+        raise RowError("tests", "a row with tests is a problem: name its file under `problems`")
+    names = ("question", "answer") if row.get("question") is not None else ("prompt", "response")
+    asked, answer = _string(row, names[0]), _string(row, names[1])
+    return _dialogue(row, "question", conversations.question(asked, answer, _optional(row, "system")), [])
+
+
+def _is_question(row: Row, columns: Columns) -> bool:
+    return any(
+        row.get(a) is not None and row.get(b) is not None for a, b in (("question", "answer"), ("prompt", "response"))
+    )
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
+
+
+def _problem(row: Row, columns: Columns) -> Problem:
+    name = "tests" if row.get("tests") is not None else "test_cases"
+    tests = [parsed_test(test, f"{name}[{index}]") for index, test in enumerate(_list(row.get(name), name))]
+    if not tests:
+        raise RowError(name, "no test")
+    entry_point = _optional(row, "entry_point") or most_called([test.get("assert", "") for test in tests])
+    if not entry_point.isidentifier():
+        raise RowError("entry_point", f"expected the name of the function under test, found {entry_point!r}")
+    level = row.get("level")
+    if level is not None and (isinstance(level, bool) or not isinstance(level, int) or not 1 <= level <= 5):
+        raise RowError("level", f"expected a whole number from 1 to 5, found {level!r}")
+    return Problem(
+        id=row_id(row),
+        level=3 if level is None else level,
+        group=_optional(row, "group", "own"),
+        key=_optional(row, "key"),
+        question=_string(row, "question", "prompt"),
+        entry_point=entry_point,
+        signature=_optional(row, "signature"),
+        tests=tests,
+        answer=_optional(row, "answer", _optional(row, "response")) or None,
+    )
+
+
+def _is_problem(row: Row, columns: Columns) -> bool:
+    asked = row.get("question") is not None or row.get("prompt") is not None
+    return asked and (row.get("tests") is not None or row.get("test_cases") is not None)
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def _pair(row: Row, columns: Columns) -> Pair:
+    chosen, rejected = (_answer(row.get(name), name) for name in ("chosen", "rejected"))
+    if row.get("prompt") is not None:
+        prompt = _answer(row["prompt"], "prompt")
+        if isinstance(prompt, str):
+            prompt = conversations.from_list([{"role": "user", "content": _string(row, "prompt")}], "prompt")
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        prompt, chosen, rejected = _common_transcript(chosen, rejected)
+    else:
+        prompt = []
+    sides = [
+        conversations.from_list([{"role": "assistant", "content": s}], "chosen") if isinstance(s, str) else s
+        for s in (chosen, rejected)
+    ]
+    if not prompt:  # both sides hold the whole conversation (TRL's implicit prompt)
+        prompt = _common_prefix(*sides)
+    sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
+    if not any(message["role"] == "user" for message in prompt):
+        raise RowError("prompt", "no turn of the user, and no common beginning of `chosen` and `rejected` that has one")
+    for name, side in zip(("chosen", "rejected"), sides, strict=True):
+        if not side or side[0]["role"] != "assistant":
+            raise RowError(name, "expected the assistant's answer after the prompt")
+    if sides[0] == sides[1]:
+        raise RowError("rejected", "equals `chosen`")
+    gold = [_gold(row.get(name), name) for name in ("gold_chosen", "gold_rejected")]
+    margin = row.get("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise RowError("margin", f"expected a number, found {margin!r:.40}")
+    return Pair(
+        id=row_id(row),
+        source=_optional(row, "source"),
+        kind=_optional(row, "kind", "chat"),
+        prompt=prompt,
+        chosen=sides[0],
+        rejected=sides[1],
+        tools=tools(row.get("tools")),
+        gold_chosen=gold[0],
+        gold_rejected=gold[1],
+        margin=margin,
+        given_by=_optional(row, "given_by") or None,
+    )
+
+
+def _answer(value: Any, field: str) -> str | list[Message]:
+    """A side of a pair: a text, or a message list (also as JSON text, in CSV)."""
+    if isinstance(value, str) and value.lstrip().startswith('[{"'):
+        value = from_json(value, field)
+    if isinstance(value, list):
+        return conversations.from_list(value, field)
+    if isinstance(value, str) and value.strip():
+        return value
+    raise RowError(field, "expected a text or a list of messages")
+
+
+def _common_prefix(chosen: list[Message], rejected: list[Message]) -> list[Message]:
+    length = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        length += 1
+    return chosen[:length]
+
+
+def _common_transcript(chosen: str, rejected: str) -> tuple[list[Message], list[Message], list[Message]]:
+    """hh-rlhf: two transcripts `Human: ... Assistant: ...`; the prompt is what they share, up to the last `Assistant:`."""
+    shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071  (characters are what is compared)
+    borders = [match.end() for match in re.finditer(r"(?:^|\n\n)Assistant:", shared)]
+    if not borders:
+        raise RowError("chosen", "expected `prompt`, or transcripts that share a beginning up to `Assistant:`")
+    prompt = conversations.transcript(shared[: borders[-1]].removesuffix("Assistant:"), "chosen")
+    sides = [
+        conversations.transcript("Assistant:" + text[borders[-1] :], name)
+        for text, name in ((chosen, "chosen"), (rejected, "rejected"))
+    ]
+    return prompt, sides[0], sides[1]
+
+
+def _gold(value: Any, field: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise RowError(field, f"expected a number in [0, 1], found {value!r}")
+    return float(value)
+
+
+# The order is the order of trust: a row that fits two shapes is read as the one that stands first.
+SHAPES = (
+    Shape("columns", ("text", "code"), lambda row, columns: bool(columns.filled(row)), _columns_text),
+    Shape("text", ("text", "code"), _has("text"), _text),
+    Shape("columns", ("dialogues",), lambda row, columns: len(columns.filled(row)) > 1, _columns_dialogue),
+    Shape("toolace", ("dialogues",), _is_toolace, _toolace),
+    Shape("xlam", ("dialogues",), _has("query", "tools", "answers"), _xlam),
+    Shape("glaive", ("dialogues",), _has("system", "chat"), _glaive),
+    Shape(
+        "messages",
+        ("dialogues",),
+        lambda row, columns: any(row.get(n) is not None for n in ("messages", "conversations")),
+        _messages,
+    ),
+    Shape("alpaca", ("dialogues",), _has("instruction", "output"), _alpaca),
+    Shape("question", ("dialogues",), _is_question, _question),
+    Shape("problem", ("problems",), _is_problem, _problem),
+    Shape("pair", ("preferences",), _has("chosen", "rejected"), _pair),
+)

@@ -1,0 +1,351 @@
+"""Tools and tool calls in the dialects of public data sets -> the OpenAI form of `streams.records`.
+
+In: tool lists (OpenAI, bare functions, xLAM's flat `{"city": {"type": "str, optional"}}`, BFCL's `"type": "dict"`), and
+calls written as JSON, as Glaive's `{"name": "f", "arguments": '{"a": 1}'}` (an object in single quotes), or as ToolACE's
+`[Name of it(a=1, b=[True]), g()]`. Out: JSON Schema and (name, arguments) pairs. Python is read as a syntax tree only,
+never run. What cannot be read raises `RowError`, which names the field.
+
+Not promised: that arguments fit the tool's schema. Public sets often break their own schemas; whoever needs that checks it.
+"""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.run.errors import DataError
+
+
+class RowError(DataError):
+    """One row cannot be read: `field` says where, `reason` what was expected and what was found."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Call:
+    """One tool call: the name as written, the arguments as a JSON object."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def from_json(text: str, field: str) -> Any:
+    """Parse strict JSON: no NaN or Infinity, which no other reader would take back."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise RowError(field, "JSON nested too deeply") from error
+    except ValueError as error:  # JSONDecodeError, and integers of more than 4,300 digits
+        raise RowError(field, f"not JSON ({error})") from error
+
+
+def to_json(value: Any, field: str) -> str:
+    """JSON text as the chat format writes it: `", "`, `": "`, no ASCII escapes."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowError(field, f"not JSON ({error})") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------
+
+_JSON_TYPES = {
+    **dict.fromkeys(("str", "string", "text", "char"), "string"),
+    **dict.fromkeys(("int", "integer", "long"), "integer"),
+    **dict.fromkeys(("float", "number", "double"), "number"),
+    **dict.fromkeys(("bool", "boolean"), "boolean"),
+    **dict.fromkeys(("list", "array", "tuple", "set", "sequence", "iterable", "arraylist"), "array"),
+    **dict.fromkeys(("dict", "object", "mapping", "hashmap"), "object"),
+    **dict.fromkeys(("none", "null", "nonetype"), "null"),
+}
+
+
+def tools(value: Any, field: str = "tools") -> list[dict[str, Any]]:
+    """A tool list (or its JSON text, or one tool) as `[{"type": "function", "function": {...}}]`; nothing gives []."""
+    if isinstance(value, str):
+        value = from_json(value, field) if value.strip() else []
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise RowError(field, f"expected a list of tools, found {type(value).__name__}")
+    return [_tool(entry, f"{field}[{index}]") for index, entry in enumerate(value)]
+
+
+def _tool(entry: Any, field: str) -> dict[str, Any]:
+    if isinstance(entry, str):
+        entry = from_json(entry, field)
+    if isinstance(entry, dict) and isinstance(entry.get("function"), dict):
+        entry = entry["function"]
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"].strip():
+        raise RowError(field, "expected an object with a `name`")
+    description = entry.get("description")
+    parameters = entry.get("parameters")
+    if not isinstance(parameters, dict):
+        parameters = {}
+    return {
+        "type": "function",
+        "function": {
+            "name": entry["name"],
+            "description": description if isinstance(description, str) else "",
+            "parameters": object_schema(parameters),
+        },
+    }
+
+
+def object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters in any dialect -> a JSON Schema of type object."""
+    is_schema = isinstance(parameters.get("properties"), dict) or isinstance(parameters.get("type"), str)
+    if is_schema or not parameters:
+        return {**_schema(parameters), "type": "object", "properties": _properties(parameters.get("properties"))}
+    # xLAM: parameter -> {type: "str, optional", description, default}; a default makes a parameter optional as well,
+    # because the answers of the set leave such parameters out.
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for name, about in parameters.items():
+        about = about if isinstance(about, dict) else {"type": about}
+        schema, optional = python_type(about.get("type"))
+        if isinstance(about.get("description"), str):
+            schema["description"] = about["description"]
+        if about.get("default") not in (None, ""):
+            schema["default"] = about["default"]
+        properties[name] = schema
+        if not optional and "default" not in about:
+            required.append(name)
+    schema = {"type": "object", "properties": properties}
+    return {**schema, "required": required} if required else schema
+
+
+def _properties(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {}
+    return {name: _schema(schema) if isinstance(schema, dict) else {} for name, schema in value.items()}
+
+
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """JSON Schema with the type words of BFCL and ToolACE (`dict`, `float`, `tuple`, `any`) replaced, at any depth."""
+    clean: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "type":
+            if isinstance(value, str):
+                clean.update(python_type(value)[0])
+            elif isinstance(value, list) and all(isinstance(word, str) for word in value):
+                clean["type"] = [_JSON_TYPES.get(word.lower(), "string") for word in value]
+        elif key == "properties":
+            clean[key] = _properties(value)
+        elif key in ("items", "additionalProperties") and isinstance(value, dict):
+            clean[key] = _schema(value)
+        elif key in ("anyOf", "oneOf", "allOf") and isinstance(value, list):
+            clean[key] = [_schema(option) for option in value if isinstance(option, dict)]
+        elif key == "required":  # also found: null, true, and a list with other things in it
+            if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
+                clean[key] = value
+        elif value is not None:
+            clean[key] = value
+    return clean
+
+
+def python_type(text: Any) -> tuple[dict[str, Any], bool]:
+    """`"List[int], optional"` -> `({"type": "array", "items": {"type": "integer"}}, True)`; unknown types give {}."""
+    if not isinstance(text, str) or not text.strip():
+        return {}, False
+    try:
+        node = _expression(text.strip())
+    except RowError:
+        return {}, "optional" in text
+    optional = False
+    if isinstance(node, ast.Tuple):  # "str, optional"
+        optional = any(isinstance(part, ast.Name) and part.id == "optional" for part in node.elts[1:])
+        node = node.elts[0] if node.elts else node
+    return _type_schema(node), optional or _base_name(node) == "optional"
+
+
+def _base_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Attribute):  # typing.List
+        return node.attr.lower()
+    return node.id.lower() if isinstance(node, ast.Name) else ""
+
+
+def _type_schema(node: ast.expr) -> dict[str, Any]:
+    if isinstance(node, ast.Constant) and node.value is None:
+        return {"type": "null"}
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):  # int | str
+        return _union([_type_schema(node.left), _type_schema(node.right)])
+    base = _base_name(node)
+    inner: list[ast.expr] = []
+    if isinstance(node, ast.Subscript):
+        inner = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if base == "union":
+        return _union([_type_schema(part) for part in inner])
+    if base == "optional":
+        return _union([*map(_type_schema, inner), {"type": "null"}])
+    if base == "literal":
+        return {"enum": [part.value for part in inner if isinstance(part, ast.Constant)]}
+    if base not in _JSON_TYPES:
+        return {}
+    schema: dict[str, Any] = {"type": _JSON_TYPES[base]}
+    if schema["type"] == "array" and inner:
+        items = _union([_type_schema(part) for part in inner if not isinstance(part, ast.Constant)])
+        return {**schema, "items": items} if items else schema
+    return schema
+
+
+def _union(options: list[dict[str, Any]]) -> dict[str, Any]:
+    """One schema that takes what any of the options takes; integer disappears beside number."""
+    if any(not option for option in options):
+        return {}
+    distinct = [option for index, option in enumerate(options) if option not in options[:index]]
+    if {"type": "number"} in distinct:
+        distinct = [option for option in distinct if option != {"type": "integer"}]
+    if not distinct:
+        return {}
+    return distinct[0] if len(distinct) == 1 else {"anyOf": distinct}
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def json_calls(value: Any, field: str) -> list[Call]:
+    """Calls as JSON text or values: one or a list of `{"name", "arguments" | "parameters"}`, OpenAI's wrapping allowed."""
+    if isinstance(value, str):
+        value = from_json(value, field)
+    entries = value if isinstance(value, list) else [value]
+    return [
+        _json_call(entry, f"{field}[{index}]" if len(entries) > 1 else field) for index, entry in enumerate(entries)
+    ]
+
+
+def _json_call(entry: Any, field: str) -> Call:
+    if isinstance(entry, dict) and isinstance(entry.get("function"), dict):
+        entry = entry["function"]
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"].strip():
+        raise RowError(field, 'expected a call {"name": ..., "arguments": {...}}')
+    arguments = entry.get("arguments", entry.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = from_json(arguments, f"{field}.arguments") if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise RowError(f"{field}.arguments", f"expected an object, found {type(arguments).__name__}")
+    return Call(entry["name"], arguments)
+
+
+_SINGLE_QUOTED = re.compile(r"""\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"arguments"\s*:\s*'(.*)'\s*\}""", re.DOTALL)
+
+
+def glaive_call(text: str, field: str) -> Call:
+    """The JSON after `<functioncall>`; its arguments may be a JSON object in single quotes, which is not JSON."""
+    text = text.strip()
+    match = _SINGLE_QUOTED.fullmatch(text)
+    if match is None:
+        return _json_call(from_json(text, field), field)
+    arguments = match.group(2)
+    try:
+        value = from_json(arguments, f"{field}.arguments")
+    except RowError:  # an apostrophe inside was escaped for the quotes around: \'
+        value = from_json(arguments.replace("\\'", "'"), f"{field}.arguments")
+    return _json_call({"name": match.group(1), "arguments": value}, field)
+
+
+_BRACKETED = re.compile(r"""\[\s*[^\[\](){}'"=,]+\(.*\)\s*\]""", re.DOTALL)
+
+
+def bracket_calls(text: str, field: str) -> list[Call]:
+    """ToolACE's `[f(a=1), Market Trends API(x="y")]`; [] when the text is not of this form. Names may hold spaces."""
+    text = text.strip()
+    if not _BRACKETED.fullmatch(text):
+        return []
+    calls: list[Call] = []
+    position = 1
+    while True:
+        opened = text.find("(", position)
+        name = text[position:opened].strip(" ,\n\t\r")
+        if opened < 0 or not name:
+            break
+        arguments, position = _arguments(text, opened + 1, field)
+        calls.append(Call(name, arguments))
+    if text[position:].strip() != "]":
+        raise RowError(
+            field, f"expected `[name(key=value), ...]`, found {text[position : position + 40]!r} after a call"
+        )
+    return calls
+
+
+def _arguments(text: str, start: int, field: str) -> tuple[dict[str, Any], int]:
+    """`key=value, ...)` from `start` -> the arguments and the position after the closing parenthesis."""
+    arguments: dict[str, Any] = {}
+    piece_start = start
+    for position, character, depth in _top_level(text, start):
+        if depth < 0 or (depth == 0 and character == ","):
+            piece = text[piece_start:position]
+            if piece.strip():
+                key, equals, value = piece.partition("=")
+                if not equals or not key.strip():
+                    raise RowError(field, f"expected key=value, found {piece.strip()[:40]!r}")
+                arguments[key.strip().strip("'\"")] = python_value(value, field)
+            piece_start = position + 1
+        if depth < 0:
+            return arguments, position + 1
+    raise RowError(field, "a call is not closed: `)` is missing")
+
+
+def _top_level(text: str, start: int) -> Iterator[tuple[int, str, int]]:
+    """Each character outside quotes with the bracket depth after it; a closing bracket too many has depth -1."""
+    depth, quote, position = 0, "", start
+    while position < len(text):
+        character = text[position]
+        if quote:
+            if character == "\\":
+                position += 1
+            elif character == quote:
+                quote = ""
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+            yield position, character, depth
+        position += 1
+
+
+def python_value(text: str, field: str) -> Any:
+    """A Python literal as a JSON value; `true`, `false`, `null` are taken as well, tuples and sets become lists."""
+    return _json_value(_expression(text.strip()), field)
+
+
+def _json_value(node: ast.expr, field: str) -> Any:
+    match node:
+        case ast.Constant(value=value) if value is None or isinstance(value, str | int | float):
+            return value
+        case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
+            return [_json_value(part, field) for part in parts]
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            names = [key.value for key in keys if isinstance(key, ast.Constant)]
+            return {str(name): _json_value(value, field) for name, value in zip(names, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)) if isinstance(value, int | float):
+            return -value
+        case ast.Name(id=name) if name in ("true", "false", "null"):
+            return {"true": True, "false": False, "null": None}[name]
+    raise RowError(field, f"expected a literal value, found {ast.dump(node)[:60]}")
+
+
+def _expression(text: str) -> ast.expr:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\d" in a foreign string is no business of ours
+            return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RowError("value", f"expected a Python literal, found {text[:40]!r}") from error

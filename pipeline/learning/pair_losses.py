@@ -1,0 +1,263 @@
+"""Losses of pairs, a better answer against a worse one: Bradley-Terry reward models and the DPO family.
+
+Symbols of the papers: beta scales the log-ratio, u = log pi(y) - log ref(y) of a whole answer, d = u_chosen - u_rejected,
+#c and #r are the answers' token counts. Each pair weighs 1; the loop divides by the number of pairs of the whole step.
+
+Not here: the log-probabilities (`scoring.py`). Not promised: losses that need more than two answers of a prompt.
+
+How likely are the two answers of a pair? Sums of exact token log-probabilities, of whole answers.
+
+A file of its own, so that a change here retrains no language model.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.batches.batch import Tokens
+from pipeline.batches.pairs import PairStream
+from pipeline.learning.losses import Loss, Term, sum_by_row, target_logprobs, trained_logits
+from pipeline.run.tracking import progress
+
+LEAST_LIKELY = -5.0  # nats: rarer than one in 148
+
+
+@dataclass(frozen=True)
+class PairLogprobs:
+    """Log-probabilities (nats) of whole answers, and how many tokens each has."""
+
+    chosen: Tensor  # (P,) float32
+    rejected: Tensor  # (P,)
+    num_chosen: Tensor  # (P,) tokens, the end of the turn included
+    num_rejected: Tensor  # (P,)
+    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # of single tokens, name -> (sum, count)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, centring: float = 0.01) -> Loss:
+    """-log sigmoid(r_c - r_r - m) + centring * (r_c + r_r)^2 of each pair.
+
+    Rewards and margins are (P,) float32. Margin: Touvron et al. 2023 (Llama 2, eq. 2); centring: Eisenstein et al. 2023
+    (arXiv:2312.09244, eq. 2), so that the mean reward stays near 0.
+    """
+    difference = chosen - rejected if margin is None else chosen - rejected - margin
+    centred = (chosen + rejected).square()
+    terms = [Term("ranking", -F.logsigmoid(difference).sum(), "pairs")]
+    if centring:
+        terms.append(Term("centring", centred.sum(), "pairs", centring))
+    both, num = torch.cat([chosen, rejected]).detach(), len(chosen)
+    metrics = {
+        "accuracy": ((chosen > rejected).sum(), num),
+        "margin": ((chosen - rejected).detach().sum(), num),
+        "mean_reward": (both.sum(), 2 * num),
+    }
+    return Loss(terms, metrics, {"min_reward": both.amin(), "max_reward": both.amax()} if num else {})
+
+
+def with_likelihood(loss: Loss, guessed: Tensor, told: Tensor, *, weight: float) -> Loss:
+    """The loss and weight * the squared error of guessed log-probabilities (N,), a mean over the answers' tokens.
+
+    What is told (N,), in nats, counts down to -5: from there on a token is a surprise and no more.
+    """
+    error = (guessed - told.clamp(min=LEAST_LIKELY)).square().sum()
+    return replace(loss, terms=[*loss.terms, Term("likelihood", error, "tokens", weight)])
+
+
+def untrained_loss(margins: Tensor) -> float:
+    """The mean loss of `bradley_terry` where all rewards are 0: ln 2 without margins (P,)."""
+    return float(-F.logsigmoid(-margins.double()).mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLoss:
+    """Which loss of the family, and its constants. Raises ValueError for a constant that the loss does not read."""
+
+    loss: str = "sigmoid"  # sigmoid, cdpo, robust, ipo, hinge, norm, simpo, apo_zero, apo_down
+    beta: float = 0.1  # larger stays closer to the reference
+    label_smoothing: float = 0.0  # the share of labels taken for wrong: cdpo, robust
+    gamma: float = 0.0  # simpo: the margin that the means per token should have
+    reference_free: bool = False  # the reference counts as uniform: its terms are 0
+    nll_weight: float = 0.0  # of the chosen answer's mean negative log-likelihood, added to the loss
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.beta <= 0 or self.nll_weight < 0:
+            raise ValueError(f"expected beta > 0 and nll_weight >= 0, got {self.beta} and {self.nll_weight}")
+        smooth = self.loss in ("cdpo", "robust")
+        if smooth != (self.label_smoothing > 0) or not 0 <= self.label_smoothing < 0.5:
+            wanted = "a share in (0, 0.5)" if smooth else f"0, because {self.loss} has no label smoothing"
+            raise ValueError(f"label_smoothing: expected {wanted}, got {self.label_smoothing}")
+        if self.gamma and self.loss != "simpo":
+            raise ValueError(f"gamma: expected 0, because {self.loss} has no margin; got {self.gamma}")
+        if self.reference_free and self.loss in ("ipo", "apo_zero", "apo_down"):
+            raise ValueError(f"reference_free: {self.loss} is defined by its reference; choose another loss")
+        if self.reference_free and self.loss == "simpo":
+            raise ValueError("reference_free: simpo never reads a reference; leave it false")
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model is needed."""
+        return self.loss != "simpo" and not self.reference_free
+
+    @property
+    def at_start(self) -> float | None:
+        """The loss of a policy that equals its reference, without the likelihood term; None where it depends on the data."""
+        if self.loss == "simpo" or self.reference_free:
+            return None
+        if self.loss == "ipo":
+            return 1 / (4 * self.beta**2)
+        return 1.0 if self.loss in ("hinge", "apo_zero", "apo_down") else math.log(2)
+
+
+@dataclass(frozen=True)
+class _Ratios:
+    """What the losses read: log-ratios against the reference, and log-probabilities per token."""
+
+    chosen: Tensor  # u_c
+    rejected: Tensor  # u_r
+    num_chosen: Tensor
+    num_rejected: Tensor
+    mean_chosen: Tensor  # L_c / #c
+    mean_rejected: Tensor
+
+    @property
+    def difference(self) -> Tensor:
+        return self.chosen - self.rejected
+
+    @property
+    def difference_per_token(self) -> Tensor:
+        return self.chosen / self.num_chosen - self.rejected / self.num_rejected
+
+
+def _sigmoid(x: _Ratios, c: PairLoss) -> Tensor:
+    """Rafailov et al. 2023 (arXiv:2305.18290), eq. 7."""
+    return -F.logsigmoid(c.beta * x.difference)
+
+
+def _cdpo(x: _Ratios, c: PairLoss) -> Tensor:
+    """Conservative DPO: cross-entropy against labels of 1 - e (Mitchell 2023, eq. 3)."""
+    right, wrong = F.logsigmoid(c.beta * x.difference), F.logsigmoid(-c.beta * x.difference)
+    return -(1 - c.label_smoothing) * right - c.label_smoothing * wrong
+
+
+def _robust(x: _Ratios, c: PairLoss) -> Tensor:
+    """Unbiased under labels flipped with chance e (Chowdhury et al. 2024, arXiv:2403.00409, eq. 10)."""
+    right, wrong = F.logsigmoid(c.beta * x.difference), F.logsigmoid(-c.beta * x.difference)
+    return (-(1 - c.label_smoothing) * right + c.label_smoothing * wrong) / (1 - 2 * c.label_smoothing)
+
+
+def _ipo(x: _Ratios, c: PairLoss) -> Tensor:
+    """Azar et al. 2023 (arXiv:2310.12036), eq. 17, with means per token as its authors recommend."""
+    return (x.difference_per_token - 1 / (2 * c.beta)).square()
+
+
+def _hinge(x: _Ratios, c: PairLoss) -> Tensor:
+    """Zhao et al. 2023 (SLiC, arXiv:2305.10425), eq. 7, on log-ratios."""
+    return torch.relu(1 - c.beta * x.difference)
+
+
+def _norm(x: _Ratios, c: PairLoss) -> Tensor:
+    """DPO on means per token (Lambert et al. 2024, Tulu 3, arXiv:2411.15124, eq. 6)."""
+    return -F.logsigmoid(c.beta * x.difference_per_token)
+
+
+def _simpo(x: _Ratios, c: PairLoss) -> Tensor:
+    """Meng et al. 2024 (arXiv:2405.14734), eq. 6, its gamma / beta written as gamma."""
+    return -F.logsigmoid(c.beta * (x.mean_chosen - x.mean_rejected - c.gamma))
+
+
+def _apo_zero(x: _Ratios, c: PairLoss) -> Tensor:
+    """The chosen answer up, the rejected down (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8)."""
+    return 1 - torch.sigmoid(c.beta * x.chosen) + torch.sigmoid(c.beta * x.rejected)
+
+
+def _apo_down(x: _Ratios, c: PairLoss) -> Tensor:
+    """Both down, the rejected further: for a policy better than the chosen answers (the same, eq. 9)."""
+    return torch.sigmoid(c.beta * x.chosen) + 1 - torch.sigmoid(c.beta * x.difference)
+
+
+LOSSES: dict[str, Callable[[_Ratios, PairLoss], Tensor]] = {
+    "sigmoid": _sigmoid, "cdpo": _cdpo, "robust": _robust, "ipo": _ipo, "hinge": _hinge, "norm": _norm, "simpo": _simpo,
+    "apo_zero": _apo_zero, "apo_down": _apo_down,
+}  # fmt: skip
+
+
+def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) -> Loss:
+    """The configured loss of each pair, and TRL's metrics. `reference` is None where the loss does not use one."""
+    assert (reference is not None) == config.uses_reference, "a reference is given exactly where the loss reads it"
+    zero = torch.zeros_like(policy.chosen)
+    chosen = policy.chosen - (reference.chosen if reference else zero)
+    rejected = policy.rejected - (reference.rejected if reference else zero)
+    mean_chosen = policy.chosen / policy.num_chosen
+    ratios = _Ratios(
+        chosen, rejected, policy.num_chosen, policy.num_rejected, mean_chosen, policy.rejected / policy.num_rejected
+    )
+    terms = [Term("preference", LOSSES[config.loss](ratios, config).sum(), "pairs")]
+    if config.nll_weight:
+        terms.append(Term("nll", -mean_chosen.sum(), "pairs", config.nll_weight))
+    num = len(chosen)
+    if config.loss == "simpo":
+        won, lost = config.beta * mean_chosen.detach(), config.beta * ratios.mean_rejected.detach()
+    else:
+        won, lost = config.beta * chosen.detach(), config.beta * rejected.detach()
+    metrics = {
+        "rewards/chosen": (won.sum(), num),
+        "rewards/rejected": (lost.sum(), num),
+        "rewards/margins": ((won - lost).sum(), num),
+        "rewards/accuracies": ((won > lost).sum(), num),
+        "logps/chosen": (policy.chosen.detach().sum(), num),
+        "logps/rejected": (policy.rejected.detach().sum(), num),
+        "nll/policy": (-policy.chosen.detach().sum(), int(policy.num_chosen.sum())),
+    }
+    if reference:
+        metrics["nll/reference"] = (-reference.chosen.sum(), int(reference.num_chosen.sum()))
+    return Loss(terms, metrics | policy.metrics)
+
+
+# -- scoring_pairs --------------------------------------------------------------------------------------------------------
+
+
+def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
+    """Summed log-probabilities of the answers of P pairs, whose rows are the P chosen, then the P rejected ones.
+
+    With TRL's metrics of the single tokens: mean logits of both sides, entropy of both, accuracy over the chosen answers.
+    """
+    logits, targets = trained_logits(model, batch)
+    logprobs, entropy = target_logprobs(logits, targets)
+    chosen = batch.targets >= 0
+    num = int(chosen.chunk(2)[0].sum())  # tokens of the chosen answers, which stand first
+    still = logits.detach()
+    means, right = still.float().mean(-1), still[:num].argmax(-1) == targets[:num]
+    metrics = {
+        "logits/chosen": (means[:num].sum(), num),
+        "logits/rejected": (means[num:].sum(), len(means) - num),
+        "entropy": (entropy.sum(), len(entropy)),
+        "mean_token_accuracy": (right.sum(), num),
+    }
+    return replace(pairs_of(sum_by_row(logprobs, chosen), chosen), metrics=metrics)
+
+
+def pairs_of(sums: Tensor, chosen: Tensor) -> PairLogprobs:
+    """Sums (2P,) of the answers marked by `chosen` (2P, T) as pairs."""
+    (better, worse), (longer, other) = sums.chunk(2), chosen.sum(1).chunk(2)
+    return PairLogprobs(better, worse, longer, other)
+
+
+@torch.no_grad()
+def reference_sums(model: nn.Module, stream: PairStream, where: torch.device) -> dict[str, np.ndarray]:
+    """Sums (n, 2) of the chosen and rejected answers of each split's pairs, in their order: computed once, the reference goes."""
+    found = {}
+    with progress(total=len(stream.train.pairs) + len(stream.val.pairs), desc="reference", unit="pair") as bar:
+        for name in ("train", "val"):
+            parts = []
+            for batch in stream.batches(name):
+                pairs = pair_logprobs(model, batch.to(where))
+                parts.append(torch.stack([pairs.chosen, pairs.rejected], 1).cpu().numpy())
+                bar.update(len(parts[-1]))
+            found[name] = np.concatenate(parts)
+    return found

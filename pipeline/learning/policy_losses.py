@@ -1,0 +1,263 @@
+"""Policy gradients: PPO with a critic, and the group methods GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++.
+
+Symbols: l, o, f are log-probabilities of a token under the policy, at rollout time, under the reference (nats, float32, all
+at the sampling temperature); m is 1 where the policy chose the token; A its advantage; rho = exp(l - o). Tensors are (B, T)
+with a mask where order matters (GAE), else (N,): the policy's tokens, row by row.
+
+Not here: sampling (`generation/`), scores (`rl/rewards.py`). Not promised: off-policy data more than one rollout
+old.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pipeline.learning.losses import Loss, Term
+
+LIMIT = 20.0  # of log-ratios before exp, in nats
+MAX_RATIO = 10.0  # a step whose mean ratio is above it is not trained on
+
+
+# Kullback-Leibler divergence
+
+
+def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """l - f, clamped: unbiased for KL(policy || reference) on the policy's own tokens (Schulman 2020, k1)."""
+    return -(reference - logprobs).clamp(-LIMIT, LIMIT)
+
+
+def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """exp(q) - 1 - q with q = f - l: unbiased, never below 0, small variance (Schulman 2020, k3)."""
+    q = (reference - logprobs).clamp(-LIMIT, LIMIT)
+    return torch.expm1(q) - q
+
+
+def adapted(beta: float, kl: float, *, target: float, num: int, horizon: int) -> float:
+    """The next KL coefficient after `num` episodes whose mean KL is `kl` (Ziegler et al. 2019, arXiv:1909.08593, 2.2)."""
+    return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * num / horizon)
+
+
+# advantages
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the masked places, unbiased; 0 elsewhere. One value alone stays as it is."""
+    chosen = values[mask]
+    if len(chosen) < 2:
+        return values * mask
+    centred = (values - chosen.mean()) * mask
+    variance = chosen.var()
+    return centred if variance < 1e-8 else centred * (variance + 1e-8).rsqrt()
+
+
+def ppo_rewards(old: Tensor, reference: Tensor, mask: Tensor, scores: Tensor, beta: float) -> Tensor:
+    """-beta * (o - f) at each policy token, the score added at the last one. (B, T), scores (B,)."""
+    rewards = -beta * (old - reference) * mask
+    column = torch.arange(mask.shape[1], device=mask.device)
+    last = (column * mask).amax(1)  # (B,)
+    some = mask.any(1)
+    return rewards + (column == last[:, None]) * (scores * some)[:, None]
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (B, T), 0 where the mask is; masked tokens are passed over as if they were not there.
+
+    Schulman et al. 2015 (arXiv:1506.02438), eq. 16: delta = r + gamma V+ - V; A = delta + gamma lam A+.
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = rewards.new_zeros(len(rewards))
+    next_advantage = rewards.new_zeros(len(rewards))
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        m = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        here = delta + gamma * lam * next_advantage
+        advantages[:, t] = here * m
+        next_advantage = torch.where(m, here, next_advantage)
+        next_value = torch.where(m, values[:, t], next_value)
+    return advantages, (advantages + values) * mask
+
+
+def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
+    """R - mean of the group, over its standard deviation (unbiased) + 1e-4 where `scaled`. (P, G) -> (P, G).
+
+    Shao et al. 2024 (GRPO, arXiv:2402.03300), eq. 3; unscaled: Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783). Answers that
+    are not `valid` (P, G) get 0 and leave mean and deviation.
+    """
+    num = valid.sum(1, keepdim=True)
+    kept = rewards.where(valid, 0.0)
+    mean = kept.sum(1, keepdim=True) / num.clamp(min=1)
+    centred = (kept - mean).where(valid, 0.0)
+    if not scaled:
+        return centred
+    deviation = (centred.square().sum(1, keepdim=True) / (num - 1).clamp(min=1)).sqrt()
+    return centred / (deviation + 1e-4)
+
+
+def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
+    """R - mean of the group's others (Ahmadian et al. 2024, RLOO, arXiv:2402.14740, eq. 10). (P, G) -> (P, G).
+
+    Answers that are not `valid` get 0 and count for nobody; so does one without others.
+    """
+    num = valid.sum(1, keepdim=True)
+    kept = rewards.where(valid, 0.0)
+    others = (kept.sum(1, keepdim=True) - kept) / (num - 1).clamp(min=1)
+    return (kept - others).where(valid & (num > 1), 0.0)
+
+
+def rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the rewards from each policy token to the end, 0 where the mask is (Hu 2025, REINFORCE++, arXiv:2501.03262)."""
+    return (rewards * mask).flip(1).cumsum(1).flip(1) * mask
+
+
+# losses
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How far a ratio may move: 1 - low to 1 + high."""
+
+    low: float
+    high: float
+
+
+def surrogate(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """-min(rho A, clip(rho) A) and rho, elementwise (Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 7)."""
+    ratio = (logprobs - old).clamp(-LIMIT, LIMIT).exp()
+    clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
+    return torch.maximum(-advantages * ratio, -advantages * clipped), ratio
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """0.5 * max((V - R)^2, (V clipped around its old self - R)^2), and where the clipped one is larger; elementwise."""
+    near = values.clamp(old - clip, old + clip)  # bit-equal inside, so rounding counts nothing as clipped
+    free, bound = (values - returns).square(), (near - returns).square()
+    return 0.5 * torch.maximum(free, bound), bound > free
+
+
+def ppo(
+    logprobs: Tensor, entropy: Tensor, values: Tensor, *, old: Tensor, advantages: Tensor, old_values: Tensor,
+    returns: Tensor, clip: Clip, value_clip: float, value_weight: float,
+) -> Loss:  # fmt: skip
+    """PPO's loss over the policy's tokens, all (N,): clipped policy term + `value_weight` * clipped value term."""
+    policy, ratio = surrogate(logprobs, old, advantages, clip)
+    value, value_clipped = value_loss(values, old_values, returns, value_clip)
+    num, still = len(ratio), ratio.detach()
+    metrics = {
+        "policy/approxkl_avg": (0.5 * (logprobs.detach() - old).square().sum(), num),
+        "policy/clipfrac_avg": ((policy.detach() > -advantages * still).sum(), num),
+        "policy/entropy_avg": (entropy.sum(), num),
+        "val/clipfrac_avg": (value_clipped.sum(), num),
+        "val/ratio": (still.sum(), num),
+        "val/ratio_var": ((still - 1).square().sum(), num),
+    }
+    terms = [Term("loss/policy_avg", policy.sum()), Term("loss/value_avg", value.sum(), "tokens", value_weight)]
+    return Loss(terms, metrics, limits={"val/ratio": MAX_RATIO})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMethod:
+    """What tells the group methods apart (alignment spec, section 6)."""
+
+    advantage: str  # scaled, centred, others, to_go
+    # sequences: own length, then sequences; max_tokens; tokens; ratio, mean_ratio: one ratio a sequence, of the whole
+    # answer or its geometric mean per token
+    normaliser: str
+    clip: Clip
+    beta: float  # weight of the KL divergence from the reference
+    kl_in: str  # loss (k3), or reward (k1)
+    dynamic: bool = False  # groups whose scores are all equal are drawn again
+
+    def __post_init__(self) -> None:
+        assert self.advantage in ("scaled", "centred", "others", "to_go"), self.advantage
+        assert self.normaliser in ("sequences", "max_tokens", "tokens", "ratio", "mean_ratio"), self.normaliser
+        assert self.kl_in in ("loss", "reward"), self.kl_in
+
+
+METHODS = {
+    # Shao et al. 2024, arXiv:2402.03300
+    "grpo": GroupMethod(advantage="scaled", normaliser="sequences", clip=Clip(0.2, 0.2), beta=0.01, kl_in="loss"),
+    # Liu et al. 2025, arXiv:2503.20783
+    "dr_grpo": GroupMethod(advantage="centred", normaliser="max_tokens", clip=Clip(0.2, 0.2), beta=0.0, kl_in="loss"),
+    # Yu et al. 2025, arXiv:2503.14476
+    "dapo": GroupMethod(
+        advantage="scaled", normaliser="tokens", clip=Clip(0.2, 0.28), beta=0.0, kl_in="loss", dynamic=True
+    ),
+    # Zheng et al. 2025, arXiv:2507.18071
+    "gspo": GroupMethod(advantage="scaled", normaliser="mean_ratio", clip=Clip(3e-4, 4e-4), beta=0.0, kl_in="loss"),
+    # Ahmadian et al. 2024, arXiv:2402.14740
+    "rloo": GroupMethod(advantage="others", normaliser="ratio", clip=Clip(0.2, 0.2), beta=0.05, kl_in="reward"),
+    # Hu 2025, arXiv:2501.03262
+    "reinforce_pp": GroupMethod(advantage="to_go", normaliser="tokens", clip=Clip(0.2, 0.2), beta=0.01, kl_in="reward"),
+}
+
+
+def group_policy(
+    logprobs: Tensor, entropy: Tensor, *, old: Tensor, advantages: Tensor, reference: Tensor | None, row_of: Tensor,
+    num_rows: int, method: GroupMethod, max_tokens: int,
+) -> Loss:  # fmt: skip
+    """The loss of a group method over the policy's tokens (N,); `row_of` (N,) says whose of `num_rows` answers each is.
+
+    `reference` is f where the method's KL is in the loss, else None. The sums stand by their counts, so a batch may be cut
+    anywhere between answers.
+    """
+    num = len(logprobs)
+    lengths = torch.bincount(row_of, minlength=num_rows)
+    if method.normaliser in ("ratio", "mean_ratio"):  # one ratio and one advantage a sequence
+        zero, some = old.new_zeros(num_rows), lengths > 0  # a row of padding is no sequence
+        whole, before, first = (zero.index_add(0, row_of, x)[some] for x in (logprobs, old, advantages))
+        first = first / lengths[some]
+        if method.normaliser == "mean_ratio":
+            whole, before = whole / lengths[some], before / lengths[some]
+        loss, ratio = surrogate(whole, before, first, method.clip)
+        weight, signs = torch.ones_like(loss), first
+    else:
+        loss, ratio = surrogate(logprobs, old, advantages, method.clip)
+        weight, signs = torch.ones_like(loss), advantages
+        if method.normaliser == "sequences":
+            weight = 1 / lengths[row_of]
+    per, coefficient = "sequences", 1.0
+    if method.normaliser == "tokens":
+        per = "tokens"
+    if method.normaliser == "max_tokens":
+        coefficient = 1 / max_tokens
+    terms = [Term("policy", (loss * weight).sum(), per, coefficient)]
+    metrics = _clip_metrics(ratio.detach(), signs, method.clip) | {"entropy": (entropy.sum(), num)}
+    if reference is not None:
+        divergence = kl_k3(logprobs, reference)
+        token_weight = weight if len(weight) == num else 1 / lengths[row_of]
+        terms.append(Term("kl_loss", (divergence * token_weight).sum(), per, coefficient * method.beta))
+        metrics["kl"] = (divergence.detach().sum(), num)
+    return Loss(terms, metrics, limits={"ratio": MAX_RATIO})
+
+
+def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[Tensor, int]]:
+    """Shares of elements where the clip holds the update back, and the mean ratio."""
+    low = (ratio < 1 - clip.low) & (signs < 0)
+    high = (ratio > 1 + clip.high) & (signs > 0)
+    num = len(ratio)
+    return {
+        "clip_ratio/low_mean": (low.sum(), num),
+        "clip_ratio/high_mean": (high.sum(), num),
+        "clip_ratio/region_mean": ((low | high).sum(), num),
+        "ratio": (ratio.sum(), num),
+        "approxkl": (0.5 * ratio.log().square().sum(), num),
+    }
+
+
+def with_agreement(loss: Loss, logprobs: Tensor, old: Tensor) -> Loss:
+    """The loss with the difference between teacher forcing and sampling, where the policy has not moved since it sampled."""
+    difference = (logprobs.detach() - old).abs()
+    name = "sampling/sampling_logp_difference"
+    metrics = loss.metrics | {f"{name}/mean": (difference.sum(), len(difference))}
+    extremes = {
+        f"{name}/max": difference.max() if len(difference) else difference.sum()
+    }  # a process may hold padding alone
+    return replace(loss, metrics=metrics, extremes=loss.extremes | extremes)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - mean (R - V)^2 / Var(R), so a critic that is off by a constant explains less; 0 where all returns are equal."""
+    spread = float(returns.var()) if len(returns) > 1 else 0.0
+    return 1 - float((returns - values).square().mean()) / spread if spread > 0 and math.isfinite(spread) else 0.0

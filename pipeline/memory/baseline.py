@@ -1,0 +1,96 @@
+"""What a memory is compared with: a parallel SwiGLU behind some layers, of as many weights.
+
+    x <- x + down(silu(gate(norm(x))) * up(norm(x)))        down is zero at the start
+
+Like a memory's read it stands behind whole layers of a frozen model and starts as the base; it chooses nothing.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline.memory.config import MemoryConfig
+from pipeline.memory.model import Reading, Reads
+from pipeline.model.config import ModelConfig
+from pipeline.model.layers import Linear, RMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class WiderConfig:
+    """Width of the SwiGLU, and which layers have one, from 0. Raises ValueError."""
+
+    width: int
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"wider.width: expected at least 1, got {self.width}")
+
+    @classmethod
+    def like(cls, memory: MemoryConfig, parameters: int, shape: ModelConfig) -> "WiderConfig":
+        """At the memory's layers, with about so many weights in all."""
+        layers = tuple(memory.placed(shape.layers))
+        each = parameters / max(1, len(layers)) - shape.width  # the norm's
+        return cls(width=max(1, round(each / (3 * shape.width))), layers=layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """What memory.json says of it."""
+        return asdict(self)
+
+
+class Wider(nn.Module):
+    """A SwiGLU behind each of some layers. Without a `generator` its weights are zero, to be loaded."""
+
+    def __init__(self, config: WiderConfig, shape: ModelConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        if outside := [layer for layer in config.layers if not 0 <= layer < shape.layers]:
+            raise ValueError(f"wider.layers: expected layers from 0 to {shape.layers - 1}, got {outside[0]}")
+        self.config, self.shape = config, shape
+        self.added = True
+        self.readers = nn.ModuleDict({str(layer): WiderLayer(config.width, shape) for layer in config.layers})
+        if generator is not None:
+            self.initialise(generator)
+
+    def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
+        """For a line of tokens; each by itself."""
+        return self._read
+
+    def going_on(self, layout: Any) -> Reads:
+        """For new tokens of a cache's rows; each by itself."""
+        return self._read
+
+    def _read(self, layer: int, x: Tensor) -> Tensor:
+        return x + self.readers[str(layer)](x) if str(layer) in self.readers else x
+
+    def num_parameters(self) -> int:
+        """All its weights."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """As the model's own SwiGLU, but for the way out, which is zero."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(1.0)
+            elif name.endswith("down_proj.weight"):
+                parameter.zero_()
+            else:
+                drawn = torch.empty(parameter.shape, device=generator.device)
+                parameter.copy_(drawn.normal_(0.0, self.shape.initializer_range, generator=generator))
+
+
+class WiderLayer(nn.Module):
+    """Norm and SwiGLU of one layer."""
+
+    def __init__(self, width: int, shape: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(shape.width, shape.norm_eps)
+        self.gate_proj, self.up_proj = Linear(shape.width, width), Linear(shape.width, width)
+        self.down_proj = Linear(width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return self.down_proj(functional.silu(self.gate_proj(normed)) * self.up_proj(normed))

@@ -1,0 +1,125 @@
+"""The shape of a memory: its bank, how texts choose from it, and which layers read it. Values and checks alone.
+
+In: the block `memory` of a model file or of stage_memory, or `memory.json` of a model directory. Out: `MemoryConfig`.
+"""
+
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from pipeline.run.errors import ModelError
+
+STORAGES = ("full", "factorised", "reduced")
+ROUTINGS = ("chunk", "prompt", "token", "sequence")
+PLACEMENT = re.compile(r"(first|last|every)_(\d+)")
+LEAK = (
+    "routing: sequence chooses chapters from all positions of a text, so a causal loss would see the future; "
+    "use chunk, prompt or token, or set allow_leak to compare with results of that kind"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Shape of a `Memory`. Raises ValueError where the numbers do not fit together."""
+
+    rows: int  # of the bank, N; chapters of equal length, the shared ones first
+    chapters: int  # C, of which a text reads some
+    top_k: int  # how many; one alone would teach the router nothing
+    shared: int = 0  # chapters besides, that every text reads
+    storage: str = "full"  # rows of the model's width; factorised: a product of two; reduced: narrow rows
+    bank_rank: int | None = None  # numbers of a row of factorised and reduced
+    bank_std: float = 0.02  # deviation of fresh rows; so small, attention begins even and parts the rows slowly
+    qk_norm: bool = False  # queries and keys of size one: rows stand apart from the first step on
+    gated: bool = False  # what is read times silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, 3)
+    rank: int | None = None  # of the four projections of a reading layer; None: whole matrices
+    layers: str | tuple[int, ...] = "last_2"  # that read: all, none, first_3, last_2, every_4, or a list from 0
+    share: str = "all"  # which layers have one bank: all, each (its own), or every_2 in turn
+    routing: str = "chunk"  # what chooses: the chunk before; prompt, the block before an answer; token; sequence
+    window: int = 64  # tokens of a chunk
+    allow_leak: bool = False  # let a causal loss see the future through routing: sequence
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "chapters", "top_k", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"memory.{name}: expected at least 1, got {getattr(self, name)}")
+        if not self.bank_std > 0:
+            raise ValueError(f"memory.bank_std: expected above 0, got {self.bank_std}")
+        if self.shared < 0:
+            raise ValueError(f"memory.shared: expected at least 0, got {self.shared}")
+        if self.rows % (self.shared + self.chapters):
+            raise ValueError(
+                f"memory.rows: expected a multiple of the {self.shared + self.chapters} chapters (shared and routed), got {self.rows}"
+            )
+        if self.top_k > self.chapters:
+            raise ValueError(
+                f"memory.top_k: expected at most {self.chapters}, the number of chapters, got {self.top_k}"
+            )
+        if self.top_k == 1:
+            raise ValueError(
+                "memory.top_k: expected at least 2; the weight of one chapter is always 1, the router would learn nothing"
+            )
+        for name, known in (("storage", STORAGES), ("routing", ROUTINGS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"memory.{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if (self.bank_rank is None) != (self.storage == "full") or (self.bank_rank or 1) < 1:
+            raise ValueError(f"memory.bank_rank: expected a number with factorised and reduced storage alone, got {self.bank_rank} with {self.storage}")  # fmt: skip
+        if self.rank is not None and self.rank < 1:
+            raise ValueError(f"memory.rank: expected at least 1, got {self.rank}")
+        if self.share not in ("all", "each") and not re.fullmatch(r"every_[1-9]\d*", self.share):
+            raise ValueError(f"memory.share: expected all, each or every_N, got {self.share!r}")
+        if isinstance(self.layers, str) and self.layers not in ("all", "none") and not PLACEMENT.fullmatch(self.layers):
+            raise ValueError(
+                f"memory.layers: expected all, none, first_N, last_N, every_N or a list, got {self.layers!r}"
+            )
+
+    @property
+    def chapter_rows(self) -> int:
+        """Rows of a chapter, T."""
+        return self.rows // (self.shared + self.chapters)
+
+    @property
+    def leaky(self) -> bool:
+        """Whether a position may know of later ones through the choice of chapters."""
+        return self.routing == "sequence"
+
+    def placed(self, num_layers: int) -> list[int]:
+        """Which of so many layers read, ascending. Raises ValueError for one that is not there."""
+        if isinstance(self.layers, str):
+            found = PLACEMENT.fullmatch(self.layers)
+            if found is None:
+                return list(range(num_layers)) if self.layers == "all" else []
+            word, number = found[1], int(found[2])
+            if not 1 <= number <= num_layers:
+                raise ValueError(f"memory.layers: expected {word}_1 to {word}_{num_layers}, got {self.layers}")
+            every = {"first": range(number), "last": range(num_layers - number, num_layers), "every": range(number - 1, num_layers, number)}  # fmt: skip
+            return list(every[word])
+        outside = [layer for layer in self.layers if not 0 <= layer < num_layers]
+        if outside or len(set(self.layers)) < len(self.layers):
+            raise ValueError(
+                f"memory.layers: expected different layers from 0 to {num_layers - 1}, got {list(self.layers)}"
+            )
+        return sorted(self.layers)
+
+    def banks(self, num_reading: int) -> list[int]:
+        """The bank of each reading layer, in their order: numbers from 0."""
+        if self.share == "all":
+            return [0] * num_reading
+        each = 1 if self.share == "each" else int(self.share.removeprefix("every_"))
+        return [number // each for number in range(num_reading)]
+
+    def to_json(self) -> dict[str, Any]:
+        """What memory.json says of the shape."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "MemoryConfig":
+        """Read it again. Raises ModelError."""
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - names):
+            raise ModelError(f"memory: {unknown[0]} is unknown here; expected some of {', '.join(sorted(names))}")
+        try:
+            layers = values.get("layers", "last_2")
+            told: dict[str, Any] = values | {"layers": layers if isinstance(layers, str) else tuple(layers)}
+            return cls(**told)
+        except (TypeError, ValueError) as error:
+            raise ModelError(str(error)) from error

@@ -1,0 +1,107 @@
+"""primitives.cpp, built for this processor by the C++ compiler that is here, and called.
+
+Nothing relies on it: without a compiler, or until `load` is called, PyTorch's operators do the same (pieces.py). Building takes about two
+seconds; what was built is kept under a name made of the source, the compiler and the processor, so another one builds its own.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.run.errors import ConfigError
+
+SOURCE = Path(__file__).with_name("primitives.cpp")
+FLAGS = (
+    *["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC", "-std=c++17"],
+)
+WIDE = {"x86_64": ("-mprefer-vector-width=512",)}
+
+_library: ctypes.CDLL | None = None
+
+
+def compiler() -> str | None:
+    """The path of a C++ compiler: what $CXX names, g++ or clang++."""
+    names = (os.environ.get("CXX", "g++"), "clang++")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def loaded() -> bool:
+    """Whether the pieces run in C++."""
+    return _library is not None
+
+
+def load(folder: Path) -> None:
+    """From now on the pieces run in C++, built in `folder` if need be. Raises ConfigError where that fails."""
+    global _library
+    _library = _built(folder)
+
+
+def unload() -> None:
+    """From now on PyTorch's operators run again."""
+    global _library
+    _library = None
+
+
+@functools.cache
+def _built(folder: Path) -> ctypes.CDLL:
+    name = compiler()
+    if name is None:
+        raise ConfigError(
+            "primitives.cpp needs a C++ compiler (g++ or clang++); install one, or set runtime.compile=false"
+        )
+    version = subprocess.run([name, "--version"], capture_output=True, text=True).stdout
+    command = [name, *FLAGS, *WIDE.get(platform.machine(), ())]
+    key = hashlib.sha256("\n".join([*command, version, _processor(), SOURCE.read_text()]).encode()).hexdigest()[:16]
+    file = folder / f"pieces-{key}.so"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as part:
+            made = Path(part, "pieces.so")
+            run = subprocess.run([*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True)
+            if run.returncode:
+                raise ConfigError(
+                    f"{name} could not build primitives.cpp; set runtime.compile=false to go on without:\n{run.stderr[-2000:]}"
+                )
+            made.replace(file)
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be loaded ({error}); delete it to build it again, or set runtime.compile=false"
+        ) from error
+
+
+def _processor() -> str:
+    """What `-march=native` looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def call(name: str, *given: Tensor | float) -> None:
+    """One function of primitives.cpp: tensors, which must be contiguous, then sizes (int), numbers (float) and flags (bool)."""
+    assert _library is not None
+    arguments: list[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float | ctypes.c_int] = []
+    for value in given:
+        if isinstance(value, Tensor):
+            if not value.is_contiguous():
+                raise ValueError(
+                    f"{name}: expected contiguous tensors, got strides {value.stride()} of {tuple(value.shape)}"
+                )
+            arguments.append(ctypes.c_void_p(value.data_ptr()))
+        elif isinstance(value, bool):
+            arguments.append(ctypes.c_int(value))
+        else:
+            arguments.append(ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value))
+    _library[name](*arguments, ctypes.c_int(torch.get_num_threads()))

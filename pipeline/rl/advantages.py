@@ -1,0 +1,142 @@
+"""From scored answers to a number for each token: PPO's advantages and returns, the advantages of the group methods.
+
+Both give a `rollout.Method`: `annotate` runs the forward passes (reference, critic) over this process's answers, `estimate`
+works on all of them with the pure functions of `learning/policy_losses.py`. The reference is any function from answers to
+log-probabilities: a frozen copy, or the policy with its adapter off.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.learning import policy_losses
+from pipeline.learning.policy_losses import GroupMethod
+from pipeline.rl.answers import Answer
+from pipeline.rl.rollout import Rollout, grouped
+
+PerToken = Callable[[Sequence[Answer]], list[np.ndarray]]  # answers -> a value for each of their tokens
+UNFINISHED = -1.0  # the most that an answer without its end can score in PPO: not ending never pays
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """PPO's constants."""
+
+    beta: float  # weight of the KL divergence from the reference in the reward, to begin with
+    target_kl: float  # nats an answer; beta is moved towards it
+    horizon: int  # answers over which it moves
+    gamma: float = 1.0  # discount of a reward for each token that it lies ahead
+    lam: float = 0.95  # GAE's lambda: 1 counts on the rewards that came, 0 on the critic
+    clip: float = 0.2  # of the policy's ratio
+    value_clip: float = 0.2  # of a value's distance from what it was when sampled
+    value_weight: float = 0.1  # of the critic's loss beside the policy's
+
+    def __post_init__(self) -> None:
+        if self.beta < 0 or self.target_kl <= 0 or self.horizon < 1:
+            raise ValueError("expected beta >= 0, target_kl > 0, horizon >= 1")
+        if self.value_weight < 0:
+            raise ValueError(f"expected value_weight >= 0, got {self.value_weight}")
+        if not (0 < self.gamma <= 1 and 0 <= self.lam <= 1 and self.clip > 0 and self.value_clip > 0):
+            raise ValueError("expected gamma in (0, 1], lam in [0, 1], clip > 0, value_clip > 0")
+
+
+def annotate_ppo(rollouts: list[Rollout], *, reference: PerToken, values: PerToken) -> None:
+    """Reference log-probabilities and values of each token."""
+    answers = [rollout.answer for rollout in rollouts]
+    for rollout, f, v in zip(rollouts, reference(answers), values(answers), strict=True):
+        rollout.arrays |= {"reference": f, "values": v}
+
+
+def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: dict[str, Any]) -> dict[str, float]:
+    """Fill `advantages` and `returns`; move `carried["beta"]` for the next iteration. Returns what TRL logs as objective/*."""
+    beta = float(carried["beta"])
+    mask = _mask(rollouts)
+    old, reference, values = (_padded(rollouts, name, mask) for name in ("old", "reference", "values"))
+    raw = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
+    ended = torch.tensor([rollout.answer.finished for rollout in rollouts])
+    scores = torch.where(ended, raw, raw.clamp(max=UNFINISHED))
+    usable = ~scores.isnan()
+    rewards = policy_losses.ppo_rewards(old, reference, mask, scores.nan_to_num(0.0), beta)
+    advantages, returns = policy_losses.gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
+    counted = mask & usable[:, None]  # an answer without a score teaches the policy nothing
+    advantages = policy_losses.whiten(advantages, counted)
+    returns = torch.where(usable[:, None], returns, values)
+    _store(rollouts, mask, advantages=advantages, returns=returns, old_values=values)
+    divergence = policy_losses.kl_k1(old, reference) * mask
+    kl = float(divergence.sum(1).mean())
+    carried["beta"] = policy_losses.adapted(
+        beta, kl, target=config.target_kl, num=len(rollouts), horizon=config.horizon
+    )
+    penalty = float((-beta * (old - reference) * mask).sum(1).mean())
+    known = float(scores[usable].mean()) if bool(usable.any()) else math.nan
+    return {
+        "objective/kl": kl,
+        "objective/kl_max": float(divergence.sum(1).max()),
+        "objective/entropy": float((-old * mask).sum(1).mean()),
+        "objective/non_score_reward": penalty,
+        "objective/scores": known,
+        "objective/rlhf_reward": known + penalty,
+        "objective/kl_coef": beta,
+        "val/num_eos_tokens": float(ended.sum()),
+        "val/var_explained": policy_losses.explained_variance(values[mask], returns[mask]),
+    }
+
+
+def annotate_group(rollouts: list[Rollout], *, reference: PerToken | None) -> None:
+    """Reference log-probabilities of each token, where the method uses a reference."""
+    if reference is None:
+        return
+    for rollout, f in zip(rollouts, reference([rollout.answer for rollout in rollouts]), strict=True):
+        rollout.arrays["reference"] = f
+
+
+def estimate_group(rollouts: list[Rollout], method: GroupMethod, samples: int) -> dict[str, float]:
+    """Fill `advantages` of groups of `samples` neighbours; what is to be logged of them."""
+    mask = _mask(rollouts)
+    rewards = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
+    valid = ~rewards.isnan()
+    known = rewards.nan_to_num(0.0)
+    numbers: dict[str, float] = {}
+    divergence = torch.zeros_like(mask, dtype=torch.float64)
+    if "reference" in rollouts[0].arrays:
+        divergence = _padded(rollouts, "old", mask) - _padded(rollouts, "reference", mask)
+        numbers["kl/rollout"] = float((divergence * mask).sum(1).mean())
+    else:
+        assert method.kl_in == "loss" or not method.beta, "the reward holds a divergence: annotate with a reference"
+    if method.advantage == "to_go":
+        per_token = policy_losses.ppo_rewards(divergence, torch.zeros_like(divergence), mask, known, method.beta)
+        counted = mask & valid[:, None]
+        advantages = policy_losses.whiten(policy_losses.rewards_to_go(per_token, mask), counted)
+    else:
+        if method.kl_in == "reward":
+            known = known - method.beta * (divergence * mask).sum(1)
+        table, ok = known.view(-1, samples), valid.view(-1, samples)
+        whole = policy_losses.leave_one_out(table, ok) if method.advantage == "others" else policy_losses.group_advantages(
+            table, ok, scaled=method.advantage == "scaled")  # fmt: skip
+        advantages = whole.reshape(-1, 1) * mask
+    _store(rollouts, mask, advantages=advantages)
+    return numbers | {"groups": float(len(grouped(rollouts, samples)))}
+
+
+def _mask(rollouts: list[Rollout]) -> Tensor:
+    """True at the tokens of each answer, (B, T)."""
+    lengths = torch.tensor([len(rollout.answer.ids) for rollout in rollouts])
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _padded(rollouts: list[Rollout], name: str, mask: Tensor) -> Tensor:
+    """An array of every answer as (B, T) float64, 0 in the padding; "old" are the log-probabilities when sampled."""
+    flat = np.concatenate([r.answer.logprobs if name == "old" else r.arrays[name] for r in rollouts])
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, torch.from_numpy(flat.astype(np.float64)))
+
+
+def _store(rollouts: list[Rollout], mask: Tensor, **padded: Tensor) -> None:
+    """Put (B, T) values back to the answers."""
+    for name, values in padded.items():
+        for rollout, row, inside in zip(rollouts, values, mask, strict=True):
+            rollout.arrays[name] = row[inside].numpy()

@@ -1,0 +1,138 @@
+"""The models of a reinforcement-learning run on their device: sampling, reference, values, rewards, all in one precision.
+
+What a rollout needs, as functions of answers, so that `rollout.py` and `estimators.py` know no model.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+import torch
+
+from pipeline.generation.sampling import Sampling, sampler
+from pipeline.ingest.records import Pair
+from pipeline.learning import reference
+from pipeline.learning.policy_losses import kl_k3
+from pipeline.learning.processes import Ranks
+from pipeline.learning.reference import Start
+from pipeline.model import lora
+from pipeline.model.heads import RewardModel
+from pipeline.model.transformer import Transformer
+from pipeline.rl import answers
+from pipeline.rl.answers import Answer, Prompt
+from pipeline.rl.rewards import Preferred, Resources
+from pipeline.rl.rollout import RolloutConfig
+from pipeline.run import device
+from pipeline.run.errors import ConfigError
+from pipeline.run.tracking import say
+from pipeline.run.workdir import Job
+from pipeline.sandbox.candidates import RememberingJudge
+from pipeline.sandbox.judge import Judge, SandboxConfig
+
+
+class Setting:
+    """Policy, reference and reward model of a run, and how it samples."""
+
+    def __init__(self, start: Start, config: RolloutConfig, job: Job, reward_model: RewardModel | None = None) -> None:
+        self.start, self.config, self.seed, self.workers = start, config, job.seed, job.workers
+        self.sandbox_url = job.runtime.sandbox_url
+        self.hardware = device.hardware(job.runtime.precision)
+        self.ranks = Ranks(job.runtime.precision, str(job.folder))
+        self.policy = start.policy.to(self.hardware.device)
+        self.reward_model = None
+        if reward_model is not None:
+            self.reward_model = reference.narrowed(reward_model, self.hardware).to(self.hardware.device)
+        self.pad = start.tokenizer.pad
+
+    @property
+    def precision(self) -> str:
+        """fp32, bf16 or fp16."""
+        return self.hardware.precision
+
+    def sample(self, asked: Sequence[tuple[Prompt, int]]) -> list[Answer]:
+        """The policy's answers."""
+        return self._answers(self.policy, asked, self.config.temperature, self.seed)
+
+    def held_out(self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
+        """Answers to held-out prompts by their own seeds: the policy's, or the reference's."""
+        seed = device.stable_hash("held out", self.seed) % 2**62
+        if not of_reference:
+            return self._answers(self.policy, asked, self.config.temperature, seed)
+        with self.start.reference.model(self.hardware.device) as frozen:
+            return self._answers(frozen, asked, self.config.temperature, seed)
+
+    def _answers(
+        self, model: Transformer, asked: Sequence[tuple[Prompt, int]], temperature: float, seed: int
+    ) -> list[Answer]:
+        sampling = Sampling(self.config.max_new_tokens, temperature=temperature)
+        with self.hardware.autocast(), lora.folded_in(model):
+            generate = sampler(model, sampling, {self.start.tokenizer.turn_end})
+            return answers.sample(generate, asked, self.start.tokenizer, seed)
+
+    def reference(self, given: Sequence[Answer]) -> list[np.ndarray]:
+        """The reference's log-probabilities of each answer's tokens."""
+        with self.start.reference.model(self.hardware.device) as frozen, self.hardware.autocast():
+            return answers.logprobs_of(frozen, given, self.pad, self.config.temperature)
+
+    def divergence(self, given: Sequence[Answer]) -> tuple[float, float]:
+        """The mean divergence from the reference over answers, nats an answer: by k1 and by k3."""
+        pairs = zip(given, self.reference(given), strict=True)
+        gaps = [torch.from_numpy(np.array(answer.logprobs) - frozen) for answer, frozen in pairs]
+        k3 = [float(kl_k3(gap, torch.zeros_like(gap)).sum()) for gap in gaps]
+        return float(np.mean([float(gap.sum()) for gap in gaps])), float(np.mean(k3))
+
+    def values(self, critic: RewardModel, given: Sequence[Answer]) -> list[np.ndarray]:
+        """The critic's values."""
+        with self.hardware.autocast():
+            return answers.values_of(critic, given, self.pad)
+
+    def learned(self, given: Sequence[Answer]) -> np.ndarray:
+        """The reward model's normalised scores, (n,)."""
+        assert self.reward_model is not None
+        with self.hardware.autocast():
+            return self.reward_model.normalised(answers.raw_rewards(self.reward_model, given, self.pad)).numpy()
+
+    def preferred(self, prompts: Sequence[Prompt]) -> Preferred:
+        """What compares answers to these prompts with the reference's own."""
+        assert self.reward_model is not None
+        std = self.reward_model.reward_std
+        found = Preferred(lambda given: self.learned(given) * std)
+        seed = device.stable_hash("preferred", self.seed) % 2**62
+        with self.start.reference.model(self.hardware.device) as frozen:
+            found.ask(prompts, lambda asked: self._answers(frozen, asked, self.config.temperature, seed))
+        return found
+
+    def resources(
+        self,
+        judge: Judge | None,
+        call_score: Callable[[Pair, str], float] | None = None,
+        preferred: Preferred | None = None,
+    ) -> Resources:
+        """What the rewards may use."""
+        return Resources(max_new_tokens=self.config.max_new_tokens, judge=judge, call_score=call_score,
+                         learned=self.learned if self.reward_model else None, preferred=preferred)  # fmt: skip
+
+    def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
+        """The sandbox for these rewards, as `judge_or_none`."""
+        return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)
+
+
+@contextmanager
+def judge_or_none(
+    sandbox: SandboxConfig, workers: int, url: str | None, *, wanted: Collection[str] = ()
+) -> Iterator[Judge | None]:
+    """The sandbox, which runs an answer once however often a policy repeats it; without one, None (true scores of code stay empty)
+    unless a reward runs code. Raises ConfigError."""
+    judge = RememberingJudge(sandbox, workers, url=url)
+    try:
+        judge.__enter__()
+    except ConfigError as error:
+        if "code" in wanted:
+            raise
+        say(f"no sandbox, so answers with code have no true score here: {error}")
+        yield None
+        return
+    try:
+        yield judge
+    finally:
+        judge.__exit__(None, None, None)

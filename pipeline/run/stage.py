@@ -1,0 +1,400 @@
+"""What happens around a stage's `run`: arguments, key, lock, resume, tracking, publishing, exit codes.
+
+    main(run, inputs={...}, outs={...})        at the end of every stages/<s>.py, called through pipeline.run.config
+
+A finished key is only exported. An unfinished one goes on where it was. An out appears whole or not at all. Exit codes:
+0 done, 2 wrong configuration or input, 3 a failed gate, 128 + signal when stopped, 1 the rest (`pipeline/run/errors.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import errno
+import inspect
+import io
+import os
+import re
+import signal
+import sys
+import textwrap
+import time
+import tokenize
+import typing
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.run import codehash, cost, device, processes, tracking, workdir
+from pipeline.run.config import Runtime, Settings, Value, as_written, is_flat, parse_override, resolve, type_name
+from pipeline.run.errors import ConfigError, InputError, StagecoachError
+
+ANY = ("*",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """Where a stage's inputs and outs lie, relative to the folder of dvc.yaml.
+
+    `{item}` stands for the matrix item, `{key}` for a text key of the stage's parameters.
+    """
+
+    inputs: dict[str, str]
+    outs: dict[str, str]
+    items: tuple[str, ...] = ()  # of the matrix; ANY: whatever folder the inputs find
+    optional: tuple[str, ...] = ()  # inputs that may be absent
+    chosen: Callable[[Any], dict[str, str]] | None = None  # further inputs that only some parameters ask for
+    of_item: Callable[[str], tuple[str, ...]] | None = None  # which of the inputs an item reads; none: all of them
+    seed: str = "seed"  # the key that its draws begin from; "data_seed" where it makes data, or measures
+    metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
+    trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
+    cuttable: bool = True  # its model may lie cut over the processes (FSDP2)
+
+
+def main(run: Callable[..., None], **wiring: Any) -> None:
+    """Run a stage as a command and exit. `wiring`: the fields of Wiring."""
+    start = time.monotonic()
+    module = sys.modules[run.__module__]
+    stage = Path(inspect.getfile(run)).stem
+    _tell_launcher(1)  # until it is known: of an exception, or a kill
+    try:
+        _run(run, module, stage, Wiring(**wiring), sys.argv[1:], start)
+    except StagecoachError as error:
+        sys.stderr.write(f"stage_{stage}{_who()}: {error}\n")
+        sys.stderr.flush()
+        _leave(error.exit_code)
+    except RuntimeError as error:
+        if not device.lost_peer(error):
+            raise
+        first = str(error).splitlines()[0][:200]
+        sys.stderr.write(
+            f"stage_{stage}{_who()}: another process of this run is gone: {first}. The same command resumes\n"
+        )
+        _leave(1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.stderr.write(
+            f"stage_{stage}: no space left on the device of {error.filename or 'the work folder'}. Nothing was published; "
+            "free some space (python -m pipeline.run.workdir prune removes unfinished work) and run again: it resumes.\n"
+        )
+        _leave(1)
+    except workdir.Stopped as end:
+        sys.stderr.write(f"stage_{stage}{_who()}: stopped by {end.name} outside the loop; the same command resumes\n")
+        _leave(end.status)
+    except KeyboardInterrupt:  # data stages; a training stage handles the signal itself
+        sys.stderr.write(f"stage_{stage}: interrupted; the same command resumes\n")
+        _leave(128 + signal.SIGINT)
+    _leave(0)
+
+
+def _tell_launcher(code: int) -> None:
+    """Leave the exit code where `pipeline.tools.launch` looks for it, since DVC says no more than that its command failed."""
+    path = os.environ.get("STAGECOACH_ENDED")
+    if path and "LOCAL_RANK" not in os.environ:
+        with suppress(OSError):
+            Path(path).write_text(str(code))
+
+
+def _who() -> str:
+    return f" (rank {device.rank()})" if device.rank() else ""
+
+
+def _leave(code: int) -> typing.NoReturn:
+    sys.stdout.flush()
+    _tell_launcher(code)
+    sys.exit(code)
+
+
+def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], start: float) -> None:
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write(help_text(module, stage, wiring))
+        return
+    if "DVC_STAGE" in os.environ or "LOCAL_RANK" in os.environ:  # dvc, or the launcher of this worker
+        processes.die_with_parent(os.getppid())
+    item, overrides = split_arguments(argv, stage, wiring)
+    settings = Settings(Path(), overrides)
+    parameters, runtime = resolve(module.Params, settings, stage)
+    if runtime.device != "auto":
+        device.ask(runtime.device)
+    names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of stage_deploy
+    names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
+    chosen = wiring.chosen(parameters) if wiring.chosen else {}
+    read = wiring.of_item(item) if wiring.of_item and item else tuple(wiring.inputs)
+    inputs = {key: Path(wiring.inputs[key].format(**names)) for key in read}
+    inputs |= {key: Path(path) for key, path in chosen.items()}
+    _check_inputs(inputs, wiring.optional)
+    name = f"{stage}@{item}" if item else stage
+    resolved, seed = dataclasses.asdict(parameters), settings.seed(wiring.seed)
+    lineage = _lineage(stage, item, seed, resolved, inputs)
+    folder = workdir.root() / name / lineage["key"]
+    if runtime.find_lr:
+        folder = _finder_folder(folder, stage, wiring)
+    plan = _plan(wiring, stage)
+    follows = plan is not None and plan.machine > 0  # the lock, a fresh start and the outs are machine 0's
+    if device.rank() == 0 and not follows:
+        workdir.need_writable(folder / "lock", *(target for target, _ in out_paths(folder, wiring, names)))
+    if follows:
+        os.environ["STAGECOACH_LOCKED"] = str(folder)
+    with workdir.locked(folder):
+        if runtime.fresh and device.rank() == 0 and "STAGECOACH_LOCKED" not in os.environ:
+            workdir.start_over(folder)
+        if workdir.is_finished(folder):
+            tracking.say(f"{name}: already computed (key {lineage['key']}); exported")
+        else:
+            if plan is not None:
+                os.environ["STAGECOACH_LOCKED"] = str(folder)
+                _leave(processes.run_workers(plan, f"stages.{stage}", argv))
+            job = _make_job(stage, item, seed, resolved, runtime, folder, lineage)
+            _compute(run, job, parameters, inputs, wiring, names, start)
+        if device.rank() == 0 and not follows:
+            for target, source in out_paths(folder, wiring, names):
+                workdir.publish(source, target)
+            workdir.prune_finished(folder.parent, lineage["key"])
+
+
+def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
+    """Where a search for a learning rate works: beside the run's own folder, which it leaves alone. Raises ConfigError."""
+    if not wiring.trains:
+        raise ConfigError(f"runtime.find_lr: stage_{stage} trains nothing; set it on the command line of one that does")
+    if os.environ.get("DVC_STAGE"):
+        raise ConfigError(
+            f"runtime.find_lr: a search makes no out for DVC; take it out of params.yaml and run "
+            f"python -m stages.{stage} runtime.find_lr=true"
+        )
+    return folder.with_name(f"{folder.name}-find-lr")
+
+
+def _plan(wiring: Wiring, stage: str) -> processes.Plan | None:
+    """The processes that the stage is to train in; None for this one. Raises ConfigError for those it cannot have."""
+    plan = processes.plan() if wiring.trains else None
+    cut = plan.sharded if plan else os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if cut and not wiring.cuttable:
+        raise ConfigError(
+            f"stage_{stage} samples from the model that it trains, which FSDP2 has cut: expected DDP; use "
+            "STAGECOACH_LAUNCH=conf/launch/ddp.yaml, or a number of processes, for this stage"
+        )
+    return plan
+
+
+def _compute(
+    run: Any,
+    job: workdir.Job,
+    parameters: Any,
+    inputs: dict[str, Path],
+    wiring: Wiring,
+    names: dict[str, str],
+    start: float,
+) -> None:
+    folder = job.folder
+    outs = {key: folder / "out" / path.format(**names) for key, path in wiring.outs.items()}
+    if device.rank() == 0:
+        for path in outs.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            workdir.remove(path)  # an out that a killed run left half-written
+    if wiring.trains:
+        job.stop.install()
+    with cost.measured(folder, start) if device.rank() == 0 else nullcontext() as used:
+        try:
+            run(parameters, job, **inputs, **outs)
+        except BaseException as error:
+            job.tracker.abandon("KILLED" if isinstance(error, SystemExit | KeyboardInterrupt) else "FAILED")
+            raise
+    if used is None:  # another rank
+        return
+    if wiring.metrics:
+        told = as_written(parameters) | {wiring.seed: job.seed}
+        final = job.tracker.final | {"lineage": job.lineage, "params": told}
+        tracking.write_json(folder / "out" / wiring.metrics.format(**names), final)
+    if wiring.trains:
+        tracking.write_curve(folder / "out" / f"metrics/{names['name']}.csv", job.tracker.rows)
+        tracking.write_json(folder / "out" / f"metrics/training/{names['name']}.json", job.tracker.headlines())
+    job.tracker.speed |= used.totals()
+    workdir.mark_finished(folder)
+    workdir.drop_states(folder)
+    job.tracker.finish(used.samples)
+    workdir.remove(folder / "usage.json")  # speed.json has it now
+    tracking.say(summary(job, time.monotonic() - start))
+
+
+def out_paths(folder: Path, wiring: Wiring, names: dict[str, str]) -> list[tuple[Path, Path]]:
+    """(target, source) of everything that a finished key publishes."""
+    paths = [path.format(**names) for path in wiring.outs.values()]
+    if wiring.metrics:
+        paths.append(wiring.metrics.format(**names))
+    if wiring.trains:
+        paths += [f"metrics/{names['name']}.csv", f"metrics/training/{names['name']}.json"]
+    return [(Path(path), folder / "out" / path) for path in paths]
+
+
+def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | None, list[str]]:
+    """The matrix item and the key=value overrides. Raises ConfigError for anything else."""
+    items = [text for text in argv if "=" not in text]
+    overrides = [text for text in argv if "=" in text]
+    if wiring.items:
+        if len(items) != 1 or not (items[0] in wiring.items or (wiring.items == ANY and items[0].isidentifier())):
+            raise ConfigError(f"usage: python -m stages.{stage} {_choices(wiring)} [key=value ...]; got {items}")
+        return items[0], overrides
+    if items:
+        raise ConfigError(f"usage: python -m stages.{stage} [key=value ...]; got {items[0]!r}")
+    for text in overrides:
+        parse_override(text)
+    return None, overrides
+
+
+def _choices(wiring: Wiring) -> str:
+    if wiring.items == ANY:
+        return "MODEL"
+    return f"{{{'|'.join(wiring.items)}}}"
+
+
+def _check_inputs(inputs: dict[str, Path], optional: tuple[str, ...]) -> None:
+    for name, path in inputs.items():
+        if name not in optional and not path.exists():
+            raise InputError(f"{path} does not exist; {remedy(path)}")
+
+
+SECOND = {"diffusion_control": "stage_diffusion", "memory_baseline": "stage_memory"}  # models beside their stage's own
+
+
+def remedy(path: Path) -> str:
+    """What to do about a missing input: the `dvc repro` that makes it, by the layout of the graph."""
+    top, *rest = path.parts
+    made_by = {"raw": "corpus", "tokenizer": "tokenizer", "tokens": "encode", "dialogues": "tasks", "problems": "tasks",
+               "preferences": "tasks", "facts": "tasks"}  # fmt: skip
+    if top == "data" and rest and rest[0] in made_by:
+        return f"make it with: dvc repro stage_{made_by[rest[0]]}"
+    if top == "models":
+        if rest[0] in SECOND:
+            return f"make it with: dvc repro {SECOND[rest[0]]}"
+        if Path(f"stages/{rest[0]}.py").is_file():
+            return f"make it with: dvc repro stage_{rest[0]}"
+        return f"models/ holds: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"
+    return (
+        "make it with: dvc repro" if top == "metrics" else "it belongs to the repository: restore it with git checkout"
+    )
+
+
+def _lineage(
+    stage: str, item: str | None, seed: int, resolved: dict[str, Any], inputs: dict[str, Path]
+) -> dict[str, Any]:
+    """What the run is computed from: its key, the hash of its code, the digest of each input."""
+    code = {module: hash_ for module, (hash_, _) in codehash.closures(Path(), [stage])[stage].items()}
+    digests = {name: workdir.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
+    key = workdir.make_key(stage=stage, item=item, seed=seed, parameters=resolved, inputs=digests, code=code)
+    return {"key": key, "code": workdir.canonical_hash(code), "inputs": {_place(inputs[k]): v for k, v in digests.items()},
+            "versions": workdir.versions()}  # fmt: skip
+
+
+def _place(path: Path) -> str:
+    """An input's path in the lineage; of one outside the repository the name alone, for where it lies changes no result."""
+    return path.name if path.is_absolute() else str(path)
+
+
+def _make_job(
+    stage: str, item: str | None, seed: int, resolved: dict[str, Any], runtime: Runtime, folder: Path,
+    lineage: dict[str, Any],
+) -> workdir.Job:  # fmt: skip
+    """The job of an unfinished key. Its lock must be held: this opens the key's MLflow run."""
+    tags = {"stage": stage, "work.key": lineage["key"], "dvc.exp": os.environ.get("DVC_EXP_NAME", ""),
+            "dvc.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""), "git.commit": git_commit()}  # fmt: skip
+    if stage not in ("corpus", "tasks", "encode"):  # those never touch torch
+        tags |= device.describe(runtime.precision)
+    name = f"{stage}@{item}" if item else stage
+    tracker = tracking.Tracker(name, folder, tags, resolved, quiet=runtime.find_lr, others=runtime.trackers)
+    return workdir.Job(
+        stage=stage, item=item, key=lineage["key"], seed=seed, folder=folder, workers=device.workers(runtime.workers),
+        runtime=runtime, tracker=tracker, lineage=lineage, stop=workdir.StopRequest(),
+    )  # fmt: skip
+
+
+def git_commit() -> str:
+    """HEAD's hash read from .git, empty outside a repository (no process is started for it)."""
+    root = Path(os.environ.get("DVC_ROOT", "."))
+    head = root / ".git" / "HEAD"
+    try:
+        text = head.read_text().strip()
+        if not text.startswith("ref: "):
+            return text
+        reference = root / ".git" / text[5:]
+        if reference.is_file():
+            return reference.read_text().strip()
+        packed = (root / ".git" / "packed-refs").read_text().splitlines()
+        return next((line.split(" ")[0] for line in packed if line.endswith(f" {text[5:]}")), "")
+    except OSError:
+        return ""
+
+
+def summary(job: workdir.Job, seconds: float) -> str:
+    """The closing lines of a stage: what it made, in how long."""
+    flat = tracking.flatten(tracking.clean(job.tracker.final))
+    shown = [f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in flat.items()][:12]
+    return f"{job.name}: done in {seconds:.1f} s (key {job.key})" + (f"\n  {', '.join(shown)}" if shown else "")
+
+
+def help_text(module: Any, stage: str, wiring: Wiring) -> str:
+    """What `--help` prints: the module's docstring, usage, every key."""
+    settings = Settings(Path(), [])
+    item = f" {_choices(wiring)}" if wiring.items else ""
+    lines = [inspect.cleandoc(module.__doc__ or ""), "", f"usage: python -m stages.{stage}{item} [key=value ...]", ""]
+    lines += ["inputs:", *(f"  {path}" for path in wiring.inputs.values())]
+    lines += [
+        "outs:",
+        *(f"  {path}" for path in wiring.outs.values()),
+        "keys:",
+        *explain(module.Params, settings, stage),
+    ]
+    lines += ["runtime (changes no result):", *explain(Runtime, settings, "runtime")]
+    return "\n".join(lines) + "\n"
+
+
+def meanings(kind: Any) -> dict[str, str]:
+    """The comment behind each field of a dataclass and of those that it extends, as their source gives it."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
+        found |= {name: text for name, text in _comments(base).items() if text}
+    return found
+
+
+def _comments(kind: Any) -> dict[str, str]:
+    """Of each field the comments on its lines, and those that stand alone right above it."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    said: dict[int, str] = {}
+    alone: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text = re.sub(r"^pyright: ignore\[\w+\]\s*#? *", "", token.string.lstrip("# "))
+            said[token.start[0]] = "" if text == "fmt: skip" else text
+            alone |= {token.start[0]} if token.line.strip().startswith("#") else set()
+    found: dict[str, str] = {}
+    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    for field in body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            first = field.lineno
+            while first - 1 in alone:
+                first -= 1
+            texts = (said.get(line, "") for line in range(first, (field.end_lineno or first) + 1))
+            found[field.target.id] = " ".join(text for text in texts if text)
+    return found
+
+
+def explain(kind: Any, settings: Settings, name: str) -> list[str]:
+    """A line per key of the stage: key, type, present value, where it is from, meaning."""
+    values = settings.layers(name)
+    lines = []
+    for field in dataclasses.fields(kind):
+        hint = typing.get_type_hints(kind)[field.name]
+        source = field.metadata.get("from")
+        if source is not None:
+            lines.append(f"  {field.name:24} from {source}")
+        elif is_flat(hint):
+            lines += explain(hint, settings, name)
+        else:
+            default = "" if field.default is dataclasses.MISSING else field.default
+            value = values.get(field.name, Value(default, "default"))
+            head = f"  {name}.{field.name} = {value.raw}"
+            lines.append(
+                f"{head:44} {type_name(hint)}, {value.origin}: {meanings(kind).get(field.name, '')}".rstrip(": ")
+            )
+    return lines

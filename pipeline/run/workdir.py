@@ -1,0 +1,400 @@
+"""The keyed work directory: resumable state and finished artefacts, keyed by what they are computed from.
+
+    $DVC_ROOT/.work/<stage>[@item]/<key>/
+        lock            flock: a second run of the same key waits, then exports
+        parts/          resumable pieces of data stages
+        step-00000400/  states of training stages (learning/states.py)
+        out/            what is published; complete once finished.json stands
+        finished.json   sizes and sha256 of everything in out/
+
+key = 16 hex of sha256 over canonical JSON of [format, stage, item, seed, resolved parameters, digest of each input, code
+closure]. Device, dtype, process and worker counts are not in it: they change no result that is promised. STAGECOACH_WORK
+moves the directory.
+
+Publishing: hard links (copies across file systems) into `.<name>.<pid>.part` beside the target, then the old one is moved
+away and the new one renamed in. We never write into a published file, so a link into the DVC cache stays intact.
+Not promised: two publishes of one out by different keys at the same moment (DVC's own lock forbids them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline.run import device
+from pipeline.run.errors import ConfigError, StagecoachError
+from pipeline.run.tracking import Tracker, say
+
+FORMAT = 1
+KEEP_NEWEST, KEEP_SECONDS = 4, 30 * 24 * 3600
+
+
+class Stopped(SystemExit):
+    """A signal ended the stage where no training loop could save a state; the exit code is 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.status, self.name = 128 + number, signal.Signals(number).name
+
+
+class StopRequest:
+    """SIGTERM and SIGINT in a training stage.
+
+    While a model is built, data are read or a result is written, the first one raises Stopped there: nothing is lost that a
+    state does not hold. Within `heeded` it sets a flag, which the training loop reads at every step. A second one ends at once.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._heeded = False
+
+    def install(self) -> None:
+        """Handle both signals in this process."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """A loop that reads `signal` and saves before it ends. Raises Stopped behind it for one that came after its last look."""
+        self._heeded = True
+        try:
+            yield
+        finally:
+            self._heeded = False
+        if self.signal:
+            raise Stopped(self.signal)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+        if not self._heeded:
+            raise Stopped(number)
+
+
+COMPUTING = ("numpy", "safetensors", "tokenizers", "torch")  # packages that may change a result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a stage is told about the run it is in."""
+
+    stage: str
+    item: str | None
+    key: str
+    seed: int  # of training, or data_seed for a stage that makes data or measures
+    folder: Path  # the keyed work folder; resumable parts go into folder / "parts"
+    workers: int
+    runtime: Any  # params.Runtime
+    tracker: Tracker
+    lineage: dict[str, Any]
+    stop: StopRequest
+
+    @property
+    def name(self) -> str:
+        """`language`, or `encode@text` for an item of a matrix."""
+        return f"{self.stage}@{self.item}" if self.item else self.stage
+
+    def report(self, **numbers: Any) -> None:
+        """Final numbers for metrics/<stage>.json."""
+        self.tracker.report(**numbers)
+
+    def register(self, folder: Path, **tags: str) -> None:
+        """Let MLflow have what was made in `folder` as a version of the registered model, when the run has ended well."""
+        self.tracker.register(folder, **tags)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that compute, and the hash of the lock file: part of no key, so they invalidate nothing."""
+    found = {name: importlib.metadata.version(name) for name in COMPUTING}
+    lock = Path("requirements.lock")
+    return found | ({"requirements.lock": sha256(lock)[:16]} if lock.is_file() else {})
+
+
+def root() -> Path:
+    """Where `.work` is: beside dvc.yaml of the main checkout, also inside a temporary copy made by `dvc exp run`."""
+    return Path(os.environ.get("STAGECOACH_WORK") or Path(os.environ.get("DVC_ROOT", ".")) / ".work").resolve()
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def canonical_hash(value: Any) -> str:
+    """16 hex of sha256 over the canonical JSON."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]
+
+
+def sha256(path: Path) -> str:
+    """sha256 of a file's contents, 64 hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def make_key(
+    *, stage: str, item: str | None, seed: int, parameters: Any, inputs: dict[str, str], code: dict[str, str]
+) -> str:
+    """The 16 hex digits that name everything a run is computed from."""
+    return canonical_hash([FORMAT, stage, item, seed, parameters, inputs, code])
+
+
+def digest(path: Path) -> str:
+    """A hash of a file, or of every relative path and content below a folder; remembered by size, mtime, inode."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    memory = Remembered("digests.json", 20_000)
+    lines = [f"{f.relative_to(path) if f != path else ''} {memory.get(_state(f), partial(sha256, f))}" for f in files]
+    memory.save()
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _state(path: Path) -> str:
+    """What an unchanged file keeps, so that an unchanged gigabyte is not read again."""
+    stat = path.stat()
+    return f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+
+
+class Remembered:
+    """What was computed before, as JSON in `.work/<name>`: the newest `most` entries. A damaged file is forgotten."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self.path, self.most = root() / name, most
+        self.fresh = False
+        try:
+            self.known: dict[str, Any] = dict(json.loads(self.path.read_text()))
+        except (OSError, ValueError, TypeError):
+            self.known = {}
+
+    def get(self, key: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, or gave for the same key."""
+        if key not in self.known:
+            self.known[key] = compute()
+            self.fresh = True
+        return self.known[key]
+
+    def save(self) -> None:
+        """Write what is new, whole or not at all."""
+        if self.fresh:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, json.dumps(dict(list(self.known.items())[-self.most :])))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old or the new one, also after a crash."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a directory, so that a rename in it survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def need_space(folder: Path, num_bytes: int) -> None:
+    """Raise StagecoachError when the file system of `folder` has not `num_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise StagecoachError(
+            f"{folder}: no space: {num_bytes / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free. Nothing was written; "
+            "free some space (python -m pipeline.run.workdir prune removes unfinished work) and run again: it resumes."
+        )
+
+
+def need_writable(*targets: Path) -> None:
+    """Raise ConfigError where a target could not be put in its place: found before the work is done, not after it."""
+    for target in targets:
+        folder = next(folder for folder in target.absolute().parents if folder.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            what = "cannot be written" if folder.is_dir() else "is no folder"
+            raise ConfigError(
+                f"{target}: {folder} {what}; nothing was computed. Make it writable (see ls -ld) and run again"
+            )
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the key's flock; wait for another holder, naming it each minute. The descriptor survives `execv`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.environ.get("STAGECOACH_LOCKED", str(folder))
+    if held != str(folder):
+        raise StagecoachError(
+            f"the stage was started for the key {Path(held).name} and finds {folder.name} now: an input, a parameter or the "
+            "code changed in this moment; run it again"
+        )
+    if "STAGECOACH_LOCKED" in os.environ or device.rank() > 0:  # the launcher holds the lock, or rank 0 does
+        yield
+        return
+    with (folder / "lock").open("a+") as file:
+        waited = 0
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                if waited % 600 == 0:
+                    file.seek(0)
+                    say(
+                        f"{folder.parent.name}: waiting for process {file.read().strip() or '?'}, which runs the same key"
+                    )
+                waited += 1
+                time.sleep(0.1)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        os.set_inheritable(file.fileno(), True)
+        yield
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether out/ is complete and every file in it has the recorded size and sha256."""
+    try:
+        recorded = json.loads((folder / "finished.json").read_text())
+    except (OSError, ValueError):
+        return False
+    for name, (size, hash_) in recorded.items():
+        path = folder / "out" / name
+        if not path.is_file() or path.stat().st_size != size or sha256(path) != hash_:
+            say(f"{folder}: {name} was changed after it was finished; computing it again")
+            return False
+    return True
+
+
+def mark_finished(folder: Path) -> None:
+    """Record every file of out/; from here on a rerun only exports."""
+    out = folder / "out"
+    files = sorted(p for p in out.rglob("*") if p.is_file())
+    write_atomically(
+        folder / "finished.json", json.dumps({str(p.relative_to(out)): [p.stat().st_size, sha256(p)] for p in files})
+    )
+
+
+def drop_states(folder: Path) -> None:
+    """Remove what only an unfinished run needs: training states and partial results."""
+    for entry in (*folder.glob("step-*"), folder / "parts"):
+        remove(entry)
+
+
+def publish(source: Path, target: Path) -> None:
+    """Put a finished file or folder in the place of `target`: all of it or nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(target)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    if source.is_dir():
+        shutil.copytree(source, part, copy_function=_link_or_copy)
+        part.chmod(0o755)
+    else:
+        _link_or_copy(str(source), str(part))
+    old = target.with_name(f".{target.name}.{os.getpid()}.old.part")
+    if target.exists() or target.is_symlink():
+        target.rename(old)
+    part.rename(target)
+    remove(old)
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(source, target)
+    return target
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder with all below it; nothing when it is absent."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _clear_leftovers(target: Path) -> None:
+    """Remove `.part`s of dead processes beside the target."""
+    for leftover in target.parent.glob(f".{target.name}.*.part"):
+        pid = leftover.name[len(target.name) + 2 :].split(".")[0]
+        if pid.isdecimal() and not _alive(int(pid)):
+            remove(leftover)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def start_over(folder: Path) -> None:
+    """Empty a key (`runtime.fresh: true`), keeping its lock."""
+    for entry in folder.iterdir():
+        if entry.name != "lock":
+            remove(entry)
+
+
+def prune_finished(stage_folder: Path, current: str) -> None:
+    """Empty this stage's finished keys over 30 days old, never the newest 4, the current one, or speed.json."""
+    finished = sorted(stage_folder.glob("*/finished.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for mark in finished[KEEP_NEWEST:]:
+        if mark.parent.name != current and time.time() - mark.stat().st_mtime > KEEP_SECONDS:
+            for entry in mark.parent.iterdir():
+                if entry.name not in ("speed.json", "lock"):
+                    remove(entry)
+
+
+def prune_unfinished() -> list[Path]:
+    """Remove every key that is neither finished nor locked by a living process; return what was removed."""
+    removed = []
+    for lock in sorted(root().glob("*/*/lock")):
+        with lock.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            if not (lock.parent / "finished.json").is_file():
+                shutil.rmtree(lock.parent)
+                removed.append(lock.parent)
+    return removed
+
+
+def main() -> int:
+    """Command line: `python -m pipeline.run.workdir prune`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.run.workdir", description="Look after the work directory."
+    )
+    parser.add_argument("command", choices=["prune"], help="prune: remove unfinished work that no process holds")
+    parser.parse_args()
+    for path in prune_unfinished():
+        sys.stdout.write(f"removed {path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

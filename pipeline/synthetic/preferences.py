@@ -1,0 +1,213 @@
+"""Preference pairs with a known true score: two answers to one prompt, labelled by how good they are, not by intention.
+
+    code    reference and mistakes of a problem     0.2 one block that parses + 0.8 hidden tests passed
+    tools   right and wrong calls of a dialogue     `tools.gold`
+    story   a whole story and damaged ones          mean of the story checker's clauses
+
+A third each. A pair is kept when the scores differ by 0.1 or more; mostly its better answer is right. The chosen answer is
+the longer one in half of the pairs of a kind whose lengths differ, so that length alone ranks nothing. `label_noise` e swaps
+a share e of the training pairs: the best accuracy is then 1 - e.
+
+Code is judged by the function handed in (the sandbox's judge stands above this floor).
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from pipeline.ingest.records import Dialogue, Message, Pair, Problem
+from pipeline.run.device import generator, stable_hash
+from pipeline.run.errors import DataError
+from pipeline.synthetic import programs, stories, tools
+from pipeline.synthetic.stories import check, edits
+from pipeline.text import chat
+
+MIN_GAP = 0.1
+BEST_CHOSEN = 0.85  # the share of prompts whose best answer is the better one of its pairs, where lengths allow it
+KINDS = ("code", "tools", "story")
+# scores of the sources of one problem: share of hidden tests passed, None where nothing could be judged
+JudgeSources = Callable[[list[tuple[Problem, str]]], Iterator[float | None]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An answer and its true score in [0, 1]."""
+
+    message: Message
+    gold: float
+
+
+def length(message: Message) -> int:
+    """Characters of an answer: its words, and the name and arguments of its calls."""
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    return len(message["content"]) + sum(len(call["name"]) + len(call["arguments"]) for call in calls)
+
+
+def chosen_is_longer(pairs: Iterable[Pair]) -> float:
+    """The share of pairs of unequal length whose chosen answer is the longer one; 0.5 where there are none."""
+    lengths = [(sum(map(length, pair.chosen)), sum(map(length, pair.rejected))) for pair in pairs]
+    longer = [chosen > rejected for chosen, rejected in lengths if chosen != rejected]
+    return sum(longer) / len(longer) if longer else 0.5
+
+
+def assistant(content: str) -> Message:
+    """An assistant message."""
+    return {"role": "assistant", "content": content}
+
+
+def story_prompt(opening: str) -> list[Message]:
+    """How a story is asked for."""
+    return [{"role": "user", "content": f"Tell a story that begins: {opening}"}]
+
+
+def story_dialogue(path: str) -> Dialogue:
+    """A story as a conversation: the user gives its first sentence."""
+    text = stories.story(path)
+    messages = [*story_prompt(stories.opening(text)), assistant(text)]
+    return Dialogue(id=path, kind="story", category=path.split("/")[1], messages=messages)
+
+
+def story_gold(text: str) -> float:
+    """Mean of the checker's clauses."""
+    clauses = check(text)
+    return sum(clauses.values()) / len(clauses)
+
+
+def tool_gold(pair: Pair, message: Message) -> float:
+    """Score of an answer to a pair of kind "tools", by the right answer that its `truth` holds."""
+    assert pair.truth is not None
+    dialogue = Dialogue(
+        id=pair.id, kind="tools", category="", messages=[*pair.prompt, pair.truth["right"]], tools=pair.tools
+    )
+    return tools.gold(dialogue, message, len(pair.prompt))
+
+
+def code_gold(content: str, passed: float) -> float:
+    """Score of an answer to a problem from the share of hidden tests it passed."""
+    pieces = content.split("```python\n")
+    block = pieces[1].partition("\n```")[0] if len(pieces) == 2 else ""
+    module = chat.tree(block)
+    parses = module is not None and bool(module.body)
+    return 0.2 * parses + 0.8 * passed
+
+
+def pairs(made: Mapping[str, Callable[[], Iterable[Pair]]], *, count: int, split: str) -> Iterator[Pair]:
+    """`count` pairs, the kinds in turn; `made` starts those of each kind: `code_pairs` and its neighbours.
+
+    One kind is started when the one before it is full and let go, for each may hold worker processes.
+    Raises DataError when an iterable ends before its third is full.
+    """
+    numbers = dict(zip(KINDS, [count - count * 2 // 3, count // 3, count * 2 // 3 - count // 3], strict=True))
+    limited = [first(numbers[kind], balanced(made[kind]()), kind) for kind in KINDS]
+    for turn in itertools.zip_longest(*limited):
+        for pair in turn:
+            if pair is not None:
+                yield replace(pair, id=f"{split}-{pair.id}")
+
+
+def first(count: int, made: Iterator[Pair], kind: str) -> list[Pair]:
+    """The first `count` pairs. Raises DataError when there are fewer."""
+    found = list(itertools.islice(made, count))
+    if len(found) < count:
+        raise DataError(
+            f"preferences: {count} pairs of kind {kind} asked for, {len(found)} found; lower tasks.pairs or tasks.test_items"
+        )
+    return found
+
+
+def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
+    """Pairs of which the chosen answer is the longer one in half: one that would tip the balance waits for its turn."""
+    waiting: dict[bool, list[Pair]] = {True: [], False: []}
+    longer_next = True
+    for pair in candidates:
+        chosen, rejected = length(pair.chosen[0]), length(pair.rejected[0])
+        if chosen == rejected:
+            yield pair
+            continue
+        waiting[chosen > rejected].append(pair)
+        while waiting[longer_next]:
+            yield waiting[longer_next].pop(0)
+            longer_next = not longer_next
+
+
+def _pair(identity: str, kind: str, prompt: list[Message], candidates: list[Candidate], rng: Random,
+          truth: dict[str, Any], offered: list[dict[str, Any]] | None = None) -> Iterator[Pair]:  # fmt: skip
+    """Pairs of candidates whose scores differ enough: one where the better is longer, one where it is shorter.
+
+    In most prompts the better one is the best there is: where both answers of most pairs are wrong, learning from the chosen
+    ones teaches mistakes (docs/LOG.md).
+    """
+    ordered = list(itertools.permutations(candidates, 2))
+    rng.shuffle(ordered)
+    if rng.random() < BEST_CHOSEN:
+        best = max((candidate.gold for candidate in candidates), default=0.0)
+        ordered.sort(key=lambda two: two[0].gold < best)
+    seen: set[bool] = set()
+    for better, worse in ordered:
+        longer = length(better.message) > length(worse.message)
+        if better.gold - worse.gold < MIN_GAP - 1e-9 or longer in seen:
+            continue
+        seen.add(longer)
+        yield Pair(id=f"{identity}-{len(seen)}", source="generated", kind=kind, prompt=prompt, chosen=[better.message],
+                   rejected=[worse.message], tools=offered or [], gold_chosen=better.gold,
+                   gold_rejected=worse.gold, truth=truth)  # fmt: skip
+
+
+def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> Iterator[Pair]:
+    """Pairs from the reference and the mistakes of each problem, executed in batches."""
+    iterator = iter(problems)
+    while batch := list(itertools.islice(iterator, 64)):
+        sources = []
+        for problem in batch:
+            assert problem.answer is not None
+            found = [problem.answer, *(programs.fenced(text) for _, text in programs.distractors(problem, seed))]
+            sources += [(problem, content) for content in found]
+        scored: dict[str, list[Candidate]] = {}
+        for (problem, content), passed in zip(sources, judge(sources), strict=True):
+            if passed is not None:  # what could not be judged has no true score
+                candidate = Candidate(assistant(content), code_gold(content, passed))
+                scored.setdefault(problem.id, []).append(candidate)
+        for problem in batch:
+            prompt = [{"role": "user", "content": problem.question}]
+            rng = Random(stable_hash("pair", seed, problem.id))
+            hidden = [test for test in problem.tests if not test["visible"]]
+            truth = {"entry_point": problem.entry_point, "tests": hidden}
+            yield from _pair(problem.id, "code", prompt, scored.get(problem.id, []), rng, truth)
+
+
+def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Iterator[Pair]:
+    """Pairs from the first scored turn of each dialogue."""
+    for dialogue in dialogues:
+        turns = tools.turns(dialogue)
+        if not turns:
+            continue
+        turn = turns[0]
+        right = dialogue.messages[turn]
+        found = [right, *(message for _, message in tools.wrong_answers(dialogue, seed, turn))]
+        candidates = [Candidate(message, tools.gold(dialogue, message, turn)) for message in found]
+        rng = Random(stable_hash("pair", seed, dialogue.id))
+        truth = {"right": right}
+        yield from _pair(dialogue.id, "tools", dialogue.messages[:turn], candidates, rng, truth, dialogue.tools)
+
+
+def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
+    """Pairs from each story and its damaged versions."""
+    for path in paths:
+        text = stories.story(path)
+        found = [text, *edits(text, path, generator("story pair", seed, path)).values()]
+        candidates = [Candidate(assistant(one), story_gold(one)) for one in found]
+        rng = Random(stable_hash("pair", seed, path))
+        yield from _pair(path, "story", story_prompt(stories.opening(text)), candidates, rng, {})
+
+
+def flip(pairs: Sequence[Pair], share: float, seed: int) -> Iterator[Pair]:
+    """Swap the answers of a share of the pairs: those whose ids have the smallest hashes; `flipped` says which."""
+    order = sorted(pairs, key=lambda pair: stable_hash("flip", seed, pair.id))
+    chosen = {pair.id for pair in order[: round(share * len(pairs))]}
+    for pair in pairs:
+        if pair.id in chosen:
+            pair = replace(pair, chosen=pair.rejected, rejected=pair.chosen, gold_chosen=pair.gold_rejected,
+                           gold_rejected=pair.gold_chosen, flipped=True)  # fmt: skip
+        yield pair

@@ -1,0 +1,354 @@
+"""What the 48 tools do: one function per tool.
+
+Every function takes the `World` first, then exactly the tool's parameters, and returns a JSON object (the result that a
+conversation shows); the docstring is the tool's description. Raises ToolError where the world cannot serve the request.
+Not promised: sense for arguments that do not fit the tool's schema (`toolbox.run` checks them first).
+"""
+
+import datetime
+
+from pipeline.synthetic.tool_values import (
+    CITIES,
+    NOUNS,
+    PRODUCTS,
+    ROOMS,
+    Result,
+    ToolError,
+    World,
+    chance,
+    day,
+    known,
+    number,
+    person,
+)
+
+METRES = {"m": 1.0, "km": 1000.0, "cm": 0.01, "mile": 1609.344, "foot": 0.3048, "inch": 0.0254}
+EUROS = {"EUR": 1.0, "USD": 0.9, "GBP": 1.2, "JPY": 0.006, "CHF": 1.05, "INR": 0.01}
+
+# numbers
+
+
+def power(_: World, base: float, exponent: int) -> Result:
+    """Raise a base to an exponent."""
+    if abs(exponent) > 20:
+        raise ToolError("the exponent is at most 20")
+    return {"result": number(float(base) ** exponent)}
+
+
+def percentage(_: World, percent: float, value: float) -> Result:
+    """Take a percentage of a value."""
+    return {"result": number(percent * value / 100)}
+
+
+def mean(_: World, numbers: list[float]) -> Result:
+    """Mean of some numbers."""
+    return {"mean": number(sum(numbers) / len(numbers))}
+
+
+def convert_length(_: World, value: float, from_unit: str, to_unit: str) -> Result:
+    """Convert a length between units."""
+    return {"result": number(value * METRES[from_unit] / METRES[to_unit])}
+
+
+# text
+
+
+def count_words(_: World, text: str) -> Result:
+    """Count the words of a text."""
+    return {"words": len(text.split())}
+
+
+def reverse_text(_: World, text: str) -> Result:
+    """Reverse a text."""
+    return {"text": text[::-1]}
+
+
+def replace_word(_: World, text: str, old: str, new: str) -> Result:
+    """Replace a word in a text."""
+    return {"text": " ".join(new if word == old else word for word in text.split(" "))}
+
+
+def repeat_text(_: World, text: str, times: int, separator: str = " ") -> Result:
+    """Repeat a text."""
+    return {"text": separator.join([text] * min(times, 20))}
+
+
+# dates
+
+
+def add_days(_: World, date: str, days: int) -> Result:
+    """Add days to a date."""
+    return {"date": (day(date) + datetime.timedelta(days=days)).isoformat()}
+
+
+def days_between(_: World, start: str, end: str) -> Result:
+    """Days from a start to an end date."""
+    return {"days": (day(end) - day(start)).days}
+
+
+def get_weekday(_: World, date: str) -> Result:
+    """Weekday of a date."""
+    names = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+    return {"weekday": names[day(date).weekday()]}
+
+
+def add_minutes(_: World, time: str, minutes: int) -> Result:
+    """Add minutes to a time."""
+    hours, _colon, rest = time.partition(":")
+    total = (int(hours) * 60 + int(rest) + minutes) % 1440
+    return {"time": f"{total // 60:02d}:{total % 60:02d}"}
+
+
+# weather
+
+
+def get_weather(_: World, city: str, unit: str = "celsius") -> Result:
+    """Current weather in a city."""
+    celsius = chance("weather", known("city", city, CITIES)) % 35 - 2
+    sky = ("sunny", "cloudy", "rainy", "windy", "foggy")[chance("sky", city) % 5]
+    return {"temperature": celsius if unit == "celsius" else number(celsius * 1.8 + 32), "sky": sky}
+
+
+def get_forecast(_: World, city: str, days: int = 3) -> Result:
+    """Weather forecast for the next days."""
+    known("city", city, CITIES)
+    return {"temperatures": [chance("forecast", city, d) % 30 for d in range(min(days, 14))]}
+
+
+def get_wind(_: World, city: str) -> Result:
+    """Wind speed in a city."""
+    return {"speed": chance("wind", known("city", city, CITIES)) % 60}
+
+
+def warmest_city(_: World, cities: list[str]) -> Result:
+    """Find the warmest of some cities."""
+    return {"city": max(cities, key=lambda city: (chance("weather", known("city", city, CITIES)) % 35, city))}
+
+
+# contacts
+
+
+def find_phone(world: World, name: str) -> Result:
+    """Find the phone number of a person."""
+    if name in world.contacts:
+        return {"phone": world.contacts[name]["phone"]}
+    return {"phone": f"{chance('phone', person(name)) % 800 + 200}-{chance('line', name) % 9000 + 1000}"}
+
+
+def find_email(world: World, name: str) -> Result:
+    """Find the email address of a person."""
+    if name in world.contacts and world.contacts[name]["email"]:
+        return {"email": world.contacts[name]["email"]}
+    first = person(name).split()[0]
+    return {"email": f"{first.lower()}.{NOUNS[chance('mail', name) % len(NOUNS)]}@{NOUNS[chance(name) % 40]}.org"}
+
+
+def add_contact(world: World, name: str, phone: str, email: str | None = None) -> Result:
+    """Add a contact."""
+    world.contacts[name] = {"phone": phone, "email": email}
+    return {"saved": name}
+
+
+def delete_contact(world: World, name: str) -> Result:
+    """Delete a contact."""
+    if name not in world.contacts:
+        person(name)
+    world.contacts.pop(name, None)
+    world.removed.append(name)
+    return {"deleted": name}
+
+
+# tasks
+
+
+def add_task(world: World, title: str, priority: str = "normal") -> Result:
+    """Add a task to the list."""
+    world.tasks.append({"title": title, "priority": priority})
+    return {"task_id": f"T{chance('task', title) % 9000 + 1000}"}
+
+
+def set_due_date(world: World, task_id: str, date: str) -> Result:
+    """Set the due date of a task."""
+    world.due[task_id] = day(date).isoformat()
+    return {"task_id": task_id, "due": date}
+
+
+def set_reminder(world: World, text: str, minutes: int) -> Result:
+    """Remind the user after some minutes."""
+    world.timers.append({"label": text, "minutes": minutes, "kind": "reminder"})
+    return {"minutes": minutes}
+
+
+def start_timer(world: World, minutes: int, label: str = "timer") -> Result:
+    """Start a timer."""
+    world.timers.append({"label": label, "minutes": minutes, "kind": "timer"})
+    return {"label": label, "minutes": minutes}
+
+
+# home
+
+
+def _room(world: World, room: str) -> Result:
+    return world.rooms.setdefault(known("room", room, ROOMS), {})
+
+
+def set_light(world: World, room: str, brightness: int) -> Result:
+    """Set the light in a room."""
+    _room(world, room)["light"] = brightness
+    return {"room": room, "brightness": brightness}
+
+
+def set_heating(world: World, room: str, degrees: float) -> Result:
+    """Set the heating in a room."""
+    _room(world, room)["heating"] = degrees
+    return {"room": room, "degrees": degrees}
+
+
+def play_music(world: World, song: str, room: str = "kitchen") -> Result:
+    """Play a song in a room."""
+    _room(world, room)["song"] = song
+    return {"playing": song, "room": room}
+
+
+def save_scene(world: World, name: str, settings: Result) -> Result:
+    """Save a scene with light and heating."""
+    world.scenes[name] = settings
+    return {"scene": name}
+
+
+# files
+
+
+def create_file(world: World, path: str, content: str = "") -> Result:
+    """Create a file."""
+    world.files[path] = content
+    return {"created": path}
+
+
+def read_file(world: World, path: str) -> Result:
+    """Read a file."""
+    words = [NOUNS[chance(path, i) % len(NOUNS)] for i in range(2 + chance(path) % 3)]
+    return {"content": world.files.get(path, " ".join(words))}
+
+
+def rename_file(world: World, path: str, new_path: str) -> Result:
+    """Rename a file."""
+    world.files[new_path] = world.files.pop(path, "")
+    return {"renamed": new_path}
+
+
+def move_files(world: World, paths: list[str], folder: str) -> Result:
+    """Move files to a folder."""
+    for path in paths:
+        world.files[f"{folder}/{path.rsplit('/', 1)[-1]}"] = world.files.pop(path, "")
+    return {"moved": len(paths)}
+
+
+# shop
+
+
+def find_product(_: World, name: str) -> Result:
+    """Find a product by name."""
+    known("product", name, PRODUCTS)
+    return {"product_id": f"P{chance('product', name) % 900 + 100}", "price": chance("price", name) % 90 + 9}
+
+
+def order_product(world: World, product_id: str, quantity: int = 1, gift: bool = False) -> Result:
+    """Order a product."""
+    world.orders.append({"product_id": product_id, "quantity": quantity, "gift": gift})
+    return {"order_id": f"R{chance('order', product_id, quantity) % 90000 + 10000}"}
+
+
+def track_order(_: World, order_id: str) -> Result:
+    """Track an order."""
+    return {"status": ("packed", "sent", "delivered", "delayed")[chance("track", order_id) % 4]}
+
+
+def order_items(world: World, items: list[Result]) -> Result:
+    """Order several items at once."""
+    world.orders.extend(items)
+    return {"order_id": f"R{chance('items', items) % 90000 + 10000}"}
+
+
+# travel (held out)
+
+
+def find_flight(_: World, from_city: str, to_city: str, date: str) -> Result:
+    """Find a flight between two cities."""
+    known("city", from_city, CITIES)
+    known("city", to_city, CITIES)
+    seed = (from_city, to_city, day(date))
+    return {"flight_id": f"F{chance('flight', *seed) % 900 + 100}", "price": chance("fare", *seed) % 400 + 60}
+
+
+def book_flight(world: World, flight_id: str, seats: int = 1) -> Result:
+    """Book seats on a flight."""
+    world.bookings.append({"flight_id": flight_id, "seats": seats})
+    return {"booking_id": f"B{chance('seat', flight_id) % 9000 + 1000}"}
+
+
+def book_hotel(world: World, city: str, nights: int, stars: int = 3) -> Result:
+    """Book a hotel in a city."""
+    world.bookings.append({"city": known("city", city, CITIES), "nights": nights, "stars": stars})
+    return {"booking_id": f"B{chance('hotel', city, nights) % 9000 + 1000}"}
+
+
+def book_taxi(world: World, address: Result, time: str) -> Result:
+    """Book a taxi to an address."""
+    world.bookings.append({"address": address, "time": time})
+    return {"booking_id": f"B{chance('taxi', sorted(address.items()), time) % 9000 + 1000}"}
+
+
+# bank (held out)
+
+
+def find_account(_: World, owner: str) -> Result:
+    """Find the account of an owner."""
+    return {"account": f"AC{chance('account', person(owner)) % 9000 + 1000}"}
+
+
+def get_balance(world: World, account: str) -> Result:
+    """Get the balance of an account."""
+    moved = sum((t["to_account"] == account) * t["amount"] - (t["from_account"] == account) * t["amount"]
+                for t in world.transfers)  # fmt: skip
+    return {"balance": number(chance("balance", account) % 9000 + 3000 + moved)}
+
+
+def transfer_money(world: World, from_account: str, to_account: str, amount: float) -> Result:
+    """Transfer an amount between accounts."""
+    if amount > 20000:
+        raise ToolError("the limit is 20000")
+    world.transfers.append({"from_account": from_account, "to_account": to_account, "amount": amount})
+    return {"transferred": amount}
+
+
+def convert_currency(_: World, amount: float, from_currency: str, to_currency: str) -> Result:
+    """Convert an amount to another currency."""
+    return {"result": number(amount * EUROS[from_currency] / EUROS[to_currency])}
+
+
+# messages (held out)
+
+
+def send_email(world: World, to: str, subject: str, body: str | None = None) -> Result:
+    """Send an email."""
+    world.sent.append({"to": to, "subject": subject, "body": body})
+    return {"sent": to}
+
+
+def send_sms(world: World, phone: str, text: str) -> Result:
+    """Send a text message to a phone."""
+    world.sent.append({"phone": phone, "text": text})
+    return {"sent": phone}
+
+
+def schedule_meeting(world: World, title: str, people: list[str], time: str) -> Result:
+    """Schedule a meeting with people."""
+    world.sent.append({"title": title, "people": people, "time": time})
+    return {"meeting": title, "time": time}
+
+
+def post_message(world: World, channel: str, text: str, urgent: bool = False) -> Result:
+    """Post a message in a channel."""
+    world.sent.append({"channel": channel, "text": text, "urgent": urgent})
+    return {"posted": channel}

@@ -1,0 +1,470 @@
+"""Tool conversations with known truth: the generator, the truth of each turn, and scored wrong answers.
+
+`dialogues(split, count, seed)` yields `Dialogue` records of kind "tools". Each is a pure function of (split, seed, its
+number); quotas are exact in every block of 100. `Dialogue.category` is `<category>/<tool>/<template>` with tool in
+{seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` takes it apart. Held out of train and
+val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: the four quadrants in
+turn within each category. The splits share no opening request (a hash of its text decides where it may occur). Training
+conversations go on with more requests among the same tools.
+
+What the truth is follows from the record alone (messages, tools), so conversations read from disk can be scored.
+Not promised: that the requests sound like people, or that other wordings of the same wish would not be right too.
+
+Practice in choosing: a few short tools, and one request after the other for one, two or three of them.
+
+What a small model learns last is which of the offered tools is meant: it takes some ten thousand choices (docs/LOG.md), and
+half of the conversations of tools.py offer one tool alone. Nearly all tools are invented, many under a name that says
+nothing, so that the description has to be read.
+For training alone: a request may follow a call whose result nobody showed.
+
+In: split, seed, number. Out: `Dialogue` records of kind "choice", a pure function of the three; the category is the number
+of tools. No wording, tool or opening request of the test split occurs. Not promised: sense.
+
+Transcripts: tool conversations as plain text, for the corpus that the language model reads.
+
+In: a seed and a number. Out: `Text` records of source "transcripts", made by the generators of stage tasks (half of
+them choices) from another seed and from their training split alone: the held-out tools and wordings never occur. Control tokens cannot stand in a text
+(`Tokenizer.encode` gives none), so a turn is its role on a line and then what is said; a call is its JSON.
+
+They are there so that the tokenizer learns the words of schemas and requests as whole tokens (measured, docs/LOG.md), and
+so that reading a schema is practised before the small stage of fine-tuning (not measured alone).
+
+Not promised: the chat format, which only `text/chat.py` writes; and that a conversation differs in more than its values from
+one that stage tasks makes.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+from pipeline.ingest.records import Dialogue, Message, Text
+from pipeline.synthetic import tool_script
+from pipeline.synthetic.tool_dialogues import (
+    INVENTED,
+    RENAMED,
+    Request,
+    Setting,
+    build,
+    one_of_each,
+    others,
+    several_of,
+    stands_alone,
+)
+from pipeline.synthetic.tool_inventions import invent, renamed, sibling
+from pipeline.synthetic.tool_script import REFUSALS, Script
+from pipeline.synthetic.tool_values import NOUNS, Tool, Value, function, problems
+from pipeline.synthetic.toolbox import SEEN
+
+QUOTAS = {
+    "simple": 22,
+    "multiple": 18,
+    "parallel": 10,
+    "parallel_multiple": 8,
+    "irrelevance": 12,
+    "relevance": 5,
+    "missing": 8,
+    "later": 3,
+    "dependent": 8,
+    "repair": 4,
+    "plain": 2,
+}  # per cent
+SPLITS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}  # which tenths of the hashes of opening requests
+NO_CALL_FIRST = ("irrelevance", "plain", "missing", "later")  # categories whose first assistant turn calls nothing
+QUADRANTS = ((False, False), (True, False), (False, True), (True, True))  # (unseen tool, unseen template)
+
+
+class Facets(NamedTuple):
+    """The parts of `Dialogue.category`."""
+
+    category: str
+    unseen_tool: bool
+    unseen_template: bool
+
+
+def facets(dialogue: Dialogue) -> Facets:
+    """The parts of the category; a category from elsewhere ("simple") counts as seen."""
+    category, *rest = dialogue.category.split("/")
+    return Facets(category, "unseen_tool" in rest, "unseen_template" in rest)
+
+
+def dialogues(split: str, count: int, seed: int, first: int = 0) -> Iterator[Dialogue]:
+    """Conversations `first` to `count` of a split ("train", "val", "test"). Raises ValueError for another split.
+
+    The first n of a longer run are the run of n.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split is one of {', '.join(SPLITS)}; got {split!r}")
+    order: list[str] = []
+    for number in range(first, count):
+        block, place = divmod(number, 100)
+        if place == 0 or not order:
+            order = [category for category, quota in QUOTAS.items() for _ in range(quota)]
+            Random(f"tools/{split}/{seed}/order/{block}").shuffle(order)
+        category = order[place]
+        rank = QUOTAS[category] * block + order[:place].count(category)
+        yield _dialogue(split, seed, number, category, QUADRANTS[rank % 4] if split == "test" else (False, False))
+
+
+def _dialogue(split: str, seed: int, number: int, category: str, quadrant: tuple[bool, bool]) -> Dialogue:
+    """The first draw that works out and whose opening request belongs to the split."""
+    id_ = f"tools/{split}/{seed}/{number}"
+    tool, template = quadrant
+
+    def mine(request: str) -> bool:
+        return belongs(request, split)
+
+    for attempt in range(10_000):
+        rng = Random(f"{id_}/{attempt}")
+        invented, renamed = rng.random() < INVENTED, rng.random() < RENAMED
+        train = split == "train"
+        setting = Setting(rng, tool, template, train and invented, train and renamed, goes_on=train, mine=mine)
+        script = build(category, setting)
+        if script is None or not mine(script.messages[0]["content"]):
+            continue
+        where = f"{'un' * tool}seen_tool/{'un' * template}seen_template"
+        return script.close(id_, f"{category}/{where}")
+    raise AssertionError(f"{id_}: no {category} conversation in 10,000 draws")
+
+
+def belongs(request: str, split: str) -> bool:
+    """Whether a request may open a conversation of the split: a hash of its text decides."""
+    low, high = SPLITS[split]
+    return low <= hashlib.blake2b(request.encode(), digest_size=8).digest()[0] * 10 // 256 < high
+
+
+# truth
+
+
+def turns(dialogue: Dialogue) -> list[int]:
+    """Indices of the assistant messages that are scored: all with calls, and a first one that must not call."""
+    assistant = [i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
+    quiet = assistant[:1] if facets(dialogue).category in NO_CALL_FIRST else []
+    return quiet + [i for i in assistant if dialogue.messages[i].get("tool_calls")]
+
+
+def tools_at(dialogue: Dialogue, turn: int) -> list[dict[str, Any]]:
+    """The tools known at a turn: those offered, and those that user turns before it brought in `<tools>` blocks."""
+    known = list(dialogue.tools)
+    for message in dialogue.messages[:turn]:
+        if message["role"] == "user" and "\n<tools>\n" in message["content"]:
+            block = message["content"].split("\n<tools>\n", 1)[1].split("\n</tools>", 1)[0]
+            known += [{"type": "function", "function": json.loads(line)} for line in block.split("\n")]
+    return known
+
+
+def calls(message: Message) -> list[tuple[str, Value]]:
+    """(name, arguments) of each call of a message; arguments that are not JSON come as None."""
+    found = []
+    for call in message.get("tool_calls") or []:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except json.JSONDecodeError:
+                arguments = None
+        found.append((call["function"]["name"], arguments))
+    return found
+
+
+def truth(dialogue: Dialogue, turn: int) -> list[dict[str, dict[str, list[Value]]]]:
+    """The accepted calls of a turn in BFCL's form, [{name: {parameter: [accepted values]}}]; [] where none is right.
+
+    `""` among the accepted values says that the parameter may be absent. A nested object is a dict of such lists, a
+    list of objects a list of those. Raises ValueError if `turn` is not an assistant message.
+    """
+    if dialogue.messages[turn]["role"] != "assistant":
+        raise ValueError(
+            f"{dialogue.id}: message {turn} is from the {dialogue.messages[turn]['role']}, not the assistant"
+        )
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools_at(dialogue, turn)}
+    return [{name: accepted(schemas.get(name, {}), arguments)} for name, arguments in calls(dialogue.messages[turn])]
+
+
+def accepted(parameters: dict[str, Any], arguments: dict[str, Value]) -> dict[str, list[Value]]:
+    """The accepted values of each parameter: what was said, and absence where that means the same."""
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    found: dict[str, list[Value]] = {}
+    for name, value in arguments.items():
+        may_be_absent = name not in required and properties.get(name, {}).get("default", arguments) == value
+        found[name] = [_bfcl(value), *([""] if may_be_absent else [])]
+    for name, schema in properties.items():
+        if name not in arguments:
+            found[name] = [schema["default"], ""] if "default" in schema else [""]
+    return found
+
+
+def _bfcl(value: Value) -> Value:
+    if isinstance(value, dict):
+        return {key: [_bfcl(item)] for key, item in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return [_bfcl(item) for item in value]
+    return value
+
+
+# scored answers
+
+
+def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float:
+    """How good an assistant message is at a turn (None: the first scored one), in [0, 1].
+
+    With calls: 0.2 every call is JSON + 0.2 every call fits an offered schema + 0.2 names + 0.4 values, the last two as
+    means over the larger number of calls under the best assignment; a value counts under the right name alone, and a
+    parameter at its default counts as absent. Without: 1 for words and no call, else 0.
+    """
+    turn = turns(dialogue)[0] if turn is None else turn
+    right, made = calls(dialogue.messages[turn]), calls(message)
+    if not right:
+        return float(not made and bool(message["content"].strip()) and "<tool_call>" not in message["content"])
+    if not made:
+        return 0.0
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools_at(dialogue, turn)}
+    is_json = all(isinstance(arguments, dict) for _, arguments in made)
+    fits = is_json and all(name in schemas and not problems(schemas[name], arguments) for name, arguments in made)
+    made = made[:8]
+    short, long = sorted((right, made), key=len)
+    best = 0.0
+    for chosen in itertools.permutations(long, len(short)):
+        pairs = zip(short, chosen, strict=True) if short is right else zip(chosen, short, strict=True)
+        best = max(best, sum(_call_score(schemas, *pair) for pair in pairs))
+    return 0.2 * is_json + 0.2 * fits + best / len(long)
+
+
+def _call_score(schemas: dict[str, Any], right: tuple[str, Value], made: tuple[str, Value]) -> float:
+    """0.2 for the name, and under it 0.4 times the share of right values among all parameters of either call."""
+    if right[0] != made[0]:
+        return 0.0
+    if not isinstance(made[1], dict):
+        return 0.2
+    properties = schemas.get(right[0], {}).get("properties", {})
+    wanted, given = (stated(properties, arguments) for arguments in (right[1], made[1]))
+    names = set(wanted) | set(given)
+    same = sum(name in wanted and name in given and wanted[name] == given[name] for name in names)
+    return 0.2 + 0.4 * (same / len(names) if names else 1.0)
+
+
+def stated(properties: dict[str, Any], arguments: dict[str, Value]) -> dict[str, str]:
+    """The parameters that are not at their default, each value in one canonical text (5.0 is 5, true is not 1)."""
+    found = {name: canonical(value) for name, value in arguments.items()}
+    defaults = {name: canonical(schema["default"]) for name, schema in properties.items() if "default" in schema}
+    return {name: value for name, value in found.items() if name not in defaults or defaults[name] != value}
+
+
+def canonical(value: Value) -> str:
+    """A text that is equal for equal JSON values: keys sorted, whole floats as integers."""
+
+    def plain(part: Value) -> Value:
+        if isinstance(part, dict):
+            return {key: plain(item) for key, item in part.items()}
+        if isinstance(part, list):
+            return [plain(item) for item in part]
+        return int(part) if isinstance(part, float) and part.is_integer() else part
+
+    return json.dumps(plain(value), sort_keys=True, ensure_ascii=False)
+
+
+def wrong_answers(dialogue: Dialogue, seed: int, turn: int | None = None) -> list[tuple[str, Message]]:
+    """(kind, assistant message) for preference pairs; each kind at most once, each below the right answer's gold.
+
+    Kinds where a call is right: "wrong_tool", "wrong_type", "wrong_value", "missing", "invented", "refusal"; where none
+    is: "needless_call". `turn` None: the first scored one.
+    """
+    turn = turns(dialogue)[0] if turn is None else turn
+    rng = Random(f"{dialogue.id}/{turn}/{seed}/wrong")
+    right = calls(dialogue.messages[turn])
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools_at(dialogue, turn)}
+    if not right:
+        name = rng.choice(sorted(functions))
+        parameters = functions[name].get("parameters", {})
+        properties, spans = parameters.get("properties", {}), _spans(dialogue, turn)
+        arguments = {key: _plausible(properties.get(key, {}), spans, rng) for key in parameters.get("required", [])}
+        return [("needless_call", _message([(name, arguments)]))]
+    place = rng.randrange(len(right))
+    name, arguments = right[place]
+    parameters = functions[name].get("parameters", {})
+    properties = parameters.get("properties", {})
+    made: list[tuple[str, tuple[str, Value]]] = [("wrong_tool", (_other_name(name, sorted(functions), rng), arguments))]
+    if arguments:
+        key = rng.choice(list(arguments))
+        chosen = list(arguments) if len(right) > 1 else [key]
+        changed = {k: _other_value(arguments, k, properties.get(k, {}), rng) for k in chosen}
+        made.append(("wrong_value", (name, {**arguments, **changed})))
+        made.append(("wrong_type", (name, {**arguments, key: _other_type(arguments[key])})))
+    dropped = [key for key in parameters.get("required", []) if key in arguments]
+    if dropped:
+        key = rng.choice(dropped)
+        made.append(("missing", (name, {k: value for k, value in arguments.items() if k != key})))
+    free = [noun for noun in NOUNS if noun not in properties]
+    made.append(("invented", (name, {**arguments, rng.choice(free): rng.choice(NOUNS)})))
+    answers = [(kind, _message([*right[:place], call, *right[place + 1 :]])) for kind, call in made]
+    answers.append(("refusal", {"role": "assistant", "content": rng.choice(REFUSALS)}))
+    return [(kind, message) for kind, message in answers if gold(dialogue, message, turn) < 1.0]
+
+
+def _message(made: list[tuple[str, Value]]) -> Message:
+    tool_calls = [
+        {
+            "id": f"call_{i}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+        }
+        for i, (name, arguments) in enumerate(made)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
+
+
+def _other_name(name: str, names: list[str], rng: Random) -> str:
+    rest = [other for other in names if other != name]
+    return rng.choice(rest) if rest else f"{name}_{rng.choice(NOUNS)}"
+
+
+def _other_value(arguments: dict[str, Value], key: str, schema: dict[str, Any], rng: Random) -> Value:
+    """Another value of the same type; a value of another parameter where one fits."""
+    value = arguments[key]
+    options = [option for option in schema.get("enum", ()) if option != value]
+    if options:
+        return rng.choice(options)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + rng.randint(1, 9)
+    if isinstance(value, list):
+        return value[1:] if len(value) > 1 else [*value, *value]
+    if isinstance(value, dict):
+        leaf = rng.choice(list(value))
+        return {**value, leaf: _other_value(value, leaf, {}, rng)}
+    swaps = [v for k, v in arguments.items() if k != key and isinstance(v, str) and v != value]
+    if swaps and not schema.get("enum"):
+        return rng.choice(swaps)
+    words = str(value).split(" ")
+    return " ".join([*words[:-1], rng.choice([noun for noun in NOUNS if noun != words[-1]])])
+
+
+def _other_type(value: Value) -> Value:
+    if isinstance(value, str | bool) or value is None:
+        return [value]
+    return canonical(value) if not isinstance(value, list) else value[0]
+
+
+def _spans(dialogue: Dialogue, turn: int) -> list[str]:
+    text = " ".join(message["content"] for message in dialogue.messages[:turn] if message["role"] == "user")
+    return [word.strip(".,?!:'\"") for word in text.split() if word.strip(".,?!:'\"")]
+
+
+def _plausible(schema: dict[str, Any], spans: list[str], rng: Random) -> Value:
+    """A value that fits the schema, of the user's words where it is a string."""
+    type_ = schema.get("type", "string")
+    type_ = type_[0] if isinstance(type_, list) else type_
+    if schema.get("enum"):
+        return rng.choice(schema["enum"])
+    if type_ == "array":
+        return [_plausible(schema.get("items", {}), spans, rng)]
+    if type_ == "object":
+        return {key: _plausible(item, spans, rng) for key, item in schema.get("properties", {}).items()}
+    return {"string": rng.choice(spans), "boolean": True}.get(type_, rng.randint(1, 99))
+
+
+# -- tool_choices ---------------------------------------------------------------------------------------------------------
+
+
+NUM_TOOLS = (2, 2, 3, 3, 4)
+REAL, SIBLING, RENAMED_CHOICES = (
+    0.1,
+    0.3,
+    0.3,
+)  # shares: of the toolbox, near-duplicate of an offered one, under another name
+REFUSED, SEVERAL, TOGETHER = 0.1, 0.15, 0.3  # shares of the requests: no tool fits, calls of one tool, of two or three
+ANSWERED = 0.1  # share of the calls whose results and closing words are there
+SCHEMA, LENGTH = 240, 1_250  # characters: of a tool at most, and beyond which no request is added: about 500 tokens
+
+
+def choice_dialogue(split: str, seed: int, number: int) -> Dialogue:
+    """Conversation `number` of a split ("train", "val")."""
+    id_ = f"choice/{split}/{seed}/{number}"
+    for attempt in range(1_000):
+        script = _script(Random(f"{id_}/{attempt}"), split)
+        if script is not None:
+            made = script.close(id_, str(len(script.tools)))
+            return Dialogue(id=id_, kind="choice", category=made.category, messages=made.messages, tools=made.tools)
+    raise AssertionError(f"{id_}: no conversation in 1,000 draws")
+
+
+def _script(rng: Random, split: str) -> Script | None:
+    """One draw; None where names or values collide or a tool refuses what was asked."""
+    tools = _tools(rng)
+    size = sum(map(_size, tools))
+    if len({tool.name for tool in tools}) < len(tools):
+        return None
+    setting, script = Setting(rng, invented=True), Script(tools)
+    while size + sum(map(_length, script.messages)) < LENGTH:
+        request = _request(setting, tools)
+        text = tool_script.framed(request[0], False, rng) if request else ""
+        if request is None or not belongs(text, split):
+            continue
+        script.user(text)
+        if not request[1]:
+            script.say(rng.choice(tool_script.REFUSALS))
+        elif any("error" in result for result in script.call(request[1])):
+            return None
+        elif rng.random() < ANSWERED:
+            script.answer()
+    return script
+
+
+def _size(tool: Tool) -> int:
+    return len(json.dumps(function(tool)["function"]))
+
+
+def _length(message: Message) -> int:
+    """About the characters that the chat format needs for a message."""
+    return 20 + len(message["content"]) + sum(40 + len(name) + len(json.dumps(a)) for name, a in calls(message))
+
+
+def _tools(rng: Random) -> list[Tool]:
+    number, tools = rng.choice(NUM_TOOLS), list[Tool]()
+    while len(tools) < number:
+        base = rng.choice(tools) if tools and rng.random() < SIBLING else None
+        if rng.random() < REAL:
+            tool = rng.choice(SEEN)
+        else:
+            tool = sibling(base, rng) if base and base.run is None else invent(rng)
+        tool = renamed(tool, rng) if rng.random() < RENAMED_CHOICES else tool
+        if stands_alone(tool) and _size(tool) <= SCHEMA:
+            tools.append(tool)
+    return tools
+
+
+def _request(setting: Setting, tools: list[Tool]) -> Request | None:
+    """What is wished and the calls that serve it; None where the draw has none."""
+    rng, form = setting.rng, setting.rng.random()
+    if form < REFUSED:
+        (wanted,) = others(setting, tools, 1, near=False)
+        return one_of_each(setting, [wanted])[0], []
+    if form < REFUSED + SEVERAL:
+        return several_of(setting, rng.choice(tools))
+    number = rng.choice((2, 2, 3)) if form < REFUSED + SEVERAL + TOGETHER else 1
+    return one_of_each(setting, rng.sample(tools, min(len(tools), number)))
+
+
+# -- transcripts ----------------------------------------------------------------------------------------------------------
+
+
+SOURCE = "transcripts"
+
+
+def record(seed: int, number: int) -> Text:
+    """Transcript `number`, a pure function of (seed, number)."""
+    if number % 4 < 2:
+        dialogue = choice_dialogue("train", seed, number)
+    else:
+        (dialogue,) = dialogues("train", number + 1, seed, number)
+    lines = ["Tools you can call:", *(json.dumps(tool["function"], ensure_ascii=False) for tool in dialogue.tools)]
+    for message in dialogue.messages:
+        lines.append(message["role"])
+        if message["content"]:
+            lines.append(message["content"])
+        for name, arguments in calls(message):
+            lines.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
+    return Text(text="\n".join((*lines, "")), source=SOURCE, path=f"{SOURCE}/{seed}/{number}", licence="CC0-1.0")

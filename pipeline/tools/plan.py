@@ -1,0 +1,185 @@
+"""What a training run of a model would hold in memory, before anything is allocated.
+
+    python -m pipeline.tools.plan                                         the model of params.yaml
+    python -m pipeline.tools.plan model=7b gradient_checkpointing=full    any file of conf/model/, any key below
+    python -m pipeline.tools.plan model=large model.layers=24 strategy=fsdp2 processes=4 micro_batch=2
+
+Bytes per device by strategy and part, whether that fits, and the largest micro-batch (a power of two) within 30 % of this machine's
+memory (80 % of its GPU's) and within 80 % of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns are always those of CUDA).
+The arithmetic, and what it does not count, is `learning/footprint.py`; `runtime.micro_batch: auto` decides by the same.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from pipeline.learning import footprint, reference
+from pipeline.learning.footprint import CPU_SHARE, SHARE, Footprint, Weights, Work
+from pipeline.model.config import ModelConfig
+from pipeline.model.lora import AdapterConfig
+from pipeline.run import device
+from pipeline.run.config import CHECKPOINTING, Settings, Value, build, group, listing, parse_override, suggest
+from pipeline.run.errors import ConfigError
+
+STRATEGIES = {
+    "one": "one device", "ddp": "DDP", "fsdp2": "FSDP2", "lora": "LoRA", "dpo": "DPO, with its reference",
+    "ppo": "PPO, four models",
+}  # fmt: skip
+CARDS = (16, 24, 40, 80)  # GB
+MOST = 4096  # rows; more at once nobody asks for
+PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What a person may ask of a plan. Raises ValueError."""
+
+    model: ModelConfig = group("model")
+    strategy: str | None = None  # one, ddp, fsdp2, lora, dpo, ppo; none: all
+    context: int | None = None  # tokens of a row; none: 2,048, or the model's context where that is shorter
+    micro_batch: int = 1  # rows of one pass
+    processes: int = 8  # of ddp and fsdp2
+    device: str = "auto"  # whose parts are shown: cpu, cuda; auto: this machine's
+    precision: str = "auto"  # fp32, bf16, fp16; auto: this machine's, and bf16 on cards
+    optimizer: str = "adamw"  # adamw, muon
+    gradient_checkpointing: str = "none"  # none, full, every_2, selective
+    ema: bool = False  # keep an average of the weights
+    rank: int = 16  # of LoRA
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # of LoRA, or all-linear
+
+    def __post_init__(self) -> None:
+        choices = {
+            "strategy": (None, *STRATEGIES), "device": ("auto", "cpu", "cuda"),
+            "precision": ("auto", "fp32", "bf16", "fp16"), "optimizer": ("adamw", "muon"),
+            "gradient_checkpointing": CHECKPOINTING,
+        }  # fmt: skip
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                names = ", ".join(name for name in allowed if name)
+                raise ValueError(f"{key}: expected one of {names}, got {getattr(self, key)!r}")
+        assert self.adapter  # its own checks
+        if min(self.micro_batch, self.processes) < 1:
+            raise ValueError("micro_batch, processes: expected at least 1")
+        if not 1 <= self.tokens <= self.model.max_context:
+            raise ValueError(f"context: expected 1 to {self.model.max_context}, the model's, got {self.tokens}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row."""
+        return min(2048, self.model.max_context) if self.context is None else self.context
+
+    @property
+    def adapter(self) -> AdapterConfig:
+        """LoRA's shape."""
+        return AdapterConfig(rank=self.rank, alpha=2 * self.rank, targets=self.targets)
+
+
+def configured(argv: list[str]) -> PlanConfig:
+    """The plan that a command line asks for. Raises ConfigError for an unknown key, file or value."""
+    known = sorted(field.name for field in fields(PlanConfig))
+    of_model, values = [], {}
+    for text in argv:
+        key, raw = parse_override(text)
+        if key.split(".")[0] == "model":
+            of_model.append(text)
+        elif key in known:
+            values[key] = Value(raw, "command line")
+        else:
+            raise ConfigError(
+                f"command line: unknown key {key!r}{suggest(key, known)}; valid keys: {listing(known)}, model.<key of its file>"
+            )
+    return build(PlanConfig, values, "plan", Settings(Path(), of_model))
+
+
+def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
+    """A plan's training step on a kind of device. Several micro-batches an update: the greater of the two cases."""
+    return Work(
+        row=config.tokens, context=config.tokens, selected=config.tokens, kind=kind, precision=precision,
+        optimizer=config.optimizer, checkpointing=config.gradient_checkpointing, ema=config.ema,
+    )  # fmt: skip
+
+
+def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Footprint:
+    """Bytes per device of a strategy."""
+    model, narrow = config.model, reference.narrows(work.kind, work.precision)
+    whole = footprint.full(model)
+    if strategy == "lora":
+        weights = footprint.adapted(model, rank=config.rank, targets=config.adapter.modules)
+        adapted = replace(work, adapted=frozenset(config.adapter.modules))
+        return footprint.footprint(weights, [model], adapted, micro_batch)
+    if strategy in ("dpo", "ppo"):
+        work = replace(work, answers=True)
+    if strategy == "dpo":
+        return footprint.footprint(whole + footprint.frozen(model, narrow=narrow), [model], work, micro_batch)
+    if strategy == "ppo":
+        weights: Weights = whole + footprint.full(model, head=False)
+        weights += footprint.frozen(model, narrow=narrow) + footprint.frozen(model, head=False, narrow=narrow)
+        return footprint.footprint(weights, [model, model], work, micro_batch)
+    one = footprint.footprint(whole, [model], work, micro_batch)
+    if strategy == "ddp":
+        return footprint.data_parallel(one, whole)
+    return footprint.sharded(one, model, work, config.processes) if strategy == "fsdp2" else one
+
+
+def render(config: PlanConfig, here: device.Hardware) -> str:
+    """The two tables, and what they are about."""
+    kind = here.device.type if config.device == "auto" else config.device
+    precision = config.precision if config.precision != "auto" else here.precision
+    on_cards = config.precision if config.precision != "auto" else "bf16"
+    shown = work_of(config, kind, precision if kind == here.device.type else on_cards)
+    memory = device.total_memory(here.device)
+    asked = [config.strategy] if config.strategy else list(STRATEGIES)
+    names = {s: f"{STRATEGIES[s]} ({config.processes})" if s in ("ddp", "fsdp2") else STRATEGIES[s] for s in asked}
+    plans = {s: plan(config, s, shown, config.micro_batch) for s in asked}
+    parts = [[names[s], *(gigabytes(getattr(p, part)) for part in PARTS), gigabytes(p.total)] for s, p in plans.items()]
+    machines = [(memory, work_of(config, here.device.type, precision))]
+    machines += [(card * 10**9, work_of(config, "cuda", on_cards)) for card in CARDS]
+    room = [[names[s], *(rows_in(config, s, work, total) for total, work in machines)] for s in asked]
+    title = (
+        f"{footprint.full(config.model).trained:,} parameters; rows of {config.tokens:,} tokens, micro-batch {config.micro_batch}, "
+        f"{config.optimizer}, gradient checkpointing {config.gradient_checkpointing}"
+    )
+    return "\n\n".join([
+        title,
+        f"GB per device ({shown.kind}, {shown.precision})\n" + table(["strategy", *PARTS, "total"], parts),
+        f"largest micro-batch within {SHARE:.0%} of a card's memory, {CPU_SHARE:.0%} of a machine's (-: not even one row; this machine: "
+        f"{here.device.type}, {precision}; cards: cuda, {on_cards})\n"
+        + table(["strategy", f"this machine, {memory / 1e9:.0f} GB", *(f"{card} GB" for card in CARDS)], room),
+    ]) + "\n"  # fmt: skip
+
+
+def rows_in(config: PlanConfig, strategy: str, work: Work, memory: float) -> str:
+    """The largest micro-batch that a memory has room for; `-` where there is none for a row."""
+    share = CPU_SHARE if work.kind == "cpu" else SHARE
+    found = footprint.largest(share * memory, lambda rows: plan(config, strategy, work, rows).total, MOST)
+    return f"{found:,}" if found else "-"
+
+
+def gigabytes(size: float) -> str:
+    """10^9 bytes, to a tenth; small models to a thousandth."""
+    return f"{size / 1e9:,.1f}" if size >= 5e7 or not size else f"{size / 1e9:.3f}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they must be, the first one left, the others right."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *line[1:]]) for row, line in zip((head, *rows), lines, strict=True)
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan; the exit code of `errors.py`."""
+    try:
+        config = configured(argv)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    sys.stdout.write(render(config, device.hardware(config.precision)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,365 @@
+"""docs/reference.md: every key that a person may set, written from the dataclasses that own them.
+
+    stages/*.py (Params), params.yaml (the order of its blocks), conf/ -> docs/reference.md      (python -m pipeline.tools.reference)
+    python -m pipeline.tools.reference --check      writes nothing; ends with 1 and says what differs when the file is out of date
+
+A key's meaning is the comment beside its field (`running.meanings`); a field without one is refused by name. Values are those of the scale
+files, or the field's default. A new stage, model file or preset appears by itself; the environment variables are the table below.
+
+Not promised: what params.yaml and the presets set (python -m stages.<s> --help shows the values that hold), or which values of two keys
+exclude each other (`__post_init__` of the class says so).
+"""
+
+import dataclasses
+import importlib
+import itertools
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import Transformer
+from pipeline.run.config import GROUPS, Runtime, Value, build, is_flat, read_yaml, stage_names
+from pipeline.run.errors import InputError
+from pipeline.run.stage import meanings
+
+OUT = Path("docs/reference.md")
+SCALES = ("smoke", "demo", "full")
+NOT_GIVEN = "–"
+SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_context", "tied")
+
+HEAD = """\
+# Reference: every key
+
+Written by `python -m pipeline.tools.reference` from the code: a meaning is the comment beside the key's field. Change it there, then run the
+command again.
+
+**The tables.** Under `smoke`, `demo` and `full` stands what `conf/scale/` says, in *italics* the default where it says nothing, and – where a
+value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that the scale file, or a default, sets some of these. A block
+that no scale file mentions has one column, the default.
+
+**Which value holds.** The first that is found: the command line, `params.yaml` where it is not null, the block's preset, the scale file, the
+default. An unknown key, or a value of the wrong type, is an error.
+
+**How to set a key.** `dvc repro` after an edit of `params.yaml`, or:
+
+```
+dvc exp run -S language.steps=300                                # a key that stands in params.yaml
+dvc exp run -S +language.schedule=wsd                            # one that does not: with a plus
+dvc exp run -S grpo.adapter=none                                 # none switches off what may be absent
+python -m stages.language language.steps=300 language.schedule=wsd    # one stage without DVC; never a plus
+python -m stages.language --help                                 # its keys, the values that hold now, where each is from
+```
+"""
+
+# What a person sets, or another program for us: name -> meaning
+ENVIRONMENT = {
+    "STAGECOACH_LAUNCH": "in how many processes a stage trains: `4` (DDP), `fsdp2:4`, or a file of `conf/launch/`; empty or 1: one",
+    "MACHINE_RANK": "which of several machines this is, from 0; goes before `machine_rank` of the launch file",
+    "OMP_NUM_THREADS": "threads of a process; not set: PyTorch's choice, and for several processes on a CPU the cores divided by them",
+    "CUDA_VISIBLE_DEVICES": "CUDA's own: which GPUs the processes see",
+    "STAGECOACH_WORK": "the folder of resumable work; not set: `.work` beside `dvc.yaml`; several machines need one that all share",
+    "STAGECOACH_MLFLOW": "`off`: no MLflow",
+    "STAGECOACH_DEVICE": "what `runtime.device` says, for programs that read no params.yaml: auto, cpu, cuda or mps",
+    "MLFLOW_TRACKING_URI": "where MLflow's runs go; not set: a SQLite file beside `dvc.yaml`",
+    "WANDB_MODE": "Weights & Biases' own, for `runtime.trackers: [wandb]`; `offline` keeps its runs in the work folder",
+    "STAGECOACH_API_KEYS": "keys that the server takes, separated by commas; needed where others than this machine may ask",
+    "STAGECOACH_SANDBOX_TOKEN": "the token of the sandbox service, the same on its machine and on the one that asks",
+    "HF_TOKEN": "huggingface_hub's own: opens gated models and data sets; so are HF_HOME (its cache), HF_ENDPOINT and HF_HUB_OFFLINE",
+    "CXX": "the C++ compiler of the CPU pieces; not set: g++, then clang++",
+    "CC": "the C compiler that torch.compile needs on a GPU; not set: cc, then gcc or clang",
+    "TORCHINDUCTOR_CACHE_DIR": "where compiled layers are kept; not set: `compile` in the work folder",
+    "TORCH_CPP_LOG_LEVEL": "PyTorch's own; not set: ERROR",
+    "OMP_WAIT_POLICY": "OpenMP's own; not set: PASSIVE",
+}
+# Set by DVC, by the launcher or by us, for our own processes: no knobs
+INTERNAL = (
+    *("STAGECOACH_LOCKED", "DVC_ROOT", "DVC_STAGE", "DVC_EXP_NAME", "DVC_EXP_BASELINE_REV", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *("ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU", "FSDP_VERSION", "FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS"),
+    *("TOKENIZERS_PARALLELISM", "STAGECOACH_ENDED", "MAKELEVEL"),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A block of keys: a section of the document."""
+
+    name: str
+    kind: Any  # the dataclass
+    says: str = ""  # what it is, a sentence
+    also: tuple[str, ...] = ()  # what the stage reads besides, as links
+    presets: tuple[str, ...] = ()  # names of files in conf/preset/<block>/
+
+
+def document(root: Path) -> str:
+    """The whole text. Raises InputError for a field without a meaning, ConfigError for a file of conf/ that cannot be read."""
+    found = blocks(root)
+    scales = [read_yaml(root / "conf" / "scale" / f"{name}.yaml") for name in SCALES]
+    told = [block for block in found if dataclasses.fields(block.kind)]
+    silent = [f"`{block.name}`" for block in found if block not in told]
+    links = [f"[{block.name}](#{block.name})" for block in told]
+    links += ["[model files](#model-files)", "[data files](#data-files)", "[presets](#presets)", "[environment](#environment)"]  # fmt: skip
+    parts = [
+        HEAD,
+        " · ".join(links) + ("" if not silent else f". Without keys: {', '.join(silent)}.") + "\n",
+        top(root),
+    ]
+    parts += [section(block, scales) for block in told]
+    parts += [model_files(root), data_files(), presets(root), environment()]
+    return "\n".join(parts)
+
+
+def blocks(root: Path) -> list[Block]:
+    """The blocks of params.yaml and those that could stand there, in its order; `runtime` last."""
+    stages, found = stage_names(root), []
+    shared: dict[str, Any] = {}  # blocks that are no stage's
+    for stage in stages:
+        module = importlib.import_module(f"stages.{stage}")
+        files = tuple(sorted(path.stem for path in (root / "conf" / "preset" / stage).glob("*.yaml")))
+        sources = _sources(module.Params)
+        also = tuple(text for name, kind in sources for text in _links(name, kind, stages))
+        shared |= {name: kind for name, kind in sources if name.partition(".")[0] not in (*GROUPS, *stages)}
+        found.append(Block(name=stage, kind=module.Params, says=_sentence(module.__doc__ or ""), also=also, presets=files))  # fmt: skip
+    for name, kind in shared.items():
+        readers = [f"`{block.name}`" for block in found if name in dict(_sources(block.kind))]
+        found.append(Block(name=name, kind=kind, says=f"Read by {', '.join(readers)}."))
+    found.append(Block(name="runtime", kind=Runtime, says="How a run is carried out: read by all stages, tracked by none, "
+                       "since none of it changes more of a result than its rounding."))  # fmt: skip
+    order = [name for name in read_yaml(root / "params.yaml") if name != "runtime"]
+    places = {name: place for place, name in enumerate(order)} | {"runtime": len(order) + 1}
+    return sorted(found, key=lambda block: places.get(block.name, len(order)))
+
+
+def _sources(kind: Any) -> list[tuple[str, Any]]:
+    """The fields that come from elsewhere: from where, and their type."""
+    hints = typing.get_type_hints(kind)
+    fields = [(field.metadata.get("from"), hints[field.name]) for field in dataclasses.fields(kind)]
+    return [(source, hint) for source, hint in fields if source is not None]
+
+
+def _links(source: str, kind: Any, stages: Sequence[str]) -> list[str]:
+    """How a section names what its stage takes from a group, from some keys of another stage, or from a shared block."""
+    if source in GROUPS:
+        return [f"the [{source} file](#{source}-files)"]
+    if source in stages:
+        return [f"`{source}.{field.name}`" for field in dataclasses.fields(kind)]
+    return [f"`{source}`" if "." in source else f"[`{source}`](#{source})"]
+
+
+def _sentence(docstring: str) -> str:
+    """The first paragraph of a stage's docstring without `Stage <name>: `."""
+    text = " ".join(docstring.strip().split("\n\n")[0].split())
+    text = re.sub(r"^Stage \w+: ", "", text)
+    return text[:1].upper() + text[1:]
+
+
+def top(root: Path) -> str:
+    """The keys beside the blocks."""
+    rows = [
+        ["`seed`", "int", "every draw of training begins from it: weights, order, noise, sampled answers"],
+        [
+            "`data_seed`",
+            "int",
+            "every draw that makes data or measures: corpus, tasks, items, resamples; another one rebuilds all",
+        ],
+    ]
+    for group, what in zip(GROUPS, ("the size of the model", "how long and how big", "where the data come from"), strict=True):  # fmt: skip
+        names = ", ".join(sorted(path.stem for path in (root / "conf" / group).glob("*.yaml")))
+        rows.append([f"`{group}`", "str", f"{what}, a file of `conf/{group}/`: {names}"])
+    return table(["key", "type", "meaning"], rows)
+
+
+def section(block: Block, scales: Sequence[Mapping[str, Any]]) -> str:
+    """A block: what it is, what else it reads, a row for each key."""
+    given = [scale.get(block.name) or {} for scale in scales]
+    heads = SCALES if any(given) else ("default",)
+    rows = list(rows_of(block.kind, given if any(given) else None))
+    if block.presets:
+        meaning = f"a file of `conf/preset/{block.name}/`: {', '.join(block.presets)}"
+        rows.insert(0, ["`preset`", "str or none", *("*none*" for _ in heads), meaning])
+    lines = [f"## {block.name}\n"] + ([f"{block.says}\n"] if block.says else [])
+    if block.also:
+        lines.append(f"Also reads: {', '.join(block.also)}.\n")
+    return "\n".join(lines + ([table(["key", "type", *heads, "meaning"], rows)] if rows else []))
+
+
+def rows_of(kind: Any, given: Sequence[Mapping[str, Any]] | None, prefix: str = "") -> Iterator[list[str]]:
+    """A row for each key of a dataclass, those of nested ones below their parent. `given` None: the default alone.
+
+    Raises InputError for a field whose source has no comment.
+    """
+    hints, said = typing.get_type_hints(kind), meanings(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if field.metadata.get("from") is not None:
+            continue
+        if is_flat(hint):
+            yield from rows_of(hint, given, prefix)
+            continue
+        if field.name not in said:
+            raise InputError(
+                f"{kind.__module__}.{kind.__qualname__}.{field.name} has no meaning; write it as a comment beside the field"
+            )
+        raws = [] if given is None else [layer.get(field.name) for layer in given]
+        inner = nested(hint)
+        values = [default(field)] if given is None else [cell(field, raw, has_rows=bool(inner)) for raw in raws]
+        yield [f"`{prefix}{field.name}`", type_of(hint), *values, escaped(said[field.name])]
+        for path, other in inner:
+            below = [raw if isinstance(raw, Mapping) and not path else {} for raw in raws]
+            yield from rows_of(other, below or None, f"{prefix}{field.name}{path}.")
+
+
+def nested(hint: Any) -> list[tuple[str, Any]]:
+    """The dataclasses in a type, each with the way to it: `.*` any key of a mapping, `[]` any entry of a list."""
+    if dataclasses.is_dataclass(hint):
+        return [("", hint)]
+    step = {dict: ".*", list: "[]", tuple: "[]"}.get(typing.get_origin(hint) or hint, "")
+    return [(step + path, kind) for part in typing.get_args(hint) for path, kind in nested(part)]
+
+
+def type_of(hint: Any) -> str:
+    """A type as a person reads it in a table: `int or none`, `list of str`, `block` for keys of its own."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return "block"
+    if isinstance(hint, types.UnionType):
+        return " or ".join(type_of(part) for part in parts)
+    if origin in (list, tuple):
+        return f"list of {type_of(parts[0])}"
+    if origin is dict:
+        return f"dict of {type_of(parts[1])}"
+    return "none" if hint is type(None) else hint.__name__
+
+
+def cell(field: dataclasses.Field[Any], raw: object, *, has_rows: bool) -> str:
+    """The cell of a scale: what its file says, else the default in italics. `has_rows`: a block inside stands in rows below."""
+    if raw is not None:
+        return "below" if has_rows and not isinstance(raw, str) else escaped(shown(raw))
+    found = default(field)
+    return found if found == NOT_GIVEN else f"*{found}*"
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    """The cell of a field's default."""
+    if field.default is not dataclasses.MISSING:
+        return escaped(shown(field.default))
+    if field.default_factory is dataclasses.MISSING:
+        return NOT_GIVEN
+    made = field.default_factory()
+    return "below" if dataclasses.is_dataclass(made) else escaped(shown(made))
+
+
+def shown(raw: Any) -> str:
+    """A value as YAML writes it in a line."""
+    if raw is None:
+        return "none"
+    if isinstance(raw, bool):
+        return str(raw).lower()
+    if isinstance(raw, float):
+        return re.sub(r"e([+-])0*", lambda found: f"e{found[1].strip('+')}", repr(raw))
+    if isinstance(raw, Mapping):
+        return "{" + ", ".join(f"{key}: {shown(entry)}" for key, entry in raw.items()) + "}"
+    if isinstance(raw, list | tuple):
+        return "[" + ", ".join(shown(entry) for entry in raw) + "]"
+    return str(raw)
+
+
+def escaped(text: str) -> str:
+    """Text for a cell: pipes escaped everywhere, and outside of backticks what Markdown or HTML would take for a mark."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*<\\]|(?<!\w)_|_(?!\w))", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts).replace("|", r"\|")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def model_files(root: Path) -> str:
+    """The keys of a file of conf/model/, and the files with the sizes of their models."""
+    sizes = []
+    for path in sorted((root / "conf" / "model").glob("*.yaml")):
+        origin = str(path.relative_to(root))
+        config = build(ModelConfig, {key: Value(raw, origin) for key, raw in read_yaml(path).items()}, "model")
+        with torch.device("meta"):  # shapes alone: nothing is allocated
+            total = Transformer(config).num_parameters()
+        sizes.append([f"`{path.stem}`", *(shown(getattr(config, name)) for name in SIZES), f"{total:,}"])
+    return (
+        "## model files\n\nA file of `conf/model/`, chosen by `model`; on the command line `model.layers=6` changes a key of it.\n\n"
+        + table(["key", "type", "default", "meaning"], list(rows_of(ModelConfig, None)))
+        + "\nThe files, and all parameters of their models:\n\n"
+        + table(["file", *SIZES, "parameters"], sizes)
+    )
+
+
+def data_files() -> str:
+    """The keys of a file of conf/data/."""
+    kind = typing.get_type_hints(importlib.import_module("stages.corpus").Params)["data"]
+    return (
+        "## data files\n\nA file of `conf/data/`, chosen by `data`. The first word of some meanings is the `source` that reads the key.\n\n"
+        + table(["key", "type", "default", "meaning"], list(rows_of(kind, None)))
+    )
+
+
+def presets(root: Path) -> str:
+    """The presets, each with the first line of its file."""
+    rows = []
+    for path in sorted((root / "conf" / "preset").glob("*/*.yaml")):
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        if not first.startswith("#"):
+            raise InputError(
+                f"{path}: expected a comment in the first line that says what the preset is, found {first!r}"
+            )
+        rows.append([f"`{path.parent.name}.preset={path.stem}`", escaped(first.lstrip("# "))])
+    return "## presets\n\nFiles of `conf/preset/`: the hyper-parameters of a paper or a document, by name.\n\n" + table(
+        ["preset", "what it is"], rows
+    )
+
+
+def environment() -> str:
+    """The environment variables."""
+    rows = [[f"`{name}`", escaped(meaning)] for name, meaning in ENVIRONMENT.items()]
+    internal = ", ".join(f"`{name}`" for name in INTERNAL)
+    return (
+        "## environment\n\nVariables that the program reads. None of them changes more of a result than its rounding.\n\n"
+        + table(["variable", "meaning"], rows)
+        + f"\nNot to be set by hand, since DVC, the launcher and the program itself set them: {internal}.\n"
+    )
+
+
+def difference(old: str, new: str) -> str:
+    """Where two texts that differ first part, in words for a message."""
+    lines = itertools.zip_longest(old.split("\n"), new.split("\n"), fillvalue="(the end)")
+    number, (found, expected) = next((n, pair) for n, pair in enumerate(lines, start=1) if pair[0] != pair[1])
+    return f"line {number}: expected {expected[:100]!r}, found {found[:100]!r}"
+
+
+def main(argv: list[str]) -> int:
+    """Write the document, or with --check compare it; the exit code."""
+    if argv not in ([], ["--check"]):
+        sys.stderr.write(f"usage: python -m pipeline.tools.reference [--check]; got {' '.join(argv)}\n")
+        return 2
+    try:
+        text = document(Path())
+    except InputError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    if not argv:
+        OUT.write_text(text, encoding="utf-8")
+        return 0
+    old = OUT.read_text(encoding="utf-8") if OUT.is_file() else ""
+    if old != text:
+        sys.stderr.write(f"{OUT} is out of date: {difference(old, text)}; run python -m pipeline.tools.reference\n")
+    return int(old != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
