@@ -1,12 +1,17 @@
 """What a server bears: odd requests by the thousand, and one key's attack beside another key's answers.
 
-    python benchmarks/abuse.py [--requests 10000] [--answers 1000] [--users 8] [--only odd attack masked] [--kinds ...] [--seed 0]
+    python benchmarks/abuse.py [--requests 10000] [--answers 1000] [--users 8] [--only odd attack masked] [--kinds ...]
+    [--seed 0]
         [--json FILE]
 
-odd     `--requests` of the kinds of `odd_requests.py`, four at a time: none is answered by 5xx (but 503 that says when to come back)
-        or takes more than HANG_SECONDS, every error is OpenAI's object, and behind the first tenth memory grows by at most MOST_GROWTH.
-attack  `--answers` chats by `--users` users of one key, half of them quiet, half while another key sends hostile and good schemas,
-        Markdown and prompts to score, and others bodies without a key: no chat fails, and the 95th percentile at most doubles.
+odd     `--requests` of the kinds of `odd_requests.py`, four at a time: none is answered by 5xx (but 503 that says when
+        to come back)
+        or takes more than HANG_SECONDS, every error is OpenAI's object, and behind the first tenth memory grows by at
+        most MOST_GROWTH.
+attack  `--answers` chats by `--users` users of one key, half of them quiet, half while another key sends hostile and
+        good schemas,
+        Markdown and prompts to score, and others bodies without a key: no chat fails, and the 95th percentile at most
+        doubles.
 masked  the same for a masked-diffusion model, beside the same attack.
 
 A server of untrained models of two layers runs as a process on 127.0.0.1; the attacker is a process of its own
@@ -53,7 +58,7 @@ SENTENCES = (
 )
 
 
-# -- the server ----------------------------------------------------------------------------------------------------------------
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -82,7 +87,7 @@ def memory(running: Running) -> float:
     return sum(one.memory_info().rss for one in family if one.is_running()) / 2**20
 
 
-# -- odd requests --------------------------------------------------------------------------------------------------------------
+# -- odd requests ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -127,7 +132,8 @@ def odd_requests(running: Running, count: int, seed: int) -> Borne:
             found.slowest = max(found.slowest, heard.seconds)
             if problem := wrong(odd, heard):
                 found.wrong.append(
-                    f"{problem}: {odd.kind} {odd.method} {odd.path} {odd.headers} {odd.body[:600]!r} -> {heard.body[:200]!r}"
+                    f"{problem}: {odd.kind} {odd.method} {odd.path} {odd.headers} {odd.body[:600]!r} ->"
+                    f" {heard.body[:200]!r}"
                 )
 
     async def all_of(number: int) -> None:
@@ -143,7 +149,7 @@ def odd_requests(running: Running, count: int, seed: int) -> Borne:
     return found
 
 
-# -- an attack beside answers --------------------------------------------------------------------------------------------------
+# -- an attack beside answers ------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -255,7 +261,8 @@ def main() -> int:
                 "statuses": borne.statuses,
             }
             told(
-                f"odd: {options.requests} requests, {len(borne.wrong)} wrong, slowest {borne.slowest:.2f} s, memory {borne.growth:+.1f} MiB"
+                f"odd: {options.requests} requests, {len(borne.wrong)} wrong, slowest {borne.slowest:.2f} s, memory"
+                f" {borne.growth:+.1f} MiB"
             )
             told("\n".join(borne.wrong[:20]))
         for model in [name for name, part in (("nano", "attack"), ("masked", "masked")) if part in options.only]:
@@ -270,8 +277,9 @@ def main() -> int:
                 "sent": found.sent,
             }
             told(
-                f"{model}: {len(found.quiet)} + {len(found.attacked)} answers at {options.users} users, {len(found.failures)} failures, p95 "
-                f"{1000 * tails['quiet']:.0f} ms, {1000 * tails['attacked']:.0f} ms attacked: {found.times:.2f} times; memory {found.growth:+.1f} MiB"
+                f"{model}: {len(found.quiet)} + {len(found.attacked)} answers at {options.users} users,"
+                f" {len(found.failures)} failures, p95 {1000 * tails['quiet']:.0f} ms, {1000 * tails['attacked']:.0f}"
+                f" ms attacked: {found.times:.2f} times; memory {found.growth:+.1f} MiB"
             )
             told(f"  the attacker: {dict(sorted(found.sent.items()))}")
             told("\n".join(found.failures[:5]))

@@ -2,8 +2,8 @@
 
     python benchmarks/attacker.py URL KIND ...      until its input ends; then the counts of "kind status" as JSON
 
-It imports little and gives way (nice 19): it stands for other machines. As many requests of a kind are made at a time as ATTACK
-says, each again PAUSE after its answer.
+It imports little and gives way (nice 19): it stands for other machines. As many requests of a kind are made at a time
+as ATTACK says, each again PAUSE after its answer.
 """
 
 import asyncio
@@ -94,10 +94,31 @@ def attacks(draw: random.Random) -> dict[str, tuple[Odd, str]]:
         "schemas": (shaped(together), OTHER),
         "multiples": (shaped({"type": "integer", "multipleOf": draw.randrange(10**6, 10**7)}), OTHER),
         "texts": (post("/render", {"markdown": "[" * draw.randrange(40_000, 49_000)}), OTHER),
-        "echoes": (post("/v1/completions", {"model": "nano", "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 5}), OTHER),
-        "keyless": (Odd("keyless", "POST", "/v1/completions", b'{"model": "nano", "prompt": [' + b"[]," * 340_000 + b"[]]}", {"content-type": "application/json"}), ""),
-        "fits": (shaped({"type": "object", "properties": {"a": {"type": "integer", "minimum": low, "maximum": low + 50}}, "required": ["a"]}), OTHER),
-    }  # fmt: skip
+        "echoes": (
+            post("/v1/completions", {"model": "nano", "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 5}),
+            OTHER,
+        ),
+        "keyless": (
+            Odd(
+                "keyless",
+                "POST",
+                "/v1/completions",
+                b'{"model": "nano", "prompt": [' + b"[]," * 340_000 + b"[]]}",
+                {"content-type": "application/json"},
+            ),
+            "",
+        ),
+        "fits": (
+            shaped(
+                {
+                    "type": "object",
+                    "properties": {"a": {"type": "integer", "minimum": low, "maximum": low + 50}},
+                    "required": ["a"],
+                }
+            ),
+            OTHER,
+        ),
+    }
 
 
 def main() -> None:

@@ -2,10 +2,11 @@
 
     python benchmarks/constrain.py models/tools data/dialogues/test.jsonl [--requests 500] [--temperature 1.0]
 
-Each request is a user's question of the held-out dialogues with the tools that stand beside it, `tool_choice` required; budgets
-run from 8 to 256 tokens. Printed: answers that are complete and valid, refusals (`budget_too_small`) and by how many tokens,
-the share of tokens that the plan chose instead of the model, and microseconds a token of the mask, of `take` and of the model.
-Goal: every answer complete and valid; mask and `take` together under 5 % of the model's step on this model's size and larger.
+Each request is a user's question of the held-out dialogues with the tools that stand beside it, `tool_choice` required;
+budgets run from 8 to 256 tokens. Printed: answers that are complete and valid, refusals (`budget_too_small`) and by how
+many tokens, the share of tokens that the plan chose instead of the model, and microseconds a token of the mask, of
+`take` and of the model. Goal: every answer complete and valid; mask and `take` together under 5 % of the model's step
+on this model's size and larger.
 """
 
 import argparse
@@ -107,9 +108,12 @@ def main() -> None:
 def _valid(found: chat.Reply, tools: list[dict[str, Any]]) -> bool:
     """Whether a turn is calls alone, and each has the arguments that its tool's schema wants."""
     schemas = {tool.get("function", tool)["name"]: tool.get("function", tool).get("parameters", {}) for tool in tools}
-    return found.error is None and not found.content and bool(found.tool_calls) and not any(
-        mistake(schemas[call["name"]], json.dumps(call["arguments"])) for call in found.tool_calls
-    )  # fmt: skip
+    return (
+        found.error is None
+        and not found.content
+        and bool(found.tool_calls)
+        and not any(mistake(schemas[call["name"]], json.dumps(call["arguments"])) for call in found.tool_calls)
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 Makes a scratch copy of the repository with `data: files` and so many MB of running text in `data/own/text` (Zipf's law
 over made-up words, JSON lines, no two documents alike), then runs stage_corpus, stage_tokenizer and stage_encode there.
-Prints a line each: seconds, and the largest sum over all processes of the stage of RssAnon + RssShmem (memory that is the
-processes' own; pages of mapped files, which the kernel may drop, are not counted). Writes benchmarks/results/corpus_memory.json.
+Prints a line each: seconds, and the largest sum over all processes of the stage of RssAnon + RssShmem (memory that is
+the processes' own; pages of mapped files, which the kernel may drop, are not counted). Writes
+benchmarks/results/corpus_memory.json.
 """
 
 import argparse

@@ -1,12 +1,14 @@
 """The server's engine beside `transformers.generate`: the same weights, prompts, lengths and threads, greedy, in turns.
 
-    python benchmarks/engine.py [--model models/deploy] [--rounds 5] [--tokens 64] [--rows 1 2 4 8] [--threads 1] [--only NAME]
+    python benchmarks/engine.py [--model models/deploy] [--rounds 5] [--tokens 64] [--rows 1 2 4 8] [--threads 1]
+    [--only NAME]
 
-Without --model: random weights of a Qwen3 shape with 82 M parameters. Prints, with the median and the quartiles of the rounds:
-tokens decoded per second at each number of rows (whole answers to prompts of 16 tokens; MBU is what of the measured memory
-bandwidth reading weights, keys and values once a step takes); the ratio of each of ours to the better of transformers' two dtypes, round by
-round; tokens of a prompt of 1,024 read per second; the time to the first token when that prompt is known already, as a share of when it is not;
-drafts on and off on a text that repeats; and the resident memory of a fresh process of each side.
+Without --model: random weights of a Qwen3 shape with 82 M parameters. Prints, with the median and the quartiles of the
+rounds: tokens decoded per second at each number of rows (whole answers to prompts of 16 tokens; MBU is what of the
+measured memory bandwidth reading weights, keys and values once a step takes); the ratio of each of ours to the better
+of transformers' two dtypes, round by round; tokens of a prompt of 1,024 read per second; the time to the first token
+when that prompt is known already, as a share of when it is not; drafts on and off on a text that repeats; and the
+resident memory of a fresh process of each side.
 
 Goals: int8 at one row at least twice transformers; a known prompt within 5 % of an unknown one.
 """
@@ -35,8 +37,17 @@ from pipeline.serve.engine import Engine, Event, Said
 from pipeline.serve.engine import GenerationRequest as Request
 
 SHAPE = ModelConfig(
-    vocab_size=8192, width=768, layers=12, heads=12, kv_heads=4, head_dim=64, d_ff=2048, max_context=2048, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=8192,
+    width=768,
+    layers=12,
+    heads=12,
+    kv_heads=4,
+    head_dim=64,
+    d_ff=2048,
+    max_context=2048,
+    rope_theta=1e4,
+    tied=True,
+)
 OURS, THEIRS = ("int8", "bf16", "float32"), ("hf bf16", "hf float32")
 SHORT, LONG = 16, 1024  # tokens of a prompt
 Answer = Callable[[list[list[int]], int], float]  # prompts, tokens of each answer -> seconds
@@ -195,8 +206,8 @@ def drafting(arguments: argparse.Namespace) -> None:
         stats = pair[1].stats()
         ratio = [on / off for off, on in zip(*rates)]
         sys.stdout.write(
-            f"  {name:11} off {told(rates[0])}  on {told(rates[1])}  x {told(ratio, 2)}; of {stats.generated_tokens} tokens "
-            f"{stats.accepted_tokens} by drafts, of {stats.drafted_tokens} drafted\n"
+            f"  {name:11} off {told(rates[0])}  on {told(rates[1])}  x {told(ratio, 2)}; of {stats.generated_tokens}"
+            f" tokens {stats.accepted_tokens} by drafts, of {stats.drafted_tokens} drafted\n"
         )
 
 
@@ -214,7 +225,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.only:
-        side = theirs(arguments.only, arguments.model) if arguments.only in THEIRS else ours(served(arguments.only, arguments.model))  # fmt: skip
+        side = (
+            theirs(arguments.only, arguments.model)
+            if arguments.only in THEIRS
+            else ours(served(arguments.only, arguments.model))
+        )
         side([[1] * SHORT], arguments.tokens)
         sys.stdout.write(f"{psutil.Process().memory_info().rss / 2**20:.0f}\n")
         return

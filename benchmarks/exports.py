@@ -1,12 +1,13 @@
-"""Do other programs compute what our model computes from what `stage_deploy` exports? The parity of the stage, repeated in them.
+"""Do other programs compute what our model computes from what `stage_deploy` exports? The parity of the stage, repeated
+in them.
 
     python benchmarks/exports.py [models/deploy] [--json FILE]
 
-A row a program: whether it splits a probe of over 20,000 tokens as we do and renders conversations as we do, how far its
-log-probabilities are from ours (the probe's own tokens), and how many of 64 greedy tokens are equal. Run are those that are
-installed: transformers (4 or 5, whichever the environment has), llama-cpp-python (built from source), the extra onnx. The rest
-reads "not run". The first row is our own model in float64: what float32 itself costs. No program that computes in float32 can
-be held to less.
+A row a program: whether it splits a probe of over 20,000 tokens as we do and renders conversations as we do, how far
+its log-probabilities are from ours (the probe's own tokens), and how many of 64 greedy tokens are equal. Run are those
+that are installed: transformers (4 or 5, whichever the environment has), llama-cpp-python (built from source), the
+extra onnx. The rest reads "not run". The first row is our own model in float64: what float32 itself costs. No program
+that computes in float32 can be held to less.
 
 Not promised: speed (`benchmarks/serving.py`); what an accelerator's kernels round otherwise.
 """
@@ -94,8 +95,16 @@ class LlamaCpp:
         library: Any = importlib.import_module("llama_cpp")
         kind = {"f32": library.GGML_TYPE_F32, "f16": library.GGML_TYPE_F16}[cache]
         with _weights_as_they_are(library.llama_cpp):
-            self.model = library.Llama(str(path), n_ctx=context, logits_all=True, type_k=kind, type_v=kind, n_threads=1,
-                                       n_threads_batch=1, verbose=False)  # fmt: skip
+            self.model = library.Llama(
+                str(path),
+                n_ctx=context,
+                logits_all=True,
+                type_k=kind,
+                type_v=kind,
+                n_threads=1,
+                n_threads_batch=1,
+                verbose=False,
+            )
 
     def logits(self, ids: list[int]) -> Tensor:
         """(T, V), after each of the ids."""
@@ -185,8 +194,15 @@ class Row:
         greedy = f"{found.greedy_equal}/{found.greedy_tokens}" if self.tokens else ""
         if math.isnan(found.divergence):  # a reward model gives no probabilities
             return [self.program, "", "", f"{found.max_difference:.1e}", "", "", ""]
-        return [self.program, self.tokens, self.templates, f"{found.max_difference:.1e}", f"{found.divergence:.1e}",
-                f"{found.perplexity:+.3%}", greedy]  # fmt: skip
+        return [
+            self.program,
+            self.tokens,
+            self.templates,
+            f"{found.max_difference:.1e}",
+            f"{found.divergence:.1e}",
+            f"{found.perplexity:+.3%}",
+            greedy,
+        ]
 
 
 @dataclass(frozen=True)
@@ -269,8 +285,10 @@ def measure(folder: Path) -> list[Row]:
     subject = Subject(folder, model.train(False), tokenizer)
     rows = [subject.exact()]
     asked: dict[str, Callable[[], Iterator[Row]]] = {
-        "transformers": subject.transformers, "llama_cpp": subject.llama_cpp, "onnxruntime_genai": subject.genai,
-    }  # fmt: skip
+        "transformers": subject.transformers,
+        "llama_cpp": subject.llama_cpp,
+        "onnxruntime_genai": subject.genai,
+    }
     for package, run in asked.items():
         if importlib.util.find_spec(package) is None:
             rows.append(Row(package, why_not="not installed"))

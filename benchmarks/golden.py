@@ -1,11 +1,11 @@
 """A golden record: sha256 of everything the graph makes, so that a refactor can show that it changed no bit.
 
     python benchmarks/golden.py record REPOSITORY OUT.json           of a built repository, with what its server answers
-    python benchmarks/golden.py demo REPOSITORY OUT.json             of four stages after 50 steps at demo scale, in a copy
+    python benchmarks/golden.py demo REPOSITORY OUT.json          of four stages after 50 steps at demo scale, in a copy
     python benchmarks/golden.py compare BEFORE.json AFTER.json       exit code 1 where they differ; names what does
 
-Hashes of code, keys of runs and times are left out of JSON files, and files that list other files' hashes (SHA256SUMS) with them:
-those are meant to change where code moves.
+Hashes of code, keys of runs and times are left out of JSON files, and files that list other files' hashes (SHA256SUMS)
+with them: those are meant to change where code moves.
 """
 
 import argparse
@@ -24,16 +24,29 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.server import serving
 
-FOLDERS = ("data/raw", "data/tokens", "data/tokenizer", "data/dialogues", "data/problems", "data/preferences", "data/facts",
-           "models", "metrics")  # fmt: skip
+FOLDERS = (
+    "data/raw",
+    "data/tokens",
+    "data/tokenizer",
+    "data/dialogues",
+    "data/problems",
+    "data/preferences",
+    "data/facts",
+    "models",
+    "metrics",
+)
 LEFT_OUT = {"lineage", "versions", "code", "key"}
 LISTS = ("SHA256SUMS", "lineage.json", "README.md")
 STAGES = ("language", "tools", "dpo", "grpo")
 STEPS = 50
 QUESTIONS = (
-    {"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 48, "temperature": 0},
+    {
+        "messages": [{"role": "user", "content": "Write a function that adds two numbers."}],
+        "max_tokens": 48,
+        "temperature": 0,
+    },
     {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 48, "temperature": 0.8, "seed": 7},
-)  # fmt: skip
+)
 
 
 def main() -> int:
@@ -113,8 +126,11 @@ def alone() -> dict[str, str]:
 
 def compare(before: dict[str, str], after: dict[str, str]) -> int:
     """Print what differs."""
-    lines = [f"{'gone' if name not in after else 'new' if name not in before else 'other'}: {name}"
-             for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]  # fmt: skip
+    lines = [
+        f"{'gone' if name not in after else 'new' if name not in before else 'other'}: {name}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
     print("\n".join(lines) or f"equal: {len(before)} hashes")
     return 1 if lines else 0
 

@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_training.py [--models medium large] [--rows 8] [--context 2048] [--rounds 3] [--steps 10]
 
-The models of conf/model/ in bf16 with AdamW, on rows of random tokens: plain layers, compiled ones, compiled with activations computed
-again (`selective`, `full`), and compiled under FSDP2 on one rank, each a process, one after another (they do not fit together). `mfu`
-divides by the maker's data sheet (device.DATA_SHEET), as karpathy/nanochat counts; `mfu_measured` by a large product timed here. A
-setting that runs out of memory has a row that says so. Goal: 55 % at 1 to 3 billion parameters on an H100. Writes
-`results/gpu_training-<device>.json`. Without a GPU it says so and ends with 2; `--anyway` runs it on the CPU (for tests), writing nothing.
+The models of conf/model/ in bf16 with AdamW, on rows of random tokens: plain layers, compiled ones, compiled with
+activations computed again (`selective`, `full`), and compiled under FSDP2 on one rank, each a process, one after
+another (they do not fit together). `mfu` divides by the maker's data sheet (device.DATA_SHEET), as karpathy/nanochat
+counts; `mfu_measured` by a large product timed here. A setting that runs out of memory has a row that says so. Goal: 55
+% at 1 to 3 billion parameters on an H100. Writes `results/gpu_training-<device>.json`. Without a GPU it says so and
+ends with 2; `--anyway` runs it on the CPU (for tests), writing nothing.
 """
 
 import argparse
@@ -28,8 +29,16 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.train_speed import SIZES, WARMUP, Side
 
 SHAPE = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff")
-FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true", "RANK": "0", "LOCAL_RANK": "0",
-         "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}  # fmt: skip
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+}
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {  # name -> (arm, runtime, environment)
     "plain": ("ours", {}, {}),
     "compiled": ("ours compiled", {}, {}),
@@ -71,8 +80,15 @@ def row(model: str, setting: str, arguments: argparse.Namespace) -> dict[str, An
 
     arm, runtime, environment = SETTINGS[setting]
     shape: dict[str, Any] = dict(shape_of(model))
-    spec = {"size": shape, "rows": arguments.rows, "context": arguments.context, "warmup": WARMUP, "precision": "bf16",
-            "threads": arguments.threads, "runtime": {"micro_batch": arguments.micro_batch or arguments.rows} | runtime}  # fmt: skip
+    spec = {
+        "size": shape,
+        "rows": arguments.rows,
+        "context": arguments.context,
+        "warmup": WARMUP,
+        "precision": "bf16",
+        "threads": arguments.threads,
+        "runtime": {"micro_batch": arguments.micro_batch or arguments.rows} | runtime,
+    }
     found: dict[str, Any] = {"model": model, "setting": setting}
     try:
         with started(arm, spec, environment) as side:
@@ -88,10 +104,13 @@ def row(model: str, setting: str, arguments: argparse.Namespace) -> dict[str, An
     where = device.hardware("bf16").device
     sheet = device.data_sheet_flops(where)
     return found | {
-        "parameters": config.num_parameters, "tokens_per_second": round(statistics.median(speeds)),
-        "range": [round(min(speeds)), round(max(speeds))], "mfu": sheet and round(flops / sheet, 3),
-        "mfu_measured": round(flops / (1e9 * device.matmul_gflops("bf16")), 3), "peak_gb": round(side.peak / 1e9, 2),
-    }  # fmt: skip
+        "parameters": config.num_parameters,
+        "tokens_per_second": round(statistics.median(speeds)),
+        "range": [round(min(speeds)), round(max(speeds))],
+        "mfu": sheet and round(flops / sheet, 3),
+        "mfu_measured": round(flops / (1e9 * device.matmul_gflops("bf16")), 3),
+        "peak_gb": round(side.peak / 1e9, 2),
+    }
 
 
 def main(given: list[str] | None = None) -> list[dict[str, Any]]:

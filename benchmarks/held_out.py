@@ -5,17 +5,19 @@
                                                     as a model was trained on
 
 Reads data/raw, data/tokens, data/tokenizer, params.yaml, and metrics/eval/*.json where models were evaluated. Prints a
-markdown table, lower is better, with 95 % bootstrap intervals over documents (the very resamples of stage_evaluate), and
-writes the numbers to benchmarks/results/held_out.json (held_out-<N>.json with --tokens N). The rows:
+markdown table, lower is better, with 95 % bootstrap intervals over documents (the very resamples of stage_evaluate),
+and writes the numbers to benchmarks/results/held_out.json (held_out-<N>.json with --tokens N). The rows:
 
 * xz: each document alone with LZMA preset 9e as an .xz file, the container's 60 bytes or so included. It learns from
   the document only, so short documents cost it much; it is a floor to stand on, not a rival.
-* n-gram: order 5, interpolated modified Kneser-Ney (see ngram.py), over the models' own token ids, counted on data/tokens
-  of the same corpus: text for prose and stories, code for code. As in pipeline/evaluation/likelihood.py each document is
-  read after one end of text, and the text's tokens count, the separators do not.
+* n-gram: order 5, interpolated modified Kneser-Ney (see ngram.py), over the models' own token ids, counted on
+  data/tokens
+  of the same corpus: text for prose and stories, code for code. As in pipeline/evaluation/likelihood.py each document
+  is read after one end of text, and the text's tokens count, the separators do not.
 * models: as stage_evaluate measured them, in windows of its `context`. `code` and `tools` continue `language`.
 
-A model that was scored on other documents than these stops the run. Equal inputs give equal files. Not promised: that the intervals cover the choice of training data or seeds.
+A model that was scored on other documents than these stops the run. Equal inputs give equal files. Not promised: that
+the intervals cover the choice of training data or seeds.
 """
 
 import argparse

@@ -2,14 +2,15 @@
 
     python benchmarks/kills.py [STAGE ...] [--kills 20] [--seed 0] [--folder DIR]      all training stages without names
 
-A scratch folder holds the data and models of scale smoke, made by the stages themselves (a second call goes on with what is there).
-Each stage runs once whole. Then it is started and killed with its children by SIGKILL, at moments drawn evenly from EARLIEST of its
-time to its end, so most kills fall into loading, the loop with a state after every step, and publishing. A run that ends before its
-kill is compared and started over; after the last kill the stage runs to its end and is compared too. Equal means: every file that the
-whole run published, with the same sha256. Prints a line a stage, writes benchmarks/results/kills.json; ends with 1 where bytes differ.
+A scratch folder holds the data and models of scale smoke, made by the stages themselves (a second call goes on with
+what is there). Each stage runs once whole. Then it is started and killed with its children by SIGKILL, at moments drawn
+evenly from EARLIEST of its time to its end, so most kills fall into loading, the loop with a state after every step,
+and publishing. A run that ends before its kill is compared and started over; after the last kill the stage runs to its
+end and is compared too. Equal means: every file that the whole run published, with the same sha256. Prints a line a
+stage, writes benchmarks/results/kills.json; ends with 1 where bytes differ.
 
-One thread, one process, no MLflow. Not promised: equal bytes across thread counts, machines or versions of torch, or after a loss of
-power, where what was written may not be on the disk.
+One thread, one process, no MLflow. Not promised: equal bytes across thread counts, machines or versions of torch, or
+after a loss of power, where what was written may not be on the disk.
 """
 
 import argparse
@@ -29,12 +30,33 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "kills.json"
 DATA = ("corpus", "tasks", "tokenizer", "encode text", "encode code")
-TRAINING = ("language", "code", "tools", "lora", "reward", "dpo", "rlhf", "grpo", "diffusion", "diffusion_dpo", "diffusion_grpo", "memory")  # fmt: skip
+TRAINING = (
+    "language",
+    "code",
+    "tools",
+    "lora",
+    "reward",
+    "dpo",
+    "rlhf",
+    "grpo",
+    "diffusion",
+    "diffusion_dpo",
+    "diffusion_grpo",
+    "memory",
+)
 NEEDS = {  # other training stages whose models a stage reads
-    "code": ("language",), "tools": ("code",), "lora": ("code",), "reward": ("tools",), "dpo": ("tools",),
-    "rlhf": ("tools", "reward"), "grpo": ("tools",), "diffusion": ("code",), "diffusion_dpo": ("diffusion",),
-    "diffusion_grpo": ("diffusion",), "memory": ("code",),
-}  # fmt: skip
+    "code": ("language",),
+    "tools": ("code",),
+    "lora": ("code",),
+    "reward": ("tools",),
+    "dpo": ("tools",),
+    "rlhf": ("tools", "reward"),
+    "grpo": ("tools",),
+    "diffusion": ("code",),
+    "diffusion_dpo": ("diffusion",),
+    "diffusion_grpo": ("diffusion",),
+    "memory": ("code",),
+}
 SETTINGS = (
     "scale=smoke",
     "runtime.save_steps=1",
@@ -74,8 +96,12 @@ class Scratch:
     def start(self, stage: str, work: str, *more: str) -> subprocess.Popen[bytes]:
         """Begin a stage; what it says goes into a log beside."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("STAGECOACH_", "DVC_"))}
-        variables = {"OMP_NUM_THREADS": "1", "STAGECOACH_MLFLOW": "off", "STAGECOACH_WORK": str(self.folder / work),
-                     "PYTHONPATH": str(ROOT)}  # fmt: skip
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "STAGECOACH_MLFLOW": "off",
+            "STAGECOACH_WORK": str(self.folder / work),
+            "PYTHONPATH": str(ROOT),
+        }
         name, *item = stage.split()
         command = [sys.executable, "-m", f"stages.{name}", *item, *SETTINGS, *more]
         with self.log.open("ab") as log:
@@ -196,8 +222,8 @@ def main() -> int:
     for stage in stages:
         found = killed(scratch, stage, asked.kills, random.Random(f"{asked.seed} {stage}"))
         sys.stdout.write(
-            f"{stage}: {found.kills} kills in runs of {found.seconds} s, {found.resumed} resumed from a state; {found.compared} runs "
-            f"ended, {found.different} with other bytes in {found.files} files\n"
+            f"{stage}: {found.kills} kills in runs of {found.seconds} s, {found.resumed} resumed from a state;"
+            f" {found.compared} runs ended, {found.different} with other bytes in {found.files} files\n"
         )
         sys.stdout.flush()
         failed |= found.different > 0

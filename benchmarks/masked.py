@@ -1,14 +1,16 @@
-"""Masked-diffusion models on held-out problems: pass@1 against forward passes, and what a policy gained where its start was unsure.
+"""Masked-diffusion models on held-out problems: pass@1 against forward passes, and what a policy gained where its start
+was unsure.
 
-    python benchmarks/masked.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96] [--block 48]
-    python benchmarks/masked.py gain models/diffusion data/problems/test.jsonl models/diffusion_grpo [models/other_seed ...]
+    python benchmarks/masked.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96]
+    [--block 48] python benchmarks/masked.py gain models/diffusion data/problems/test.jsonl models/diffusion_grpo
+    [models/other_seed ...]
         [--problems 400] [--steps 32] [--temperature 0.8] [--threshold 0.99]
 
-`quality`: greedy answers at 1, 2, 4, 8 tokens a step and by thresholds with and without caches, each beside one token a step on the
-same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes at no more than 2 points lost.
-`gain`: problems that the first model solves in 20 to 80 % of 16 samples; it and the others on 16 other samples of these. Goal: at least
-5 points on at least 64 problems. Numbers are JSON on standard output; a file of them is kept with --out. With --samples FILE a run of
-`gain` that was stopped, or gets one more model, asks nothing twice.
+`quality`: greedy answers at 1, 2, 4, 8 tokens a step and by thresholds with and without caches, each beside one token a
+step on the same problems (paired bootstrap; no early stop). Goal: at least 3 times fewer forward passes at no more than
+2 points lost. `gain`: problems that the first model solves in 20 to 80 % of 16 samples; it and the others on 16 other
+samples of these. Goal: at least 5 points on at least 64 problems. Numbers are JSON on standard output; a file of them
+is kept with --out. With --samples FILE a run of `gain` that was stopped, or gets one more model, asks nothing twice.
 """
 
 import argparse
@@ -40,8 +42,20 @@ SAMPLES, LOW, HIGH = 16, 0.2, 0.8
 def subject(folder: Path, arguments: argparse.Namespace) -> CanvasSubject:
     """A model to be asked."""
     model, tokenizer = files.load(folder)
-    settings = suites.Settings(documents=1, stories=1, problems=arguments.problems, samples=1, dialogues=1, gaps=1, max_new_tokens=1,
-                               story_tokens=1, temperature=arguments.temperature, top_p=arguments.top_p, context=512, bootstrap=10_000)  # fmt: skip
+    settings = suites.Settings(
+        documents=1,
+        stories=1,
+        problems=arguments.problems,
+        samples=1,
+        dialogues=1,
+        gaps=1,
+        max_new_tokens=1,
+        story_tokens=1,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        context=512,
+        bootstrap=10_000,
+    )
     canvas = CanvasSettings(
         canvas=arguments.canvas,
         canvas_block=getattr(arguments, "block", arguments.canvas),
@@ -58,11 +72,20 @@ class Samples:
         self.path = path
         self.found: dict[str, list[bool]] = json.loads(path.read_text()) if path and path.is_file() else {}
 
-    def of(self, folder: Path, problems: list[Problem], samples: range, arguments: argparse.Namespace, judge: Judge) -> np.ndarray:  # fmt: skip
+    def of(
+        self, folder: Path, problems: list[Problem], samples: range, arguments: argparse.Namespace, judge: Judge
+    ) -> np.ndarray:
         """Whether each sample of each problem passes: (problems, samples) bool."""
         asked = subject(folder, arguments)
-        way = Denoising(length=arguments.canvas, steps=arguments.steps, temperature=arguments.temperature, top_p=arguments.top_p,
-                        threshold=arguments.threshold, order=arguments.order, block=asked.denoiser.traits.block_size or None)  # fmt: skip
+        way = Denoising(
+            length=arguments.canvas,
+            steps=arguments.steps,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            threshold=arguments.threshold,
+            order=arguments.order,
+            block=asked.denoiser.traits.block_size or None,
+        )
         prompts = {p.id: suites.user(asked.tokenizer, p.question) for p in problems}
         model, which, found = fingerprint(folder), hash_of("".join(prompts)), []
         for sample in samples:
@@ -99,11 +122,23 @@ def gain(arguments: argparse.Namespace, problems: list[Problem], judge: Judge) -
     unsure = [p for p, rate in zip(problems, rates, strict=True) if LOW <= rate <= HIGH]
     more = range(SAMPLES, 2 * SAMPLES)
     first = samples.of(arguments.model, unsure, more, arguments, judge).mean(1)
-    found: dict[str, Any] = {"problems": len(problems), "chosen": len(unsure), "rate_of_all": float(rates.mean()), "before": float(first.mean())}  # fmt: skip
+    found: dict[str, Any] = {
+        "problems": len(problems),
+        "chosen": len(unsure),
+        "rate_of_all": float(rates.mean()),
+        "before": float(first.mean()),
+    }
     for other in arguments.others:
         second = samples.of(other, unsure, more, arguments, judge).mean(1)
-        moved = paired_difference((first.tolist(), None), (second.tolist(), None), generator=device.generator("gain", 0))  # fmt: skip
-        found[str(other)] = {"after": float(second.mean()), "gain": moved.value, "gain_low": moved.low, "gain_high": moved.high}  # fmt: skip
+        moved = paired_difference(
+            (first.tolist(), None), (second.tolist(), None), generator=device.generator("gain", 0)
+        )
+        found[str(other)] = {
+            "after": float(second.mean()),
+            "gain": moved.value,
+            "gain_low": moved.low,
+            "gain_high": moved.high,
+        }
     return found
 
 

@@ -1,15 +1,16 @@
-"""What a memory buys: facts learnt and code kept, beside what else so many weights, or so many products, can be spent on.
+"""What a memory buys: facts learnt and code kept, beside what else so many weights, or so many products, can be spent
+on.
 
     python benchmarks/memory.py models/code data [--steps 400] [--seeds 0 1 2] [--work DIR] [--only memory] [--out FILE]
 
-All are trained by `fit` on the same batches as stage memory, with its settings at `demo`: `memory` (ours), `wider` (a parallel SwiGLU), `lora`,
-`product_keys` (benchmarks/product_keys.py), once with as many trainable weights as the memory and once with as many products a token;
-and memories of 256, 1,024 and 4,096 rows. Of three rates each takes the one that is best on the validation wordings (first seed) and costs
-code at most 1 % of its bits; told is
-the test, whose wording and answers chose nothing. Each run is a file in --work, so that a run that was stopped goes on, and two
-processes may share the work (`--only`). Intervals: 95 %, over questions, of what the seeds make on average. Every row says trainable
-weights, products (FLOPs) and numbers read for a token beside those of the base; tokens/s is that of the forward pass, interleaved
-with the base's, as a ratio.
+All are trained by `fit` on the same batches as stage memory, with its settings at `demo`: `memory` (ours), `wider` (a
+parallel SwiGLU), `lora`, `product_keys` (benchmarks/product_keys.py), once with as many trainable weights as the memory
+and once with as many products a token; and memories of 256, 1,024 and 4,096 rows. Of three rates each takes the one
+that is best on the validation wordings (first seed) and costs code at most 1 % of its bits; told is the test, whose
+wording and answers chose nothing. Each run is a file in --work, so that a run that was stopped goes on, and two
+processes may share the work (`--only`). Intervals: 95 %, over questions, of what the seeds make on average. Every row
+says trainable weights, products (FLOPs) and numbers read for a token beside those of the base; tokens/s is that of the
+forward pass, interleaved with the base's, as a ratio.
 """
 
 import argparse
@@ -72,7 +73,8 @@ class Contender:
 def contenders(
     config: MemoryConfig, shape: ModelConfig, adapter: AdapterConfig | None = None, sizes: Iterable[int] = ROWS
 ) -> dict[str, Contender]:
-    """The memory, others of as many weights (`wider`), others of as many products (`wider, equal FLOPs`), memories of other sizes.
+    """The memory, others of as many weights (`wider`), others of as many products (`wider, equal FLOPs`), memories of
+    other sizes.
 
     With an `adapter` all but `lora` have it besides, and `lora` is as large as a memory with it.
     """
@@ -93,7 +95,13 @@ def beside_adapter(one: Contender, adapter: AdapterConfig | None, extra: int) ->
     """The same with adapters of `extra` weights; adapters alone as they are."""
     if adapter is None or isinstance(one.config, AdapterConfig):
         return one
-    return replace(one, adapter=adapter, parameters=one.parameters + extra, flops=one.flops + 2 * extra, numbers_read=one.numbers_read + extra)  # fmt: skip
+    return replace(
+        one,
+        adapter=adapter,
+        parameters=one.parameters + extra,
+        flops=one.flops + 2 * extra,
+        numbers_read=one.numbers_read + extra,
+    )
 
 
 def lora_weights(shape: ModelConfig, adapter: AdapterConfig) -> int:
@@ -118,13 +126,17 @@ def closest(make: Callable[[int], Contender | None], target: int, cost: str) -> 
 
 
 def of_memory(name: str, config: MemoryConfig, shape: ModelConfig) -> Contender:
-    """Ours. Keys and values of the bank are projected once for many tokens, and the router is asked once a unit: not counted."""
+    """Ours. Keys and values of the bank are projected once for many tokens, and the router is asked once a unit: not
+    counted.
+    """
     memory = Memory(config, replace(shape, memory=config))
     inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     rows, layers = (config.shared + config.top_k) * config.chapter_rows, len(config.placed(shape.layers))
     matrices = (3 if config.gated else 2) * shape.width * inner
     each = 2 * matrices + 4 * rows * inner
-    return Contender(name, config, memory.num_parameters(), layers * each, layers * (matrices + shape.width + 2 * rows * outer))  # fmt: skip
+    return Contender(
+        name, config, memory.num_parameters(), layers * each, layers * (matrices + shape.width + 2 * rows * outer)
+    )
 
 
 def of_wider(suffix: str, config: MemoryConfig, shape: ModelConfig, size: int) -> Contender:
@@ -146,7 +158,14 @@ def of_product_keys(suffix: str, config: MemoryConfig, shape: ModelConfig, size:
     if size < 8:
         return None
     keys = ProductKeysConfig(layers=tuple(config.placed(shape.layers)), keys=size, half=16, top_k=min(32, size))
-    return Contender(f"product_keys{suffix}", keys, keys.parameters(shape.width), keys.flops(shape.width), keys.numbers_read(shape.width), "adamw")  # fmt: skip
+    return Contender(
+        f"product_keys{suffix}",
+        keys,
+        keys.parameters(shape.width),
+        keys.flops(shape.width),
+        keys.numbers_read(shape.width),
+        "adamw",
+    )
 
 
 def attached(model: Transformer, one: Contender, seed: int) -> None:
@@ -177,8 +196,19 @@ class Workshop:
     def key(self, one: Contender, seed: int, rate: float) -> str:
         """What a run's result hangs on."""
         params = self.params
-        told = [type(one.config).__name__, asdict(one.config), one.adapter and asdict(one.adapter), one.optimizer, rate, seed, asdict(params.fit), asdict(params.router),
-                params.facts_weight, params.code_weight, params.questions]  # fmt: skip
+        told = [
+            type(one.config).__name__,
+            asdict(one.config),
+            one.adapter and asdict(one.adapter),
+            one.optimizer,
+            rate,
+            seed,
+            asdict(params.fit),
+            asdict(params.router),
+            params.facts_weight,
+            params.code_weight,
+            params.questions,
+        ]
         return json.dumps(told, sort_keys=True)
 
     def run(self, one: Contender, seed: int, rate: float) -> dict[str, Any]:
@@ -206,8 +236,18 @@ class Workshop:
         shape = one.config if isinstance(one.config, MemoryConfig) else self.params.memory
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            job = Job(stage="memory", item=None, key="k", seed=seed, folder=Path(folder), workers=1, runtime=self.runtime,
-                      tracker=Tracker("memory", Path(folder), {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+            job = Job(
+                stage="memory",
+                item=None,
+                key="k",
+                seed=seed,
+                folder=Path(folder),
+                workers=1,
+                runtime=self.runtime,
+                tracker=Tracker("memory", Path(folder), {}, {}, quiet=True),
+                lineage={},
+                stop=StopRequest(),
+            )
             stream = stage.streams(
                 replace(self.params, memory=shape), job, self.data / "facts", self.data / "tokens/code", tokenizer
             )
@@ -220,8 +260,12 @@ class Workshop:
             fit(model, stream.both, loss, config, job, watchers=Watchers(micro=choices.begin, gradients_at=1))
         found = measured(model, tokenizer, stream.code, self.data / "facts", self.params.questions)
         found |= {"name": one.name, "rate": rate, "seed": seed, "seconds": time.perf_counter() - began}
-        print(f"{one.name} seed {seed} rate {rate}: val {statistics.mean(found['val']):.3f} test {statistics.mean(found['test']):.3f} "
-              f"code {found['code_bpb']:.4f}, {found['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{one.name} seed {seed} rate {rate}: val {statistics.mean(found['val']):.3f} test"
+            f" {statistics.mean(found['test']):.3f} code {found['code_bpb']:.4f}, {found['seconds']:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         write_json(path, found)
         return found
 
@@ -230,9 +274,13 @@ def measured(model: Transformer, tokenizer: Tokenizer, code: Iterable[Any], fact
     """Which questions of each split are answered rightly, and bits per byte of code."""
     model.train(False)
     found: dict[str, Any] = {
-        kind: measure.recall(model, tokenizer, measure.questions(facts / f"{kind}.jsonl", tokenizer, most)).right.astype(int).tolist()
+        kind: (
+            measure.recall(model, tokenizer, measure.questions(facts / f"{kind}.jsonl", tokenizer, most))
+            .right.astype(int)
+            .tolist()
+        )
         for kind in ("val", "test", "control")
-    }  # fmt: skip
+    }
     known = measure.questions(facts / "train.jsonl", tokenizer, 10**6)[:: max(1, 1536 // most)]
     found["trained_wordings"] = float(measure.recall(model, tokenizer, known).right.mean())
     with torch.no_grad():
@@ -261,8 +309,8 @@ def clock(base: Path, one: Contender) -> float:
 
 
 def best_rate(shop: Workshop, one: Contender, seed: int, code_bpb: float) -> float:
-    """Of three rates the one that knows most facts in the validation wording, and of equal ones the lower: among those that cost
-    code no more than MOST_LOST of the base's `code_bpb`, or else the one that costs least."""
+    """Of three rates the one that knows most facts in the validation wording, and of equal ones the lower: among
+    those that cost code no more than MOST_LOST of the base's `code_bpb`, or else the one that costs least."""
     runs = {rate: shop.run(one, seed, rate) for rate in RATES[one.optimizer]}
     kept = {rate: run for rate, run in runs.items() if run["code_bpb"] <= (1 + MOST_LOST) * code_bpb}
     if not kept:
@@ -270,17 +318,28 @@ def best_rate(shop: Workshop, one: Contender, seed: int, code_bpb: float) -> flo
     return max(kept, key=lambda rate: (statistics.mean(kept[rate]["val"]), -rate))
 
 
-def told(shop: Workshop, one: Contender, runs: list[dict[str, Any]], others: dict[str, list[float]], shape: ModelConfig) -> dict[str, Any]:  # fmt: skip
+def told(
+    shop: Workshop, one: Contender, runs: list[dict[str, Any]], others: dict[str, list[float]], shape: ModelConfig
+) -> dict[str, Any]:
     """A row of the table."""
     own = means(runs, "test")
     base = shape.flops_per_token(shop.params.fit.context) / 3  # of a forward pass
     row: dict[str, Any] = {
-        "name": one.name, "optimizer": one.optimizer, "rate": runs[0]["rate"], "seeds": [r["seed"] for r in runs],
-        "parameters": one.parameters, "flops_per_token": one.flops, "flops_share_of_base": one.flops / base,
-        "bytes_read_per_token": 4 * one.numbers_read, "facts": statistics.mean(own), "facts_by_seed": [statistics.mean(r["test"]) for r in runs],
-        "control": statistics.mean(means(runs, "control")), "trained_wordings": statistics.mean(r["trained_wordings"] for r in runs),
-        "code_bpb": statistics.mean(r["code_bpb"] for r in runs), "tokens_per_second_of_base": clock(shop.base, one),
-    }  # fmt: skip
+        "name": one.name,
+        "optimizer": one.optimizer,
+        "rate": runs[0]["rate"],
+        "seeds": [r["seed"] for r in runs],
+        "parameters": one.parameters,
+        "flops_per_token": one.flops,
+        "flops_share_of_base": one.flops / base,
+        "bytes_read_per_token": 4 * one.numbers_read,
+        "facts": statistics.mean(own),
+        "facts_by_seed": [statistics.mean(r["test"]) for r in runs],
+        "control": statistics.mean(means(runs, "control")),
+        "trained_wordings": statistics.mean(r["trained_wordings"] for r in runs),
+        "code_bpb": statistics.mean(r["code_bpb"] for r in runs),
+        "tokens_per_second_of_base": clock(shop.base, one),
+    }
     for name, values in others.items():
         moved = paired_difference((own, None), (values, None), generator=device.generator("bench", 0))
         row[f"{name}_over_it"] = {"value": moved.value, "low": moved.low, "high": moved.high}
@@ -363,8 +422,18 @@ def main(given: list[str]) -> int:
 
 def quiet_job(shop: Workshop) -> Job:
     """A job of which only the folder matters."""
-    return Job(stage="memory", item=None, key="k", seed=0, folder=shop.work / "job", workers=1, runtime=shop.runtime,
-               tracker=Tracker("memory", shop.work, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+    return Job(
+        stage="memory",
+        item=None,
+        key="k",
+        seed=0,
+        folder=shop.work / "job",
+        workers=1,
+        runtime=shop.runtime,
+        tracker=Tracker("memory", shop.work, {}, {}, quiet=True),
+        lineage={},
+        stop=StopRequest(),
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/mutants.py [--only losses loop graph ...] [--numbers 3 17]
 
-For each mutant the file is changed in a copy of the tree, the named tests run until one fails, and the file is put back. Prints the
-test that killed it, or SURVIVED, and writes benchmarks/results/mutants.json; mutants that were not run keep their earlier row. Ends with
-1 when one survived, or when the named tests fail without any mutant.
+For each mutant the file is changed in a copy of the tree, the named tests run until one fails, and the file is put
+back. Prints the test that killed it, or SURVIVED, and writes benchmarks/results/mutants.json; mutants that were not run
+keep their earlier row. Ends with 1 when one survived, or when the named tests fail without any mutant.
 
 Not promised: that the list is complete, or that a survivor outside of the named tests would not die by another file's.
 """
@@ -56,7 +56,9 @@ def _of(subject: str, file: str, tests: str, *changes: tuple[str, str]) -> list[
 
 MUTANTS = [
     *_of(
-        "losses", f"{LEARNING}/objectives_pairs.py", "test_objectives_pairs.py",
+        "losses",
+        f"{LEARNING}/objectives_pairs.py",
+        "test_objectives_pairs.py",
         ("else chosen - rejected - margin", "else chosen - rejected + margin"),
         ("centred = (chosen + rejected).square()", "centred = (chosen - rejected).square()"),
         ("(x.difference_per_token - 1 / (2 * c.beta))", "(x.difference_per_token - 1 / c.beta)"),
@@ -65,8 +67,13 @@ MUTANTS = [
         ("told.clamp(min=LEAST_LIKELY)", "told"),
     ),
     *_of(
-        "losses", f"{LEARNING}/objectives_policy.py", "test_objectives_policy_by_hand.py test_objectives_policy.py",
-        ("torch.maximum(-advantages * ratio, -advantages * clipped)", "torch.minimum(-advantages * ratio, -advantages * clipped)"),
+        "losses",
+        f"{LEARNING}/objectives_policy.py",
+        "test_objectives_policy_by_hand.py test_objectives_policy.py",
+        (
+            "torch.maximum(-advantages * ratio, -advantages * clipped)",
+            "torch.minimum(-advantages * ratio, -advantages * clipped)",
+        ),
         ("0.5 * torch.maximum(free, bound)", "0.5 * free"),
         ("torch.expm1(q) - q", "torch.expm1(-q) + q"),
         ("gamma * lam * next_advantage", "lam * next_advantage"),
@@ -74,71 +81,112 @@ MUTANTS = [
         ("/ (num - 1).clamp(min=1)).sqrt()", "/ num.clamp(min=1)).sqrt()"),
         ("weight = 1 / lengths[row_of]\n    per", "weight = 1 / lengths.float().mean()\n    per"),
     ),
-    *_of("losses", f"{LEARNING}/objectives_masked.py", "test_coupled.py test_noised_streams.py test_scoring_masked.py",
-         ("-(logprobs * weights).sum()", "-logprobs.sum()")),
+    *_of(
+        "losses",
+        f"{LEARNING}/objectives_masked.py",
+        "test_coupled.py test_noised_streams.py test_scoring_masked.py",
+        ("-(logprobs * weights).sum()", "-logprobs.sum()"),
+    ),
     *_of("losses", f"{LEARNING}/objectives.py", "test_objectives.py", ("alpha=-1)", "alpha=1)")),
     *_of(
-        "loop", f"{LEARNING}/fit.py", "test_fit.py test_fit_options.py",
+        "loop",
+        f"{LEARNING}/fit.py",
+        "test_fit.py test_fit_options.py",
         ("t.coefficient * t.sum * (", "t.sum * ("),
         ("self.course.index, micro, self.ranks.rank)", "self.course.index, 0, self.ranks.rank)"),
         ("self.model.train(False)", "self.model.train(True)"),
         ("self.course.index, micro, self", "0, micro, self"),  # one dropout mask for every step
     ),
-    *_of("loop", f"{LEARNING}/window.py", "test_window.py", ("sum(c * s / self.counts[per]", "sum(s / self.counts[per]")),
     *_of(
-        "loop", f"{LEARNING}/schedule.py", "test_schedule.py",
+        "loop", f"{LEARNING}/window.py", "test_window.py", ("sum(c * s / self.counts[per]", "sum(s / self.counts[per]")
+    ),
+    *_of(
+        "loop",
+        f"{LEARNING}/schedule.py",
+        "test_schedule.py",
         ("return (step + 1) / warmup", "return step / warmup"),
         ("(step - steps + decay + 1) / decay", "(step - steps + decay) / decay"),
     ),
     *_of("loop", f"{LEARNING}/averages.py", "test_averages.py", ("1 - decay)", "decay)")),
     *_of(
-        "loop", f"{LEARNING}/verdict.py", "test_verdict.py",
+        "loop",
+        f"{LEARNING}/verdict.py",
+        "test_verdict.py",
         ("course.lowest + RISEN else 0", "course.lowest + RISEN else course.risen"),
         ("IN_ROW, WITHIN, IN_ALL = 3, 1000, 10", "IN_ROW, WITHIN, IN_ALL = 4, 1000, 10"),
     ),
-    *_of("loop", f"{LEARNING}/ranks.py", "test_ranks.py test_fit_options.py",
-         ("if limit > 0 and math.isfinite(norm):", "if limit > 0:")),
-    *_of("loop", f"{LEARNING}/course.py", "test_verdict.py test_fit.py",
-         ("if value < self.anchor - threshold:", "if value < self.anchor:"),
-         ("if value < self.best:", "if value <= self.best:")),
     *_of(
-        "resume", f"{LEARNING}/keeping.py", "test_fit.py test_fit_options.py",
+        "loop",
+        f"{LEARNING}/ranks.py",
+        "test_ranks.py test_fit_options.py",
+        ("if limit > 0 and math.isfinite(norm):", "if limit > 0:"),
+    ),
+    *_of(
+        "loop",
+        f"{LEARNING}/course.py",
+        "test_verdict.py test_fit.py",
+        ("if value < self.anchor - threshold:", "if value < self.anchor:"),
+        ("if value < self.best:", "if value <= self.best:"),
+    ),
+    *_of(
+        "resume",
+        f"{LEARNING}/keeping.py",
+        "test_fit.py test_fit_options.py",
         ('"window": window.state()', '"window": Window().state()'),
         ('self.averages.restore(averages, state.meta["averaged"])', "self.averages.restore(averages, 0)"),
         ('state.meta["fingerprint"] != self.fingerprint', 'state.meta["fingerprint"] is None'),
     ),
     *_of("resume", f"{LEARNING}/fit.py", "test_fit_options.py", ('self.scaler.load_state(rest["scaler"])', "pass")),
     *_of(
-        "resume", f"{LEARNING}/states.py", "test_states.py",
+        "resume",
+        f"{LEARNING}/states.py",
+        "test_states.py",
         ("if sha256(path) != hash_:", "if not hash_:"),
         ("[:-keep]", "[: -keep - 1]"),
         ("reverse=True):\n        wrong", "reverse=False):\n        wrong"),
     ),
-    *_of("graph", "dvc.yaml", "test_wiring.py",
-         ("      - data/benchmarks\n      - build/code/corpus.txt", "      - build/code/corpus.txt"),
-         ("      - feedback\n", ""),
-         ("    outs:\n      - models/reward\n", "    outs:\n")),
+    *_of(
+        "graph",
+        "dvc.yaml",
+        "test_wiring.py",
+        ("      - data/benchmarks\n      - build/code/corpus.txt", "      - build/code/corpus.txt"),
+        ("      - feedback\n", ""),
+        ("    outs:\n      - models/reward\n", "    outs:\n"),
+    ),
     *_of("intervals", "pipeline/evaluation/intervals.py", "test_intervals.py", ("(0.025, 0.975)", "(0.05, 0.95)")),
     *_of("resume", f"{LEARNING}/course.py", "test_verdict.py", ("if self.step >= first)", "if self.step > first)")),
     *_of(
-        "resume", f"{LEARNING}/verdict.py", "test_verdict.py",
+        "resume",
+        f"{LEARNING}/verdict.py",
+        "test_verdict.py",
         ("index + 1 - course.index", "index - course.index"),
         ("e <= course.step - BACK", "e < course.step - BACK"),
     ),
     *_of(
-        "masks", f"{STREAMS}/batch.py", "test_corpus_stream.py test_dialogue_stream.py test_preferences.py test_scoring.py",
+        "masks",
+        f"{STREAMS}/batch.py",
+        "test_corpus_stream.py test_dialogue_stream.py test_preferences.py test_scoring.py",
         ("(documents[:, 1:] == documents[:, :-1]) & trained[:, 1:]", "trained[:, 1:]"),
         ("np.where(trained[:, 1:], tokens[:, 1:], IGNORED)", "np.where(trained[:, :-1], tokens[:, 1:], IGNORED)"),
         ("return column - np.maximum.accumulate(", "return column - 0 * np.maximum.accumulate("),
     ),
     *_of(
-        "masks", f"{STREAMS}/packing.py", "test_packing.py",
+        "masks",
+        f"{STREAMS}/packing.py",
+        "test_packing.py",
         ("continues=starts + context < ends", "continues=starts + context <= ends"),
         ("np.maximum(offsets[:-1] - 1, 0)", "np.maximum(offsets[:-1], 0)"),
     ),
-    *_of("masks", f"{STREAMS}/order.py", "test_packing.py", ('("order", self.seed, int(epoch))', '("order", self.seed, 0)')),
     *_of(
-        "masks", f"{STREAMS}/masking.py", "test_masking.py",
+        "masks",
+        f"{STREAMS}/order.py",
+        "test_packing.py",
+        ('("order", self.seed, int(epoch))', '("order", self.seed, 0)'),
+    ),
+    *_of(
+        "masks",
+        f"{STREAMS}/masking.py",
+        "test_masking.py",
         ("return (1 - LEAST) * t + LEAST", "return t"),
         ('kind="stable")[:k]', 'kind="stable")[: k - 1]'),
         ("Coupled(t, first, ~first)", "Coupled(t, first, numbers[1:] >= 1 - t)"),
@@ -146,14 +194,21 @@ MUTANTS = [
     ),
     *_of("masks", "pipeline/text/chat.py", "test_chat.py", ("[part.trained] * len(new)", "[True] * len(new)")),
     *_of(
-        "jail", f"{SANDBOX}/filters.py", "test_jail.py",
+        "jail",
+        f"{SANDBOX}/filters.py",
+        "test_jail.py",
         ("(LOAD, 0, 0, 36), *_one_of((0,)), forbidden]", "*_one_of((0,)), forbidden]"),
         ("CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00)", "CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00, 0x003D0B00)"),
-        ("(JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL)", "(JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, ALLOW)"),
+        (
+            "(JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL)",
+            "(JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, ALLOW)",
+        ),
         ("0x40000000), (RETURN, 0, 0, KILL)", "0x40000000), (RETURN, 0, 0, ALLOW)"),
     ),
     *_of(
-        "jail", f"{SANDBOX}/judge.py", "test_judge.py",
+        "jail",
+        f"{SANDBOX}/judge.py",
+        "test_judge.py",
         ("first, passed = results[0], 0", "first, passed = results[0], passed"),
         ('(("n", report.nonce), ("i", number), ("v", value))', '(("n", _), ("i", number), ("v", value))'),
         ("said = said[: report.given - 1]", "said = said[: report.given]"),
@@ -161,11 +216,13 @@ MUTANTS = [
     ),
     *_of("jail", f"{SANDBOX}/values.py", "test_judge.py", ("if value.hex() != content:", "if not content:")),
     *_of(
-        "jail", f"{SANDBOX}/kernel.py", "test_self_test.py test_sandbox_limits.py test_jail.py",
+        "jail",
+        f"{SANDBOX}/kernel.py",
+        "test_self_test.py test_sandbox_limits.py test_jail.py",
         ("        prctl(PR_SET_NO_NEW_PRIVS, 1)", "        pass"),
         ("else min(value, hard)", "else hard"),
     ),
-]  # fmt: skip
+]
 
 
 def copied(folder: Path) -> Path:

@@ -1,14 +1,16 @@
 """The baseline of `time_to_loss.py`: the recipe of karpathy/nanoGPT (`model.py`, `train.py`), written plainly.
 
-GPT-2's architecture (Radford et al. 2019) as nanoGPT has it: learned absolute positions, LayerNorm before each block, GELU and a
-feed-forward part four times as wide, a tied head, no biases, no dropout; weights normal with 0.02, the projections into the stream
-with 0.02 / sqrt(2 layers). Rows are random windows of the concatenated token stream, in which documents see each other. AdamW
-(matrices and tables decay, gains do not), linear warm-up, cosine to a tenth of the rate, gradients clipped to norm 1. On a CPU
-nanoGPT runs in float32 and does not compile (`--device=cpu --compile=False`); bf16 and compile are settings here.
+GPT-2's architecture (Radford et al. 2019) as nanoGPT has it: learned absolute positions, LayerNorm before each block,
+GELU and a feed-forward part four times as wide, a tied head, no biases, no dropout; weights normal with 0.02, the
+projections into the stream with 0.02 / sqrt(2 layers). Rows are random windows of the concatenated token stream, in
+which documents see each other. AdamW (matrices and tables decay, gains do not), linear warm-up, cosine to a tenth of
+the rate, gradients clipped to norm 1. On a CPU nanoGPT runs in float32 and does not compile (`--device=cpu
+--compile=False`); bf16 and compile are settings here.
 
-Two things are kinder than nanoGPT is: AdamW is torch's fused one on a CPU too, and half precision goes with float32 logits.
-`GPT` also serves in our loop (`time_to_loss_arm.py`, the ablation of the architecture): its two tables have a name that our optimiser
-knows as embeddings, and it takes a mask of documents. Not promised: that it loads or saves anything of nanoGPT's.
+Two things are kinder than nanoGPT is: AdamW is torch's fused one on a CPU too, and half precision goes with float32
+logits. `GPT` also serves in our loop (`time_to_loss_arm.py`, the ablation of the architecture): its two tables have a
+name that our optimiser knows as embeddings, and it takes a mask of documents. Not promised: that it loads or saves
+anything of nanoGPT's.
 """
 
 import math
@@ -145,7 +147,9 @@ def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 def train(
     model: GPT, tokens: np.ndarray, recipe: Recipe, tick: Callable[[int], None], evaluate: Callable[[int], None]
 ) -> None:
-    """The loop of train.py. `tick` is called at the beginning of each step, `evaluate` before it and after the last one."""
+    """The loop of train.py. `tick` is called at the beginning of each step, `evaluate` before it and after the last
+    one.
+    """
     run = torch.compile(model) if recipe.compiled else model
     optimizer = adamw(model, recipe)
     for step in range(recipe.steps):

@@ -2,9 +2,9 @@
 
     token ids with an end of text after each document  ->  Ngram.train  ->  p(token | up to order - 1 tokens before it)
 
-Source: Chen & Goodman 1999, "An empirical study of smoothing techniques for language modeling", section 3; written as in
-Heafield et al. 2013, "Scalable modified Kneser-Ney language model estimation", section 2 (`lmplz`). For a context h of
-n - 1 tokens, h' the same without its first:
+Source: Chen & Goodman 1999, "An empirical study of smoothing techniques for language modeling", section 3; written as
+in Heafield et al. 2013, "Scalable modified Kneser-Ney language model estimation", section 2 (`lmplz`). For a context h
+of n - 1 tokens, h' the same without its first:
 
     p(w | h) = (a(hw) - D_n(a(hw))) / sum_x a(hx) + b(h) p(w | h')      p(w | h) = p(w | h') where h was never followed
     a(hw)    = occurrences, at the highest order or where h begins at a document's start;
@@ -13,12 +13,13 @@ n - 1 tokens, h' the same without its first:
     b(h)     = sum_x D_n(a(hx)) / sum_x a(hx), what the discounts took; below the unigrams stands 1 / V
 
 A document is read after one end of text, and nothing is seen across it; the end of text that closes it is a token to
-predict. So p is a distribution over all V ids, and a model that scores text tokens alone pays for ids that cannot occur,
-as a neural one does. Where an order has too few n-grams for its discounts (some t_k is 0, or D is outside [0, k]) they
-are 0.5, 1, 1.5, as in `lmplz --discount_fallback`; `Level.discounts` shows which.
+predict. So p is a distribution over all V ids, and a model that scores text tokens alone pays for ids that cannot
+occur, as a neural one does. Where an order has too few n-grams for its discounts (some t_k is 0, or D is outside [0,
+k]) they are 0.5, 1, 1.5, as in `lmplz --discount_fallback`; `Level.discounts` shows which.
 
-An n-gram is the number of its context, times V, plus its last token: one int64, found by bisection. Counting takes about
-110 bytes of memory a training token at order 5. Not promised: pruning, or training on what does not fit in memory.
+An n-gram is the number of its context, times V, plus its last token: one int64, found by bisection. Counting takes
+about 110 bytes of memory a training token at order 5. Not promised: pruning, or training on what does not fit in
+memory.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,9 @@ class Level:
     discounts: tuple[float, float, float]  # D_n(1), D_n(2), D_n(3 and more)
 
     def find(self, contexts: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Numbers (n,) int64 of the n-grams (context, token); ABSENT for those never seen, or whose context is ABSENT."""
+        """Numbers (n,) int64 of the n-grams (context, token); ABSENT for those never seen, or whose context is
+        ABSENT.
+        """
         wanted = contexts * vocab_size + tokens
         places = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
         return np.where((contexts >= 0) & (self.keys[places] == wanted), places, ABSENT)
@@ -115,7 +118,9 @@ class Ngram:
         return result
 
     def distribution(self, context: Sequence[int]) -> np.ndarray:
-        """p (V,) float64 of every next token; `context` counts from its last end of text on, its last order - 1 tokens."""
+        """p (V,) float64 of every next token; `context` counts from its last end of text on, its last order - 1
+        tokens.
+        """
         tokens = np.arange(self.vocab_size)
         seen = list(context)
         if self.end_of_text in seen:
@@ -141,7 +146,9 @@ class Ngram:
 
 
 def _tokens_behind(is_end: np.ndarray) -> np.ndarray:
-    """How many tokens each token may look back on, its document's start included; 0 for the first, (n,) bool -> (n,)."""
+    """How many tokens each token may look back on, its document's start included; 0 for the first, (n,) bool ->
+    (n,).
+    """
     places = np.arange(len(is_end), dtype=np.int32)
     starts = np.maximum.accumulate(np.where(is_end, places, 0))
     return places - np.concatenate([starts[:1], starts[:-1]])
@@ -157,7 +164,9 @@ def _level(keys: np.ndarray, counts: np.ndarray, num_contexts: int, vocab_size: 
 
 
 def discounts(counts_of_counts: Sequence[int]) -> tuple[float, float, float]:
-    """D(1), D(2), D(3 and more) from t_1 to t_4 (Chen & Goodman 1999, equation 17), or FALLBACK where they do not fit."""
+    """D(1), D(2), D(3 and more) from t_1 to t_4 (Chen & Goodman 1999, equation 17), or FALLBACK where they do not
+    fit.
+    """
     if 0 in counts_of_counts:
         return FALLBACK
     t = (0, *counts_of_counts)

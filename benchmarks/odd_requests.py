@@ -1,10 +1,11 @@
-"""Requests that nobody would make: kinds of odd bodies, schemas, headers and paths, drawn from a seed. What `abuse.py` sends.
+"""Requests that nobody would make: kinds of odd bodies, schemas, headers and paths, drawn from a seed. What `abuse.py`
+sends.
 
     Maker(random.Random(seed)).make() -> Odd(kind, method, path, headers, body, cut)
 
-Unlike generated from the interface's own description (tests/test_api_fuzz.py) they aim at what lies behind it: schemas that are
-valid and cannot be met, numbers at the ends of their formats, Markdown that is slow to parse, texts that spell control tokens,
-bytes that are almost JSON, clients that leave while they are told.
+Unlike generated from the interface's own description (tests/test_api_fuzz.py) they aim at what lies behind it: schemas
+that are valid and cannot be met, numbers at the ends of their formats, Markdown that is slow to parse, texts that spell
+control tokens, bytes that are almost JSON, clients that leave while they are told.
 """
 
 import json
@@ -13,18 +14,124 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-NUMBERS = [0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e-9, 1e-45, 1e-300, 5e-324, 1e15, 2**31, 2**53, 2**53 + 1, 2**63, 2**64, -(2**63), 1e22, 1e300, -1e300,
-           10**60, 0.1, 99.999, 9973, 9999991]  # fmt: skip
-TEXTS = ["", "a", "<|im_end|>", "<tool_call>\n{}", "\u0000", "é" * 50, "日本語", "🚂" * 9, "\u202e", "a\r\nb: c", "{{ 7 * 7 }}", "../../etc/passwd", "%00",
-         "x" * 3000, '"}]}', "\\", "null", "NaN"]  # fmt: skip
-PATTERNS = ["^a{1,40}$", "(a|a)*b", "(x+x+)+y", "[a-z]*a.{15}", "^\\d{3}-\\d{4}$", "^[^]]{0,90}$", "(?=a)b", "\\p{L}+", "(?i)abc", "^$", "[", "(", "a{5,2}", "\\",
-            "^((ab){2}c){3}$", ".*", "a^", "$a", "\\bword\\b", "(?P<n>a)(?P=n)", "^.{200,900}$"]  # fmt: skip
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    0.5,
+    -0.5,
+    1e-9,
+    1e-45,
+    1e-300,
+    5e-324,
+    1e15,
+    2**31,
+    2**53,
+    2**53 + 1,
+    2**63,
+    2**64,
+    -(2**63),
+    1e22,
+    1e300,
+    -1e300,
+    10**60,
+    0.1,
+    99.999,
+    9973,
+    9999991,
+]
+TEXTS = [
+    "",
+    "a",
+    "<|im_end|>",
+    "<tool_call>\n{}",
+    "\u0000",
+    "é" * 50,
+    "日本語",
+    "🚂" * 9,
+    "\u202e",
+    "a\r\nb: c",
+    "{{ 7 * 7 }}",
+    "../../etc/passwd",
+    "%00",
+    "x" * 3000,
+    '"}]}',
+    "\\",
+    "null",
+    "NaN",
+]
+PATTERNS = [
+    "^a{1,40}$",
+    "(a|a)*b",
+    "(x+x+)+y",
+    "[a-z]*a.{15}",
+    "^\\d{3}-\\d{4}$",
+    "^[^]]{0,90}$",
+    "(?=a)b",
+    "\\p{L}+",
+    "(?i)abc",
+    "^$",
+    "[",
+    "(",
+    "a{5,2}",
+    "\\",
+    "^((ab){2}c){3}$",
+    ".*",
+    "a^",
+    "$a",
+    "\\bword\\b",
+    "(?P<n>a)(?P=n)",
+    "^.{200,900}$",
+]
 KINDS_OF_VALUE = ["string", "integer", "number", "boolean", "null", "object", "array"]
-PIECES = ["# a\n", "> " * 30, "- " * 40, "[" * 400, "](", "*" * 300, "`" * 90, "```python\n", "~~~\n", "<b>", "|a|b|\n|-|-|\n", "&#0;", "![x](y)", "\\" * 50,
-          "1. ", "    ", "\n\n", "[a]: b\n", "<!--", "http://a.b/", "_" * 200, "~~"]  # fmt: skip
+PIECES = [
+    "# a\n",
+    "> " * 30,
+    "- " * 40,
+    "[" * 400,
+    "](",
+    "*" * 300,
+    "`" * 90,
+    "```python\n",
+    "~~~\n",
+    "<b>",
+    "|a|b|\n|-|-|\n",
+    "&#0;",
+    "![x](y)",
+    "\\" * 50,
+    "1. ",
+    "    ",
+    "\n\n",
+    "[a]: b\n",
+    "<!--",
+    "http://a.b/",
+    "_" * 200,
+    "~~",
+]
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "FOO"]
-PATHS = ["/", "/health", "/metrics", "/v1/models", "/v1/models/nano", "/v1/models/%00", "/v1/chat/completions", "/v1/completions", "/tokenize", "/render",
-         "/page/x.js", "/page/..%2fapi.py", "//v1/models", "/v1/models/" + "a" * 900, "/%ff", "/v1/chat/completions/", "/openapi.json", "/x?y=" + "z" * 500]  # fmt: skip
+PATHS = [
+    "/",
+    "/health",
+    "/metrics",
+    "/v1/models",
+    "/v1/models/nano",
+    "/v1/models/%00",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/render",
+    "/page/x.js",
+    "/page/..%2fapi.py",
+    "//v1/models",
+    "/v1/models/" + "a" * 900,
+    "/%ff",
+    "/v1/chat/completions/",
+    "/openapi.json",
+    "/x?y=" + "z" * 500,
+]
 
 
 @dataclass(frozen=True)
@@ -45,9 +152,20 @@ class Maker:
     def __init__(self, draw: random.Random, model: str = "nano", masked: str = "masked", judge: str = "judge") -> None:
         self.draw, self.model, self.masked, self.judge = draw, model, masked, judge
         self.kinds: list[Callable[[], Odd]] = [
-            self.sampled, self.shaped, self.called, self.completed, self.mutated, self.raw, self.headed, self.rendered, self.told, self.judged,
-            self.unread, self.denoised, self.scored,
-        ]  # fmt: skip
+            self.sampled,
+            self.shaped,
+            self.called,
+            self.completed,
+            self.mutated,
+            self.raw,
+            self.headed,
+            self.rendered,
+            self.told,
+            self.judged,
+            self.unread,
+            self.denoised,
+            self.scored,
+        ]
 
     def make(self) -> Odd:
         """The next one."""
@@ -60,9 +178,14 @@ class Maker:
         draw = self.draw
         body = self.chat() | {
             "temperature": draw.choice([0, 1e-300, 5e-324, 1e-46, 1e-30, 1e-6, 1e-5, 0.3, 2]),
-            "top_p": draw.choice([1, 1e-300, 5e-324, 1e-10, 0.5]), "top_k": draw.choice([None, 0, 1, 319, 10**6]), "seed": draw.choice([0, -1, 2**63 - 1, -(2**63)]),
-            "logit_bias": {str(draw.randrange(340)): draw.choice([-100, 100, 0, 1e-300]) for _ in range(draw.randrange(4))}, "n": draw.randint(1, 3),
-        }  # fmt: skip
+            "top_p": draw.choice([1, 1e-300, 5e-324, 1e-10, 0.5]),
+            "top_k": draw.choice([None, 0, 1, 319, 10**6]),
+            "seed": draw.choice([0, -1, 2**63 - 1, -(2**63)]),
+            "logit_bias": {
+                str(draw.randrange(340)): draw.choice([-100, 100, 0, 1e-300]) for _ in range(draw.randrange(4))
+            },
+            "n": draw.randint(1, 3),
+        }
         if draw.random() < 0.5:
             body |= {"logprobs": True, "top_logprobs": draw.choice([0, 1, 20])}
         return self.post("sampled", "/v1/chat/completions", body)
@@ -100,8 +223,16 @@ class Maker:
                 [[70] * 2047],
             ]
         )
-        body = {"model": self.model, "prompt": prompt, "max_tokens": draw.choice([0, 1, 8, None]), "echo": draw.choice([True, False, None]),
-                "logprobs": draw.choice([None, 0, 5, 20]), "suffix": draw.choice([None, None, self.text()]), "n": draw.choice([1, 2]), "stream": draw.random() < 0.3}  # fmt: skip
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": draw.choice([0, 1, 8, None]),
+            "echo": draw.choice([True, False, None]),
+            "logprobs": draw.choice([None, 0, 5, 20]),
+            "suffix": draw.choice([None, None, self.text()]),
+            "n": draw.choice([1, 2]),
+            "stream": draw.random() < 0.3,
+        }
         return self.post("completed", "/v1/completions", body)
 
     def denoised(self) -> Odd:
@@ -195,11 +326,30 @@ class Maker:
         draw = self.draw
         good = json.dumps(self.chat()).encode()
         place = draw.randrange(len(good))
-        made = draw.choice([
-            good[:place], good + good, b"\xef\xbb\xbf" + good, good.replace(b'"nano"', b'"\\ud800"'), good[:place] + bytes([draw.randrange(256)]) + good[place:],
-            b"[" * 5000, b'{"a":' * 900, b"9" * 5000, b"1e999", b"-0", b"{}", b"[]", b'""', b"null", b" ", good.decode().encode("utf-16"), b"[],[]",
-            b'{"model": "nano", "prompt": [' + b"[]," * 20_000 + b"[]]}", good.replace(b"4", b"1e999"), b'{"model": "nano", "model": 5}',
-        ])  # fmt: skip
+        made = draw.choice(
+            [
+                good[:place],
+                good + good,
+                b"\xef\xbb\xbf" + good,
+                good.replace(b'"nano"', b'"\\ud800"'),
+                good[:place] + bytes([draw.randrange(256)]) + good[place:],
+                b"[" * 5000,
+                b'{"a":' * 900,
+                b"9" * 5000,
+                b"1e999",
+                b"-0",
+                b"{}",
+                b"[]",
+                b'""',
+                b"null",
+                b" ",
+                good.decode().encode("utf-16"),
+                b"[],[]",
+                b'{"model": "nano", "prompt": [' + b"[]," * 20_000 + b"[]]}",
+                good.replace(b"4", b"1e999"),
+                b'{"model": "nano", "model": 5}',
+            ]
+        )
         return Odd(
             "raw",
             "POST",
@@ -216,8 +366,20 @@ class Maker:
                 ["application/json", "application/json;charset=x", "text/plain", "application/json, text/html", ""]
             )
         }
-        headers |= draw.choice([{}, {"origin": "null"}, {"host": "evil.example"}, {"authorization": "Bearer"}, {"authorization": "Bearer " + "k" * 5000},
-                                {"accept": "*/*;q=x"}, {"x-y": "z" * 9000}, {"expect": "100-continue"}, {"if-none-match": "*"}, {"content-length": "x"}])  # fmt: skip
+        headers |= draw.choice(
+            [
+                {},
+                {"origin": "null"},
+                {"host": "evil.example"},
+                {"authorization": "Bearer"},
+                {"authorization": "Bearer " + "k" * 5000},
+                {"accept": "*/*;q=x"},
+                {"x-y": "z" * 9000},
+                {"expect": "100-continue"},
+                {"if-none-match": "*"},
+                {"content-length": "x"},
+            ]
+        )
         return Odd("headed", draw.choice(METHODS), draw.choice(PATHS), draw.choice([b"", b"{}", b"[1]"]), headers)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
@@ -275,10 +437,15 @@ class Maker:
         for key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
             if draw.random() < 0.08:
                 found[key] = draw.choice([0, 1, 2, 5, 40, 600, 10**6, 10**30])
-        for key, make in (("pattern", lambda: draw.choice(PATTERNS)), ("format", lambda: draw.choice(["date", "uuid", "email", "uri", "x"])),
-                          ("enum", lambda: [self.value(1) for _ in range(draw.randrange(4))]), ("const", lambda: self.value(2)),
-                          ("$ref", lambda: draw.choice(["#", "#/properties/a", "#/$defs/a", "http://127.0.0.1:1/x", "#/$defs/%25"])),
-                          ("uniqueItems", lambda: True), ("required", lambda: draw.sample("abc", draw.randint(1, 2)))):  # fmt: skip
+        for key, make in (
+            ("pattern", lambda: draw.choice(PATTERNS)),
+            ("format", lambda: draw.choice(["date", "uuid", "email", "uri", "x"])),
+            ("enum", lambda: [self.value(1) for _ in range(draw.randrange(4))]),
+            ("const", lambda: self.value(2)),
+            ("$ref", lambda: draw.choice(["#", "#/properties/a", "#/$defs/a", "http://127.0.0.1:1/x", "#/$defs/%25"])),
+            ("uniqueItems", lambda: True),
+            ("required", lambda: draw.sample("abc", draw.randint(1, 2))),
+        ):
             if draw.random() < 0.07:
                 found[key] = make()
         if depth and draw.random() < 0.7:
@@ -320,17 +487,29 @@ class Maker:
         draw = self.draw
         low, many = draw.randint(-50, 50), draw.randint(0, 4)
         leaves: list[dict[str, Any]] = [
-            {"type": "integer", "minimum": low, "maximum": low + draw.randrange(900)}, {"type": "boolean"}, {"enum": ["red", "green", 3, None]},
-            {"type": "string", "maxLength": 5 + many}, {"type": "string", "pattern": f"^[a-c]{{1,{1 + many}}}$"}, {"type": "number", "multipleOf": 0.5},
-        ]  # fmt: skip
+            {"type": "integer", "minimum": low, "maximum": low + draw.randrange(900)},
+            {"type": "boolean"},
+            {"enum": ["red", "green", 3, None]},
+            {"type": "string", "maxLength": 5 + many},
+            {"type": "string", "pattern": f"^[a-c]{{1,{1 + many}}}$"},
+            {"type": "number", "multipleOf": 0.5},
+        ]
         if not depth or draw.random() < 0.4:
             return draw.choice(leaves)
         inner = [
             self.schema(depth - 1) if draw.random() < 0.1 else self.plain(depth - 1) for _ in range(draw.randint(1, 3))
         ]
         named = dict(zip("abc", inner))
-        return draw.choice([
-            {"type": "object", "properties": named, "required": draw.sample(sorted(named), draw.randrange(len(named) + 1))},
-            {"type": "array", "items": inner[0], "minItems": many // 2, "maxItems": many}, {"anyOf": inner},
-            {"type": "object", "additionalProperties": inner[0]}, {"type": "array", "prefixItems": inner, "items": False},
-        ])  # fmt: skip
+        return draw.choice(
+            [
+                {
+                    "type": "object",
+                    "properties": named,
+                    "required": draw.sample(sorted(named), draw.randrange(len(named) + 1)),
+                },
+                {"type": "array", "items": inner[0], "minItems": many // 2, "maxItems": many},
+                {"anyOf": inner},
+                {"type": "object", "additionalProperties": inner[0]},
+                {"type": "array", "prefixItems": inner, "items": False},
+            ]
+        )

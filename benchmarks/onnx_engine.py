@@ -1,15 +1,18 @@
-"""`--engine onnx` beside llama.cpp at the same number of bits: tokens decoded per second for one user, in turns, on a CPU.
+"""`--engine onnx` beside llama.cpp at the same number of bits: tokens decoded per second for one user, in turns, on a
+CPU.
 
     python benchmarks/onnx_engine.py [--model models/deploy] [--rounds 5] [--tokens 32] [--threads 1]
 
-Without --model: random weights of a Qwen3 shape with 82 M parameters. A time is that of a whole greedy answer to a prompt of 16 tokens:
-ours through the engine, without drafts; llama.cpp's through llama-cpp-python, by its own cache (f16) and the largest logit. q4_0 is
-llama.cpp's own rounding of all matrices; like the export's int4 it has a scale for 32 weights. Printed are the median and the quartiles
-of the rounds, and of the ratio within each round. Our torch engine's int8 stands beside q8_0, without a goal.
+Without --model: random weights of a Qwen3 shape with 82 M parameters. A time is that of a whole greedy answer to a
+prompt of 16 tokens: ours through the engine, without drafts; llama.cpp's through llama-cpp-python, by its own cache
+(f16) and the largest logit. q4_0 is llama.cpp's own rounding of all matrices; like the export's int4 it has a scale for
+32 weights. Printed are the median and the quartiles of the rounds, and of the ratio within each round. Our torch
+engine's int8 stands beside q8_0, without a goal.
 
-Goal: int4 and fp32 at least 0.9 times llama.cpp. What is not installed reads "not run". llama.cpp repacks weights for the widest
-instructions that the machine announces and dies where they are refused (AMX on virtual machines); it is not asked without, which
-would make it slow: build it for what the machine has (CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON").
+Goal: int4 and fp32 at least 0.9 times llama.cpp. What is not installed reads "not run". llama.cpp repacks weights for
+the widest instructions that the machine announces and dies where they are refused (AMX on virtual machines); it is not
+asked without, which would make it slow: build it for what the machine has (CMAKE_ARGS="-DGGML_NATIVE=OFF
+-DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON").
 """
 
 import argparse

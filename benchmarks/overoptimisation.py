@@ -1,11 +1,12 @@
-"""How far a reward model can be trusted: PPO without a divergence penalty, until the true score falls while the proxy rises.
+"""How far a reward model can be trusted: PPO without a divergence penalty, until the true score falls while the proxy
+rises.
 
     python benchmarks/overoptimisation.py [--root .] [--out results/overoptimisation.json] [rlhf.iterations=60 ...]
 
-Runs stage rlhf with `beta` 0 on the models and pairs under --root (models/tools, models/reward, data/preferences must be there)
-in a folder of its own, so that nothing of the graph changes, and prints the curve of proxy and gold over the divergence (Gao et
-al. 2022, arXiv:2210.10760): where gold is best, where it ends, and whether it fell while the proxy rose. Further arguments go to
-the stage. Takes what stage rlhf takes, times the iterations asked for.
+Runs stage rlhf with `beta` 0 on the models and pairs under --root (models/tools, models/reward, data/preferences must
+be there) in a folder of its own, so that nothing of the graph changes, and prints the curve of proxy and gold over the
+divergence (Gao et al. 2022, arXiv:2210.10760): where gold is best, where it ends, and whether it fell while the proxy
+rose. Further arguments go to the stage. Takes what stage rlhf takes, times the iterations asked for.
 """
 
 import argparse
@@ -33,8 +34,12 @@ def verdict(rows: list[dict[str, float]]) -> dict[str, object]:
     """Where gold is best, and whether it fell from there while the proxy rose."""
     best = max(rows, key=lambda row: row["gold"])
     last = rows[-1]
-    return {"best": best, "last": last, "gold_lost": best["gold"] - last["gold"],
-            "overoptimised": last["gold"] < best["gold"] and last["proxy"] > best["proxy"]}  # fmt: skip
+    return {
+        "best": best,
+        "last": last,
+        "gold_lost": best["gold"] - last["gold"],
+        "overoptimised": last["gold"] < best["gold"] and last["proxy"] > best["proxy"],
+    }
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
 """Two models on the same held-out problems: pass@1 of each and their difference, paired problem by problem.
 
-    python benchmarks/paired.py models/tools models/grpo [--problems data/problems/test.jsonl] [--group medium] [--samples 4]
+    python benchmarks/paired.py models/tools models/grpo [--problems data/problems/test.jsonl] [--group medium]
+    [--samples 4]
 
-Samples at temperature 0.8 with the same seeds for both, and greedy answers beside them; answers run in the sandbox. The interval
-of the difference is the paired bootstrap over problems (10,000 resamples). Prints a line for each level and one for all; under 20 problems a line is no verdict and says so. Models that have no
-room for the same problems are refused.
+Samples at temperature 0.8 with the same seeds for both, and greedy answers beside them; answers run in the sandbox. The
+interval of the difference is the paired bootstrap over problems (10,000 resamples). Prints a line for each level and
+one for all; under 20 problems a line is no verdict and says so. Models that have no room for the same problems are
+refused.
 """
 
 import argparse
@@ -34,7 +36,9 @@ from pipeline.sandbox.judge import Judge, SandboxConfig
 def shares(
     model: Path, problems: list[Problem], judge: Judge, arguments: argparse.Namespace, greedy: bool
 ) -> dict[str, float]:
-    """Share of each problem's answers that pass all hidden tests, by id; of the problems that leave room in the context."""
+    """Share of each problem's answers that pass all hidden tests, by id; of the problems that leave room in the
+    context.
+    """
     policy, tokenizer = checkpoint.load_frozen(model), checkpoint.load(model)[1]
     prompts = answers.problem_prompts(problems, tokenizer, policy.config.max_context - arguments.tokens)
     count = 1 if greedy else arguments.samples
@@ -53,17 +57,25 @@ def compared(
     if first.keys() != second.keys():
         alone = sorted(first.keys() ^ second.keys())
         raise InputError(
-            f"the models were measured over other items: {len(first)} and {len(second)} problems, since only one of the two has room for "
-            f"{', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}; compare models of the same context"
+            f"the models were measured over other items: {len(first)} and {len(second)} problems, since only one of the"
+            f" two has room for {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}; compare models of the same"
+            " context"
         )
     for level in (None, *sorted({problem.level for problem in problems if problem.id in first})):
         ids = [problem.id for problem in problems if problem.id in first and level in (None, problem.level)]
         sides = [[side[one] for one in ids] for side in (first, second)]
         moved = paired_difference((sides[0], None), (sides[1], None), generator=generator("paired", str(level)))
         few = {"verdict": f"none, too few items: {moved.n}"} if moved.n < FEWEST else {}
-        yield {"answers": answers_are, "level": level or "all", "n": moved.n, "first": round(float(np.mean(sides[0])), 4),
-               "second": round(float(np.mean(sides[1])), 4), "difference": round(moved.value, 4), "low": round(moved.low, 4),
-               "high": round(moved.high, 4)} | few  # fmt: skip
+        yield {
+            "answers": answers_are,
+            "level": level or "all",
+            "n": moved.n,
+            "first": round(float(np.mean(sides[0])), 4),
+            "second": round(float(np.mean(sides[1])), 4),
+            "difference": round(moved.value, 4),
+            "low": round(moved.low, 4),
+            "high": round(moved.high, 4),
+        } | few
 
 
 def main() -> None:

@@ -4,9 +4,10 @@
     the top k sums of the top k of each half, softmax, sum of their values over all heads
     x <- x + W_o (sum * silu(W_g norm(x)))          W_o is zero at the start
 
-Product keys: Lample et al. 2019, arXiv:1907.05242, 3.1; gate and one table of values for all layers: Berges et al. 2024,
-arXiv:2412.09764, 3. Each token looks up by itself, so it is causal. Keys and rates as facebookresearch/memory has them: uniform in
-1/sqrt of their size, values normal with 1/sqrt of the width. Not taken over: query normalisation by batch, which is not causal.
+Product keys: Lample et al. 2019, arXiv:1907.05242, 3.1; gate and one table of values for all layers: Berges et al.
+2024, arXiv:2412.09764, 3. Each token looks up by itself, so it is causal. Keys and rates as facebookresearch/memory has
+them: uniform in 1/sqrt of their size, values normal with 1/sqrt of the width. Not taken over: query normalisation by
+batch, which is not causal.
 
 Shapes: N tokens, D width, H heads, h half of a query, n half-keys of a table (n * n values).
 """
@@ -105,7 +106,8 @@ class Lookup(nn.Module):
         self.q_proj = Linear(shape.width, config.heads * 2 * config.half)
         self.keys = nn.Parameter(torch.zeros(2, config.heads, config.keys, config.half))
         self.gate_proj, self.o_proj = Linear(shape.width, shape.width), Linear(shape.width, shape.width)
-        # Of sorted halves the sum at (i, j) is no less than those of (i + 1)(j + 1) places: others are never among the top k
+        # Of sorted halves the sum at (i, j) is no less than those of (i + 1)(j + 1) places: others are never among the
+        # top k
         ranks = [(i, j) for i in range(config.top_k) for j in range(config.top_k) if (i + 1) * (j + 1) <= config.top_k]
         self.first, self.second = torch.tensor([i for i, _ in ranks]), torch.tensor([j for _, j in ranks])
 

@@ -1,11 +1,14 @@
-"""Seconds a step and peak memory of our training stages beside trl 1.12.0's trainers: same weights, rows, lengths, precision.
+"""Seconds a step and peak memory of our training stages beside trl 1.12.0's trainers: same weights, rows, lengths,
+precision.
 
-    pip install trl==1.12.0; python benchmarks/rl_step.py [grpo rloo ppo dpo reward lora tools] [--steps 6] [--repeats 3]
+    pip install trl==1.12.0; python benchmarks/rl_step.py [grpo rloo ppo dpo reward lora tools] [--steps 6] [--repeats
+    3]
 
-Run from the root of a built repository. Each side of each method runs in a process of its own, by turns; a step is what lies
-between two draws of a batch, in reinforcement learning a whole iteration: sampling, scoring, the reference, the update. The first
-step warms up and is not counted. Both sides: float32, AdamW, one micro-batch, 64 answers of at most 64 tokens, 8 pairs, or
-4 rows of 512 packed tokens; rewards need no sandbox. Goals: half of trl's time a step in reinforcement learning, never more memory.
+Run from the root of a built repository. Each side of each method runs in a process of its own, by turns; a step is what
+lies between two draws of a batch, in reinforcement learning a whole iteration: sampling, scoring, the reference, the
+update. The first step warms up and is not counted. Both sides: float32, AdamW, one micro-batch, 64 answers of at most
+64 tokens, 8 pairs, or 4 rows of 512 packed tokens; rewards need no sandbox. Goals: half of trl's time a step in
+reinforcement learning, never more memory.
 
 Ours is the stage as `dvc repro` runs it, so its peak holds reading the data, the evaluations and the export too.
 """
@@ -32,19 +35,38 @@ METHODS = ("grpo", "rloo", "ppo", "dpo", "reward", "lora", "tools")
 ROLLING = ("grpo", "rloo", "ppo")
 ANSWERS, TOKENS, PAIRS, ROWS, CONTEXT, RATE = 64, 64, 8, 4, 512, 1e-5
 ROLLOUTS = {
-    "max_prompt": 256, "max_new_tokens": TOKENS, "epochs": 1, "minibatches": 1, "optimizer": "adamw",
+    "max_prompt": 256,
+    "max_new_tokens": TOKENS,
+    "epochs": 1,
+    "minibatches": 1,
+    "optimizer": "adamw",
     "learning_rate": RATE,
-}  # fmt: skip
+}
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> stage, its keys
     "grpo": ("grpo", ROLLOUTS | {"method": "grpo", "prompts": 8, "samples": 8, "eval_problems": 8}),
     "rloo": ("grpo", ROLLOUTS | {"method": "rloo", "prompts": 8, "samples": 8, "eval_problems": 8}),
-    "ppo": ("rlhf", ROLLOUTS | {"prompts": 64, "samples": 1, "kinds": "[code]", "rewards": "{learned: 1.0}",
-                                "eval_prompts": 8, "best_of": 2, "best_of_prompts": 2, "report_samples": 1}),
+    "ppo": (
+        "rlhf",
+        ROLLOUTS
+        | {
+            "prompts": 64,
+            "samples": 1,
+            "kinds": "[code]",
+            "rewards": "{learned: 1.0}",
+            "eval_prompts": 8,
+            "best_of": 2,
+            "best_of_prompts": 2,
+            "report_samples": 1,
+        },
+    ),
     "dpo": ("dpo", {"pairs": PAIRS, "precompute_reference": "false"}),
     "reward": ("reward", {"pairs": PAIRS, "extra_layers": 0, "likelihood_weight": 0.0, "own_prompts": 8}),
     "lora": ("lora", {"tokens_per_step": ROWS * CONTEXT, "context": CONTEXT, "rank": 16, "alpha": 32, "dropout": 0.0}),
-    "tools": ("tools", {"tokens_per_step": ROWS * CONTEXT, "context": CONTEXT, "optimizer": "adamw", "learning_rate": RATE}),
-}  # fmt: skip
+    "tools": (
+        "tools",
+        {"tokens_per_step": ROWS * CONTEXT, "context": CONTEXT, "optimizer": "adamw", "learning_rate": RATE},
+    ),
+}
 
 
 def lines(path: Path, keep: Callable[[dict[str, Any]], bool], count: int) -> list[dict[str, Any]]:
@@ -57,9 +79,11 @@ def scratch(folder: Path, built: Path) -> None:
     """A working directory with few records: pairs of code, problems, and dialogues without tools; models by links."""
     sources = {
         "preferences": lambda record: record["kind"] == "code",
-        "dialogues": lambda record: all(isinstance(m["content"], str) and "tool_calls" not in m for m in record["messages"]),
+        "dialogues": lambda record: all(
+            isinstance(m["content"], str) and "tool_calls" not in m for m in record["messages"]
+        ),
         "problems": lambda record: True,
-    }  # fmt: skip
+    }
     for name, keep in sources.items():
         for file in (built / "data" / name).glob("*.jsonl"):
             to = folder / "data" / name / file.name
@@ -97,8 +121,12 @@ def ours(method: str, steps: int) -> list[float]:
     keys |= {"iterations" if method in ROLLING else "steps": steps, "eval_steps": steps}
     rows = ANSWERS if method in ROLLING else PAIRS if method in ("dpo", "reward") else ROWS
     runtime = {"precision": "fp32", "micro_batch": rows, "save_minutes": 1000.0, "logging_steps": steps}
-    sys.argv = [stage, "scale=smoke", *(f"{stage}.{key}={value}" for key, value in keys.items()),
-                *(f"runtime.{key}={value}" for key, value in runtime.items())]  # fmt: skip
+    sys.argv = [
+        stage,
+        "scale=smoke",
+        *(f"{stage}.{key}={value}" for key, value in keys.items()),
+        *(f"runtime.{key}={value}" for key, value in runtime.items()),
+    ]
     try:
         runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)
     except SystemExit as ended:
@@ -118,9 +146,16 @@ def theirs(method: str, steps: int) -> list[float]:
             stamps.append(time.perf_counter())
 
     common: dict[str, Any] = {
-        "output_dir": "out", "learning_rate": RATE, "lr_scheduler_type": "constant", "bf16": False, "report_to": [],
-        "gradient_checkpointing": False, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
-    }  # fmt: skip
+        "output_dir": "out",
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "bf16": False,
+        "report_to": [],
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     tokenizer = AutoTokenizer.from_pretrained("models/tools")
     given: dict[str, Any] = {"processing_class": tokenizer, "callbacks": [Clock()]}
     makers = {
@@ -155,9 +190,13 @@ def group_trainer(method: str, steps: int, common: dict[str, Any], given: dict[s
     import trl
 
     config = getattr(trl, f"{method.upper()}Config")(
-        per_device_train_batch_size=ANSWERS, num_generations=8, max_completion_length=TOKENS, max_steps=steps,
-        beta=0.01 if method == "grpo" else 0.05, **common,
-    )  # fmt: skip
+        per_device_train_batch_size=ANSWERS,
+        num_generations=8,
+        max_completion_length=TOKENS,
+        max_steps=steps,
+        beta=0.01 if method == "grpo" else 0.05,
+        **common,
+    )
     asked = dataset("problems/rl.jsonl", lambda record: {"prompt": [{"role": "user", "content": record["question"]}]})
     trainer = getattr(trl, f"{method.upper()}Trainer")
     return trainer(model_of("tools"), reward_funcs=reward, args=config, train_dataset=asked, **given)
@@ -177,13 +216,29 @@ def ppo_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str
 
     data = dataset("preferences/train.jsonl", rendered).filter(lambda row: len(row["input_ids"]) <= 256)
     config = PPOConfig(
-        per_device_train_batch_size=ANSWERS, gradient_accumulation_steps=1, num_mini_batches=1, num_ppo_epochs=1,
-        total_episodes=ANSWERS * steps, local_rollout_forward_batch_size=ANSWERS, response_length=TOKENS,
-        num_sample_generations=0, stop_token="eos", kl_coef=0.05, **common,
-    )  # fmt: skip
+        per_device_train_batch_size=ANSWERS,
+        gradient_accumulation_steps=1,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        total_episodes=ANSWERS * steps,
+        local_rollout_forward_batch_size=ANSWERS,
+        response_length=TOKENS,
+        num_sample_generations=0,
+        stop_token="eos",
+        kl_coef=0.05,
+        **common,
+    )
     judge, critic = (model_of("reward", reward=True) for _ in range(2))
-    return PPOTrainer(config, model=model_of("tools"), ref_model=model_of("tools"), reward_model=judge, value_model=critic,
-                      train_dataset=data, eval_dataset=data, **given)  # fmt: skip
+    return PPOTrainer(
+        config,
+        model=model_of("tools"),
+        ref_model=model_of("tools"),
+        reward_model=judge,
+        value_model=critic,
+        train_dataset=data,
+        eval_dataset=data,
+        **given,
+    )
 
 
 def pair_trainer(method: str, steps: int, common: dict[str, Any], given: dict[str, Any]) -> Any:
@@ -202,8 +257,14 @@ def fine_tuner(method: str, steps: int, common: dict[str, Any], given: dict[str,
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    config = SFTConfig(per_device_train_batch_size=ROWS, max_length=CONTEXT, packing=True, packing_strategy="wrapped",
-                       max_steps=steps, **common)  # fmt: skip
+    config = SFTConfig(
+        per_device_train_batch_size=ROWS,
+        max_length=CONTEXT,
+        packing=True,
+        packing_strategy="wrapped",
+        max_steps=steps,
+        **common,
+    )
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if method == "lora" else None
     rows = dataset("dialogues/train.jsonl", lambda record: {"messages": record["messages"]})
     return SFTTrainer(model_of("code"), args=config, train_dataset=rows, peft_config=adapter, **given)
@@ -260,8 +321,17 @@ def main() -> None:
             for who in ("ours", "theirs")
         }
         ratios = [run["ours"]["seconds"] / run["theirs"]["seconds"] for run in runs]
-        sys.stdout.write(json.dumps({"method": method, **middle, "time_ratio": round(statistics.median(ratios), 3),
-                                     "ratios": [round(ratio, 3) for ratio in ratios]}) + "\n")  # fmt: skip
+        sys.stdout.write(
+            json.dumps(
+                {
+                    "method": method,
+                    **middle,
+                    "time_ratio": round(statistics.median(ratios), 3),
+                    "ratios": [round(ratio, 3) for ratio in ratios],
+                }
+            )
+            + "\n"
+        )
         sys.stdout.flush()
 
 

@@ -1,11 +1,14 @@
-"""Rollouts per second against `transformers.generate` as TRL's GRPOTrainer calls it: same weights, prompts, lengths, sampling.
+"""Rollouts per second against `transformers.generate` as TRL's GRPOTrainer calls it: same weights, prompts, lengths,
+sampling.
 
-    python benchmarks/rollout.py models/tools data/problems/rl.jsonl [--prompts 64] [--samples 8] [--tokens 128] [--repeats 5]
+    python benchmarks/rollout.py models/tools data/problems/rl.jsonl [--prompts 64] [--samples 8] [--tokens 128]
+    [--repeats 5]
 
-Interleaved on one machine, float32, stop tokens disabled, so both make exactly prompts * samples * tokens tokens. TRL repeats each
-prompt `samples` times, pads on the left and samples the whole batch at once (trl 1.12.0, `GRPOTrainer._generate_single_turn`).
-Ours prefills a prompt once for its group and returns the log-probabilities with it; TRL would compute them in one more forward.
-Peak memory is taken by fresh processes, one for each side. Goal: three times the tokens a second.
+Interleaved on one machine, float32, stop tokens disabled, so both make exactly prompts * samples * tokens tokens. TRL
+repeats each prompt `samples` times, pads on the left and samples the whole batch at once (trl 1.12.0,
+`GRPOTrainer._generate_single_turn`). Ours prefills a prompt once for its group and returns the log-probabilities with
+it; TRL would compute them in one more forward. Peak memory is taken by fresh processes, one for each side. Goal: three
+times the tokens a second.
 """
 
 import argparse
@@ -65,9 +68,16 @@ def theirs(arguments: argparse.Namespace, prompts: list[list[int]], pad: int) ->
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in repeated])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in repeated])
     config = GenerationConfig(
-        max_new_tokens=arguments.tokens, min_new_tokens=arguments.tokens, do_sample=True, pad_token_id=pad,
-        eos_token_id=None, temperature=1.0, top_p=1.0, top_k=None, cache_implementation=None,
-    )  # fmt: skip
+        max_new_tokens=arguments.tokens,
+        min_new_tokens=arguments.tokens,
+        do_sample=True,
+        pad_token_id=pad,
+        eos_token_id=None,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=None,
+        cache_implementation=None,
+    )
 
     @torch.no_grad()
     def once() -> int:
@@ -103,17 +113,29 @@ def main() -> None:
             tokens = once()
             rates[name].append(tokens / (time.perf_counter() - start))
     memory = {
-        name: int(subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", name], check=True, text=True,
-                                 capture_output=True).stdout.split()[-1])
+        name: int(
+            subprocess.run(
+                [sys.executable, __file__, *sys.argv[1:], "--only", name], check=True, text=True, capture_output=True
+            ).stdout.split()[-1]
+        )
         for name in sides
-    }  # fmt: skip
+    }
     ratios = [a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True)]
-    sys.stdout.write(json.dumps({
-        "prompts": len(prompts), "samples": arguments.samples, "tokens": arguments.tokens,
-        "threads": torch.get_num_threads(),
-        "tokens_per_second": {name: round(statistics.median(values)) for name, values in rates.items()},
-        "ratio": round(statistics.median(ratios), 2), "ratios": [round(r, 2) for r in ratios], "peak_mib": memory,
-    }) + "\n")  # fmt: skip
+    sys.stdout.write(
+        json.dumps(
+            {
+                "prompts": len(prompts),
+                "samples": arguments.samples,
+                "tokens": arguments.tokens,
+                "threads": torch.get_num_threads(),
+                "tokens_per_second": {name: round(statistics.median(values)) for name, values in rates.items()},
+                "ratio": round(statistics.median(ratios), 2),
+                "ratios": [round(r, 2) for r in ratios],
+                "peak_mib": memory,
+            }
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -2,19 +2,24 @@
 
     python benchmarks/scaling.py [--panels sizes contexts corpora processes] [--precision bf16] [--folder DIR] [--quick]
 
-    sizes       `fit` at 1 M to 50 M parameters: tokens/s, TFLOP/s, peak memory beside what the plan says (learning/footprint.py)
+    sizes       `fit` at 1 M to 50 M parameters: tokens/s, TFLOP/s, peak memory beside what the plan says
+                (learning/footprint.py)
     contexts    rows of 128 to 4,096 tokens, 4,096 tokens a step
-    corpora     1 M to 1,000 M tokens: shards written by shards.join, and read by CorpusStream. Flat is what a reader holds after the
+    corpora     1 M to 1,000 M tokens: shards written by shards.join, and read by CorpusStream. Flat is what a reader
+                holds after the
                 packing index is built; building it takes memory for each document, once
-    processes   one, two with the whole model each (DDP), two with half of it (FSDP2), started as a stage is: STAGECOACH_LAUNCH. Weak
+    processes   one, two with the whole model each (DDP), two with half of it (FSDP2), started as a stage is:
+                STAGECOACH_LAUNCH. Weak
                 scaling: equal rows a process
 
-Each measurement is a process of its own with one thread (`train_arms.py`, `scaling_arms.py`). Memory is what it held privately
-(RssAnon, asked every 20 ms); where a plan stands beside it, without what a process that trains 2,000 parameters holds. CPU time stands
-beside the clock: on cores that others use too, the clock says how busy they were. Processes that share the cores of one machine, as
-these do, show what communication costs, not what another machine would give.
+Each measurement is a process of its own with one thread (`train_arms.py`, `scaling_arms.py`). Memory is what it held
+privately (RssAnon, asked every 20 ms); where a plan stands beside it, without what a process that trains 2,000
+parameters holds. CPU time stands beside the clock: on cores that others use too, the clock says how busy they were.
+Processes that share the cores of one machine, as these do, show what communication costs, not what another machine
+would give.
 
-Results: `results/scaling-<device>.json` and `.png`, and a table. `--quick` measures the least of each and writes nothing.
+Results: `results/scaling-<device>.json` and `.png`, and a table. `--quick` measures the least of each and writes
+nothing.
 """
 
 import argparse
@@ -34,10 +39,12 @@ from benchmarks.train_speed import SIZES, Side, anonymous_peak, started
 
 MODELS: dict[str, dict[str, int]] = {
     "1M": {"vocab_size": 4096, "width": 128, "layers": 3, "heads": 2, "kv_heads": 2, "head_dim": 64, "d_ff": 320},
-    "2M": SIZES["2M"], "6M": SIZES["6M"], "12M": SIZES["12M"],
+    "2M": SIZES["2M"],
+    "6M": SIZES["6M"],
+    "12M": SIZES["12M"],
     "25M": {"vocab_size": 8192, "width": 448, "layers": 9, "heads": 7, "kv_heads": 7, "head_dim": 64, "d_ff": 1216},
     "50M": SIZES["50M"],
-}  # fmt: skip
+}
 ROWS, CONTEXT, TOKENS = 8, 256, 4096  # of a batch; tokens a step where rows grow longer
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 CORPORA = (10**6, 10**7, 10**8, 10**9)
@@ -71,8 +78,14 @@ def trained(spec: Row, steps: int, rounds: int) -> Row:
         peak = side.peak if where.type == "cuda" else max(side.peak, anonymous(side.process.pid))
     tokens, flops = spec["rows"] * spec["context"] * steps, model_of(spec).flops_per_token(spec["context"])
     clock, cpu = (statistics.median(tokens / each[place] for each in taken) for place in (0, 1))
-    return {"parameters": model_of(spec).num_parameters, "tokens_per_second": round(clock), "per_cpu_second": round(cpu),
-            "gflops": round(flops * clock / 1e9, 1), "gflops_per_cpu_second": round(flops * cpu / 1e9, 1), "peak": peak}  # fmt: skip
+    return {
+        "parameters": model_of(spec).num_parameters,
+        "tokens_per_second": round(clock),
+        "per_cpu_second": round(cpu),
+        "gflops": round(flops * clock / 1e9, 1),
+        "gflops_per_cpu_second": round(flops * cpu / 1e9, 1),
+        "peak": peak,
+    }
 
 
 def model_of(spec: Row) -> Any:
@@ -88,8 +101,15 @@ def planned(spec: Row, processes: int = 1, *, sharded: bool = False) -> int:
     from pipeline.run import device
 
     config = model_of(spec)
-    work = footprint.Work(row=spec["context"], context=spec["context"], selected=spec["context"], precision=spec["precision"],
-                          kind=device.hardware().device.type, accumulates=False, packed=False)  # fmt: skip
+    work = footprint.Work(
+        row=spec["context"],
+        context=spec["context"],
+        selected=spec["context"],
+        precision=spec["precision"],
+        kind=device.hardware().device.type,
+        accumulates=False,
+        packed=False,
+    )
     weights = footprint.full(config)
     one = footprint.footprint(weights, [config], work, spec["rows"] // processes)
     if sharded:
@@ -142,8 +162,12 @@ def beside(peak: int, bare: int, plan: int) -> Row:
 def worked(name: str, folder: Path, spec: Row) -> Row:
     """What an arm says, and its memory beyond what it held before it began."""
     command = [sys.executable, str(ROOT / "benchmarks/scaling_arms.py"), name, str(folder), json.dumps(spec)]
-    side = Side(name, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                text=True, env=environment()))  # fmt: skip
+    side = Side(
+        name,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        ),
+    )
     try:
         side.hear()
         before = anonymous(side.process.pid)
@@ -176,11 +200,20 @@ def corpora(tokens: list[int], batches: int, scratch: Path) -> list[Row]:
             written = worked("write", Path(folder), {"tokens": number})
             first = worked("read", Path(folder), {"batches": 0})
             again = worked("read", Path(folder), {"batches": batches})
-        found.append(told({
-            "tokens": number, "documents": written["documents"], "write_more_mib": written["more_mib"],
-            "index_seconds": round(first["start_seconds"], 2), "index_peak_mib": first["peak_mib"],
-            "start_seconds": round(again["start_seconds"], 2), "batch_ms": round(again["batch_ms"], 2), "peak_mib": again["peak_mib"],
-        }))  # fmt: skip
+        found.append(
+            told(
+                {
+                    "tokens": number,
+                    "documents": written["documents"],
+                    "write_more_mib": written["more_mib"],
+                    "index_seconds": round(first["start_seconds"], 2),
+                    "index_peak_mib": first["peak_mib"],
+                    "start_seconds": round(again["start_seconds"], 2),
+                    "batch_ms": round(again["batch_ms"], 2),
+                    "peak_mib": again["peak_mib"],
+                }
+            )
+        )
     return found
 
 
@@ -198,7 +231,9 @@ def prepared(documents: list[int], scratch: Path) -> list[Row]:
 
 
 def processes(kinds: list[str], steps: int, precision: str) -> list[Row]:
-    """A row for each way to start them; memory is the largest process's, beyond that of the smallest model started so."""
+    """A row for each way to start them; memory is the largest process's, beyond that of the smallest model started
+    so.
+    """
     found: list[Row] = []
     for kind in kinds:
         count = 2 if PROCESSES[kind] else 1
@@ -206,10 +241,16 @@ def processes(kinds: list[str], steps: int, precision: str) -> list[Row]:
         bare = max(rank["peak"] for rank in launched(kind, spec_of(SIZES["tiny"], count, 8, precision), 2))
         ranks, tokens = launched(kind, spec, steps), spec["rows"] * CONTEXT * steps
         assert len(ranks) == count, f"{kind}: {len(ranks)} processes instead of {count}"
-        found.append(told({
-            "processes": kind, "tokens_per_second": round(tokens / max(rank["seconds"] for rank in ranks)),
-            "per_cpu_second": round(tokens / sum(rank["cpu_seconds"] for rank in ranks)),
-        } | beside(max(rank["peak"] for rank in ranks), bare, planned(spec, count, sharded="FSDP" in kind))))  # fmt: skip
+        found.append(
+            told(
+                {
+                    "processes": kind,
+                    "tokens_per_second": round(tokens / max(rank["seconds"] for rank in ranks)),
+                    "per_cpu_second": round(tokens / sum(rank["cpu_seconds"] for rank in ranks)),
+                }
+                | beside(max(rank["peak"] for rank in ranks), bare, planned(spec, count, sharded="FSDP" in kind))
+            )
+        )
     return found
 
 
@@ -264,7 +305,7 @@ def plot(found: dict[str, list[Row]], path: Path, title: str) -> None:
         ("contexts", "context", "tokens of a row", "per_cpu_second", "tokens/s of CPU time", ("held_mib", "plan_mib")),
         ("corpora", "tokens", "tokens of the corpus", "batch_ms", "ms a batch", ("peak_mib", "index_peak_mib")),
         ("processes", "processes", "processes", "tokens_per_second", "tokens/s", ("held_mib", "plan_mib")),
-    ]  # fmt: skip
+    ]
     names = {
         "held_mib": "held beyond a bare process",
         "plan_mib": "plan",

@@ -1,12 +1,14 @@
 """One process of `scaling.py`: it writes, reads or trains, and says what it found as lines of JSON.
 
-    python benchmarks/scaling_arms.py write FOLDER '{"tokens": 1000000}'    token shards by shards.join, from random parts
-    python benchmarks/scaling_arms.py encode FOLDER '{"documents": 1500}'   a parquet file of made-up text by shards.encode_file
+    python benchmarks/scaling_arms.py write FOLDER '{"tokens": 1000000}'  token shards by shards.join, from random parts
+    python benchmarks/scaling_arms.py encode FOLDER '{"documents": 1500}'   a parquet file of made-up text by
+                                                                            shards.encode_file
     python benchmarks/scaling_arms.py read FOLDER '{"batches": 200}'        CorpusStream over those shards
-    python benchmarks/scaling_arms.py train FOLDER '{"size": {...}, ...}'   `fit`, in as many processes as STAGECOACH_LAUNCH says
+    python benchmarks/scaling_arms.py train FOLDER '{"size": {...}, ...}'   `fit`, in as many processes as
+                                                                            STAGECOACH_LAUNCH says
 
-The first three say `ready` when all is imported, and wait for a line before they begin, so that what a process holds anyhow can be
-told from what the work takes. Processes of `train` write `rank-<n>.json` into the folder.
+The first three say `ready` when all is imported, and wait for a line before they begin, so that what a process holds
+anyhow can be told from what the work takes. Processes of `train` write `rank-<n>.json` into the folder.
 """
 
 import json
@@ -97,10 +99,18 @@ def encode(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
-    """Open the stream and take batches from all over the corpus; the packing index is built where the cache has none."""
+    """Open the stream and take batches from all over the corpus; the packing index is built where the cache has
+    none.
+    """
     began = time.perf_counter()
-    stream = CorpusStream(folder / "tokens", Tokenizer.load(folder / "tokenizer"), context=CONTEXT, tokens_per_step=STEP, seed=1,
-                          cache=folder / "cache")  # fmt: skip
+    stream = CorpusStream(
+        folder / "tokens",
+        Tokenizer.load(folder / "tokenizer"),
+        context=CONTEXT,
+        tokens_per_step=STEP,
+        seed=1,
+        cache=folder / "cache",
+    )
     stream.batch(0, CONTEXT, stream.rows(0, CONTEXT))
     start = time.perf_counter() - began
     for step in range(spec["batches"]):
@@ -143,13 +153,30 @@ def train(folder: Path, spec: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     clock: Any = Clock(spec["warmup"], spec["steps"])
-    config = FitConfig(steps=spec["warmup"] + spec["steps"] + 1, tokens_per_step=spec["rows"] * spec["context"], context=spec["context"],
-                       learning_rate=1e-3, schedule="constant", eval_steps=10**6, publish="last")  # fmt: skip
+    config = FitConfig(
+        steps=spec["warmup"] + spec["steps"] + 1,
+        tokens_per_step=spec["rows"] * spec["context"],
+        context=spec["context"],
+        learning_rate=1e-3,
+        schedule="constant",
+        eval_steps=10**6,
+        publish="last",
+    )
     runtime = Runtime(
         precision=spec["precision"], micro_batch=spec["rows"] // device.world_size(), save_steps=10**6, save_minutes=1e6
     )
-    job = Job(stage="scaling", item=None, key="k", seed=1, folder=folder, workers=1, runtime=runtime,
-              tracker=Tracker("scaling", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+    job = Job(
+        stage="scaling",
+        item=None,
+        key="k",
+        seed=1,
+        folder=folder,
+        workers=1,
+        runtime=runtime,
+        tracker=Tracker("scaling", folder, {}, {}, quiet=True),
+        lineage={},
+        stop=StopRequest(),
+    )
 
     def loss(model: Any, batch: Any) -> Loss:
         return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])

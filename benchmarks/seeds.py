@@ -2,19 +2,21 @@
 
     python benchmarks/seeds.py RUN RUN [RUN ...] [--out benchmarks/results/seeds.json]
 
-A RUN is a metrics folder, or a commit, branch, tag, experiment, or `workspace`. To make three: `dvc exp run -S seed=1` and
-`-S seed=2` beside the run at hand. Prints a Markdown table and writes the same numbers as JSON. For each headline of each
-model, for its difference from the model that it is compared with, and for the claims of the report card:
+A RUN is a metrics folder, or a commit, branch, tag, experiment, or `workspace`. To make three: `dvc exp run -S seed=1`
+and `-S seed=2` beside the run at hand. Prints a Markdown table and writes the same numbers as JSON. For each headline
+of each model, for its difference from the model that it is compared with, and for the claims of the report card:
 
     mean, range      over the runs
-    95% over items   would other items of the same kind give the same? A bootstrap over items of the mean over runs; for a
-                     number that is no sum over items the mean of the runs' own intervals (marked *), which is not narrower
+    95% over items   would other items of the same kind give the same? A bootstrap over items of the mean over runs; for
+                     a
+                     number that is no sum over items the mean of the runs' own intervals (marked *), which is not
+                     narrower
     95% over seeds   would other seeds give the same? mean +- t s / sqrt(n), Student's t with n - 1 degrees of freedom
 
 What stages measured of themselves (the claims) is over the items that each stage chose; a search for the frontier may
-choose others by seed. Runs over other data, other items or with other parameters are refused by name; other code is noted.
-Not promised: that three seeds say much about the spread (their interval assumes values that are normal over seeds), or
-both sources of chance in one interval.
+choose others by seed. Runs over other data, other items or with other parameters are refused by name; other code is
+noted. Not promised: that three seeds say much about the spread (their interval assumes values that are normal over
+seeds), or both sources of chance in one interval.
 """
 
 import argparse
@@ -72,13 +74,22 @@ class Spread:
             if self.items is None
             else f"{self.shown(self.items[0])} to {self.shown(self.items[1])}{'' if self.pooled else ' *'}"
         )
-        return [self.model, self.measure, ", ".join(map(self.shown, self.values)), self.shown(self.mean),
-                f"{self.shown(self.lowest)} to {self.shown(self.highest)}", items,
-                f"{self.shown(self.seeds[0])} to {self.shown(self.seeds[1])}", str(self.n or "–")]  # fmt: skip
+        return [
+            self.model,
+            self.measure,
+            ", ".join(map(self.shown, self.values)),
+            self.shown(self.mean),
+            f"{self.shown(self.lowest)} to {self.shown(self.highest)}",
+            items,
+            f"{self.shown(self.seeds[0])} to {self.shown(self.seeds[1])}",
+            str(self.n or "–"),
+        ]
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of independent, normal values by Student's t. Raises InputError for other than 2 to 10."""
+    """95 % interval of the mean of independent, normal values by Student's t. Raises InputError for other than 2 to
+    10.
+    """
     if len(values) not in STUDENT:
         raise InputError(f"expected 2 to 10 runs, found {len(values)}")
     mean = statistics.fmean(values)
@@ -93,8 +104,19 @@ def spread(
     low, high = over_seeds(values)
     if unit == "share":
         low, high = max(0.0, low), min(1.0, high)
-    return Spread(model, measure, unit, values, statistics.fmean(values), min(values), max(values),
-                  list(items) if items else None, pooled, [low, high], n)  # fmt: skip
+    return Spread(
+        model,
+        measure,
+        unit,
+        values,
+        statistics.fmean(values),
+        min(values),
+        max(values),
+        list(items) if items else None,
+        pooled,
+        [low, high],
+        n,
+    )
 
 
 def trained_with(name: str, one: Run) -> int:
@@ -109,12 +131,15 @@ def trained_with(name: str, one: Run) -> int:
 
 
 def check(names: Sequence[str], runs: Sequence[Run]) -> list[int]:
-    """The runs' seeds. Raises InputError where two have the same, or differ in data or in a parameter besides the seed."""
+    """The runs' seeds. Raises InputError where two have the same, or differ in data or in a parameter besides the
+    seed.
+    """
     seeds = [trained_with(name, one) for name, one in zip(names, runs, strict=True)]
     for place, seed in enumerate(seeds):
         if seed in seeds[:place]:
             raise InputError(
-                f"{names[seeds.index(seed)]} and {names[place]} were both trained with seed {seed}; expected another for each run"
+                f"{names[seeds.index(seed)]} and {names[place]} were both trained with seed {seed}; expected another"
+                " for each run"
             )
     for name, other in zip(names[1:], runs[1:], strict=True):
         faults = _other_data(runs[0], other) or _other_parameters(runs[0], other)
@@ -198,14 +223,16 @@ def common_models(runs: Sequence[Run]) -> list[str]:
 
 
 def same_items(names: Sequence[str], model: str, headline: Headline, sides: Sequence[Measured]) -> list[Columns]:
-    """What the items of a headline add in each run, in one order; empty for a number that is no sum over items. Raises InputError."""
+    """What the items of a headline add in each run, in one order; empty for a number that is no sum over items.
+    Raises InputError.
+    """
     rows = [headline.items(side.rows) for side in sides]
     for name, mine in zip(names[1:], rows[1:], strict=True):
         alone = [str(row["id"]) for item, row in (rows[0] | mine).items() if not (item in rows[0] and item in mine)]
         if alone:
             raise InputError(
-                f"{names[0]} and {name} measured over other items: {headline.title} of {model}: {len(rows[0])} and {len(mine)} items, "
-                f"in one alone: {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}"
+                f"{names[0]} and {name} measured over other items: {headline.title} of {model}: {len(rows[0])} and"
+                f" {len(mine)} items, in one alone: {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}"
             )
     if headline.rows is None or not rows[0]:
         return []
@@ -232,8 +259,11 @@ def changes(names: Sequence[str], runs: Sequence[Run]) -> list[Spread]:
             order = list(headline.items(befores[0].rows))
             places = [list(headline.items(afters[0].rows)).index(item) for item in order]
             before, after = _mean(first), _mean(second)
-            drawn = paired_difference(before, ([after[0][n] for n in places], [after[1][n] for n in places]),
-                                      generator=generator("seeds", base, headline.key))  # fmt: skip
+            drawn = paired_difference(
+                before,
+                ([after[0][n] for n in places], [after[1][n] for n in places]),
+                generator=generator("seeds", base, headline.key),
+            )
             unit = "points" if headline.unit == "share" else "difference"
             measure = f"{headline.title}, less {base}"
             found.append(spread(model, measure, unit, values, (drawn.low, drawn.high), True, drawn.n))
@@ -246,7 +276,9 @@ def _mean(columns: Sequence[Columns]) -> Columns:
 
 
 def claimed(runs: Sequence[Run]) -> list[Spread]:
-    """What the claims of the report card rest on that stages measured themselves: gains of reinforcement learning, pairs told apart."""
+    """What the claims of the report card rest on that stages measured themselves: gains of reinforcement learning,
+    pairs told apart.
+    """
     found = []
     for title, stage, path, _ in claims.ABOVE:
         told = [place for one in runs if (place := _at(one.stages.get(stage, {}), path)) is not None]
@@ -298,8 +330,16 @@ def measured(names: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
 
 def markdown(found: dict[str, Any]) -> str:
     """The table, with its notes below."""
-    head = ["model", "measure", f"seeds {', '.join(str(seed) for seed in found['runs'].values())}", "mean", "range", "95% over items",
-            "95% over seeds", "items"]  # fmt: skip
+    head = [
+        "model",
+        "measure",
+        f"seeds {', '.join(str(seed) for seed in found['runs'].values())}",
+        "mean",
+        "range",
+        "95% over items",
+        "95% over seeds",
+        "items",
+    ]
     foot = (
         ["\\* the mean of the runs' own intervals"]
         if any(not row.pooled and row.items for row in found["rows"])

@@ -2,8 +2,8 @@
 
     with started(large, tiny, threads, logs) as servers:  with servers[NATIVE].awake():  together(servers[NATIVE], prompts, 64)
 
-A server sleeps (SIGSTOP) but within its `awake`. The client speaks HTTP/1.1 over asyncio's streams, a connection a request, and keeps
-when each piece of text came; what it does itself costs some 0.1 ms a request.
+A server sleeps (SIGSTOP) but within its `awake`. The client speaks HTTP/1.1 over asyncio's streams, a connection a
+request, and keeps when each piece of text came; what it does itself costs some 0.1 ms a request.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ class Server:
             one.kill()
 
 
-# -- the client ------------------------------------------------------------------------------------------------------------
+# -- the client --------------------------------------------------------------------------------------------------------
 
 
 async def ask(server: Server, prompt: str, tokens: int) -> Heard:
@@ -164,7 +164,9 @@ async def ask(server: Server, prompt: str, tokens: int) -> Heard:
 
 
 def knock(port: int, payload: bytes, times: int) -> list[Heard]:
-    """The heads of answers to a request that is made so many times, one after another. For a process that does nothing else."""
+    """The heads of answers to a request that is made so many times, one after another. For a process that does
+    nothing else.
+    """
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload
     heard = []
@@ -208,7 +210,7 @@ def together(server: Server, prompts: Sequence[str], tokens: int) -> tuple[list[
     return asyncio.run(ask_all())
 
 
-# -- the servers -----------------------------------------------------------------------------------------------------------
+# -- the servers -------------------------------------------------------------------------------------------------------
 
 
 class Texts:

@@ -2,23 +2,27 @@
 
     python benchmarks/serving.py [--quick] [--rounds 5] [--threads 1] [--json FILE]
 
-Five servers run as processes, each of them stopped (SIGSTOP) while another is measured: ours with float32 and with int8 weights,
-`transformers serve` in float32 without and with continuous batching, and ours with a tiny model. All but the last serve one
-directory: random weights of a Qwen3 shape with 82 M parameters and a BPE of 8,192 tokens trained on this repository's sources. Tokens are
-sampled at temperature 1, so that no text repeats and no draft of ours is right, and no answer ends early: by `ignore_eos` here, by a
-generation_config.json that names no end there. Tokens are counted by `usage`; an answer of another length is a failure.
+Five servers run as processes, each of them stopped (SIGSTOP) while another is measured: ours with float32 and with int8
+weights, `transformers serve` in float32 without and with continuous batching, and ours with a tiny model. All but the
+last serve one directory: random weights of a Qwen3 shape with 82 M parameters and a BPE of 8,192 tokens trained on this
+repository's sources. Tokens are sampled at temperature 1, so that no text repeats and no draft of ours is right, and no
+answer ends early: by `ignore_eos` here, by a generation_config.json that names no end there. Tokens are counted by
+`usage`; an answer of another length is a failure.
 
-One round asks every server the same prompts, which no server has seen, with 1, 4 and 8 users at once, each with one streamed request.
-Before the rounds each server answers 3 requests that do not count. Told with the median and the quartiles:
+One round asks every server the same prompts, which no server has seen, with 1, 4 and 8 users at once, each with one
+streamed request. Before the rounds each server answers 3 requests that do not count. Told with the median and the
+quartiles:
 
     tok/s   tokens of a round over its wall time, prompts read in it       TTFT  to the first text, of all requests
     TPOT    (last text - first text) / (tokens - 1) of a request           ITL   between two texts, pooled: median and 99th percentile
-    MBU     steps a second (tok/s over the rows of a step) x bytes of weights, keys and values that a step reads / measured bandwidth
+    MBU     steps a second (tok/s over the rows of a step) x bytes of weights, keys and values that a step reads /
+            measured bandwidth
     CPU     seconds of processors that the server used, a token            RSS   memory of its processes after the last round
 
-Other programs on the machine slow all servers, but not evenly: then the rounds differ, and CPU says more than tok/s does. A
-goal is met or missed by the median of the rounds' ratios; what was not measured reads "not run". `--quick` leaves the prompts of
-1,024 tokens out and begins no users' turn that by its last time would end behind five minutes; rounds are counted, turn by turn.
+Other programs on the machine slow all servers, but not evenly: then the rounds differ, and CPU says more than tok/s
+does. A goal is met or missed by the median of the rounds' ratios; what was not measured reads "not run". `--quick`
+leaves the prompts of 1,024 tokens out and begins no users' turn that by its last time would end behind five minutes;
+rounds are counted, turn by turn.
 """
 
 import argparse
@@ -59,7 +63,7 @@ from benchmarks.servers import (
     make_models,
     started,
     together,
-)  # fmt: skip
+)
 from pipeline.generation.sampling import Sampling
 from pipeline.run import device
 from pipeline.serve.engine import Ended, Engine, Event, Said
@@ -71,7 +75,7 @@ SHORT, LONG = (128, 64), (1024, 128)  # tokens of a prompt, of an answer
 REFUSALS, REQUESTS = 100, 1000
 
 
-# -- the rounds ------------------------------------------------------------------------------------------------------------
+# -- the rounds --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -100,12 +104,20 @@ class Cell:
         """Its numbers: times in milliseconds, [first quartile, median, third], memory in MiB."""
         gaps = [gap for one in self.heard for gap in one.gaps]
         return {
-            "server": self.server, "users": self.users, "prompt": self.prompt, "tokens": self.tokens, "rounds": len(self.rates),
-            "failures": self.failures, "tokens_per_second": quartiles(self.rates),
-            "ttft": quartiles([1000 * one.first for one in self.heard]), "tpot": quartiles([1000 * one.each for one in self.heard]),
-            "cpu": quartiles([1000 * cost for cost in self.costs]), "itl": [1000 * percentile(gaps, 50), 1000 * percentile(gaps, 99)],
-            "mbu": mbu(statistics.median(self.rates), min(self.users, rows), step_bytes, speed), "rss": memory,
-        }  # fmt: skip
+            "server": self.server,
+            "users": self.users,
+            "prompt": self.prompt,
+            "tokens": self.tokens,
+            "rounds": len(self.rates),
+            "failures": self.failures,
+            "tokens_per_second": quartiles(self.rates),
+            "ttft": quartiles([1000 * one.first for one in self.heard]),
+            "tpot": quartiles([1000 * one.each for one in self.heard]),
+            "cpu": quartiles([1000 * cost for cost in self.costs]),
+            "itl": [1000 * percentile(gaps, 50), 1000 * percentile(gaps, 99)],
+            "mbu": mbu(statistics.median(self.rates), min(self.users, rows), step_bytes, speed),
+            "rss": memory,
+        }
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -123,7 +135,9 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 def mbu(rate: float, rows: int, step_bytes: int, speed: float) -> float:
-    """Share of the bandwidth (bytes/s) that `rate` tokens/s need, where a step says `rows` tokens and reads `step_bytes`."""
+    """Share of the bandwidth (bytes/s) that `rate` tokens/s need, where a step says `rows` tokens and reads
+    `step_bytes`.
+    """
     return rate / rows * step_bytes / speed
 
 
@@ -160,7 +174,7 @@ def measure(
     return list(cells.values())
 
 
-# -- the goals -------------------------------------------------------------------------------------------------------------
+# -- the goals ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -197,7 +211,12 @@ def against(cells: Sequence[Cell], other: str, at_least: float) -> Goal:
     if not (own and theirs and times):
         return Goal(what, None, "no round was ended", at_least=at_least)
     (low, middle, high), cheaper = quartiles(times), percentile(ratios(theirs.costs, own.costs), 50)
-    return Goal(what, middle, f"({low:.2f}-{high:.2f}), rounds: {len(times)}; tokens per CPU second: {cheaper:.2f} times", at_least=at_least)  # fmt: skip
+    return Goal(
+        what,
+        middle,
+        f"({low:.2f}-{high:.2f}), rounds: {len(times)}; tokens per CPU second: {cheaper:.2f} times",
+        at_least=at_least,
+    )
 
 
 def many_requests(tiny: Server, texts: Texts) -> Goal:
@@ -213,11 +232,17 @@ def many_requests(tiny: Server, texts: Texts) -> Goal:
     began = time.perf_counter()
     with tiny.awake():
         failures = asyncio.run(users())
-    return Goal(f"{REQUESTS} requests of 8 users: failures", failures, f"{time.perf_counter() - began:.0f} s, tiny model", at_most=0)  # fmt: skip
+    return Goal(
+        f"{REQUESTS} requests of 8 users: failures",
+        failures,
+        f"{time.perf_counter() - began:.0f} s, tiny model",
+        at_most=0,
+    )
 
 
 def full_queue(server: Server, texts: Texts) -> list[Goal]:
-    """How a request is refused while all rows speak and the queue is full; its time from connecting to the answer's head.
+    """How a request is refused while all rows speak and the queue is full; its time from connecting to the answer's
+    head.
 
     Who is refused is a process of its own: beside the readers of the streams it would measure their turns too.
     """
@@ -244,8 +269,13 @@ def full_queue(server: Server, texts: Texts) -> list[Goal]:
     wrong = sum(one.status != 429 or one.retry_after is None for one in heard)
     return [
         Goal(f"{REFUSALS} requests to a full queue: not 429 with Retry-After", wrong, "", at_most=0),
-        Goal("their answer, ms, 99th percentile", percentile(times, 99), f"median {percentile(times, 50):.1f}", at_most=10),
-    ]  # fmt: skip
+        Goal(
+            "their answer, ms, 99th percentile",
+            percentile(times, 99),
+            f"median {percentile(times, 50):.1f}",
+            at_most=10,
+        ),
+    ]
 
 
 def known_prompt(server: Server, texts: Texts, rounds: int) -> Goal:
@@ -305,7 +335,20 @@ def answered(engine: Engine, ids: Sequence[int], tokens: int) -> float:
     return seconds
 
 
-HEAD = ("users", "tokens", "server", "tokens/s", "TTFT ms", "TPOT ms", "CPU ms", "ITL ms 50, 99 %", "MBU", "RSS MiB", "failed", "rounds")  # fmt: skip
+HEAD = (
+    "users",
+    "tokens",
+    "server",
+    "tokens/s",
+    "TTFT ms",
+    "TPOT ms",
+    "CPU ms",
+    "ITL ms 50, 99 %",
+    "MBU",
+    "RSS MiB",
+    "failed",
+    "rounds",
+)
 WIDTHS = (7, 10, 20, 20, 24, 22, 20, 17, 6, 9, 8, 6)
 
 
@@ -317,9 +360,19 @@ def line(row: dict[str, Any]) -> tuple[str, ...]:
         return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
     return (
-        f"{row['users']}", f"{row['prompt']}/{row['tokens']}", row["server"], told("tokens_per_second", 1), told("ttft"), told("tpot", 1), told("cpu", 1),
-        ", ".join(f"{value:.0f}" for value in row["itl"]), f"{row['mbu']:.0%}", f"{row['rss']:.0f}", f"{row['failures']}", f"{row['rounds']}",
-    )  # fmt: skip
+        f"{row['users']}",
+        f"{row['prompt']}/{row['tokens']}",
+        row["server"],
+        told("tokens_per_second", 1),
+        told("ttft"),
+        told("tpot", 1),
+        told("cpu", 1),
+        ", ".join(f"{value:.0f}" for value in row["itl"]),
+        f"{row['mbu']:.0%}",
+        f"{row['rss']:.0f}",
+        f"{row['failures']}",
+        f"{row['rounds']}",
+    )
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -331,7 +384,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def numbers(cells: Sequence[Cell], servers: dict[str, Server], engines: dict[str, Engine], speed: float) -> list[dict[str, Any]]:  # fmt: skip
+def numbers(
+    cells: Sequence[Cell], servers: dict[str, Server], engines: dict[str, Engine], speed: float
+) -> list[dict[str, Any]]:
     """The rows, few users first; the bytes that a step reads are those of our engine with the same weights."""
     rows = []
     for cell in sorted(cells, key=lambda cell: (cell.prompt, cell.users)):
@@ -380,18 +435,33 @@ def main() -> None:
     goals = [
         against(cells, PLAIN, 2),
         against(cells, BATCHED, 1),
-        Goal("1 row, int8: tokens/s, times transformers.generate", None, "benchmarks/engine.py measures it", at_least=2),
-        Goal("--engine onnx: tokens/s, times llama.cpp with the same bits", None, "benchmarks/onnx_engine.py measures it", at_least=0.9),
+        Goal(
+            "1 row, int8: tokens/s, times transformers.generate", None, "benchmarks/engine.py measures it", at_least=2
+        ),
+        Goal(
+            "--engine onnx: tokens/s, times llama.cpp with the same bits",
+            None,
+            "benchmarks/onnx_engine.py measures it",
+            at_least=0.9,
+        ),
         *goals,
-    ]  # fmt: skip
+    ]
     million = engines[NATIVE].model.num_parameters() / 1e6
-    sys.stdout.write(f"{million:.1f} M parameters, {arguments.threads} threads, {device.cpu_name()}, {speed / 1e9:.1f} GB/s\n\n")  # fmt: skip
-    sys.stdout.write(f"{table(rows)}\n{''.join(goal.line() + chr(10) for goal in goals)}\n{time.monotonic() - began:.0f} s\n")  # fmt: skip
+    sys.stdout.write(
+        f"{million:.1f} M parameters, {arguments.threads} threads, {device.cpu_name()}, {speed / 1e9:.1f} GB/s\n\n"
+    )
+    sys.stdout.write(
+        f"{table(rows)}\n{''.join(goal.line() + chr(10) for goal in goals)}\n{time.monotonic() - began:.0f} s\n"
+    )
     if arguments.json:
         told = {
-            "cpu": device.cpu_name(), "threads": arguments.threads, "bandwidth": speed, "seconds": time.monotonic() - began,
-            "rows": rows, "goals": [dataclasses.asdict(goal) | {"verdict": goal.verdict} for goal in goals],
-        }  # fmt: skip
+            "cpu": device.cpu_name(),
+            "threads": arguments.threads,
+            "bandwidth": speed,
+            "seconds": time.monotonic() - began,
+            "rows": rows,
+            "goals": [dataclasses.asdict(goal) | {"verdict": goal.verdict} for goal in goals],
+        }
         arguments.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 

@@ -2,23 +2,30 @@
 
     python benchmarks/time_to_loss.py [--tokens data/tokens/text] [--tokenizer data/tokenizer] [--seeds 3] [--quick]
 
-Same corpus, tokenizer, tokens of a step, context, threads and number of parameters (+-2 %; the run stops where they differ more).
+Same corpus, tokenizer, tokens of a step, context, threads and number of parameters (+-2 %; the run stops where they
+differ more).
 
-1. The baseline (`nanogpt.py`) runs `--steps` steps at each of `--rates`, in bf16, its fastest setting on a CPU that computes in it;
-   the best rate by its bits per byte of the whole validation split at the end is run with a second beta of 0.99 too (nanoGPT's for few
-   tokens a step), and the better of the two with all seeds. Their mean is the target. In float32, as nanoGPT runs on a
-   CPU, its steps are timed, and with `--float32` one run goes to its end.
-2. Ours (`OURS`, keys of params.yaml and conf/ alone) has a schedule as long as it pleases: the fewest steps, on a grid of factor
+1. The baseline (`nanogpt.py`) runs `--steps` steps at each of `--rates`, in bf16, its fastest setting on a CPU that
+   computes in it;
+   the best rate by its bits per byte of the whole validation split at the end is run with a second beta of 0.99 too
+   (nanoGPT's for few tokens a step), and the better of the two with all seeds. Their mean is the target. In float32, as
+   nanoGPT runs on a CPU, its steps are timed, and with `--float32` one run goes to its end.
+2. Ours (`OURS`, keys of params.yaml and conf/ alone) has a schedule as long as it pleases: the fewest steps, on a grid
+   of factor
    1.25, at whose end the mean over the seeds reaches the target.
-3. The clock: each arm is a process; all take turns for a few steps, and seconds of a step are medians over the rounds, of the clock
-   and of CPU time (which holds where others use the machine). Seconds to the target are steps times these: no evaluation, no saving.
-   What compiling takes is added in a second figure: PyTorch's and oneDNN's own, the first steps of a run above the usual.
-4. Ablations: one thing of ours is taken away at a time. Steps to the target, on a grid of factor 2 and interpolated between two
+3. The clock: each arm is a process; all take turns for a few steps, and seconds of a step are medians over the rounds,
+   of the clock
+   and of CPU time (which holds where others use the machine). Seconds to the target are steps times these: no
+   evaluation, no saving. What compiling takes is added in a second figure: PyTorch's and oneDNN's own, the first steps
+   of a run above the usual.
+4. Ablations: one thing of ours is taken away at a time. Steps to the target, on a grid of factor 2 and interpolated
+   between two
    runs in the logarithm of steps (ours too, here), times the seconds of its step. At most four times our steps.
 
-Goal: at most 1/3 of the baseline's time. Finished runs are kept in `.work/time_to_loss`, keyed by their specification, the tokens
-and the code that trains (`--fresh` forgets them). Writes `results/time_to_loss-cpu.json` and `.png`; `--quick` (a tiny model,
-nothing written) shows that it works. Not promised: that the validation split is untouched; both sides choose on it.
+Goal: at most 1/3 of the baseline's time. Finished runs are kept in `.work/time_to_loss`, keyed by their specification,
+the tokens and the code that trains (`--fresh` forgets them). Writes `results/time_to_loss-cpu.json` and `.png`;
+`--quick` (a tiny model, nothing written) shows that it works. Not promised: that the validation split is untouched;
+both sides choose on it.
 """
 
 import argparse
@@ -44,10 +51,20 @@ from pipeline.run import device, workdir
 
 SHAPE = {"width": 192, "layers": 4, "heads": 3}  # nanoGPT's; 2,655,936 parameters at 4,096 tokens and a context of 512
 OURS = (
-    "scale=demo", "model=nano", "model.d_ff=640", "language.optimizer=muon", "language.learning_rate=6e-3",
-    "language.learning_rates={embedding: 0.02}", "language.schedule=wsd", "language.decay_ratio=0.6", "language.min_ratio=0.0",
-    "language.warmup_steps=10", "language.induction_heads=true", "runtime.precision=bf16", "runtime.compile=auto",
-)  # fmt: skip
+    "scale=demo",
+    "model=nano",
+    "model.d_ff=640",
+    "language.optimizer=muon",
+    "language.learning_rate=6e-3",
+    "language.learning_rates={embedding: 0.02}",
+    "language.schedule=wsd",
+    "language.decay_ratio=0.6",
+    "language.min_ratio=0.0",
+    "language.warmup_steps=10",
+    "language.induction_heads=true",
+    "runtime.precision=bf16",
+    "runtime.compile=auto",
+)
 TINY = ("model.width=32", "model.layers=2", "model.heads=1", "model.head_dim=32", "model.d_ff=96")
 
 
@@ -91,8 +108,14 @@ class Runs:
         file = self.folder / f"{workdir.canonical_hash([spec, self.data, code_of(spec['side'])])}.json"
         if file.is_file() and (not self.fresh or file in self.mine):
             return json.loads(file.read_text())
-        done = subprocess.run([sys.executable, str(ROOT / "benchmarks/time_to_loss_arm.py"), json.dumps(spec)],
-                              capture_output=True, text=True, cwd=ROOT, env=environment(spec), check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks/time_to_loss_arm.py"), json.dumps(spec)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment(spec),
+            check=False,
+        )
         if done.returncode:
             raise RuntimeError(f"{spec['side']}: {done.stderr[-2000:]}")
         found = json.loads(done.stdout.splitlines()[-1]) | {"spec": spec}
@@ -100,8 +123,10 @@ class Runs:
         self.mine.add(file)
         last = found["points"][-1]
         changed = [given for given in spec.get("overrides", ()) if given not in OURS]
-        sys.stdout.write(f"{spec['side']} seed {spec.get('seed')} {spec.get('recipe') or changed} {spec.get('without', '')}: {last['step']} steps, "
-                         f"{last['bpb']:.4f} bits per byte, {last['cpu_seconds']:.0f} CPU s\n")  # fmt: skip
+        sys.stdout.write(
+            f"{spec['side']} seed {spec.get('seed')} {spec.get('recipe') or changed} {spec.get('without', '')}:"
+            f" {last['step']} steps, {last['bpb']:.4f} bits per byte, {last['cpu_seconds']:.0f} CPU s\n"
+        )
         sys.stdout.flush()
         return found
 
@@ -139,9 +164,12 @@ class Bench:
         self.arguments = arguments
         quick = arguments.quick
         self.base: dict[str, Any] = {
-            "tokens": str(arguments.tokens.resolve()), "tokenizer": str(arguments.tokenizer.resolve()), "threads": arguments.threads,
-            "points": 2 if quick else 10, "shape": {"width": 32, "layers": 2, "heads": 1} if quick else SHAPE,
-        }  # fmt: skip
+            "tokens": str(arguments.tokens.resolve()),
+            "tokenizer": str(arguments.tokenizer.resolve()),
+            "threads": arguments.threads,
+            "points": 2 if quick else 10,
+            "shape": {"width": 32, "layers": 2, "heads": 1} if quick else SHAPE,
+        }
         if quick:
             self.base |= {"most": 512, "slice": 128}
         self.context, self.rows = arguments.context, arguments.rows
@@ -150,8 +178,15 @@ class Bench:
 
     def nanogpt(self, rate: float, seed: int, beta: float = 0.95, **setting: bool) -> dict[str, Any]:
         """The baseline, without its number of steps."""
-        recipe = {"rows": self.rows, "context": self.context, "rate": rate, "seed": seed,
-                  "warmup": max(1, self.arguments.steps // 20), "betas": [0.9, beta], **setting}  # fmt: skip
+        recipe = {
+            "rows": self.rows,
+            "context": self.context,
+            "rate": rate,
+            "seed": seed,
+            "warmup": max(1, self.arguments.steps // 20),
+            "betas": [0.9, beta],
+            **setting,
+        }
         return self.base | {"side": "nanogpt", "recipe": recipe}
 
     def ours(self, seed: int, arm: Arm | None = None) -> dict[str, Any]:
@@ -191,7 +226,9 @@ class Bench:
         return reached, [self.runs(self.ours(seed) | {"steps": steps}) for seed in range(self.arguments.seeds)]
 
     def ablation(self, arms: list[Arm], target: float, steps: int) -> tuple[Arm, Reached, float]:
-        """The best of some arms at our number of steps, its own steps to the target, and what it cost to compile (CPU s)."""
+        """The best of some arms at our number of steps, its own steps to the target, and what it cost to compile
+        (CPU s).
+        """
 
         def bpb(arm: Arm, steps: int) -> float:
             return final(self.runs(self.ours(0, arm) | {"steps": steps}))
@@ -210,8 +247,15 @@ def started(specs: dict[str, dict[str, Any]]) -> Iterator[list[Side]]:
     try:
         for name, spec in specs.items():
             command = [sys.executable, str(ROOT / "benchmarks/time_to_loss_arm.py"), json.dumps(spec)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                       text=True, cwd=ROOT, env=environment(spec))  # fmt: skip
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=environment(spec),
+            )
             sides.append(Side(name, process))
             sides[-1].hear()
         yield sides
@@ -225,10 +269,15 @@ def seconds_of_a_step(specs: dict[str, dict[str, Any]], rounds: int, steps: int)
     """name -> medians over interleaved rounds, of the clock and of CPU time, and the memory of the process."""
     with started(specs) as sides:
         train_speed.measure(sides, rounds, steps, tokens=1)  # speeds are steps a second
-        return {side.name: {"seconds": statistics.median(1 / s for s in side.speeds),
-                            "cpu_seconds": statistics.median(1 / s for s in side.worked),
-                            "cpu_range": [min(1 / s for s in side.worked), max(1 / s for s in side.worked)],
-                            "peak_mib": round(side.peak / 2**20)} for side in sides}  # fmt: skip
+        return {
+            side.name: {
+                "seconds": statistics.median(1 / s for s in side.speeds),
+                "cpu_seconds": statistics.median(1 / s for s in side.worked),
+                "cpu_range": [min(1 / s for s in side.worked), max(1 / s for s in side.worked)],
+                "peak_mib": round(side.peak / 2**20),
+            }
+            for side in sides
+        }
 
 
 def ablations(bench: Bench, target: float, steps: int, quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -237,9 +286,15 @@ def ablations(bench: Bench, target: float, steps: int, quick: bool) -> tuple[dic
     timed: dict[str, dict[str, Any]] = {}
     for name, arms in ({} if quick else ABLATIONS).items():
         arm, reached, compiling = bench.ablation(arms, target, steps)
-        found[name] = {"arm": arm.name, "overrides": list(arm.overrides), "bpb_at_our_steps": round(dict(reached.tried)[steps], 4),
-                       "steps": reached.steps, "between": reached.between and round(reached.between),
-                       "tried": reached.tried, "compiling_cpu": round(compiling, 1)}  # fmt: skip
+        found[name] = {
+            "arm": arm.name,
+            "overrides": list(arm.overrides),
+            "bpb_at_our_steps": round(dict(reached.tried)[steps], 4),
+            "steps": reached.steps,
+            "between": reached.between and round(reached.between),
+            "tried": reached.tried,
+            "compiling_cpu": round(compiling, 1),
+        }
         timed[name] = bench.ours(0, arm)
     return found, timed
 
@@ -272,14 +327,36 @@ def measured(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
         row["times_longer"] = (
             ratio(step, (name, row["between"]), ("ours", nothing or steps))["cpu_seconds"] if row["steps"] else None
         )
-    base = {"rates": search, "best": best, "steps": arguments.steps, "seeds": [final(run) for run in runs], "compiling": compiling,
-            "float32": final(slow) if slow else None}  # fmt: skip
-    ours = {"overrides": bench.ours(0)["overrides"], "steps": steps, "reached": reached.steps is not None,
-            "between": reached.between, "between_by_ablations_grid": nothing, "tried": reached.tried,
-            "seeds": [final(run) for run in mine], "compiling": statistics.median(run["compiling_cpu"] for run in mine)}  # fmt: skip
-    report = {"machine": device.describe("bf16") | {"threads": arguments.threads}, "tokens_of_a_step": bench.rows * bench.context,
-              "tokens": bench.runs.data, "parameters": sizes, "target": target, "baseline": base, "ours": ours,
-              "verdict": verdict(step, ours, base), "ablations": found, "step": step}  # fmt: skip
+    base = {
+        "rates": search,
+        "best": best,
+        "steps": arguments.steps,
+        "seeds": [final(run) for run in runs],
+        "compiling": compiling,
+        "float32": final(slow) if slow else None,
+    }
+    ours = {
+        "overrides": bench.ours(0)["overrides"],
+        "steps": steps,
+        "reached": reached.steps is not None,
+        "between": reached.between,
+        "between_by_ablations_grid": nothing,
+        "tried": reached.tried,
+        "seeds": [final(run) for run in mine],
+        "compiling": statistics.median(run["compiling_cpu"] for run in mine),
+    }
+    report = {
+        "machine": device.describe("bf16") | {"threads": arguments.threads},
+        "tokens_of_a_step": bench.rows * bench.context,
+        "tokens": bench.runs.data,
+        "parameters": sizes,
+        "target": target,
+        "baseline": base,
+        "ours": ours,
+        "verdict": verdict(step, ours, base),
+        "ablations": found,
+        "step": step,
+    }
     if not arguments.quick:
         plot(ROOT / "benchmarks/results/time_to_loss-cpu.png", curves | {"ours": mine}, step, target)
     return report

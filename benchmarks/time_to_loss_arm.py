@@ -2,14 +2,15 @@
 
     python benchmarks/time_to_loss_arm.py '{"side": "ours", "overrides": ["language.steps=300", ...], ...}'
 
-`nanogpt` is the baseline's loop (`nanogpt.py`); `ours` is `fit` as stage language calls it, with the settings that params.yaml, conf/
-and `overrides` give, and three ablations that are no settings: `windows` (the baseline's random windows in place of packed
-documents), `unmasked` (documents of a row see each other) and `gpt2` (the baseline's architecture in our loop).
+`nanogpt` is the baseline's loop (`nanogpt.py`); `ours` is `fit` as stage language calls it, with the settings that
+params.yaml, conf/ and `overrides` give, and three ablations that are no settings: `windows` (the baseline's random
+windows in place of packed documents), `unmasked` (documents of a row see each other) and `gpt2` (the baseline's
+architecture in our loop).
 
-With "steps" in the specification it trains so many and says the curve: bits per byte of the validation split against seconds of
-training, of the clock and of CPU time, evaluations left out. Without, it is a side of interleaved rounds (`train_arms.Metronome`).
-All sides are evaluated alike, in float32: on the same packed rows with the same targets, each seeing them as it was trained,
-ours its own document alone, the baseline the whole row before.
+With "steps" in the specification it trains so many and says the curve: bits per byte of the validation split against
+seconds of training, of the clock and of CPU time, evaluations left out. Without, it is a side of interleaved rounds
+(`train_arms.Metronome`). All sides are evaluated alike, in float32: on the same packed rows with the same targets, each
+seeing them as it was trained, ours its own document alone, the baseline the whole row before.
 """
 
 import json
@@ -114,7 +115,9 @@ def every(spec: dict[str, Any]) -> int:
 
 @torch.no_grad()
 def bits_per_byte(model: nn.Module, batches: list[TokenBatch], *, whole_rows: bool) -> float:
-    """Of the targets of packed rows, in float32. `whole_rows`: the model sees documents before its own, as it was trained."""
+    """Of the targets of packed rows, in float32. `whole_rows`: the model sees documents before its own, as it was
+    trained.
+    """
     training = model.training
     model.train(False)
     nats = 0.0
@@ -133,7 +136,9 @@ def seen_whole(batch: TokenBatch) -> TokenBatch:
 
 
 def validation(spec: dict[str, Any], text: Tokenizer, context: int, cache: Path) -> list[TokenBatch]:
-    """The validation split packed in rows of `context`, the same for all sides; a limit in the specification shortens it."""
+    """The validation split packed in rows of `context`, the same for all sides; a limit in the specification
+    shortens it.
+    """
     stream = CorpusStream(Path(spec["tokens"]), text, context=context, tokens_per_step=8 * context, seed=0, cache=cache)
     return list(stream.evaluation(spec.get("most", 2**40)))
 
@@ -175,9 +180,16 @@ def ours(spec: dict[str, Any], clock: Any, cache: Path) -> dict[str, Any]:
     from stages import language
 
     text, without = Tokenizer.load(Path(spec["tokenizer"])), spec.get("without", "")
-    given = [f"model.vocab_size={text.vocab_size}", f"language.steps={spec.get('steps', ENDLESS)}", f"language.eval_steps={every(spec)}",
-             "language.publish=last", "language.eval_tokens=1", "runtime.save_steps=1000000", "runtime.save_minutes=1000000",
-             *spec["overrides"]]  # fmt: skip
+    given = [
+        f"model.vocab_size={text.vocab_size}",
+        f"language.steps={spec.get('steps', ENDLESS)}",
+        f"language.eval_steps={every(spec)}",
+        "language.publish=last",
+        "language.eval_tokens=1",
+        "runtime.save_steps=1000000",
+        "runtime.save_minutes=1000000",
+        *spec["overrides"],
+    ]
     settings = Settings(ROOT, given)
     params, runtime = resolve(language.Params, settings, "language")
     shape = spec["shape"] | {"vocab_size": text.vocab_size, "context": params.fit.context}
@@ -185,10 +197,27 @@ def ours(spec: dict[str, Any], clock: Any, cache: Path) -> dict[str, Any]:
     if without == "architecture":
         model = GPT(Shape(**shape), torch.Generator().manual_seed(spec["seed"]))
     (cache / "job").mkdir()
-    job = Job(stage="language", item=None, key="k", seed=spec["seed"], folder=cache / "job", workers=1, runtime=runtime,
-              tracker=Tracker("language", cache, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
-    stream = CorpusStream(Path(spec["tokens"]), text, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
-                          seed=spec["seed"], cache=cache, document_mask=without != "mask")  # fmt: skip
+    job = Job(
+        stage="language",
+        item=None,
+        key="k",
+        seed=spec["seed"],
+        folder=cache / "job",
+        workers=1,
+        runtime=runtime,
+        tracker=Tracker("language", cache, {}, {}, quiet=True),
+        lineage={},
+        stop=StopRequest(),
+    )
+    stream = CorpusStream(
+        Path(spec["tokens"]),
+        text,
+        context=params.fit.context,
+        tokens_per_step=params.fit.tokens_per_step,
+        seed=spec["seed"],
+        cache=cache,
+        document_mask=without != "mask",
+    )
     whole_rows = without in ("mask", "packing")
     curve = Curve(spec, clock, validation(spec, text, params.fit.context, cache), whole_rows=whole_rows)
 
@@ -243,8 +272,14 @@ class RandomWindows(Ticking):
         """Those of a step."""
         ids = windows(self.line, rows=self.num_rows, context=context, seed=self.seed, step=step).numpy()
         pieces = [[Piece(ids[row], True)] for row in rows]
-        return token_batch(pieces, np.arange(len(rows)), packed=context, context=context, pad=self.text.pad,
-                           byte_lengths=self.text.byte_lengths)  # fmt: skip
+        return token_batch(
+            pieces,
+            np.arange(len(rows)),
+            packed=context,
+            context=context,
+            pad=self.text.pad,
+            byte_lengths=self.text.byte_lengths,
+        )
 
 
 class Asked:

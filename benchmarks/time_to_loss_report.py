@@ -1,7 +1,8 @@
-"""What `time_to_loss.py` makes of its runs: steps to a target, ratios of time, the table and the chart. Nothing here trains.
+"""What `time_to_loss.py` makes of its runs: steps to a target, ratios of time, the table and the chart. Nothing here
+trains.
 
-A run is what `time_to_loss_arm.py` says: `points` of step, bits per byte and seconds. `step` maps the name of an arm to the measured
-seconds of one of its steps, of the clock ("seconds") and of CPU time ("cpu_seconds").
+A run is what `time_to_loss_arm.py` says: `points` of step, bits per byte and seconds. `step` maps the name of an arm to
+the measured seconds of one of its steps, of the clock ("seconds") and of CPU time ("cpu_seconds").
 """
 
 import math
@@ -63,7 +64,9 @@ def ratio(step: dict[str, dict[str, float]], mine: tuple[str, float], theirs: tu
 
 
 def verdict(step: dict[str, dict[str, float]], ours: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
-    """Our time over the baseline's in each of its settings, without compiling and with it (`compiling`: CPU seconds once)."""
+    """Our time over the baseline's in each of its settings, without compiling and with it (`compiling`: CPU seconds
+    once).
+    """
     found: dict[str, Any] = {}
     for name in [name for name in step if name.startswith("nanoGPT")]:
         here = ratio(step, ("ours", ours["steps"]), (name, baseline["steps"]))
@@ -74,7 +77,9 @@ def verdict(step: dict[str, dict[str, float]], ours: dict[str, Any], baseline: d
 
 
 def plot(file: Path, curves: dict[str, list[dict[str, Any]]], step: dict[str, dict[str, float]], target: float) -> None:
-    """Bits per byte against CPU seconds of training, on a logarithmic axis: a slice of the split, and a dot for all of it."""
+    """Bits per byte against CPU seconds of training, on a logarithmic axis: a slice of the split, and a dot for all
+    of it.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -99,11 +104,14 @@ def table(report: dict[str, Any]) -> str:
     """The report for a person."""
     base, ours, lines = report["baseline"], report["ours"], []
     lines.append(
-        f"target {report['target']:.4f} bits per byte; nanoGPT {base['steps']} steps, {base['best']}; ours {ours['steps']} steps"
+        f"target {report['target']:.4f} bits per byte; nanoGPT {base['steps']} steps, {base['best']}; ours"
+        f" {ours['steps']} steps"
     )
     for name, row in report["verdict"].items():
-        lines.append(f"ours / {name}: CPU time {row['cpu_seconds']}, clock {row['seconds']}, with compiling {row['with_compiling']}"
-                     f" (goal {GOAL:.2f}: {'met' if row['met'] else 'missed'})")  # fmt: skip
+        lines.append(
+            f"ours / {name}: CPU time {row['cpu_seconds']}, clock {row['seconds']}, with compiling"
+            f" {row['with_compiling']} (goal {GOAL:.2f}: {'met' if row['met'] else 'missed'})"
+        )
     lines.append(f"{'taken away':44}{'bpb at our steps':>18}{'steps':>8}{'s/step':>9}{'times longer':>14}")
     for name, row in report["ablations"].items():
         steps, longer = (

@@ -2,10 +2,11 @@
 
     python benchmarks/train_arms.py ours '{"size": {...}, "rows": 8, "context": 256, ...}'
 
-Says `ready` after its warm-up; for each line it is sent it trains so many steps and says the seconds that they took, those that its
-threads worked, and the peak of its GPU memory (0 without one); an empty line ends it. Every side sees the same rows: step s holds rows of one document of
-random tokens, a function of s alone. AdamW in torch's fused form, gradients clipped to norm 1, a constant rate, no saving or
-evaluating within what is measured. `litgpt` runs in an environment of its own, so this file imports nothing of ours at its top.
+Says `ready` after its warm-up; for each line it is sent it trains so many steps and says the seconds that they took,
+those that its threads worked, and the peak of its GPU memory (0 without one); an empty line ends it. Every side sees
+the same rows: step s holds rows of one document of random tokens, a function of s alone. AdamW in torch's fused form,
+gradients clipped to norm 1, a constant rate, no saving or evaluating within what is measured. `litgpt` runs in an
+environment of its own, so this file imports nothing of ours at its top.
 """
 
 import contextlib
@@ -102,12 +103,30 @@ def ours(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
     from pipeline.run.workdir import Job, StopRequest
 
     folder = Path(tempfile.mkdtemp())
-    config = FitConfig(steps=10**6, tokens_per_step=spec["rows"] * spec["context"], context=spec["context"], learning_rate=RATE,
-                       betas=BETAS, weight_decay=DECAY, schedule="constant", eval_steps=10**6)  # fmt: skip
+    config = FitConfig(
+        steps=10**6,
+        tokens_per_step=spec["rows"] * spec["context"],
+        context=spec["context"],
+        learning_rate=RATE,
+        betas=BETAS,
+        weight_decay=DECAY,
+        schedule="constant",
+        eval_steps=10**6,
+    )
     given = {"precision": spec["precision"], "micro_batch": spec["rows"], "compile": compiled} | spec.get("runtime", {})
     runtime = Runtime(save_steps=10**6, save_minutes=1e6, **given)
-    job = Job(stage="speed", item=None, key="k", seed=1, folder=folder, workers=1, runtime=runtime,
-              tracker=Tracker("speed", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+    job = Job(
+        stage="speed",
+        item=None,
+        key="k",
+        seed=1,
+        folder=folder,
+        workers=1,
+        runtime=runtime,
+        tracker=Tracker("speed", folder, {}, {}, quiet=True),
+        lineage={},
+        stop=StopRequest(),
+    )
 
     def loss(model: Any, batch: Any) -> Loss:
         return Loss([Term("loss", losses.read_out(model, batch, losses.next_token))])
@@ -132,8 +151,14 @@ def full_rows(spec: dict[str, Any], metronome: Metronome) -> Any:
 
         def batch(self, step: int, context: int, rows: Any) -> TokenBatch:
             ids = tokens_of(step, spec).numpy()
-            return token_batch([[Piece(ids[row], True)] for row in rows], np.arange(len(rows)), packed=context,
-                               context=context, pad=0, byte_lengths=self.lengths)  # fmt: skip
+            return token_batch(
+                [[Piece(ids[row], True)] for row in rows],
+                np.arange(len(rows)),
+                packed=context,
+                context=context,
+                pad=0,
+                byte_lengths=self.lengths,
+            )
 
         def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
             return iter(())
@@ -155,7 +180,9 @@ def hf_model(spec: dict[str, Any]) -> Any:
 
 
 def trainer(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> None:
-    """Hugging Face's Trainer: bf16, the fused AdamW, no workers (a batch costs microseconds), with torch_compile or without."""
+    """Hugging Face's Trainer: bf16, the fused AdamW, no workers (a batch costs microseconds), with torch_compile or
+    without.
+    """
     from torch.utils.data import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -173,12 +200,26 @@ def trainer(spec: dict[str, Any], metronome: Metronome, *, compiled: bool) -> No
             metronome.tick()
 
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), max_steps=10**6, per_device_train_batch_size=spec["rows"], learning_rate=RATE,
-        lr_scheduler_type="constant", weight_decay=DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1], max_grad_norm=1.0,
-        optim="adamw_torch_fused", bf16=spec["precision"] == "bf16", use_cpu=device_of().type == "cpu", torch_compile=compiled,
-        report_to=[], save_strategy="no", logging_steps=10, disable_tqdm=True, dataloader_num_workers=0,
+        output_dir=tempfile.mkdtemp(),
+        max_steps=10**6,
+        per_device_train_batch_size=spec["rows"],
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        weight_decay=DECAY,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        bf16=spec["precision"] == "bf16",
+        use_cpu=device_of().type == "cpu",
+        torch_compile=compiled,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=10,
+        disable_tqdm=True,
+        dataloader_num_workers=0,
         dataloader_pin_memory=device_of().type == "cuda",
-    )  # fmt: skip
+    )
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *_: object, **__: object) -> Any:
@@ -216,11 +257,25 @@ def litgpt(spec: dict[str, Any], metronome: Metronome) -> None:
 
     size = spec["size"]
     config = Config(
-        name="qwen3", block_size=max(spec["context"], 256), vocab_size=size["vocab_size"], padded_vocab_size=size["vocab_size"],
-        n_layer=size["layers"], n_head=size["heads"], n_embd=size["width"], n_query_groups=size["kv_heads"],
-        rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
-        intermediate_size=size["d_ff"], norm_eps=1e-6, rope_base=10000, head_size=size["head_dim"], norm_qk=True,
-    )  # fmt: skip
+        name="qwen3",
+        block_size=max(spec["context"], 256),
+        vocab_size=size["vocab_size"],
+        padded_vocab_size=size["vocab_size"],
+        n_layer=size["layers"],
+        n_head=size["heads"],
+        n_embd=size["width"],
+        n_query_groups=size["kv_heads"],
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=size["d_ff"],
+        norm_eps=1e-6,
+        rope_base=10000,
+        head_size=size["head_dim"],
+        norm_qk=True,
+    )
     fabric = lightning.Fabric(devices=1, precision="bf16-mixed" if spec["precision"] == "bf16" else "32-true")
     fabric.launch()
     with fabric.init_module(empty_init=True):

@@ -2,16 +2,17 @@
 
     python benchmarks/train_speed.py [--sizes 2M 6M] [--rounds 7] [--precision bf16] [--litgpt-python PATH] [--quick]
 
-The same Qwen3 shape, tokens, batch, optimiser and machine; each side is a process of its own (`train_arms.py`), compiled and warmed
-up by 5 steps, then 40 steps a round, one side after another. Before each round a reference matrix product is timed; a round within
-which it moved by more than 25 % is run again, at most `--rounds` times. Peak memory is what the process held privately (RssAnon, asked
-every 20 ms) or on the GPU. A side's speed in a round is that round's tokens over its seconds; a ratio is ours over theirs in the same
-round, and medians and ranges are over rounds. Ours and Trainer are the faster of two settings, compiled and not, and the bare loop
-the faster of two models, by median. `by_cpu_time` is the ratio of tokens per second of CPU time: on a machine that others use too,
-with one thread, it holds where the clock's does not. Goals: 1.3 of Trainer and of litgpt, 0.97 of the bare loop.
+The same Qwen3 shape, tokens, batch, optimiser and machine; each side is a process of its own (`train_arms.py`),
+compiled and warmed up by 5 steps, then 40 steps a round, one side after another. Before each round a reference matrix
+product is timed; a round within which it moved by more than 25 % is run again, at most `--rounds` times. Peak memory is
+what the process held privately (RssAnon, asked every 20 ms) or on the GPU. A side's speed in a round is that round's
+tokens over its seconds; a ratio is ours over theirs in the same round, and medians and ranges are over rounds. Ours and
+Trainer are the faster of two settings, compiled and not, and the bare loop the faster of two models, by median.
+`by_cpu_time` is the ratio of tokens per second of CPU time: on a machine that others use too, with one thread, it holds
+where the clock's does not. Goals: 1.3 of Trainer and of litgpt, 0.97 of the bare loop.
 
-litgpt is no dependency: give the Python of an environment that holds it, or its row is left out and said to be. Results go to
-`results/train_speed-<device>-<precision>.json`; `--quick` (2 rounds of 6 steps) writes nothing.
+litgpt is no dependency: give the Python of an environment that holds it, or its row is left out and said to be. Results
+go to `results/train_speed-<device>-<precision>.json`; `--quick` (2 rounds of 6 steps) writes nothing.
 """
 
 import argparse
@@ -37,12 +38,20 @@ GOALS = {TRAINER: ("Trainer", 1.3), LITGPT: ("litgpt", 1.3), BARE: ("bare loop",
 MOVED = 1.25  # a reference product that takes so many times as long, or as short
 WARMUP = 5
 SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"vocab_size": 64, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "d_ff": 24},  # for tests
+    "tiny": {
+        "vocab_size": 64,
+        "width": 16,
+        "layers": 1,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "d_ff": 24,
+    },  # for tests
     "2M": {"vocab_size": 4096, "width": 192, "layers": 4, "heads": 3, "kv_heads": 1, "head_dim": 64, "d_ff": 512},
     "6M": {"vocab_size": 4096, "width": 256, "layers": 6, "heads": 4, "kv_heads": 4, "head_dim": 64, "d_ff": 768},
     "12M": {"vocab_size": 4096, "width": 320, "layers": 8, "heads": 5, "kv_heads": 5, "head_dim": 64, "d_ff": 1024},
     "50M": {"vocab_size": 16384, "width": 512, "layers": 10, "heads": 8, "kv_heads": 8, "head_dim": 64, "d_ff": 2048},
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -106,8 +115,17 @@ def started(names: list[str], spec: dict[str, Any], litgpt: Path | None) -> Iter
             python = str(litgpt) if name in LITGPT else sys.executable
             command = [python, str(ROOT / "benchmarks/train_arms.py"), name, json.dumps(spec)]
             environment = os.environ | {"STAGECOACH_MLFLOW": "off", "OMP_NUM_THREADS": str(spec["threads"])}
-            side = Side(name, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE, text=True, env=environment))  # fmt: skip
+            side = Side(
+                name,
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                ),
+            )
             sides.append(side)
             side.hear()
         yield sides
@@ -166,16 +184,29 @@ def compared(sides: list[Side]) -> dict[str, Any]:
         ratios = [own / theirs for own, theirs in zip(ours.speeds, rival.speeds, strict=True)]
         middle = statistics.median(ratios)
         worked = statistics.median(a / b for a, b in zip(ours.worked, rival.worked, strict=True))
-        found[title] = {"side": rival.name, "ours": ours.name, "ratio": round(middle, 3), "range": [round(min(ratios), 3), round(max(ratios), 3)],
-                        "by_cpu_time": round(worked, 3), "goal": goal, "met": middle >= goal}  # fmt: skip
+        found[title] = {
+            "side": rival.name,
+            "ours": ours.name,
+            "ratio": round(middle, 3),
+            "range": [round(min(ratios), 3), round(max(ratios), 3)],
+            "by_cpu_time": round(worked, 3),
+            "goal": goal,
+            "met": middle >= goal,
+        }
     return found
 
 
 def row(size: str, arguments: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     """One size: every side's speed and memory, and the ratios."""
     tokens = arguments.rows * arguments.context
-    spec = {"size": SIZES[size], "rows": arguments.rows, "context": arguments.context, "warmup": WARMUP,
-            "precision": arguments.precision, "threads": arguments.threads}  # fmt: skip
+    spec = {
+        "size": SIZES[size],
+        "rows": arguments.rows,
+        "context": arguments.context,
+        "warmup": WARMUP,
+        "precision": arguments.precision,
+        "threads": arguments.threads,
+    }
     with started(names, spec, arguments.litgpt_python) as sides:
         again, references = measure(sides, arguments.rounds, arguments.steps, tokens)
     return {

@@ -1,9 +1,9 @@
 """Stage code: continue the language model on source code, with fill-in-the-middle.
 
-    models/language + data/tokens/code (+ data/tokens/text) -> models/code       (Bavarian et al. 2022, arXiv:2207.14255)
+    models/language + data/tokens/code (+ data/tokens/text) -> models/code      (Bavarian et al. 2022, arXiv:2207.14255)
 
-A share of the code pieces is cut in three and reordered so that the model learns to fill a gap from both sides; a share of
-the batches is the language stage's text, so that the stories are not forgotten.
+A share of the code pieces is cut in three and reordered so that the model learns to fill a gap from both sides; a share
+of the batches is the language stage's text, so that the stories are not forgotten.
 """
 
 from dataclasses import dataclass, field
@@ -41,8 +41,15 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
     model, tokenizer = checkpoint.load(base)
 
     def corpus(folder: Path, fim_rate: float) -> CorpusStream:
-        return CorpusStream(folder, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
-                            seed=job.seed, fim_rate=fim_rate, cache=job.folder.parent)  # fmt: skip
+        return CorpusStream(
+            folder,
+            tokenizer,
+            context=params.fit.context,
+            tokens_per_step=params.fit.tokens_per_step,
+            seed=job.seed,
+            fim_rate=fim_rate,
+            cache=job.folder.parent,
+        )
 
     stream = corpus(code, params.fim_rate)
     if params.text_weight:
@@ -53,5 +60,9 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/language", "code": "data/tokens/code", "text": "data/tokens/text"},
-         outs={"out": "models/code"}, trains=True)  # fmt: skip
+    main(
+        run,
+        inputs={"base": "models/language", "code": "data/tokens/code", "text": "data/tokens/text"},
+        outs={"out": "models/code"},
+        trains=True,
+    )

@@ -3,10 +3,10 @@
     the source named by `data` + data/own + data/benchmarks -> data/raw/{text,code}
 
 `data=packages` gives text (stories, drills and transcripts from generators; prose from READMEs and docstrings) and code
-(Python, generated functions), each until its quota is met, the same bytes on every machine; `machine` takes what is installed and shell
-scripts too; `files` and `hub` give all that they hold. Worker
-processes read and clean batches; this process takes the results in order (`ingest/selection.py`), so the corpus is the
-same for any number of workers, any locale and any hash seed, on machines with the same packages.
+(Python, generated functions), each until its quota is met, the same bytes on every machine; `machine` takes what is
+installed and shell scripts too; `files` and `hub` give all that they hold. Worker processes read and clean batches;
+this process takes the results in order (`ingest/selection.py`), so the corpus is the same for any number of workers,
+any locale and any hash seed, on machines with the same packages.
 
 Held out: packages by blake2b(name) mod 20, generated files by blake2b(path) mod 50, stories by number mod 50 and three
 families, of which only every tenth number is told; the user's files and the hub as their readers say.

@@ -2,10 +2,11 @@
 
     models/<deploy.model>, manifests of data/raw -> models/deploy
 
-A Hugging Face directory with card and checksums; of a causal model in it GGUF files for llama.cpp and its relatives, Ollama's
-Modelfile and, if asked for, ONNX. Each is read back and compared on a probe text; a difference beyond what its number format
-explains fails the stage, so what is published always answers as the model that was evaluated. At the end a real server is asked six
-times. A reward model and a masked-diffusion one are exported as directories alone: no other program runs the latter.
+A Hugging Face directory with card and checksums; of a causal model in it GGUF files for llama.cpp and its relatives,
+Ollama's Modelfile and, if asked for, ONNX. Each is read back and compared on a probe text; a difference beyond what its
+number format explains fails the stage, so what is published always answers as the model that was evaluated. At the end
+a real server is asked six times. A reward model and a masked-diffusion one are exported as directories alone: no other
+program runs the latter.
 """
 
 import json
@@ -45,13 +46,16 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Path) -> None:
-    """Export `base` into `out` and compare the two; `text` and `code` are the manifests of the corpora, for the card."""
+    """Export `base` into `out` and compare the two; `text` and `code` are the manifests of the corpora, for the
+    card.
+    """
     if params.onnx is not None:
         onnx.need()
     model, tokenizer = huggingface.load(base)
     if isinstance(model, Transformer) and model.config.memory is not None and model.config.memory.leaky:
         raise ModelError(
-            f"{base}: this memory chooses by what is still to come (routing: sequence); it cannot write, train one that routes by chunk"
+            f"{base}: this memory chooses by what is still to come (routing: sequence); it cannot write, train one that"
+            " routes by chunk"
         )
     name = f"stagecoach-{params.model}"
     made_by = checkpoint.lineage(base)
@@ -70,8 +74,20 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
         corpus: json.loads(path.read_text(encoding="utf-8")) for corpus, path in {"text": text, "code": code}.items()
     }
     trunk = model.trunk if isinstance(model, Denoiser) else model
-    huggingface.write(out, huggingface.Exported(name=name, model=trunk, tokenizer=tokenizer, parity=proofs, lineage=lineage, made_by=made_by,
-                                  data=data, gguf=shown, onnx=(out / "onnx").is_dir()))  # fmt: skip
+    huggingface.write(
+        out,
+        huggingface.Exported(
+            name=name,
+            model=trunk,
+            tokenizer=tokenizer,
+            parity=proofs,
+            lineage=lineage,
+            made_by=made_by,
+            data=data,
+            gguf=shown,
+            onnx=(out / "onnx").is_dir(),
+        ),
+    )
     huggingface.seal(out)  # last: the sums are of everything
     calls = smoke.check(out, trunk, tokenizer)
     job.register(out, model=params.model)

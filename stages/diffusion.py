@@ -1,14 +1,16 @@
-"""Stage diffusion: turn the causal code model into a masked-diffusion one, and teach it to answer; beside it a causal control.
+"""Stage diffusion: turn the causal code model into a masked-diffusion one, and teach it to answer; beside it a causal
+control.
 
     models/code + data/tokens/code + data/problems -> models/diffusion, models/diffusion_control
         (Gong et al. 2024, arXiv:2410.17891; Nie et al. 2025, arXiv:2502.09992)
 
-First windows of code under masks, while attention grows from causal to full; then problems, of which only the answers are masked.
-The control is the causal model on the same windows and examples, in the same order, under cross-entropy. A causal model learns this
-data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so each of its runs ends after `control_steps` steps with the
-weights of its lowest validation loss: the comparison is between what each of the two can make of the data, not one at equal compute.
-`init: scratch` starts from fresh weights, `block_size` makes a block-diffusion model of them (arXiv:2503.09573); `init: pretrained`
-takes a published checkpoint (Dream, DiffuCoder, LLaDA) with its own tokenizer.
+First windows of code under masks, while attention grows from causal to full; then problems, of which only the answers
+are masked. The control is the causal model on the same windows and examples, in the same order, under cross-entropy. A
+causal model learns this data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so each of its runs ends
+after `control_steps` steps with the weights of its lowest validation loss: the comparison is between what each of the
+two can make of the data, not one at equal compute. `init: scratch` starts from fresh weights, `block_size` makes a
+block-diffusion model of them (arXiv:2503.09573); `init: pretrained` takes a published checkpoint (Dream, DiffuCoder,
+LLaDA) with its own tokenizer.
 """
 
 from dataclasses import dataclass, field
@@ -58,36 +60,75 @@ class Params:
                 f"block_size: expected 0 with init {self.init}; block diffusion is trained from init: scratch"
             )
         if self.noise.block_size and self.fit.max_new_tokens % self.noise.block_size:
-            raise ValueError(f"block_size: expected a divisor of max_new_tokens ({self.fit.max_new_tokens}), got {self.noise.block_size}")  # fmt: skip
+            raise ValueError(
+                f"block_size: expected a divisor of max_new_tokens ({self.fit.max_new_tokens}), got"
+                f" {self.noise.block_size}"
+            )
 
 
 def run(
-    params: Params, job: Job, *, base: Path, code: Path, problems: Path, out: Path, control: Path, trace: Path,
+    params: Params,
+    job: Job,
+    *,
+    base: Path,
+    code: Path,
+    problems: Path,
+    out: Path,
+    control: Path,
+    trace: Path,
     published: Path | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Train both models and save the directories `out` and `control`."""
     config = params.fit
     causal, theirs = checkpoint.load(base)
     model, tokenizer = begin(params, causal, theirs, published, job.seed)
     streams = Streams.of(params, job, code, problems, tokenizer, model.traits)
-    same = streams if theirs.hash == tokenizer.hash else Streams.of(params, job, code, problems, theirs, files.traits(theirs, shift=True))  # fmt: skip
+    same = (
+        streams
+        if theirs.hash == tokenizer.hash
+        else Streams.of(params, job, code, problems, theirs, files.traits(theirs, shift=True))
+    )
     per = "tokens" if config.sft_norm == "tokens" else "rows"
     phases = Phases(job)
     if streams.windows:
         gate = training.first_scratch(model.config.vocab_size) if params.init == "scratch" else None
-        fit(model, streams.windows, adapt_loss, config.adapting, phases.begin("adapt"), watchers=Watchers(first=gate),
-            last=False)  # fmt: skip
+        fit(
+            model,
+            streams.windows,
+            adapt_loss,
+            config.adapting,
+            phases.begin("adapt"),
+            watchers=Watchers(first=gate),
+            last=False,
+        )
     if streams.examples:
         fit(model, streams.examples, partial(masked_loss, per=per), config.tuning, phases.begin("sft"), last=False)
     if same.corpus:
-        fit(causal, same.corpus, causal_loss, config.control_adapting, phases.begin("control_adapt", prefix="control/"),
-            last=not same.examples)  # fmt: skip
+        fit(
+            causal,
+            same.corpus,
+            causal_loss,
+            config.control_adapting,
+            phases.begin("control_adapt", prefix="control/"),
+            last=not same.examples,
+        )
     if same.examples:
-        fit(causal, PlainExamples(same.examples, theirs), causal_loss, config.control_tuning,
-            phases.begin("control_sft", prefix="control/"))  # fmt: skip
+        fit(
+            causal,
+            PlainExamples(same.examples, theirs),
+            causal_loss,
+            config.control_tuning,
+            phases.begin("control_sft", prefix="control/"),
+        )
     files.save(out, model, tokenizer, job.lineage)
-    sampling.write([out / "trace.json", trace], model, tokenizer, held_out(problems, tokenizer), length=traced(params),
-                 block=params.noise.block_size or None)  # fmt: skip
+    sampling.write(
+        [out / "trace.json", trace],
+        model,
+        tokenizer,
+        held_out(problems, tokenizer),
+        length=traced(params),
+        block=params.noise.block_size or None,
+    )
     checkpoint.save(control, causal, theirs, job.lineage)
 
 
@@ -106,14 +147,35 @@ class Streams:
         """Raises ModelError where the tokens of code are another tokenizer's, DataError."""
         config, corpus, windows, examples = params.fit, None, None, None
         if config.adapt_steps:
-            corpus = CorpusStream(code, tokenizer, context=config.context, tokens_per_step=config.tokens_per_step,
-                                  seed=job.seed, cache=job.folder.parent)  # fmt: skip
+            corpus = CorpusStream(
+                code,
+                tokenizer,
+                context=config.context,
+                tokens_per_step=config.tokens_per_step,
+                seed=job.seed,
+                cache=job.folder.parent,
+            )
             anneal = config.anneal_steps if params.init == "code" else 0
-            windows = WindowStream(corpus, params.noise, name=code.name, seed=job.seed, anneal_steps=anneal,
-                                   byte_lengths=tokenizer.byte_lengths)  # fmt: skip
+            windows = WindowStream(
+                corpus,
+                params.noise,
+                name=code.name,
+                seed=job.seed,
+                anneal_steps=anneal,
+                byte_lengths=tokenizer.byte_lengths,
+            )
         if config.sft_epochs:
-            examples = ExampleStream(problems, tokenizer, traits, params.noise, rows=config.sft_examples, seed=job.seed,
-                                     max_prompt=config.max_prompt, max_new=config.max_new_tokens, norm=config.sft_norm)  # fmt: skip
+            examples = ExampleStream(
+                problems,
+                tokenizer,
+                traits,
+                params.noise,
+                rows=config.sft_examples,
+                seed=job.seed,
+                max_prompt=config.max_prompt,
+                max_new=config.max_new_tokens,
+                norm=config.sft_norm,
+            )
         return cls(corpus, windows, examples)
 
 
@@ -124,8 +186,12 @@ def begin(
     if published is not None:
         return diffusion_model.load(published)
     if params.init == "scratch":
-        return files.from_scratch(causal, tokenizer, device.generator("diffusion", seed),
-                                      block_size=params.noise.block_size), tokenizer  # fmt: skip
+        return (
+            files.from_scratch(
+                causal, tokenizer, device.generator("diffusion", seed), block_size=params.noise.block_size
+            ),
+            tokenizer,
+        )
     return files.from_causal(causal, tokenizer), tokenizer
 
 
@@ -145,7 +211,9 @@ def traced(params: Params) -> int:
 
 def masked_loss(model: Denoiser, batch: NoisedBatch, *, per: str) -> Loss:
     """Cross-entropy under the masks."""
-    return diffusion_losses.masked_cross_entropy(diffusion_losses.masked_logprobs(model, batch.noised), batch.weights, per=per)  # fmt: skip
+    return diffusion_losses.masked_cross_entropy(
+        diffusion_losses.masked_logprobs(model, batch.noised), batch.weights, per=per
+    )
 
 
 def adapt_loss(model: Denoiser, batch: NoisedBatch) -> Loss:
@@ -159,6 +227,14 @@ def causal_loss(model: Transformer, batch: TokenBatch) -> Loss:
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/code", "code": "data/tokens/code", "problems": "data/problems"},
-         outs={"out": "models/diffusion", "control": "models/diffusion_control", "trace": "metrics/traces/diffusion.json"},
-         chosen=lambda params: {"published": params.pretrained} if params.init == "pretrained" else {}, trains=True)  # fmt: skip
+    main(
+        run,
+        inputs={"base": "models/code", "code": "data/tokens/code", "problems": "data/problems"},
+        outs={
+            "out": "models/diffusion",
+            "control": "models/diffusion_control",
+            "trace": "metrics/traces/diffusion.json",
+        },
+        chosen=lambda params: {"published": params.pretrained} if params.init == "pretrained" else {},
+        trains=True,
+    )

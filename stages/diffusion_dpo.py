@@ -2,8 +2,8 @@
 
     models/diffusion + data/preferences -> models/diffusion_dpo        (LLaDA 1.5, Zhu et al. 2025, arXiv:2505.19223)
 
-An answer's likelihood is estimated by the mean of `diffusion_steps` masked forward passes, whose masks policy and reference share
-(the VRPO estimator). The reference's estimates come first, for every pair and pass; then it goes.
+An answer's likelihood is estimated by the mean of `diffusion_steps` masked forward passes, whose masks policy and
+reference share (the VRPO estimator). The reference's estimates come first, for every pair and pass; then it goes.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Params:
                 raise ValueError(f"{name}: expected at least 1 masked pass, got {getattr(self, name)}")
         if self.beta <= 0 or self.sft_weight < 0:
             raise ValueError(f"expected beta > 0 and sft_weight >= 0, got {self.beta} and {self.sft_weight}")
-        for name, options in {"timesteps": ("stratified", "independent"), "dpo_reduction": losses.REDUCTIONS}.items():  # fmt: skip
+        for name, options in {"timesteps": ("stratified", "independent"), "dpo_reduction": losses.REDUCTIONS}.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
 
@@ -63,12 +63,28 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
     model, start = training.begin(base, params.adapter, job.seed, hardware)
     config, tokenizer = params.fit, start.tokenizer
     config.check_context(model)
-    splits = {name: check_texts(of_kinds(PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length),
-                                         params.kinds, str(pairs)), model.traits.mask, str(pairs))
-              for name in ("train", "val", "test")}  # fmt: skip
-    stream = NoisedPairs(splits["train"], splits["val"], pad=tokenizer.pad, pairs=config.pairs, seed=job.seed,
-                         max_length=config.max_length, draws=params.diffusion_steps,
-                         stratified=params.timesteps == "stratified")  # fmt: skip
+    splits = {
+        name: check_texts(
+            of_kinds(
+                PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length),
+                params.kinds,
+                str(pairs),
+            ),
+            model.traits.mask,
+            str(pairs),
+        )
+        for name in ("train", "val", "test")
+    }
+    stream = NoisedPairs(
+        splits["train"],
+        splits["val"],
+        pad=tokenizer.pad,
+        pairs=config.pairs,
+        seed=job.seed,
+        max_length=config.max_length,
+        draws=params.diffusion_steps,
+        stratified=params.timesteps == "stratified",
+    )
     with start.reference.model(hardware.device) as frozen, hardware.autocast():
         stored(stream, frozen, job, config.resolve_steps(stream.tokens_per_epoch) * config.pairs, hardware.device)
     before = measure.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
@@ -79,8 +95,14 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
     after = measure.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
     job.report(test=measure.measure(splits["test"], before, after, job.seed, beta=params.beta))
     files.save(out, model, tokenizer, job.lineage)
-    asked = [Asked(e.pair.id, str(e.pair.prompt[-1].get("content", "")), e.chosen.ids[: int(np.argmax(e.chosen.trained))].tolist())
-             for e in splits["test"].pairs]  # fmt: skip
+    asked = [
+        Asked(
+            e.pair.id,
+            str(e.pair.prompt[-1].get("content", "")),
+            e.chosen.ids[: int(np.argmax(e.chosen.trained))].tolist(),
+        )
+        for e in splits["test"].pairs
+    ]
     sampling.write([out / "trace.json", trace], model, tokenizer, asked)
 
 
@@ -107,9 +129,19 @@ def loss(model: Denoiser, batch: Drawn, *, params: Params) -> Loss:
     """The loss of some pairs."""
     assert batch.reference is not None
     policy = losses.pair_elbos(model, batch)
-    return losses.diffusion_dpo(policy, losses.pairs_of(batch.reference, batch.lengths), beta=params.beta,
-                                           sft_weight=params.sft_weight, reduction=params.dpo_reduction)  # fmt: skip
+    return losses.diffusion_dpo(
+        policy,
+        losses.pairs_of(batch.reference, batch.lengths),
+        beta=params.beta,
+        sft_weight=params.sft_weight,
+        reduction=params.dpo_reduction,
+    )
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/diffusion", "pairs": "data/preferences"}, outs={"out": "models/diffusion_dpo", "trace": "metrics/traces/diffusion_dpo.json"}, trains=True)  # fmt: skip
+    main(
+        run,
+        inputs={"base": "models/diffusion", "pairs": "data/preferences"},
+        outs={"out": "models/diffusion_dpo", "trace": "metrics/traces/diffusion_dpo.json"},
+        trains=True,
+    )

@@ -3,8 +3,9 @@
     models/diffusion + data/problems (prompts, hidden tests) -> models/diffusion_grpo
         (coupled-GRPO; Gong et al. 2025, DiffuCoder, arXiv:2506.20639)
 
-Groups of completions on canvases of one length; a completion's log-probabilities are estimated under pairs of masks of which each
-token is under exactly one, so every token is scored with a part of the others in sight. Answers run in the sandbox and nowhere else.
+Groups of completions on canvases of one length; a completion's log-probabilities are estimated under pairs of masks of
+which each token is under exactly one, so every token is scored with a part of the others in sight. Answers run in the
+sandbox and nowhere else.
 """
 
 from dataclasses import dataclass, field
@@ -42,7 +43,8 @@ class Params:
     """The block `diffusion_grpo`; its training keys are those of RolloutConfig. `epochs` are the inner iterations."""
 
     rewards: dict[str, float]  # name: weight; code, code_format, length
-    difficulty: str = "frontier"  # of the problems: frontier (solved by 20 to 80 % of 8 samples, the first 4 not all alike), all, or a group
+    # of the problems: frontier (solved by 20 to 80 % of 8 samples, the first 4 not all alike), all, or a group
+    difficulty: str = "frontier"
     frontier_problems: int = 1000  # that are tried for it
     denoising_steps: int  # forward passes of a completion, at most its length
     threshold: float | None = None  # uncover all tokens of at least this probability at once: fewer passes than steps
@@ -64,7 +66,11 @@ class Params:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        options = {"estimator": ("normalised", "released"), "advantage": tuple(ADVANTAGES), "t_scope": ("sample", "batch")}  # fmt: skip
+        options = {
+            "estimator": ("normalised", "released"),
+            "advantage": tuple(ADVANTAGES),
+            "t_scope": ("sample", "batch"),
+        }
         for name, known in options.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -75,7 +81,10 @@ class Params:
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or self.beta < 0 or self.ref_sync < 0:
             raise ValueError("expected clip_low in [0, 1], clip_high >= 0, beta >= 0 and ref_sync >= 0")
         if self.ref_sync and (self.adapter is not None or not self.beta):
-            raise ValueError("ref_sync: expected 0 with an adapter, whose reference is the base below it, and with beta 0, which reads none")  # fmt: skip
+            raise ValueError(
+                "ref_sync: expected 0 with an adapter, whose reference is the base below it, and with beta 0, which"
+                " reads none"
+            )
         if self.fit.learning_rate and not self.rewards:
             raise ValueError("rewards: expected at least one of code, code_format, length")
         _ = self.sampling  # its own checks
@@ -83,14 +92,27 @@ class Params:
     @property
     def sampling(self) -> Denoising:
         """How completions are sampled."""
-        return Denoising(length=self.fit.max_new_tokens, steps=self.denoising_steps, temperature=self.fit.temperature, top_p=self.top_p,
-                         order=self.order, schedule=self.denoising_schedule, confidence=self.confidence, threshold=self.threshold)  # fmt: skip
+        return Denoising(
+            length=self.fit.max_new_tokens,
+            steps=self.denoising_steps,
+            temperature=self.fit.temperature,
+            top_p=self.top_p,
+            order=self.order,
+            schedule=self.denoising_schedule,
+            confidence=self.confidence,
+            threshold=self.threshold,
+        )
 
     @property
     def method(self) -> GroupMethod:
         """The group method that it is an instance of: every counted token of the step weighs the same."""
-        return GroupMethod(advantage=ADVANTAGES[self.advantage], normaliser="tokens", clip=Clip(self.clip_low, self.clip_high),
-                           beta=self.beta, kl_in="loss")  # fmt: skip
+        return GroupMethod(
+            advantage=ADVANTAGES[self.advantage],
+            normaliser="tokens",
+            clip=Clip(self.clip_low, self.clip_high),
+            beta=self.beta,
+            kl_in="loss",
+        )
 
 
 def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path, trace: Path) -> None:
@@ -100,8 +122,13 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
     model, start = training.begin(base, params.adapter, job.seed, hardware)
     start.reference.parked = not method.beta
     config.check_context(model)
-    coupling = Coupling(seed=job.seed, inner=config.epochs, fill=model.traits.fill,
-                        released=params.estimator == "released", shared_time=params.t_scope == "batch")  # fmt: skip
+    coupling = Coupling(
+        seed=job.seed,
+        inner=config.epochs,
+        fill=model.traits.fill,
+        released=params.estimator == "released",
+        shared_time=params.t_scope == "batch",
+    )
     setting = CanvasSetting(model, start, params.sampling, coupling, job)
     prompts, held = (
         answers.problem_prompts(
@@ -112,14 +139,25 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
     with setting.judge(params.sandbox, wanted=params.rewards) as judge:
         prompts = solving.chosen(prompts, params.difficulty, params.frontier_problems, setting, judge, job.folder)
         stream = CanvasRollouts(
-            prompts, config,
-            Method(sample=setting.sample, score=Scorer(params.rewards, setting.resources(judge)),
-                   annotate=lambda rollouts: diffusion_rollouts.annotate(
-                       rollouts, inner=config.epochs, rollout=stream.at, policy=setting.scores,
-                       reference=setting.reference if method.beta else None, own_first=config.minibatches == 1),
-                   estimate=partial(advantages.estimate_group, method=method, samples=config.samples)),
-            pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks,
-        )  # fmt: skip
+            prompts,
+            config,
+            Method(
+                sample=setting.sample,
+                score=Scorer(params.rewards, setting.resources(judge)),
+                annotate=lambda rollouts: diffusion_rollouts.annotate(
+                    rollouts,
+                    inner=config.epochs,
+                    rollout=stream.at,
+                    policy=setting.scores,
+                    reference=setting.reference if method.beta else None,
+                    own_first=config.minibatches == 1,
+                ),
+                estimate=partial(advantages.estimate_group, method=method, samples=config.samples),
+            ),
+            pad=start.tokenizer.pad,
+            seed=job.seed,
+            ranks=setting.ranks,
+        )
         stream.coupling = coupling
         whole: Any = setting  # it samples and compares as a Setting does
         held_out = solving.HeldOut(held, whole, judge, params.held_out, more=whole.variances)
@@ -140,14 +178,27 @@ def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: P
     """The clipped policy gradient on the coupled estimates."""
     logprobs = losses.coupled_logprobs(model, batch, released=params.estimator == "released")
     return policy_losses.group_policy(
-        logprobs, -logprobs.detach(), old=logprobs.detach() if batch.old is None else batch.old, advantages=batch.arrays["advantages"],
-        reference=batch.arrays.get("reference"), row_of=batch.row_of, num_rows=len(batch.tokens), method=method,
+        logprobs,
+        -logprobs.detach(),
+        old=logprobs.detach() if batch.old is None else batch.old,
+        advantages=batch.arrays["advantages"],
+        reference=batch.arrays.get("reference"),
+        row_of=batch.row_of,
+        num_rows=len(batch.tokens),
+        method=method,
         max_tokens=params.fit.max_new_tokens,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/diffusion", "problems": "data/problems"},
-         outs={"out": "models/diffusion_grpo", "samples": "metrics/samples/diffusion_grpo.jsonl",
-               "trace": "metrics/traces/diffusion_grpo.json"}, trains=True,
-         cuttable=False)  # fmt: skip
+    main(
+        run,
+        inputs={"base": "models/diffusion", "problems": "data/problems"},
+        outs={
+            "out": "models/diffusion_grpo",
+            "samples": "metrics/samples/diffusion_grpo.jsonl",
+            "trace": "metrics/traces/diffusion_grpo.json",
+        },
+        trains=True,
+        cuttable=False,
+    )

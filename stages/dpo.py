@@ -2,8 +2,9 @@
 
     models/tools + data/preferences -> models/dpo        (Rafailov et al. 2023, arXiv:2305.18290, eq. 7)
 
-`dpo.loss` chooses among nine losses of the family. The reference is the model that training starts from; its log-probabilities
-may be computed once and kept (`precompute_reference`), and with an adapter it is the model with the adapter off.
+`dpo.loss` chooses among nine losses of the family. The reference is the model that training starts from; its
+log-probabilities may be computed once and kept (`precompute_reference`), and with an adapter it is the model with the
+adapter off.
 """
 
 from dataclasses import dataclass, field
@@ -40,8 +41,14 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     start = reference.begin(base, params.adapter, job.seed, hardware)
     config, losses = params.fit, params.loss
     config.check_context(start.policy)  # before the reference reads the pairs
-    stream = PairStream(pairs, start.tokenizer, max_prompt=config.max_prompt, max_length=config.max_length,
-                        pairs=config.pairs, seed=job.seed)  # fmt: skip
+    stream = PairStream(
+        pairs,
+        start.tokenizer,
+        max_prompt=config.max_prompt,
+        max_length=config.max_length,
+        pairs=config.pairs,
+        seed=job.seed,
+    )
     where = hardware.device
     if losses.uses_reference and params.precompute_reference:
         with start.reference.model(where) as frozen, hardware.autocast():  # as the policy computes

@@ -3,18 +3,19 @@
     models/<model>, data/{raw,dialogues,problems,facts,benchmarks} -> metrics/eval/<model>.{json,jsonl,csv}
     models/reward, data/preferences                              -> the same
 
-json: the numbers. jsonl: a row per item with what the model answered. csv: curves. Generated code runs in the sandbox and
-nowhere else; where there is none, the problems say "skipped: no sandbox". Test sets that `benchmarks` names (HumanEval,
-MBPP, BFCL) are read before anything is measured, so that a wrong file stops the stage at once.
+json: the numbers. jsonl: a row per item with what the model answered. csv: curves. Generated code runs in the sandbox
+and nowhere else; where there is none, the problems say "skipped: no sandbox". Test sets that `benchmarks` names
+(HumanEval, MBPP, BFCL) are read before anything is measured, so that a wrong file stops the stage at once.
 
-A causal model is measured by the suites that its work asks for (evaluation/suites.py), or with `every_suite` by all of them.
+A causal model is measured by the suites that its work asks for (evaluation/suites.py), or with `every_suite` by all of
+them.
 
-A suite that is done is kept in the work folder under a digest of what it read: a killed evaluation goes on after it, and another
-file in `benchmarks` costs only itself.
+A suite that is done is kept in the work folder under a digest of what it read: a killed evaluation goes on after it,
+and another file in `benchmarks` costs only itself.
 
-A masked-diffusion model answers the same problems on canvases, and has measurements of its own (diffusion/measure.py); what only
-decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas takes many forward passes
-over all its places, so this is done in the precision of training, which `settings` tells.
+A masked-diffusion model answers the same problems on canvases, and has measurements of its own (diffusion/measure.py);
+what only decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas takes
+many forward passes over all its places, so this is done in the precision of training, which `settings` tells.
 """
 
 import json
@@ -50,8 +51,14 @@ from pipeline.synthetic import tools as synthetic_tools
 
 FAMILIES = frozenset(stories.FAMILIES)
 BENCHMARKS = Path("data/benchmarks")
-DATA = {"text": "data/raw/text", "code": "data/raw/code", "dialogues": "data/dialogues", "problems": "data/problems",
-        "facts": "data/facts", "benchmarks": str(BENCHMARKS)}  # fmt: skip
+DATA = {
+    "text": "data/raw/text",
+    "code": "data/raw/code",
+    "dialogues": "data/dialogues",
+    "problems": "data/problems",
+    "facts": "data/facts",
+    "benchmarks": str(BENCHMARKS),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +84,16 @@ class Params:
 
 
 def run(
-    params: Params, job: Job, *, model: Path, summary: Path, items: Path, curves: Path, preferences: Path | None = None,
+    params: Params,
+    job: Job,
+    *,
+    model: Path,
+    summary: Path,
+    items: Path,
+    curves: Path,
+    preferences: Path | None = None,
     **data: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Measure `model` and write the three files."""
     if preferences is not None:  # a reward model reads pairs and nothing else
         pairs = preferences / "test.jsonl"
@@ -130,7 +144,8 @@ def measurements(
         said = asdict(subject.settings) | asdict(params.canvas) | {"precision": hardware.precision}
         if sets:
             say(
-                f"{model.name}: {', '.join(params.benchmarks)} not scored: their prompts are for a model that decodes from the left"
+                f"{model.name}: {', '.join(params.benchmarks)} not scored: their prompts are for a model that decodes"
+                " from the left"
             )
         plan = canvas_plan(subject, sources, asked[: params.canvas.canvas_problems], sandbox)
         if model.name not in params.canvas.canvas_curve:
@@ -149,8 +164,13 @@ def measurements(
 
 
 def causal_plan(
-    subject: Subject, texts: list[Text], sources: list[Text], talks: list[Dialogue], asked: list[Problem], sandbox: Callable[[], Judge]
-) -> dict[str, Callable[[], SuiteResult]]:  # fmt: skip
+    subject: Subject,
+    texts: list[Text],
+    sources: list[Text],
+    talks: list[Dialogue],
+    asked: list[Problem],
+    sandbox: Callable[[], Judge],
+) -> dict[str, Callable[[], SuiteResult]]:
     """What a causal model is measured by. Numbers of suites whose names begin alike stand together."""
     most = subject.settings.documents
     prose, told, unseen = split_texts(texts)
@@ -198,9 +218,11 @@ def canvas_subject(model: Path, params: Params, seed: int) -> CanvasSubject:
 
 
 def solve(
-    subject: Any, problems: list[Problem], sandbox: Callable[[], Judge],
+    subject: Any,
+    problems: list[Problem],
+    sandbox: Callable[[], Judge],
     suite: Callable[[Any, list[Problem], Judge], SuiteResult] | None = None,
-) -> SuiteResult:  # fmt: skip
+) -> SuiteResult:
     """A suite of problems (none: `suites.solved`), or why it was skipped."""
     try:
         with sandbox() as judge:
@@ -236,13 +258,26 @@ def curve_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
     for k in suites.PASS_AT:
         value = numbers.get("problems", {}).get(f"pass_at_{k}")
         if value is not None:
-            found.append({"step": k, "curve": "pass_at_k", "value": value,
-                          "low": numbers["problems"][f"pass_at_{k}_low"],
-                          "high": numbers["problems"][f"pass_at_{k}_high"]})  # fmt: skip
+            found.append(
+                {
+                    "step": k,
+                    "curve": "pass_at_k",
+                    "value": value,
+                    "low": numbers["problems"][f"pass_at_{k}_low"],
+                    "high": numbers["problems"][f"pass_at_{k}_high"],
+                }
+            )
     for name, one in numbers.get("quality", {}).items():
         if isinstance(one, dict):
-            found.append({"step": one["forwards"], "curve": f"quality: {name}", "value": one["pass_at_1"],
-                          "low": one["pass_at_1_low"], "high": one["pass_at_1_high"]})  # fmt: skip
+            found.append(
+                {
+                    "step": one["forwards"],
+                    "curve": f"quality: {name}",
+                    "value": one["pass_at_1"],
+                    "low": one["pass_at_1_low"],
+                    "high": one["pass_at_1_high"],
+                }
+            )
     return found
 
 
@@ -255,10 +290,13 @@ if __name__ == "__main__":
     main(
         run,
         inputs={"model": "models/{item}", **DATA, "preferences": "data/preferences"},
-        outs={"summary": "metrics/eval/{item}.json", "items": "metrics/eval/{item}.jsonl",
-              "curves": "metrics/eval/{item}.csv"},
+        outs={
+            "summary": "metrics/eval/{item}.json",
+            "items": "metrics/eval/{item}.jsonl",
+            "curves": "metrics/eval/{item}.csv",
+        },
         seed="data_seed",
         items=ANY,
         of_item=inputs_of,
         metrics=None,
-    )  # fmt: skip
+    )

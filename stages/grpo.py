@@ -2,8 +2,9 @@
 
     models/tools + data/problems (prompts, hidden tests) -> models/grpo     (Shao et al. 2024, arXiv:2402.03300)
 
-`grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/objectives_policy.METHODS); a key that is null
-there has the method's own value. Answers run in the sandbox and nowhere else; without one the stage refuses to start.
+`grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/objectives_policy.METHODS); a key that
+is null there has the method's own value. Answers run in the sandbox and nowhere else; without one the stage refuses to
+start.
 """
 
 from dataclasses import dataclass, field, replace
@@ -63,10 +64,16 @@ class Params:
     def resolved(self) -> GroupMethod:
         """The method with what this block says otherwise."""
         found = METHODS[self.method]
-        low, high = (own if given is None else given for own, given in
-                     ((found.clip.low, self.clip_low), (found.clip.high, self.clip_high)))  # fmt: skip
-        return replace(found, clip=Clip(low, high), beta=found.beta if self.beta is None else self.beta,
-                       dynamic=found.dynamic if self.dynamic is None else self.dynamic)  # fmt: skip
+        low, high = (
+            own if given is None else given
+            for own, given in ((found.clip.low, self.clip_low), (found.clip.high, self.clip_high))
+        )
+        return replace(
+            found,
+            clip=Clip(low, high),
+            beta=found.beta if self.beta is None else self.beta,
+            dynamic=found.dynamic if self.dynamic is None else self.dynamic,
+        )
 
 
 def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path) -> None:
@@ -81,21 +88,28 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         scorer = Scorer(params.rewards, setting.resources(judge))
         frozen = setting.reference if method.beta else None
         stream = RolloutStream(
-            prompts, config,
-            Method(sample=setting.sample, score=scorer, annotate=partial(advantages.annotate_group, reference=frozen),
-                   estimate=partial(advantages.estimate_group, method=method, samples=config.samples),
-                   dynamic=method.dynamic),
-            pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks,
-        )  # fmt: skip
-        held_out = solving.HeldOut(answers.problem_prompts(kept, start.tokenizer, config.max_prompt), setting, judge,
-                                   params.held_out)  # fmt: skip
+            prompts,
+            config,
+            Method(
+                sample=setting.sample,
+                score=scorer,
+                annotate=partial(advantages.annotate_group, reference=frozen),
+                estimate=partial(advantages.estimate_group, method=method, samples=config.samples),
+                dynamic=method.dynamic,
+            ),
+            pad=start.tokenizer.pad,
+            seed=job.seed,
+            ranks=setting.ranks,
+        )
+        held_out = solving.HeldOut(
+            answers.problem_prompts(kept, start.tokenizer, config.max_prompt), setting, judge, params.held_out
+        )
         gate = gates.first_policy("ratio", "approxkl", "clip_ratio/region_mean", setting.precision)
         watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
         fit(start.policy, stream, partial(loss, method=method, config=config), config, job, watchers=watchers)
         told = held_out.report()  # first: an adapter that is merged is in the reference too
         held_out.write_samples(samples)
-        job.report(**reference.finish(start), **told, prompts=len(prompts),
-                   alarms=alarms.of(job.tracker.rows))  # fmt: skip
+        job.report(**reference.finish(start), **told, prompts=len(prompts), alarms=alarms.of(job.tracker.rows))
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 
 
@@ -103,13 +117,24 @@ def loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, config
     """The method's loss of a minibatch."""
     logprobs, entropy = losses.token_logprobs(model, batch, config.temperature)
     found = policy_losses.group_policy(
-        logprobs, entropy, old=batch.old, advantages=batch.arrays["advantages"],
+        logprobs,
+        entropy,
+        old=batch.old,
+        advantages=batch.arrays["advantages"],
         reference=batch.arrays["reference"] if method.beta and method.kl_in == "loss" else None,
-        row_of=batch.row_of, num_rows=len(batch.input_ids), method=method, max_tokens=config.max_new_tokens,
-    )  # fmt: skip
+        row_of=batch.row_of,
+        num_rows=len(batch.input_ids),
+        method=method,
+        max_tokens=config.max_new_tokens,
+    )
     return policy_losses.with_agreement(found, logprobs, batch.old) if batch.fresh else found
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/tools", "problems": "data/problems"},
-         outs={"out": "models/grpo", "samples": "metrics/samples/grpo.jsonl"}, trains=True, cuttable=False)  # fmt: skip
+    main(
+        run,
+        inputs={"base": "models/tools", "problems": "data/problems"},
+        outs={"out": "models/grpo", "samples": "metrics/samples/grpo.jsonl"},
+        trains=True,
+        cuttable=False,
+    )

@@ -2,10 +2,10 @@
 
     data/tokenizer + data/tokens/text (+ a checkpoint) -> models/language
 
-Next-token cross-entropy over documents packed into rows; nothing is predicted across a document border. From scratch the
-model's size is a file of conf/model/ (`model: nano` in params.yaml). `start: pretrained` (a folder) or `hub` takes architecture and
-weights from a Qwen3, Qwen2 or LLaMA checkpoint, whose tokenizer stage tokenizer has taken in; rates for such a model are
-those of scale `full`.
+Next-token cross-entropy over documents packed into rows; nothing is predicted across a document border. From scratch
+the model's size is a file of conf/model/ (`model: nano` in params.yaml). `start: pretrained` (a folder) or `hub` takes
+architecture and weights from a Qwen3, Qwen2 or LLaMA checkpoint, whose tokenizer stage tokenizer has taken in; rates
+for such a model are those of scale `full`.
 """
 
 from dataclasses import dataclass, field
@@ -49,8 +49,14 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
     else:
         found = source.located(params.base, checkpoint, weights=True, tokenizer=tokenizer)
         model, commit = initialization.load(found.folder, text), found.commit
-    stream = CorpusStream(tokens, text, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
-                          seed=job.seed, cache=job.folder.parent)  # fmt: skip
+    stream = CorpusStream(
+        tokens,
+        text,
+        context=params.fit.context,
+        tokens_per_step=params.fit.tokens_per_step,
+        seed=job.seed,
+        cache=job.folder.parent,
+    )
     learnt, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)
     fit(model, learnt, loss, params.fit, job, from_scratch=params.base.scratch, watchers=watchers)
     job.report(parameters=model.num_parameters())
@@ -70,5 +76,10 @@ def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:
 
 
 if __name__ == "__main__":
-    main(run, inputs={"tokenizer": "data/tokenizer", "tokens": "data/tokens/text"}, outs={"out": "models/language"},
-         chosen=lambda params: params.base.inputs(), trains=True)  # fmt: skip
+    main(
+        run,
+        inputs={"tokenizer": "data/tokenizer", "tokens": "data/tokens/text"},
+        outs={"out": "models/language"},
+        chosen=lambda params: params.base.inputs(),
+        trains=True,
+    )

@@ -2,8 +2,8 @@
 
     models/code + data/dialogues -> models/lora        (Hu et al. 2021, arXiv:2106.09685; rsLoRA, DoRA)
 
-The adapter is published as peft reads it (`models/lora/adapter/`) and merged into the weights of `models/lora`, if the merged
-model's logits equal those of the model with its adapter.
+The adapter is published as peft reads it (`models/lora/adapter/`) and merged into the weights of `models/lora`, if the
+merged model's logits equal those of the model with its adapter.
 """
 
 from dataclasses import dataclass, replace
@@ -46,8 +46,9 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
     roles = (getattr(tokenizer, role) for role in params.trained_roles)
     adapter = replace(params.adapter, trained_tokens=(*params.adapter.trained_tokens, *roles))
     lora.attach(model, adapter, device.generator("adapter", job.seed))
-    stream = DialogueStream(dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
-                            seed=job.seed)  # fmt: skip
+    stream = DialogueStream(
+        dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step, seed=job.seed
+    )
     gates.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:

@@ -1,10 +1,12 @@
 """Stage memory: a memory beside a frozen model, and a wider model of as many weights to compare it with.
 
-    models/code + data/facts + data/tokens/code -> models/memory, models/memory_baseline, metrics/routing/memory.json (memory/measure.py)
+    models/code + data/facts + data/tokens/code -> models/memory, models/memory_baseline, metrics/routing/memory.json
+    (memory/measure.py)
 
-Both learn the same batches: invented facts, with a loss on the answers, and code. Half of what a memory gains may be its weights and
-not its form, so `baseline` has a parallel SwiGLU at the same layers instead, its way out zero at the start as the memory's. Asked at the
-end are facts in a wording that was not trained, facts that nobody has seen, and code. The memory: `memory/model.py`.
+Both learn the same batches: invented facts, with a loss on the answers, and code. Half of what a memory gains may be
+its weights and not its form, so `baseline` has a parallel SwiGLU at the same layers instead, its way out zero at the
+start as the memory's. Asked at the end are facts in a wording that was not trained, facts that nobody has seen, and
+code. The memory: `memory/model.py`.
 """
 
 from collections.abc import Sequence
@@ -102,7 +104,14 @@ def run(
         name: rate for name, rate in config.learning_rates.items() if name not in ("bank", "router")
     }  # it has none
     own = replace(config, learning_rate=params.baseline_learning_rate or config.learning_rate, learning_rates=rates)
-    fit(wider, stream.both, training.plain_loss, own, phases.begin("baseline", prefix="baseline/"), watchers=Watchers(gradients_at=1))  # fmt: skip
+    fit(
+        wider,
+        stream.both,
+        training.plain_loss,
+        own,
+        phases.begin("baseline", prefix="baseline/"),
+        watchers=Watchers(gradients_at=1),
+    )
     settled(model, params, digest)
     settled(wider, params, digest)
     told = training.diagnostics(
@@ -110,7 +119,9 @@ def run(
     )
     for complaint in training.verdicts(told, params.memory.chapters):
         say(f"warning: {complaint}")
-    after = {name: examined(one, tokenizer, slices, asked, params) for name, one in (("memory", model), ("baseline", wider))}  # fmt: skip
+    after = {
+        name: examined(one, tokenizer, slices, asked, params) for name, one in (("memory", model), ("baseline", wider))
+    }
     job.report(router=training.summary(told), leaky=int(params.memory.leaky), layers=shape, trained_parameters=trained)
     job.report(**compared({"base": before} | after))
     write_json(routes, measure.routing(model, tokenizer, slices))
@@ -141,7 +152,9 @@ def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokeni
 
 
 def begun(model: Transformer, config: MemoryConfig | WiderConfig, params: Params, seed: int) -> Any:
-    """Put a memory, or what it is compared with, beside the model; freeze what is not to be trained. Raises ConfigError where it does not fit."""
+    """Put a memory, or what it is compared with, beside the model; freeze what is not to be trained. Raises
+    ConfigError where it does not fit.
+    """
     if params.adapter is not None:
         lora.attach(model, params.adapter, device.generator("adapter", seed))
     try:
@@ -162,13 +175,18 @@ def settled(model: Transformer, params: Params, digest: str) -> None:
         lora.merged_with_gate(model, reference.gate_rows(model))
     elif not params.train_base and checkpoint.weights_digest(model, leave_out=files.PREFIX) != digest:
         raise GateError(
-            "gate frozen base: its weights are not those before training. Likely cause: something trains them in memory/files.py"
+            "gate frozen base: its weights are not those before training. Likely cause: something trains them in"
+            " memory/files.py"
         )
 
 
 def examined(
-    model: Transformer, tokenizer: Tokenizer, slices: dict[str, Sequence[UnitBatch]], asked: dict[str, list[Asked]], params: Params
-) -> dict[str, Any]:  # fmt: skip
+    model: Transformer,
+    tokenizer: Tokenizer,
+    slices: dict[str, Sequence[UnitBatch]],
+    asked: dict[str, list[Asked]],
+    params: Params,
+) -> dict[str, Any]:
     """Facts, and bits per byte of code."""
     model.train(False)
     bpb = training.bits_per_byte(model, slices["code"], lambda batch: Reading(trained=batch.targets >= 0))
@@ -205,11 +223,16 @@ def narrowed(model: Transformer, batches: Sequence[UnitBatch], params: Params) -
     after = training.bits_per_byte(model, batches, told)
     if after > before * (1 + MOST_LOST):
         raise GateError(
-            f"gate quantise: the bank in {params.quantise} costs {after / before - 1:.2%} more bits per byte of code, more than {MOST_LOST:.1%}; use int8 or none"
+            f"gate quantise: the bank in {params.quantise} costs {after / before - 1:.2%} more bits per byte of code,"
+            f" more than {MOST_LOST:.1%}; use int8 or none"
         )
     return {"bpb_before": before, "bpb_after": after}
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/code", "facts": "data/facts", "code": "data/tokens/code"},
-         outs={"out": "models/memory", "baseline": "models/memory_baseline", "routes": "metrics/routing/memory.json"}, trains=True)  # fmt: skip
+    main(
+        run,
+        inputs={"base": "models/code", "facts": "data/facts", "code": "data/tokens/code"},
+        outs={"out": "models/memory", "baseline": "models/memory_baseline", "routes": "metrics/routing/memory.json"},
+        trains=True,
+    )

@@ -2,9 +2,10 @@
 
     metrics/ -> reports/index.html, reports/headlines/<model>.json, reports/plots/*.svg
 
-The page holds results with intervals, claims, curves, samples, lineage, time and cost, and beside the run that `baseline` names what
-changed. It opens offline, on a phone and on paper. A model's headlines are its line in `dvc metrics show`. The charts are for
-`dvc plots show`, which draws curves with a library from the web, and pictures without it.
+The page holds results with intervals, claims, curves, samples, lineage, time and cost, and beside the run that
+`baseline` names what changed. It opens offline, on a phone and on paper. A model's headlines are its line in `dvc
+metrics show`. The charts are for `dvc plots show`, which draws curves with a library from the web, and pictures without
+it.
 """
 
 import re
@@ -37,8 +38,8 @@ class Params:
             raise ValueError(f"gate: unknown measure {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
         if self.baseline is not None and not re.fullmatch(r"[0-9a-f]{40}", self.baseline):
             raise ValueError(
-                f"baseline: expected the full hash of a commit, 40 hex digits, got {self.baseline!r}: a name would be an input that "
-                "nobody tracks; set it with python -m pipeline.report.baseline pin REV"
+                f"baseline: expected the full hash of a commit, 40 hex digits, got {self.baseline!r}: a name would be"
+                " an input that nobody tracks; set it with python -m pipeline.report.baseline pin REV"
             )
 
 

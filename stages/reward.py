@@ -2,10 +2,10 @@
 
     models/tools + data/preferences -> models/reward        (Bradley-Terry; Ouyang et al. 2022, eq. 1)
 
-One linear head on the last token of an answer, starting at zero. What it gives over answers of the base model decides mean
-and spread, by which later stages normalise it. Beside the pairs of data/preferences it learns from pairs of the base model's
-own answers, ordered by truth, and from how likely the base model found each token (`model/heads.py`). Accuracy is measured per
-kind of pair on pairs that nothing was chosen by.
+One linear head on the last token of an answer, starting at zero. What it gives over answers of the base model decides
+mean and spread, by which later stages normalise it. Beside the pairs of data/preferences it learns from pairs of the
+base model's own answers, ordered by truth, and from how likely the base model found each token (`model/heads.py`).
+Accuracy is measured per kind of pair on pairs that nothing was chosen by.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,8 @@ class Params:
             or min(self.calibration_answers - 2, self.own_prompts, self.likelihood_weight) < 0
         ):
             raise ValueError(
-                "expected label_flip in [0, 0.5), centring >= 0, calibration_answers >= 2, own_prompts >= 0, likelihood_weight >= 0"
+                "expected label_flip in [0, 0.5), centring >= 0, calibration_answers >= 2, own_prompts >= 0,"
+                " likelihood_weight >= 0"
             )
 
 
@@ -66,14 +67,26 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     where = device.hardware(job.runtime.precision).device
     config = params.fit
     generate = sampler(policy.to(where), Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})
-    splits = {name: PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length)
-              for name in ("train", "test")}  # fmt: skip
-    own = {name: own_answers.prompts(split, params.answer_tokens, most)
-           for (name, split), most in zip(splits.items(), (params.own_prompts, params.own_prompts // 4), strict=True)}  # fmt: skip
+    splits = {
+        name: PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length)
+        for name in ("train", "test")
+    }
+    own = {
+        name: own_answers.prompts(split, params.answer_tokens, most)
+        for (name, split), most in zip(splits.items(), (params.own_prompts, params.own_prompts // 4), strict=True)
+    }
     with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url) as judge:
         more = {name: own_answers.pairs(generate, prompts, tokenizer, judge, job.seed) for name, prompts in own.items()}
-    stream = PairStream(pairs, tokenizer, max_prompt=config.max_prompt, max_length=config.max_length, pairs=config.pairs,
-                        seed=job.seed, label_flip=params.label_flip, more=more["train"])  # fmt: skip
+    stream = PairStream(
+        pairs,
+        tokenizer,
+        max_prompt=config.max_prompt,
+        max_length=config.max_length,
+        pairs=config.pairs,
+        seed=job.seed,
+        label_flip=params.label_flip,
+        more=more["train"],
+    )
 
     learner = GuessingModel(model) if params.likelihood_weight else model
 
@@ -85,9 +98,13 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
 
     asked = answers.repeated(answers.pair_prompts(splits["train"], params.answer_tokens), params.calibration_answers)
     model.calibrate(answers.raw_rewards(model, answers.sample(generate, asked, tokenizer, job.seed), tokenizer.pad))
-    job.report(dropped={name: dict(split.dropped) for name, split in splits.items()}, own_pairs=len(more["train"]),
-               reward_mean=model.reward_mean, reward_std=model.reward_std,
-               test=preferences.measure_ranking(model, splits["test"].pairs, tokenizer.pad))  # fmt: skip
+    job.report(
+        dropped={name: dict(split.dropped) for name, split in splits.items()},
+        own_pairs=len(more["train"]),
+        reward_mean=model.reward_mean,
+        reward_std=model.reward_std,
+        test=preferences.measure_ranking(model, splits["test"].pairs, tokenizer.pad),
+    )
     if more["test"]:
         job.report(own_answers=preferences.measure_ranking(model, more["test"], tokenizer.pad))
     checkpoint.save_reward(out, model, tokenizer, job.lineage)

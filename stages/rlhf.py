@@ -2,8 +2,9 @@
 
     models/tools + models/reward + data/preferences (prompts) -> models/rlhf   (Ziegler et al. 2019; Ouyang et al. 2022)
 
-The actor starts as models/tools, the critic as models/reward; only the actor is published. At every evaluation the same held-out
-prompts are answered: `proxy` is what training is paid by (`rlhf.rewards`), `gold` the true score, which training never sees.
+The actor starts as models/tools, the critic as models/reward; only the actor is published. At every evaluation the same
+held-out prompts are answered: `proxy` is what training is paid by (`rlhf.rewards`), `gold` the true score, which
+training never sees.
 """
 
 from dataclasses import dataclass, field
@@ -50,8 +51,8 @@ class Params:
         """Refuse a horizon over which beta could change its sign within one iteration."""
         if self.fit.prompts * self.fit.samples > 5 * self.ppo.horizon:
             raise ValueError(
-                f"horizon: expected at least a fifth of the {self.fit.prompts * self.fit.samples} answers of an iteration, "
-                f"got {self.ppo.horizon}; the coefficient of the divergence would turn negative"
+                f"horizon: expected at least a fifth of the {self.fit.prompts * self.fit.samples} answers of an"
+                f" iteration, got {self.ppo.horizon}; the coefficient of the divergence would turn negative"
             )
 
 
@@ -63,9 +64,12 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
     checkpoint.same_tokenizer(start.tokenizer, theirs, str(base), str(reward))
     critic, _ = checkpoint.load_reward(reward)
     model = ActorCritic(start.policy, critic)
-    # Only the prompts are asked, so a pair's answers may be as long as they like: those that have no room are passed over.
-    splits = {name: PairSplit(pairs / f"{name}.jsonl", start.tokenizer, config.max_prompt, start.policy.config.max_context)
-              for name in ("train", "test")}  # fmt: skip
+    # Only the prompts are asked, so a pair's answers may be as long as they like: those that have no room are passed
+    # over.
+    splits = {
+        name: PairSplit(pairs / f"{name}.jsonl", start.tokenizer, config.max_prompt, start.policy.config.max_context)
+        for name in ("train", "test")
+    }
     prompts = {name: answers.pair_prompts(split, config.max_new_tokens, params.kinds) for name, split in splits.items()}
     setting = Setting(start, config, job, judge_model.train(False).requires_grad_(False))
     compared = None
@@ -78,27 +82,36 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
         scorer = Scorer(params.rewards, setting.resources(judge, call_reward, compared))
         carried = {"beta": params.ppo.beta}
         method = Method(
-            sample=setting.sample, score=scorer,
-            annotate=partial(advantages.annotate_ppo, reference=setting.reference, values=partial(setting.values, critic)),
+            sample=setting.sample,
+            score=scorer,
+            annotate=partial(
+                advantages.annotate_ppo, reference=setting.reference, values=partial(setting.values, critic)
+            ),
             estimate=partial(advantages.estimate_ppo, config=params.ppo, carried=carried),
-        )  # fmt: skip
-        stream = RolloutStream(prompts["train"], config, method, pad=start.tokenizer.pad, seed=job.seed,
-                               ranks=setting.ranks, state=carried)  # fmt: skip
+        )
+        stream = RolloutStream(
+            prompts["train"], config, method, pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks, state=carried
+        )
         held_out = own_answers.HeldOut(prompts["test"], setting, judge, scorer, params.held_out)
         watchers = Watchers(
             first=gates.first_policy("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision),
             evaluate=held_out.row,
             logged=alarms.watch(job.name, target_kl=params.ppo.target_kl),
-            gradients_at=None,  # the first gate sees that the losses are alive; equal scores give no gradient to the actor
+            # the first gate sees that the losses are alive; equal scores give no gradient to the actor
+            gradients_at=None,
         )
         fit(
             model, stream, partial(loss, temperature=config.temperature, ppo=params.ppo), config, job, watchers=watchers
         )
         told = held_out.report()  # first: an adapter that is merged is in the reference too
         held_out.write_samples(samples)
-        job.report(**reference.finish(start), **told, prompts=len(prompts["train"]),
-                   dropped={name: dict(split.dropped) for name, split in splits.items()},
-                   alarms=alarms.of(job.tracker.rows, target_kl=params.ppo.target_kl))  # fmt: skip
+        job.report(
+            **reference.finish(start),
+            **told,
+            prompts=len(prompts["train"]),
+            dropped={name: dict(split.dropped) for name, split in splits.items()},
+            alarms=alarms.of(job.tracker.rows, target_kl=params.ppo.target_kl),
+        )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 
 
@@ -106,13 +119,25 @@ def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PP
     """PPO's loss of a minibatch."""
     logprobs, entropy, values = losses.actor_critic(model, batch, temperature)
     found = policy_losses.ppo(
-        logprobs, entropy, values, old=batch.old, advantages=batch.arrays["advantages"],
-        old_values=batch.arrays["old_values"], returns=batch.arrays["returns"], clip=Clip(ppo.clip, ppo.clip),
-        value_clip=ppo.value_clip, value_weight=ppo.value_weight,
-    )  # fmt: skip
+        logprobs,
+        entropy,
+        values,
+        old=batch.old,
+        advantages=batch.arrays["advantages"],
+        old_values=batch.arrays["old_values"],
+        returns=batch.arrays["returns"],
+        clip=Clip(ppo.clip, ppo.clip),
+        value_clip=ppo.value_clip,
+        value_weight=ppo.value_weight,
+    )
     return policy_losses.with_agreement(found, logprobs, batch.old) if batch.fresh else found
 
 
 if __name__ == "__main__":
-    main(run, inputs={"base": "models/tools", "reward": "models/reward", "pairs": "data/preferences"},
-         outs={"out": "models/rlhf", "samples": "metrics/samples/rlhf.jsonl"}, trains=True, cuttable=False)  # fmt: skip
+    main(
+        run,
+        inputs={"base": "models/tools", "reward": "models/reward", "pairs": "data/preferences"},
+        outs={"out": "models/rlhf", "samples": "metrics/samples/rlhf.jsonl"},
+        trains=True,
+        cuttable=False,
+    )

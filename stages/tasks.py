@@ -4,9 +4,10 @@
                                                    -> data/facts/{train,val,test,control}.jsonl
 
 `data: machine` generates all three. `data: files` and `data: hub` bring their own where they name some, and the rest is
-generated. Problems that are brought are tried in the sandbox: one whose tests cannot be judged, or whose own solution fails
-them, stops the stage (of the user's files) or leaves (of the hub's sets, up to `max_rejected`). Test items whose text stands in the training data are dropped here, so that no knob of this stage retrains the
-language model. Pairs that people gave on the web page join the training pairs as far as `tasks.feedback` says. Facts are always invented.
+generated. Problems that are brought are tried in the sandbox: one whose tests cannot be judged, or whose own solution
+fails them, stops the stage (of the user's files) or leaves (of the hub's sets, up to `max_rejected`). Test items whose
+text stands in the training data are dropped here, so that no knob of this stage retrains the language model. Pairs that
+people gave on the web page join the training pairs as far as `tasks.feedback` says. Facts are always invented.
 """
 
 import itertools
@@ -78,9 +79,18 @@ Splits = dict[str, list[Any]]  # train, val, test (and rl) -> records
 
 
 def run(
-    params: Params, job: Job, *, own: Path, text: Path, code: Path, feedback: Path,
-    dialogues: Path, problems: Path, pairs: Path, known: Path,
-) -> None:  # fmt: skip
+    params: Params,
+    job: Job,
+    *,
+    own: Path,
+    text: Path,
+    code: Path,
+    feedback: Path,
+    dialogues: Path,
+    problems: Path,
+    pairs: Path,
+    known: Path,
+) -> None:
     """Write the four folders."""
     parts = job.folder / "parts"
     rows: dict[str, dict[str, int]] = {}  # what became of the rows that the user or the hub brought
@@ -119,10 +129,14 @@ def run(
     if told.get("rows"):
         job.report(feedback=told)
     job.report(
-        dialogues=_counts(talks), problems=_counts(made), preferences=_counts(judged), facts=_counts(invented), dropped_test_items=dropped,
+        dialogues=_counts(talks),
+        problems=_counts(made),
+        preferences=_counts(judged),
+        facts=_counts(invented),
+        dropped_test_items=dropped,
         kinds=dict(sorted(Counter(d.kind for d in talks["train"]).items())),
         chosen_is_longer=preferences.chosen_is_longer(judged["train"]),
-    )  # fmt: skip
+    )
 
 
 def _counts(splits: Splits) -> dict[str, int]:
@@ -157,8 +171,8 @@ def _brought(
 def _try_out(splits: Splits, params: Params, job: Job, parts: Path, counts: dict[str, int]) -> None:
     """Judge every brought problem's own solution by its tests. Raises DataError, or ConfigError without a sandbox.
 
-    A person can mend his own files, so one wrong problem stops the stage. Nobody here can mend a set of the hub: its wrong
-    problems are named, written down and left out, as long as they are no more than `max_rejected` of all.
+    A person can mend his own files, so one wrong problem stops the stage. Nobody here can mend a set of the hub: its
+    wrong problems are named, written down and left out, as long as they are no more than `max_rejected` of all.
     """
     problems = [problem for records in splits.values() for problem in records]
     with Judge(params.sandbox, job.workers, url=job.runtime.sandbox_url) as judge:
@@ -215,13 +229,19 @@ def _generated(kind: str, counts: dict[str, int], seed: int, workers: int) -> Sp
 
 
 def _problems(params: Params, job: Job) -> Splits:
-    counts = {"train": params.problems, "val": max(10, params.problems // 50), "rl": params.rl_problems,
-              "test": 2 * params.test_items}  # fmt: skip
+    counts = {
+        "train": params.problems,
+        "val": max(10, params.problems // 50),
+        "rl": params.rl_problems,
+        "test": 2 * params.test_items,
+    }
     return _generated("problems", counts, job.seed, job.workers)
 
 
 def _dialogues(params: Params, job: Job, problems: Splits) -> Splits:
-    """Tools, choices, code, drills, stories and talk in their shares, in an order in which every stretch holds all of them."""
+    """Tools, choices, code, drills, stories and talk in their shares, in an order in which every stretch holds all
+    of them.
+    """
     splits: Splits = {}
     counts = {"train": params.dialogues, "val": max(20, params.dialogues // 40), "test": params.test_items}
     shares = {split: count if split == "test" else round(count * SHARES["tools"]) for split, count in counts.items()}

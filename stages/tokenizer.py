@@ -2,8 +2,9 @@
 
     data/raw/{text,code} -> data/tokenizer        (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
 
-A model that is continued from a pretrained checkpoint (`language.start`) keeps the checkpoint's tokenizer, with the control
-tokens that it lacks (`pipeline/text/adoption.py`); then nothing is learnt here and `vocab_size` is the checkpoint's.
+A model that is continued from a pretrained checkpoint (`language.start`) keeps the checkpoint's tokenizer, with the
+control tokens that it lacks (`pipeline/text/adoption.py`); then nothing is learnt here and `vocab_size` is the
+checkpoint's.
 
 Reports bytes per token on held-out documents of each corpus: more bytes, fewer tokens to read and to write. Of the
 model file only `vocab_size` is tracked, so another width or depth trains no new tokenizer.

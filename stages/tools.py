@@ -31,8 +31,9 @@ def run(params: Params, job: Job, *, base: Path, dialogues: Path, out: Path) -> 
     """Fine-tune `base` on the assistant's turns and save the model directory `out`."""
     model, tokenizer = checkpoint.load(base)
     model.neftune_alpha = params.fit.neftune_alpha
-    stream = DialogueStream(dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step,
-                            seed=job.seed)  # fmt: skip
+    stream = DialogueStream(
+        dialogues, tokenizer, context=params.fit.context, tokens_per_step=params.fit.tokens_per_step, seed=job.seed
+    )
     gates.first_mask(stream.batch(0, params.fit.context, stream.rows(0, params.fit.context)), tokenizer)
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:

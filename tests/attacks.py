@@ -1,7 +1,7 @@
 """Candidates that try to get out, to stay, or to pass without being right; data for `test_jail.py`.
 
-`FORGING` (`forging.py`) want to pass, `EXHAUSTING` (`exhausting.py`) want all of the machine, `REFUSED` want to get out.
-`CHEATS`: name, source of `f(x)`, the verdicts and reasons that may follow. The one test is f(2) == 4, three times.
+`FORGING` (`forging.py`) want to pass, `EXHAUSTING` (`exhausting.py`) want all of the machine, `REFUSED` want to get
+out. `CHEATS`: name, source of `f(x)`, the verdicts and reasons that may follow. The one test is f(2) == 4, three times.
 `REFUSED`: name, an expression whose system call the kernel must refuse: `refused` and `raw` say whether it did.
 `PROGRAMS`: name, source, stdin, stdout, verdicts. `ROWS`: the rows of the attack table and the attacks that make each.
 Standard library only: `python attacks.py` judges all of them as whoever runs it and prints JSON.
@@ -28,21 +28,36 @@ NO_PASS = ("wrong", "error", "timeout", "unsafe")
 CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
     ("honest", RIGHT, ("passed",), ("",)),
     ("__eq__ always true", "class A:\n def __eq__(s, o): return True\ndef f(x): return A()", ("wrong",), ("opaque",)),
-    ("hostile subclass", "class A(int):\n def __eq__(s, o): return True\ndef f(x): return A(4)", ("wrong",), ("opaque",)),
+    (
+        "hostile subclass",
+        "class A(int):\n def __eq__(s, o): return True\ndef f(x): return A(4)",
+        ("wrong",),
+        ("opaque",),
+    ),
     (
         "frame walk and gc search for expected values",
-        "import gc, sys\ndef f(x):\n found = []\n fr = sys._getframe()\n"
-        " while fr:\n  found.append(fr.f_locals.get('expected'))\n  fr = fr.f_back\n"
-        " for o in gc.get_objects():\n  if type(o) is dict and 'expected' in o: found.append(o['expected'])\n"
-        " return next((v for v in found if v is not None), None)",
+        (
+            "import gc, sys\ndef f(x):\n found = []\n fr = sys._getframe()\n"
+            " while fr:\n  found.append(fr.f_locals.get('expected'))\n  fr = fr.f_back\n"
+            " for o in gc.get_objects():\n  if type(o) is dict and 'expected' in o: found.append(o['expected'])\n"
+            " return next((v for v in found if v is not None), None)"
+        ),
         NO_PASS,
         ("value", "opaque"),
     ),
-    ("prints passed", "print('passed', flush=True)\ndef f(x):\n print('{\"v\": 4}')\n return 0", ("wrong",), ("value",)),
+    (
+        "prints passed",
+        "print('passed', flush=True)\ndef f(x):\n print('{\"v\": 4}')\n return 0",
+        ("wrong",),
+        ("value",),
+    ),
     ("frames on stdout", FRAME + "def f(x):\n os.write(1, b'4')\n return 0", ("wrong",), ("value",)),
     (
         "writes to every fd",
-        "import os\ndef f(x):\n for fd in range(32):\n  try: os.write(fd, b'passed')\n  except OSError: pass\n return 4",
+        (
+            "import os\ndef f(x):\n for fd in range(32):\n  try: os.write(fd, b'passed')\n  except OSError: pass\n"
+            " return 4"
+        ),
         ("unsafe",),
         ("forged",),
     ),
@@ -50,7 +65,7 @@ CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
     ("repeated frame", FRAME + "def f(x):\n answer(0, b'4')\n return x * x", ("unsafe",), ("forged",)),
     ("early frame", FRAME + "answer(0, b'4'); answer(1, b'9')\n" + RIGHT, ("unsafe",), ("forged",)),
     ("frame with a wrong nonce", FRAME + "def f(x):\n answer(0, b'4', '0' * 32)\n return 4", ("unsafe",), ("forged",)),
-    ("end at once", FRAME + "def f(x):\n send(b'{\"n\":\"%s\",\"end\":true}' % nonce().encode())", NO_PASS, ("forged",)),
+    ("end at once", FRAME + 'def f(x):\n send(b\'{"n":"%s","end":true}\' % nonce().encode())', NO_PASS, ("forged",)),
     ("sys.exit(0) at import", "import sys\nsys.exit(0)", ("error",), ("exit",)),
     ("sys.exit(0) in the call", "import sys\ndef f(x): sys.exit(0)", ("error",), ("exit",)),
     ("os._exit(0) after one answer", "import os\ndef f(x):\n if x > 2: os._exit(0)\n return 4", ("error",), ("exit",)),
@@ -71,9 +86,11 @@ CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     (
         "patches builtins, json, os.write and the encoder",
-        "import builtins, json, os, sys\nbuiltins.type = lambda v: int\njson.dumps = lambda *a, **k: '4'\n"
-        "os.write = lambda fd, b: len(b)\nfor m in list(sys.modules.values()):\n"
-        "  if hasattr(m, 'MAX_NODES'): m.encode = lambda v: '4'\ndef f(x): return 0",
+        (
+            "import builtins, json, os, sys\nbuiltins.type = lambda v: int\njson.dumps = lambda *a, **k: '4'\n"
+            "os.write = lambda fd, b: len(b)\nfor m in list(sys.modules.values()):\n"
+            "  if hasattr(m, 'MAX_NODES'): m.encode = lambda v: '4'\ndef f(x): return 0"
+        ),
         NO_PASS,
         ("value", "opaque", "exception", "exit", "", "forged"),
     ),
@@ -95,12 +112,24 @@ CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
     ("huge integer", "def f(x): return 1 << 3321928", ("wrong",), ("opaque",)),
     ("knows only the public test", "def f(x): return 4", ("wrong",), ("value",)),
     ("endless loop", "def f(x):\n while True: pass", ("timeout",), ("",)),
-    ("recursion, limit raised", "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)", ("error", "memory", "timeout"),
-     ("crash", "exception", "")),
-    ("subprocess", "import subprocess\ndef f(x): return subprocess.run(['true']).returncode or x * x", ("error",),
-     ("exception",)),
-    ("multiprocessing", "import multiprocessing\ndef f(x):\n p = multiprocessing.Process(target=print)\n p.start()\n"
-     " return x * x", ("error",), ("exception",)),
+    (
+        "recursion, limit raised",
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)",
+        ("error", "memory", "timeout"),
+        ("crash", "exception", ""),
+    ),
+    (
+        "subprocess",
+        "import subprocess\ndef f(x): return subprocess.run(['true']).returncode or x * x",
+        ("error",),
+        ("exception",),
+    ),
+    (
+        "multiprocessing",
+        "import multiprocessing\ndef f(x):\n p = multiprocessing.Process(target=print)\n p.start()\n return x * x",
+        ("error",),
+        ("exception",),
+    ),
     ("endless C call", "def f(x): return sum(iter(int, 1))", ("timeout",), ("",)),
     ("sleep", "import time\ndef f(x): time.sleep(3600)", ("timeout",), ("",)),
     (
@@ -109,7 +138,12 @@ CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
         ("timeout",),
         ("",),
     ),
-    ("closes its channel and sleeps", "import os, time\ndef f(x):\n os.close(3)\n time.sleep(3600)", ("timeout",), ("",)),
+    (
+        "closes its channel and sleeps",
+        "import os, time\ndef f(x):\n os.close(3)\n time.sleep(3600)",
+        ("timeout",),
+        ("",),
+    ),
     ("1 GB at once", "def f(x): return len(bytearray(1 << 30))", ("memory",), ("",)),
     ("growing list", "def f(x):\n a = []\n while True: a.append(bytearray(1 << 24))", ("memory",), ("",)),
     (
@@ -123,25 +157,37 @@ CHEATS: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [
     ("result flood", FRAME + "def f(x):\n while True: os.write(3, bytes(65536))", NO_PASS, ("forged", "output")),
     (
         "thread bomb",
-        "import threading, time\ndef f(x):\n while True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+        (
+            "import threading, time\ndef f(x):\n while True: threading.Thread(target=time.sleep, args=(99,),"
+            " daemon=True).start()"
+        ),
         ("error",),
         ("exception",),
     ),
-    ("inherited descriptors", "import os\nfor fd in range(4, 64):\n try:\n  os.fstat(fd)\n  K = 0\n  break\n except OSError: K = 1\n"
-     "def f(x): return x * x * K", ("passed",), ("",)),
+    (
+        "inherited descriptors",
+        (
+            "import os\nfor fd in range(4, 64):\n try:\n  os.fstat(fd)\n  K = 0\n  break\n except OSError: K = 1\n"
+            "def f(x): return x * x * K"
+        ),
+        ("passed",),
+        ("",),
+    ),
     ("environment", "import os\ndef f(x): return x * x if not os.environ else dict(os.environ)", ("passed",), ("",)),
-]  # fmt: skip
+]
 if platform.machine() == "x86_64":
     LEGACY = "libc = ctypes.CDLL(None)\ndef f(x): return libc.syscall(0x40000000 | 39)"
     CHEATS += [
         ("x32 call", f"import ctypes\n{LEGACY}", ("error",), ("crash",)),
         (
             "32-bit call",
-            "import ctypes\nlibc = ctypes.CDLL(None)\n"
-            "libc.mmap.restype = ctypes.c_void_p\ndef f(x):\n"
-            " place = libc.mmap(None, 4096, 7, 0x22, -1, 0)\n"
-            " ctypes.memmove(place, b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3', 8)  # getpid by int 0x80\n"
-            " return ctypes.CFUNCTYPE(ctypes.c_int)(place)()",
+            (
+                "import ctypes\nlibc = ctypes.CDLL(None)\n"
+                "libc.mmap.restype = ctypes.c_void_p\ndef f(x):\n"
+                " place = libc.mmap(None, 4096, 7, 0x22, -1, 0)\n"
+                " ctypes.memmove(place, b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3', 8)  # getpid by int 0x80\n"
+                " return ctypes.CFUNCTYPE(ctypes.c_int)(place)()"
+            ),
             ("error",),
             ("crash",),
         ),
@@ -225,8 +271,10 @@ REFUSED: list[tuple[str, str]] = [
     ("raises its own limit", f"raw({_nr(302, 261)}, 0, 7, bytes(16), 0) and raw({_nr(160, 164)}, 7, bytes(16))"),
     (
         "two candidates against each other",
-        f"all(refused(os.kill, q, 0) and refused(resource.prlimit, q, 7, (9, 9)) and raw({_nr(101, 117)}, 16, q, 0, 0)"
-        " and fails(open, f'/proc/{q}/mem', 'rb') for q in (*range(P + 1, P + 99), os.getpid() ^ 1))",
+        (
+            f"all(refused(os.kill, q, 0) and refused(resource.prlimit, q, 7, (9, 9)) and raw({_nr(101, 117)}, 16, q, 0,"
+            " 0) and fails(open, f'/proc/{q}/mem', 'rb') for q in (*range(P + 1, P + 99), os.getpid() ^ 1))"
+        ),
     ),
     ("prlimit on a sibling", "all(refused(resource.prlimit, os.getpid() + d, 7, (9, 9)) for d in (-2, -1, 1, 2))"),
     ("ptrace", f"raw({_nr(101, 117)}, 16, P, 0, 0)"),
@@ -263,7 +311,10 @@ REFUSED: list[tuple[str, str]] = [
     ("personality", f"raw({_nr(135, 92)}, 0x40000)"),
     (
         "clocks",
-        f"raw({_nr(164, 170)}, bytes(16), 0) and raw({_nr(227, 112)}, 0, bytes(16)) and raw({_nr(159, 171)}, bytes(208))",
+        (
+            f"raw({_nr(164, 170)}, bytes(16), 0) and raw({_nr(227, 112)}, 0, bytes(16)) and raw({_nr(159, 171)},"
+            " bytes(208))"
+        ),
     ),
     (
         "name, swap, reboot",
@@ -272,7 +323,10 @@ REFUSED: list[tuple[str, str]] = [
     ("moves pages", f"raw({_nr(279, 239)}, P, 0, 0, 0, 0, 0) and raw({_nr(256, 238)}, P, 0, 0, 0)"),
     (
         "splices",
-        f"raw({_nr(275, 76)}, 3, 0, 1, 0, 9, 0) and raw({_nr(276, 77)}, 3, 1, 9, 0) and raw({_nr(278, 75)}, 1, 0, 0, 0)",
+        (
+            f"raw({_nr(275, 76)}, 3, 0, 1, 0, 9, 0) and raw({_nr(276, 77)}, 3, 1, 9, 0) and raw({_nr(278, 75)}, 1, 0,"
+            " 0, 0)"
+        ),
     ),
     ("sends a file", f"raw({_nr(40, 71)}, 1, 0, 0, 9) and raw({_nr(326, 285)}, 0, 0, 1, 0, 9, 0)"),
     ("timers that signal", f"raw({_nr(222, 107)}, 0, bytes(64), bytes(8)) and raw({_nr(282, 74)}, -1, bytes(8), 8, 0)"),
@@ -322,7 +376,12 @@ ROWS: dict[str, tuple[str, ...]] = {
     "subprocess, multiprocessing": ("subprocess", "multiprocessing", "posix_spawn"),
     "execve, execveat, memfd, system": ("execve", "execveat", "memfd", "system by ctypes"),
     "reads passwd, home, repository": (
-        "reads /etc/passwd", "reads the home and the repository", "lists the root", "stat", "openat2"),
+        "reads /etc/passwd",
+        "reads the home and the repository",
+        "lists the root",
+        "stat",
+        "openat2",
+    ),
     "writes outside, /dev/shm": ("writes outside", "writes /dev/shm"),
     "symlink, hard link, unlink": ("symlink", "hard link", "chdir and unlink"),
     "environ": ("environment", "/proc/self/environ"),
@@ -336,7 +395,15 @@ ROWS: dict[str, tuple[str, ...]] = {
     "ptrace, process_vm_writev": ("ptrace", "process_vm_readv, writev"),
     "setsid, setpgid": ("setsid", "setpgid"),
     "unshare, setns, mount, chroot": ("unshare", "setns", "mount", "chroot"),
-    "bpf, perf, userfaultfd, keyctl, modules": ("bpf", "perf", "userfaultfd", "keyctl", "modules", "seccomp again", "prctl"),
+    "bpf, perf, userfaultfd, keyctl, modules": (
+        "bpf",
+        "perf",
+        "userfaultfd",
+        "keyctl",
+        "modules",
+        "seccomp again",
+        "prctl",
+    ),
     "ids, nice, affinity": ("ids back to 0", "nice", "affinity"),
     "32-bit and x32 calls": ("x32 call", "32-bit call") if X86 else ("unknown call",),
     "TIOCSTI": ("TIOCSTI", "unknown call"),
@@ -348,14 +415,27 @@ ROWS: dict[str, tuple[str, ...]] = {
     "forged process": tuple(name for name in FORGING if name.startswith("patches ")),
     "exhausts time, memory, descriptors, threads, output": tuple(EXHAUSTING),
     "System V, queues, handles": (
-        "shared memory of System V", "messages of System V", "semaphores of System V", "message queues of POSIX", "secret memory",
-        "handles of files", "watches files"),
+        "shared memory of System V",
+        "messages of System V",
+        "semaphores of System V",
+        "message queues of POSIX",
+        "secret memory",
+        "handles of files",
+        "watches files",
+    ),
     "clocks, names, pages, splices": (
-        "clocks", "name, swap, reboot", "moves pages", "splices", "sends a file", "personality", "compares and advises processes"),
+        "clocks",
+        "name, swap, reboot",
+        "moves pages",
+        "splices",
+        "sends a file",
+        "personality",
+        "compares and advises processes",
+    ),
     "timers, children, scheduler": ("timers that signal", "waits for others", "priority and scheduler of others"),
     "capabilities, groups, layers": ("capabilities", "groups", "landlock again", "a larger pipe", "a lease and a lock"),
     "memory by /proc": ("its own memory by /proc", "the zygote's memory"),
-}  # fmt: skip
+}
 
 
 def expected() -> dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]]:
@@ -416,7 +496,9 @@ def survivors() -> int:
 
 
 def state(judge: Any) -> list[int]:
-    """What of two servers and their zygotes may not grow: processes, descriptors (root sees them), IPC objects, 8 MiB of memory."""
+    """What of two servers and their zygotes may not grow: processes, descriptors (root sees them), IPC objects, 8
+    MiB of memory.
+    """
     servers = [server.process.pid for server in judge.pool.host.running]
     zygotes = [int(pid) for s in servers for pid in Path(f"/proc/{s}/task/{s}/children").read_text().split()]
     everybody = [*servers, *zygotes]

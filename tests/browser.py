@@ -18,9 +18,17 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # What a test begins with: short answers of a known seed.
 SETTINGS = {
-    "model": "nano", "temperature": 0.7, "top_p": 0.95, "top_k": 0, "max_tokens": 24, "seed": 0, "stop": "", "system": "", "tools": "",
+    "model": "nano",
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "top_k": 0,
+    "max_tokens": 24,
+    "seed": 0,
+    "stop": "",
+    "system": "",
+    "tools": "",
     "tool_choice": "auto",
-}  # fmt: skip
+}
 WATCH = """
 window.violations = [];
 document.addEventListener('securitypolicyviolation', (event) => violations.push(`${event.violatedDirective} ${event.blockedURI}`));
@@ -62,7 +70,9 @@ def opened(
     page = held.new_page()
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(f"error: {error}"))
-    page.on("console", lambda one: faults.append(f"{one.text} {one.location}") if quiet and one.type == "error" else None)  # fmt: skip
+    page.on(
+        "console", lambda one: faults.append(f"{one.text} {one.location}") if quiet and one.type == "error" else None
+    )
     page.on("request", lambda request: faults.append(request.url) if foreign(request.url, url) else None)
     page.goto(url + path)
     page.locator("#model option").first.wait_for(state="attached")
@@ -82,7 +92,9 @@ def foreign(asked: str, own: str) -> bool:
 
 
 def until(page: Any, expression: str, given: Any = None) -> None:
-    """Wait until a JavaScript expression holds. Playwright's own wait runs `eval` in the page, which its policy forbids."""
+    """Wait until a JavaScript expression holds. Playwright's own wait runs `eval` in the page, which its policy
+    forbids.
+    """
     deadline = time.monotonic() + 20
     while not page.evaluate(expression, given):
         assert time.monotonic() < deadline, f"20 seconds without {expression}"

@@ -45,7 +45,9 @@ def texts() -> Iterator[str]:
 
 
 def bpe(family: str, size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of `size` ids as the family's tokenizer.json has it: split, normaliser, control tokens, template."""
+    """A byte-level BPE of `size` ids as the family's tokenizer.json has it: split, normaliser, control tokens,
+    template.
+    """
     llama = family == "llama"
     made = tokenizers.Tokenizer(models.BPE(ignore_merges=llama))
     split = pre_tokenizers.Split(Regex(LLAMA3 if llama else PATTERN), behavior="isolated")
@@ -56,8 +58,9 @@ def bpe(family: str, size: int) -> tokenizers.Tokenizer:
     if not llama:
         made.normalizer = normalizers.NFC()
     control = CONTROL[family]
-    trainer = trainers.BpeTrainer(vocab_size=size - len(control), show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - len(control), show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     made.train_from_iterator(texts(), trainer)
     made.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in control if c not in PLAIN])
     made.add_tokens([AddedToken(c, special=False, normalized=False) for c in control if c in PLAIN])
@@ -75,8 +78,17 @@ def write(folder: Path, shape: str, *, ids: int = 500, rows: int = 512, **change
     import transformers
 
     family = shape.partition("-")[0]
-    values = {"vocab_size": rows, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "max_position_embeddings": 512, "rope_theta": 50_000.0, "rms_norm_eps": 1e-5, "attn_implementation": "eager"}  # fmt: skip
+    values = {
+        "vocab_size": rows,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rope_theta": 50_000.0,
+        "rms_norm_eps": 1e-5,
+        "attn_implementation": "eager",
+    }
     config = transformers.AutoConfig.for_model(family, **(values | SHAPES[shape] | changes))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

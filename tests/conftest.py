@@ -1,6 +1,7 @@
 """Shared fixtures: a tiny model, a tokenizer of little more than bytes, the repository as working directory.
 
-The whole run has a home of its own (`away_from_home`). STAGECOACH_REQUIRE=chromium turns a skip for want of it into a failure.
+The whole run has a home of its own (`away_from_home`). STAGECOACH_REQUIRE=chromium turns a skip for want of it into a
+failure.
 """
 
 from __future__ import annotations
@@ -34,10 +35,15 @@ ROOT = Path(__file__).parents[1]
 BUILD_A_GRAPH = ("test_graph.py", "test_spine.py")
 NEED_THE_GRAPH = {f"test_{name}.py" for name in ("extending", "remotes", "tutorial")}
 AT_HOME = {  # where programs keep what is the person's, below HOME
-    "XDG_CACHE_HOME": ".cache", "XDG_CONFIG_HOME": ".config", "XDG_DATA_HOME": ".local/share", "XDG_STATE_HOME": ".local/state",
-    "HF_HOME": ".cache/huggingface", "MPLCONFIGDIR": ".config/matplotlib", "DVC_SITE_CACHE_DIR": ".cache/dvc",
+    "XDG_CACHE_HOME": ".cache",
+    "XDG_CONFIG_HOME": ".config",
+    "XDG_DATA_HOME": ".local/share",
+    "XDG_STATE_HOME": ".local/state",
+    "HF_HOME": ".cache/huggingface",
+    "MPLCONFIGDIR": ".config/matplotlib",
+    "DVC_SITE_CACHE_DIR": ".cache/dvc",
     "DVC_GLOBAL_CONFIG_DIR": ".config/dvc",
-}  # fmt: skip
+}
 # What a person's shell may say that would change what a test does
 NOT_OURS = (
     "MLFLOW_",
@@ -71,7 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def away_from_home() -> Callable[[], None]:
-    """Give this process and those that it starts an empty home, and return what removes it: no test reads or writes the person's."""
+    """Give this process and those that it starts an empty home, and return what removes it: no test reads or writes
+    the person's.
+    """
     home = Path(tempfile.mkdtemp(prefix="stagecoach-home-"))
     for name in [name for name in os.environ if name.startswith(NOT_OURS)]:
         del os.environ[name]
@@ -102,9 +110,11 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(trylast=True)  # when those of other groups are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order of files for `--dist loadfile --no-loadscope-reorder`, of which each process takes the next: so none ends long after another.
+    """The order of files for `--dist loadfile --no-loadscope-reorder`, of which each process takes the next: so none
+    ends long after another.
 
-    First the file that builds a graph, then those of many tests; the others that need the graph wait for it in the middle.
+    First the file that builds a graph, then those of many tests; the others that need the graph wait for it in the
+    middle.
     """
     count = Counter(item.path for item in items)
     files = sorted(count, key=lambda path: (path.name not in BUILD_A_GRAPH, -count[path], path.name))
@@ -151,9 +161,17 @@ def tiny_model(byte_tokenizer: Tokenizer) -> Transformer:
     from pipeline.model.transformer import Transformer
 
     config = ModelConfig(
-        vocab_size=byte_tokenizer.vocab_size, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48,
-        max_context=256, rope_theta=1e4, tied=True,
-    )  # fmt: skip
+        vocab_size=byte_tokenizer.vocab_size,
+        width=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        d_ff=48,
+        max_context=256,
+        rope_theta=1e4,
+        tied=True,
+    )
     model = Transformer(config, torch.Generator().manual_seed(0))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -202,7 +220,9 @@ def client(server: Running) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium; tests are skipped where there is none. While it is open this thread has a running event loop."""
+    """Headless Chromium; tests are skipped where there is none. While it is open this thread has a running event
+    loop.
+    """
     from tests.browser import browsing
 
     with browsing() as found:

@@ -1,6 +1,7 @@
 """Candidates that want to pass without being right; data for `attacks.py`. None may earn anything.
 
-The tests are f(2) == 4, f(3) == 9, f(4) == 16; none of these sources squares. `FORGING`: name -> source. Standard library only.
+The tests are f(2) == 4, f(3) == 9, f(4) == 16; none of these sources squares. `FORGING`: name -> source. Standard
+library only.
 """
 
 # Sends what it likes on the channel; the nonce of its own job stands in the frames below it.
@@ -66,12 +67,23 @@ CALLED = FRAME + "def f(x):\n {send}\n return 0"
 
 # What comes back from the call, or instead of it
 RETURNED: dict[str, str] = {
-    "a subclass that equals all": "class A(int):\n def __eq__(s, o): return True\n __hash__ = int.__hash__\ndef f(x): return A(0)",
-    "a class that lies about itself": "class A:\n __class__ = int\n def __eq__(s, o): return True\ndef f(x): return A()",
-    "a metaclass that lies": "class M(type):\n __name__ = 'int'\n def __eq__(s, o): return True\n __hash__ = type.__hash__\n"
-    "class A(metaclass=M): pass\ndef f(x): return A",
-    "a dict that has everything": "class D(dict):\n def __missing__(s, k): return s\n def __eq__(s, o): return True\ndef f(x): return D()",
-    "a mock": "class A:\n def __getattr__(s, n): return s\n def __call__(s, *a): return s\n def __eq__(s, o): return True\ndef f(x): return A()",
+    "a subclass that equals all": (
+        "class A(int):\n def __eq__(s, o): return True\n __hash__ = int.__hash__\ndef f(x): return A(0)"
+    ),
+    "a class that lies about itself": (
+        "class A:\n __class__ = int\n def __eq__(s, o): return True\ndef f(x): return A()"
+    ),
+    "a metaclass that lies": (
+        "class M(type):\n __name__ = 'int'\n def __eq__(s, o): return True\n __hash__ = type.__hash__\n"
+        "class A(metaclass=M): pass\ndef f(x): return A"
+    ),
+    "a dict that has everything": (
+        "class D(dict):\n def __missing__(s, k): return s\n def __eq__(s, o): return True\ndef f(x): return D()"
+    ),
+    "a mock": (
+        "class A:\n def __getattr__(s, n): return s\n def __call__(s, *a): return s\n def __eq__(s, o): return"
+        " True\ndef f(x): return A()"
+    ),
     "an encoded value": "def f(x): return {'i': '0x4'}",
     "a text of the answer": "def f(x): return '4'",
     "a set of guesses": "def f(x): return {4, 9, 16}",
@@ -85,21 +97,35 @@ RETURNED: dict[str, str] = {
 }
 # What is done to the process before
 PATCHED: dict[str, str] = {
-    "the encoder": "import sys\nfor m in list(sys.modules.values()):\n if hasattr(m, 'encode') and hasattr(m, 'MAX_NODES'): m.encode = lambda v: '4'\n"
-    "def f(x): return 0",
-    "the frames": "import sys\nfor m in list(sys.modules.values()):\n if hasattr(m, 'write_frame'): m.write_all = lambda *a: None\n"
-    "def f(x): return 0",
-    "the reader of literals": "import ast\nast.literal_eval = ast.parse = compile = lambda *a, **k: [2]\ndef f(x): return 4",
+    "the encoder": (
+        "import sys\nfor m in list(sys.modules.values()):\n if hasattr(m, 'encode') and hasattr(m, 'MAX_NODES'):"
+        " m.encode = lambda v: '4'\ndef f(x): return 0"
+    ),
+    "the frames": (
+        "import sys\nfor m in list(sys.modules.values()):\n if hasattr(m, 'write_frame'): m.write_all = lambda *a:"
+        " None\ndef f(x): return 0"
+    ),
+    "the reader of literals": (
+        "import ast\nast.literal_eval = ast.parse = compile = lambda *a, **k: [2]\ndef f(x): return 4"
+    ),
     "os.write": "import os\nos.write = os.read = lambda *a: b''\ndef f(x): return 0",
     "os._exit": "import os\nos._exit = lambda *a: None\ndef f(x): return 0",
     "json": "import json\njson.dumps = json.loads = lambda *a, **k: 4\ndef f(x): return 0",
-    "type": "import builtins\nbuiltins.type = lambda *a: int\nbuiltins.isinstance = lambda *a: True\ndef f(x): return 0",
-    "the arguments": "import gc, sys\ndef f(x):\n frame = sys._getframe()\n while frame and 'arguments' not in frame.f_locals: frame = frame.f_back\n"
-    " if frame: frame.f_locals['arguments'][:] = [([2], {})] * 3\n return 4",
-    "the number of tests": "import sys\ndef f(x):\n frame = sys._getframe()\n while frame and 'arguments' not in frame.f_locals: frame = frame.f_back\n"
-    " if frame: del frame.f_locals['arguments'][1:]\n return 4",
-    "a variable of the caller": "import ctypes, sys\ndef f(x):\n frame = sys._getframe(1)\n frame.f_locals['index'] = 2\n"
-    " ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))\n return 16",
+    "type": (
+        "import builtins\nbuiltins.type = lambda *a: int\nbuiltins.isinstance = lambda *a: True\ndef f(x): return 0"
+    ),
+    "the arguments": (
+        "import gc, sys\ndef f(x):\n frame = sys._getframe()\n while frame and 'arguments' not in frame.f_locals: frame"
+        " = frame.f_back\n if frame: frame.f_locals['arguments'][:] = [([2], {})] * 3\n return 4"
+    ),
+    "the number of tests": (
+        "import sys\ndef f(x):\n frame = sys._getframe()\n while frame and 'arguments' not in frame.f_locals: frame ="
+        " frame.f_back\n if frame: del frame.f_locals['arguments'][1:]\n return 4"
+    ),
+    "a variable of the caller": (
+        "import ctypes, sys\ndef f(x):\n frame = sys._getframe(1)\n frame.f_locals['index'] = 2\n"
+        " ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))\n return 16"
+    ),
     "the trace": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef f(x): return 0",
     "the integer four": "import ctypes\nctypes.c_long.from_address(id(0) + 24).value = 4\ndef f(x): return 0",
     "its channel, by stdout": "import os\nos.dup2(1, 3)\ndef f(x): return 4",
@@ -110,9 +136,12 @@ PATCHED: dict[str, str] = {
 CODE = "import ctypes\nlibc = ctypes.CDLL(None)\ndef f(x):\n libc.write(3, b'\\x05\\0\\0\\0hello', 9)\n return 0"
 
 FORGING: dict[str, str] = {
-    **{f"sends {name}": CALLED.replace("{send}", f"send({body!r}.replace('N', nonce()).encode())") for name, body in BODIES.items()},
+    **{
+        f"sends {name}": CALLED.replace("{send}", f"send({body!r}.replace('N', nonce()).encode())")
+        for name, body in BODIES.items()
+    },
     **{f"writes {name}": CALLED.replace("{send}", f"os.write(3, {text})") for name, text in RAW.items()},
     **{f"returns {name}": source for name, source in RETURNED.items()},
     **{f"patches {name}": source for name, source in PATCHED.items()},
     "writes by ctypes": CODE,
-}  # fmt: skip
+}

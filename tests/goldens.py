@@ -1,4 +1,6 @@
-"""The stored numbers of the oracles (golden/README.md), and what a loop makes of a loss: what the tests of objectives share."""
+"""The stored numbers of the oracles (golden/README.md), and what a loop makes of a loss: what the tests of
+objectives share.
+"""
 
 import json
 from pathlib import Path

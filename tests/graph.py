@@ -1,4 +1,6 @@
-"""A scratch copy of the repository in which the graph runs at smoke scale: what the slow tests of DVC's behaviour share."""
+"""A scratch copy of the repository in which the graph runs at smoke scale: what the slow tests of DVC's behaviour
+share.
+"""
 
 import fcntl
 import hashlib
@@ -61,15 +63,32 @@ class Repository:
 
     def run(self, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the repository, output captured together."""
-        done = subprocess.run(command, cwd=self.folder, env=self.environment | environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800)  # fmt: skip
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=1800,
+        )
         assert not check or done.returncode == 0, f"{command} -> {done.returncode}\n{done.stdout[-6000:]}"
         return done
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        """Start a command as the leader of a process group of its own, which ignores no signal, also where the tests run under nohup."""
-        return subprocess.Popen(command, cwd=self.folder, env=self.environment | environment, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_heed_signals)  # fmt: skip
+        """Start a command as the leader of a process group of its own, which ignores no signal, also where the tests
+        run under nohup.
+        """
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self.environment | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_heed_signals,
+        )
 
     @contextmanager
     def started(self, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
@@ -128,8 +147,8 @@ class Repository:
 def copy_of_built(folder: Path, factory: "pytest.TempPathFactory") -> tuple[Repository, str]:
     """A copy of the whole graph as its first `dvc repro` left it, committed, and what that command printed.
 
-    The graph is built once for all processes of pytest-xdist: the first that asks builds (five minutes), others wait. Beside the
-    copy `ran/` says which functions of ours the stages called (tests/traced).
+    The graph is built once for all processes of pytest-xdist: the first that asks builds (five minutes), others wait.
+    Beside the copy `ran/` says which functions of ours the stages called (tests/traced).
     """
     base = factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "built"
@@ -142,8 +161,12 @@ def copy_of_built(folder: Path, factory: "pytest.TempPathFactory") -> tuple[Repo
             repository = Repository.copy_of_ours(shared / "repository")
             (shared / "ran").mkdir(exist_ok=True)
             around = ",".join(name.removeprefix("pipeline.").replace(".", "/") for name in codehash.IGNORED)
-            output = repository.dvc("repro", PYTHONPATH=str(ROOT / "tests/traced"), STAGECOACH_TRACED=str(shared / "ran"),
-                                    STAGECOACH_AROUND=around)  # fmt: skip
+            output = repository.dvc(
+                "repro",
+                PYTHONPATH=str(ROOT / "tests/traced"),
+                STAGECOACH_TRACED=str(shared / "ran"),
+                STAGECOACH_AROUND=around,
+            )
             repository.commit("built")
             printed.write_text(output)
     shutil.copytree(shared / "ran", folder.with_name("ran"))

@@ -31,7 +31,9 @@ class Handed:
 def handed(
     stage: ModuleType, monkeypatch: pytest.MonkeyPatch, look: Callable[[Handed], Any] = lambda _: None
 ) -> Handed:
-    """From now on the stage's `fit` trains nothing: it fills what is returned, and looks at it while the stage waits."""
+    """From now on the stage's `fit` trains nothing: it fills what is returned, and looks at it while the stage
+    waits.
+    """
     found = Handed()
 
     def fit(model: Any, stream: Any, loss: Any, config: Any, job: Any, **more: Any) -> None:

@@ -4,8 +4,8 @@
     /api/datasets/ID/tree/REV[/folder]    one level of its files
     /datasets/ID/resolve/REV/path         a file; HEAD, GET, Range; of a model without /datasets
 
-`faults` is a list taken from the front, one entry for each GET of a file: None serves it, a number answers with that status,
-"break" closes the connection in the middle, "hold" as well, but waits for `released` first.
+`faults` is a list taken from the front, one entry for each GET of a file: None serves it, a number answers with that
+status, "break" closes the connection in the middle, "hold" as well, but waits for `released` first.
 """
 
 import hashlib

@@ -1,4 +1,6 @@
-"""A masked-diffusion model small enough to know all about it: 3 tokens, 4 places, a table of logits for each of its 256 states."""
+"""A masked-diffusion model small enough to know all about it: 3 tokens, 4 places, a table of logits for each of its
+256 states.
+"""
 
 import itertools
 from functools import cache

@@ -1,4 +1,6 @@
-"""`workspace.py` for the stages of masked diffusion: a model that was adapted, problems with answers, tokens of code."""
+"""`workspace.py` for the stages of masked diffusion: a model that was adapted, problems with answers, tokens of
+code.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,33 @@ from tests.workspace import PAIRS, ROLLOUTS, TRAINING, Workspace, problem
 
 STAGES = ("diffusion", "diffusion_dpo", "diffusion_grpo")
 SETTINGS: dict[str, dict[str, Any]] = {
-    "diffusion": TRAINING | {
-        "adapt_steps": 3, "context": 64, "tokens_per_step": 256, "anneal_fraction": 0.7, "sft_epochs": 0.5, "sft_examples": 4,
-        "max_prompt": 80, "max_new_tokens": 96, "learning_rate": 1e-3, "eval_tokens": 64,
+    "diffusion": TRAINING
+    | {
+        "adapt_steps": 3,
+        "context": 64,
+        "tokens_per_step": 256,
+        "anneal_fraction": 0.7,
+        "sft_epochs": 0.5,
+        "sft_examples": 4,
+        "max_prompt": 80,
+        "max_new_tokens": 96,
+        "learning_rate": 1e-3,
+        "eval_tokens": 64,
     },
     "diffusion_dpo": PAIRS | {"diffusion_steps": 3, "eval_draws": 4, "beta": 0.2, "sft_weight": 0.05, "kinds": []},
-    "diffusion_grpo": ROLLOUTS | {
-        "prompts": 3, "samples": 4, "epochs": 2, "minibatches": 1, "denoising_steps": 8, "difficulty": "all", "ref_sync": 2,
-        "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2,
+    "diffusion_grpo": ROLLOUTS
+    | {
+        "prompts": 3,
+        "samples": 4,
+        "epochs": 2,
+        "minibatches": 1,
+        "denoising_steps": 8,
+        "difficulty": "all",
+        "ref_sync": 2,
+        "rewards": {"length": 1.0, "code_format": 0.5},
+        "eval_problems": 2,
     },
-}  # fmt: skip
+}
 
 
 def answered(number: int) -> records.Problem:

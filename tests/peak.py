@@ -1,4 +1,5 @@
-"""A training run in a process of its own, and the most memory it held: `python -m tests.peak '{"optimizer": "adamw", ...}'`.
+"""A training run in a process of its own, and the most memory it held: `python -m tests.peak '{"optimizer": "adamw",
+...}'`.
 
 Prints what the plan says and what Linux measured, in bytes: VmHWM less what it was before the model was made.
 """
@@ -60,20 +61,52 @@ def status(key: str) -> int:
 def shape(*, width: int, layers: int, d_ff: int, vocab_size: int, memory: dict[str, Any] | None = None) -> ModelConfig:
     """A model of heads of 64."""
     own = None if memory is None else MemoryConfig(**memory)
-    return ModelConfig(vocab_size=vocab_size, width=width, layers=layers, heads=width // 64, kv_heads=width // 64,
-                       head_dim=64, d_ff=d_ff, max_context=2048, rope_theta=1e4, tied=True, memory=own)  # fmt: skip
+    return ModelConfig(
+        vocab_size=vocab_size,
+        width=width,
+        layers=layers,
+        heads=width // 64,
+        kv_heads=width // 64,
+        head_dim=64,
+        d_ff=d_ff,
+        max_context=2048,
+        rope_theta=1e4,
+        tied=True,
+        memory=own,
+    )
 
 
 def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
     """Some steps, states and all."""
     folder.mkdir()
     rows, context = asked["rows"], asked["context"]
-    runtime = Runtime(precision=asked["precision"], micro_batch=asked["micro_batch"], save_steps=10**6,
-                      gradient_checkpointing=asked["checkpointing"])  # fmt: skip
-    job = Job(stage="peak", item=None, key="k", seed=1, folder=folder, workers=1, runtime=runtime,
-              tracker=Tracker("peak", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
-    fitting = FitConfig(steps=3, tokens_per_step=rows * context, context=context, learning_rate=1e-4, eval_steps=100,
-                        optimizer=asked["optimizer"], publish="last")  # fmt: skip
+    runtime = Runtime(
+        precision=asked["precision"],
+        micro_batch=asked["micro_batch"],
+        save_steps=10**6,
+        gradient_checkpointing=asked["checkpointing"],
+    )
+    job = Job(
+        stage="peak",
+        item=None,
+        key="k",
+        seed=1,
+        folder=folder,
+        workers=1,
+        runtime=runtime,
+        tracker=Tracker("peak", folder, {}, {}, quiet=True),
+        lineage={},
+        stop=StopRequest(),
+    )
+    fitting = FitConfig(
+        steps=3,
+        tokens_per_step=rows * context,
+        context=context,
+        learning_rate=1e-4,
+        eval_steps=100,
+        optimizer=asked["optimizer"],
+        publish="last",
+    )
 
     def loss(model: Transformer, batch: TokenBatch) -> Loss:
         if asked.get("answers"):
@@ -99,10 +132,17 @@ def main(asked: dict[str, Any]) -> None:
         before = status("VmHWM")
         train(config, asked, Path(folder, "large"))
     work = Work(
-        row=asked["context"], context=asked["context"], selected=asked["context"], kind="cpu", precision=asked["precision"],
-        optimizer=asked["optimizer"], checkpointing=asked["checkpointing"],
-        accumulates=asked["micro_batch"] < asked["rows"], packed=False, answers=asked.get("answers", False),
-    )  # fmt: skip
+        row=asked["context"],
+        context=asked["context"],
+        selected=asked["context"],
+        kind="cpu",
+        precision=asked["precision"],
+        optimizer=asked["optimizer"],
+        checkpointing=asked["checkpointing"],
+        accumulates=asked["micro_batch"] < asked["rows"],
+        packed=False,
+        answers=asked.get("answers", False),
+    )
     weights = footprint.full(config)
     if "adapter" in asked:
         adapter = AdapterConfig(**asked["adapter"])

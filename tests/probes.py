@@ -10,12 +10,28 @@ from pipeline.export import parity
 ROOT = Path(__file__).parents[1]
 # first letter and number of letters of alphabets, syllabaries and signs
 SCRIPTS = {
-    "latin": (0x61, 26), "accented": (0xC0, 300), "greek": (0x391, 60), "cyrillic": (0x410, 64), "hebrew": (0x5D0, 27),
-    "arabic": (0x621, 42), "devanagari": (0x904, 80), "thai": (0xE01, 58), "georgian": (0x10D0, 33), "hangul": (0xAC00, 11_000),
-    "hiragana": (0x3041, 86), "katakana": (0x30A1, 90), "han": (0x4E00, 20_000), "rare han": (0x20000, 40_000),
-    "emoji": (0x1F300, 700), "hands": (0x1F446, 20), "marks": (0x300, 112), "maths": (0x2200, 256), "letterlike": (0x1D400, 900),
-    "digits": (0x660, 10), "fractions": (0x2150, 60),
-}  # fmt: skip
+    "latin": (0x61, 26),
+    "accented": (0xC0, 300),
+    "greek": (0x391, 60),
+    "cyrillic": (0x410, 64),
+    "hebrew": (0x5D0, 27),
+    "arabic": (0x621, 42),
+    "devanagari": (0x904, 80),
+    "thai": (0xE01, 58),
+    "georgian": (0x10D0, 33),
+    "hangul": (0xAC00, 11_000),
+    "hiragana": (0x3041, 86),
+    "katakana": (0x30A1, 90),
+    "han": (0x4E00, 20_000),
+    "rare han": (0x20000, 40_000),
+    "emoji": (0x1F300, 700),
+    "hands": (0x1F446, 20),
+    "marks": (0x300, 112),
+    "maths": (0x2200, 256),
+    "letterlike": (0x1D400, 900),
+    "digits": (0x660, 10),
+    "fractions": (0x2150, 60),
+}
 SPACES = (
     " ",
     "  ",

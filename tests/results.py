@@ -60,11 +60,36 @@ def write(folder: Path) -> Path:
         write_curve(folder / f"{name}.csv", rows)
         write_json(folder / "eval" / f"{name}.json", evaluation(number))
         items = [
-            {"suite": "stories", "id": "stories/wish/50", "prompt": "Once there was a pilot.", "output": f"Once, by {name}. " * 12, "verdict": "ending"},
-            {"suite": "problems", "id": "p-1", "prompt": "Write `solve(x)`: double each number.", "output": "```python\ndef solve(x):\n    return [n * 2 for n in x]\n```", "verdict": "passed"},
-            {"suite": "tools", "id": "t-1#2", "prompt": "What is the weather in Oslo?", "output": HOSTILE, "verdict": "right", "reference": HOSTILE},
-            {"suite": "tools", "id": "t-2#2", "prompt": HOSTILE, "output": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>', "verdict": ""},
-        ]  # fmt: skip
+            {
+                "suite": "stories",
+                "id": "stories/wish/50",
+                "prompt": "Once there was a pilot.",
+                "output": f"Once, by {name}. " * 12,
+                "verdict": "ending",
+            },
+            {
+                "suite": "problems",
+                "id": "p-1",
+                "prompt": "Write `solve(x)`: double each number.",
+                "output": "```python\ndef solve(x):\n    return [n * 2 for n in x]\n```",
+                "verdict": "passed",
+            },
+            {
+                "suite": "tools",
+                "id": "t-1#2",
+                "prompt": "What is the weather in Oslo?",
+                "output": HOSTILE,
+                "verdict": "right",
+                "reference": HOSTILE,
+            },
+            {
+                "suite": "tools",
+                "id": "t-2#2",
+                "prompt": HOSTILE,
+                "output": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+                "verdict": "",
+            },
+        ]
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in items)
         (folder / "eval" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     return folder

@@ -1,4 +1,6 @@
-"""Twenty schemas that tools and response formats are made of, and a model of random weights that answers in their form."""
+"""Twenty schemas that tools and response formats are made of, and a model of random weights that answers in their
+form.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Answer(NamedTuple):
 
 
 def answer(grammar: Grammar, budget: int, seed: int, wish: int | None = None) -> Answer:
-    """What a model says whose logits are random, but for a token that it likes; the mask must hold some token each time."""
+    """What a model says whose logits are random, but for a token that it likes; the mask must hold some token each
+    time.
+    """
     constraint = grammar.constraint(budget)
     generator = np.random.default_rng(seed)
     ids: list[int] = []
@@ -67,30 +71,47 @@ EXAMPLES: dict[str, Example] = {
     "optional": Example(_object(["path"], path=TEXT, mode={"enum": ["r", "w"]}, limit=INTEGER), '{"path": ""}'),
     "all optional": Example(_object([], first=TEXT, second=INTEGER, third={"type": "boolean"}), "{}"),
     "enum": Example(_object(unit={"enum": ["fahrenheit", "celsius", "kelvin", "K"]}), '{"unit": "K"}'),
-    "mixed enum": Example(_object(value={"enum": ["long text", 1000000, None, True, 7, {"deep": [1, 2]}]}), '{"value": 7}'),
+    "mixed enum": Example(
+        _object(value={"enum": ["long text", 1000000, None, True, 7, {"deep": [1, 2]}]}), '{"value": 7}'
+    ),
     "unicode enum": Example(_object(mot={"enum": ["naïveté", "日本語", "🚂🚃", "Ünïcödé"]}), '{"mot": "日本語"}'),
-    "const": Example(_object(version={"const": 2}, tag={"const": 'a "quoted" \\ tag\n'}),
-                     '{"version": 2, "tag": "a \\"quoted\\" \\\\ tag\\n"}'),
+    "const": Example(
+        _object(version={"const": 2}, tag={"const": 'a "quoted" \\ tag\n'}),
+        '{"version": 2, "tag": "a \\"quoted\\" \\\\ tag\\n"}',
+    ),
     "nested": Example(
         _object(user=_object(name=TEXT, address=_object(street=TEXT, number=INTEGER, planet={"const": "earth"}))),
         '{"user": {"name": "", "address": {"street": "", "number": 0, "planet": "earth"}}}',
     ),
-    "array": Example(_object(tags={"type": "array", "items": TEXT, "minItems": 2, "maxItems": 4}), '{"tags": ["", ""]}'),
+    "array": Example(
+        _object(tags={"type": "array", "items": TEXT, "minItems": 2, "maxItems": 4}), '{"tags": ["", ""]}'
+    ),
     "matrix": Example(
-        _object(rows={"type": "array", "minItems": 1, "items": {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2}}),
+        _object(
+            rows={
+                "type": "array",
+                "minItems": 1,
+                "items": {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2},
+            }
+        ),
         '{"rows": [[0, 0]]}',
     ),
     "tuple": Example(
-        _object(point={"type": "array", "prefixItems": [INTEGER, TEXT], "items": False, "minItems": 2}), '{"point": [0, ""]}'
+        _object(point={"type": "array", "prefixItems": [INTEGER, TEXT], "items": False, "minItems": 2}),
+        '{"point": [0, ""]}',
     ),
     "pattern": Example(
-        _object(id={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"}, size={"type": "string", "pattern": "^(small|l)$"}),
+        _object(
+            id={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"}, size={"type": "string", "pattern": "^(small|l)$"}
+        ),
         '{"id": "AA-0000", "size": "l"}',
     ),
     "bounds": Example(
         _object(
-            share={"type": "number", "minimum": 0, "maximum": 1}, count={"type": "integer", "minimum": 10, "maximum": 99},
-            even={"type": "integer", "multipleOf": 2, "minimum": 3}, text={"type": "string", "minLength": 3, "maxLength": 20},
+            share={"type": "number", "minimum": 0, "maximum": 1},
+            count={"type": "integer", "minimum": 10, "maximum": 99},
+            even={"type": "integer", "multipleOf": 2, "minimum": 3},
+            text={"type": "string", "minLength": 3, "maxLength": 20},
         ),
         '{"share": 0, "count": 10, "even": 4, "text": "the"}',
     ),
@@ -116,7 +137,16 @@ EXAMPLES: dict[str, Example] = {
             the_name_of_the_first_argument_of_the_function={"$ref": "#/$defs/Person"},
             the_name_of_the_second_argument_of_the_function={"type": "object", "additionalProperties": INTEGER},
         )
-        | {"$defs": {"Person": {"allOf": [_object(name=TEXT), {"properties": {"pet": {"enum": ["cat", "dog"]}}, "required": ["pet"]}]}}},
+        | {
+            "$defs": {
+                "Person": {
+                    "allOf": [
+                        _object(name=TEXT),
+                        {"properties": {"pet": {"enum": ["cat", "dog"]}}, "required": ["pet"]},
+                    ]
+                }
+            }
+        },
         '{"the_name_of_the_first_argument_of_the_function": {"name": "", "pet": "cat"}}',
     ),
-}  # fmt: skip
+}

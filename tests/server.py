@@ -52,9 +52,17 @@ class Running:
 def random_model(tokenizer: Tokenizer, *, context: int = 2048, seed: int = 0, layers: int = 2) -> Transformer:
     """Untrained, with weights so large that what it says varies."""
     config = ModelConfig(
-        vocab_size=tokenizer.vocab_size, width=32, layers=layers, heads=2, kv_heads=1, head_dim=16, d_ff=48,
-        max_context=context, rope_theta=1e4, tied=True,
-    )  # fmt: skip
+        vocab_size=tokenizer.vocab_size,
+        width=32,
+        layers=layers,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        d_ff=48,
+        max_context=context,
+        rope_theta=1e4,
+        tied=True,
+    )
     model = Transformer(config, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -82,9 +90,13 @@ def serving(
     command = [sys.executable, "-m", "pipeline.serve", *map(str, models), "--port", "0", *options]
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            command, cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True,
+            command,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
-        )  # fmt: skip
+        )
     try:
         assert process.stdout is not None
         first = process.stdout.readline()

@@ -1,4 +1,6 @@
-"""What one client asks for must not cost the others their answers: hostile schemas, texts, prompts and bodies, each from a real server."""
+"""What one client asks for must not cost the others their answers: hostile schemas, texts, prompts and bodies, each
+from a real server.
+"""
 
 import json
 import socket
@@ -151,7 +153,10 @@ def test_a_body_of_many_mistakes_costs_its_sender_alone(shared: Running) -> None
 def test_the_key_is_asked_for_before_a_byte_of_the_body_has_come(shared: Running) -> None:
     address, port = shared.url.removeprefix("http://").split(":")
     with closing(socket.create_connection((address, int(port)), timeout=5)) as connection:
-        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n")  # fmt: skip
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length:"
+            b" 1000000\r\n\r\n"
+        )
         assert connection.recv(4096).split()[1] == b"401"
 
 
@@ -159,22 +164,31 @@ def test_the_key_is_asked_for_before_a_byte_of_the_body_has_come(shared: Running
 @pytest.mark.parametrize(
     "rules",
     [
-        {"type": "integer", "minimum": 5, "maximum": 3}, {"type": "number", "minimum": 5, "maximum": 3},
-        {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1}, {"type": "number", "minimum": 1, "exclusiveMaximum": 1},
-        {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}, {"type": "integer", "minimum": 0.2, "maximum": 0.8},
-        {"type": "integer", "minimum": 4, "maximum": 5, "multipleOf": 3}, {"type": "string", "minLength": 3, "maxLength": 2},
-        {"type": "array", "minItems": 3, "maxItems": 2}, {"type": "number", "minimum": 1e300}, {"type": "number", "maximum": -1e300},
-        {"type": "integer", "minimum": -1e300, "maximum": -(2**63)}, {"type": "number", "minimum": 1e400},
+        {"type": "integer", "minimum": 5, "maximum": 3},
+        {"type": "number", "minimum": 5, "maximum": 3},
+        {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1},
+        {"type": "number", "minimum": 1, "exclusiveMaximum": 1},
+        {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2},
+        {"type": "integer", "minimum": 0.2, "maximum": 0.8},
+        {"type": "integer", "minimum": 4, "maximum": 5, "multipleOf": 3},
+        {"type": "string", "minLength": 3, "maxLength": 2},
+        {"type": "array", "minItems": 3, "maxItems": 2},
+        {"type": "number", "minimum": 1e300},
+        {"type": "number", "maximum": -1e300},
+        {"type": "integer", "minimum": -1e300, "maximum": -(2**63)},
+        {"type": "number", "minimum": 1e400},
     ],
     ids=lambda rules: json.dumps(rules)[:60],
-)  # fmt: skip
+)
 def test_an_empty_or_endless_range_is_a_400(shared: Running, rules: dict[str, Any], place: str) -> None:
     whole = {"type": "object", "properties": {"a": rules}, "required": ["a"]}
     call = {"type": "function", "function": {"name": "f", "parameters": whole}}
     body = {
-        "whole": shaped(rules), "property": shaped(whole), "items": shaped({"type": "array", "items": rules, "minItems": 1}),
+        "whole": shaped(rules),
+        "property": shaped(whole),
+        "items": shaped({"type": "array", "items": rules, "minItems": 1}),
         "call": CHAT | {"ignore_eos": False, "tools": [call], "tool_choice": "required"},
-    }[place]  # fmt: skip
+    }[place]
     content = json.dumps(body | {"max_tokens": 60}).replace("Infinity", "1e400")
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     answer = httpx.post(f"{shared.url}/v1/chat/completions", content=content, headers=headers, timeout=30)

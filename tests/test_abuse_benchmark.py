@@ -1,4 +1,6 @@
-"""What the server bears, on a small scale: odd requests, and answers beside an attack. The full numbers are `benchmarks/abuse.py`'s."""
+"""What the server bears, on a small scale: odd requests, and answers beside an attack. The full numbers are
+`benchmarks/abuse.py`'s.
+"""
 
 import json
 import random
@@ -17,18 +19,35 @@ def test_odd_requests_are_drawn_from_the_seed_and_of_every_kind() -> None:
     made = [[maker.make() for _ in range(400)] for maker in (Maker(random.Random(3)), Maker(random.Random(3)))]
     assert made[0] == made[1]
     assert {odd.kind for odd in made[0]} == {
-        "sampled", "shaped", "called", "completed", "mutated", "raw", "headed", "rendered", "told", "judged", "unread", "denoised", "scored",
-    }  # fmt: skip
+        "sampled",
+        "shaped",
+        "called",
+        "completed",
+        "mutated",
+        "raw",
+        "headed",
+        "rendered",
+        "told",
+        "judged",
+        "unread",
+        "denoised",
+        "scored",
+    }
     assert all(json.loads(odd.body) for odd in made[0] if odd.kind not in ("raw", "headed"))
 
 
 @pytest.mark.parametrize(
     ("heard", "problem"),
     [
-        (Heard(500, 0.1), "status 500"), (Heard(503, 0.1, "http/1.1 503"), "status 503"), (Heard(503, 0.1, "retry-after: 2"), ""), (Heard(0, 0.1), "no answer"),
-        (Heard(200, 5.1), "took 5.1 s"), (Heard(400, 0.1, "", b'{"error": {"message": "a"}}'), "its error has the keys ['message']"), (Heard(200, 0.1), ""),
+        (Heard(500, 0.1), "status 500"),
+        (Heard(503, 0.1, "http/1.1 503"), "status 503"),
+        (Heard(503, 0.1, "retry-after: 2"), ""),
+        (Heard(0, 0.1), "no answer"),
+        (Heard(200, 5.1), "took 5.1 s"),
+        (Heard(400, 0.1, "", b'{"error": {"message": "a"}}'), "its error has the keys ['message']"),
+        (Heard(200, 0.1), ""),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_an_answer(heard: Heard, problem: str) -> None:
     assert abuse.wrong(Odd("shaped", "POST", "/render"), heard) == problem
 

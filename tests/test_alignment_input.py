@@ -1,4 +1,6 @@
-"""What a person may get wrong before a stage of alignment: exit 2, one line that says what was expected, found, and what to do."""
+"""What a person may get wrong before a stage of alignment: exit 2, one line that says what was expected, found, and
+what to do.
+"""
 
 import json
 import re
@@ -87,8 +89,12 @@ def test_no_pair_at_all_stops(workspace: Workspace) -> None:
 
 
 def test_prompts_without_a_short_answer_stop_rlhf(workspace: Workspace) -> None:
-    assert_refused(workspace, "rlhf", "no prompt of the preference pairs has an answer within 1 tokens; raise max_new_tokens",
-                   max_new_tokens=1)  # fmt: skip
+    assert_refused(
+        workspace,
+        "rlhf",
+        "no prompt of the preference pairs has an answer within 1 tokens; raise max_new_tokens",
+        max_new_tokens=1,
+    )
     assert_refused(
         workspace, "rlhf", "within 24 tokens and one of the kinds code, tools; raise", kinds=["code", "tools"]
     )
@@ -130,8 +136,11 @@ def test_a_record_that_is_wrong_is_named_by_file_line_and_field(line: Any, messa
 
 
 def test_a_field_that_is_missing_is_named(workspace: Workspace) -> None:
-    for stage, path, field in (("reward", "preferences/train", "rejected"), ("grpo", "problems/rl", "tests"),
-                               ("lora", "dialogues/train", "messages")):  # fmt: skip
+    for stage, path, field in (
+        ("reward", "preferences/train", "rejected"),
+        ("grpo", "problems/rl", "tests"),
+        ("lora", "dialogues/train", "messages"),
+    ):
         file = workspace.folder / f"data/{path}.jsonl"
         first, *rest = file.read_text().splitlines()
         row = json.loads(first)
@@ -154,18 +163,22 @@ def test_a_reward_model_with_another_tokenizer_is_refused(
     builder.save_reward(workspace.folder / "models/reward", tiny_model.config, other_tokenizer)
     ours, theirs = workspace.tokenizer.hash[:12], other_tokenizer.hash[:12]
     assert_refused(
-        workspace, "rlhf",
-        rf"models/tools and models/reward have different tokenizers \({ours} and {theirs}\); expected one: train both from the same",
-    )  # fmt: skip
+        workspace,
+        "rlhf",
+        rf"models/tools and models/reward have different tokenizers \({ours} and {theirs}\); expected one: train both"
+        r" from the same",
+    )
 
 
 def test_a_language_model_is_no_reward_model(workspace: Workspace, tiny_model: Transformer) -> None:
     checkpoint.save(workspace.folder / "models/reward", tiny_model, workspace.tokenizer, {})
     assert_refused(
-        workspace, "rlhf",
-        r"models/reward: expected a reward model \(Qwen3ForSequenceClassification\), found Qwen3ForCausalLM; make one with "
+        workspace,
+        "rlhf",
+        r"models/reward: expected a reward model \(Qwen3ForSequenceClassification\), found Qwen3ForCausalLM; make one"
+        r" with "
         "dvc repro stage_reward",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,13 +221,29 @@ FIVE = "code_format, code, tool_call, length, learned"
         ("reward", {"label_flip": 0.5}, r"reward: expected label_flip in \[0, 0\.5\)"),
         ("reward", {"label_flip": -0.1}, r"label_flip in \[0, 0\.5\)"),
         ("dpo", {"loss": "kto"}, f"dpo: loss: expected one of {OF_PAIRS}, got 'kto'"),
-        ("dpo", {"loss": "cdpo", "label_smoothing": 0.5}, r"label_smoothing: expected a share in \(0, 0\.5\), got 0\.5"),
-        ("dpo", {"loss": "robust", "label_smoothing": -0.1}, r"label_smoothing: expected a share in \(0, 0\.5\), got -0\.1"),
-        ("dpo", {"label_smoothing": 0.1}, "label_smoothing: expected 0, because sigmoid has no label smoothing, got 0.1"),
+        (
+            "dpo",
+            {"loss": "cdpo", "label_smoothing": 0.5},
+            r"label_smoothing: expected a share in \(0, 0\.5\), got 0\.5",
+        ),
+        (
+            "dpo",
+            {"loss": "robust", "label_smoothing": -0.1},
+            r"label_smoothing: expected a share in \(0, 0\.5\), got -0\.1",
+        ),
+        (
+            "dpo",
+            {"label_smoothing": 0.1},
+            "label_smoothing: expected 0, because sigmoid has no label smoothing, got 0.1",
+        ),
         ("dpo", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, r"adapter\.dropout: expected 0 .*, got 0\.1"),
         ("grpo", {"method": "ppo"}, f"grpo: method: expected one of {OF_GROUPS}, got 'ppo'"),
         ("grpo", {"samples": 1}, "samples: grpo compares answers to one prompt; expected at least 2, got 1"),
-        ("grpo", {"samples": 1, "method": "rloo"}, "samples: rloo compares answers to one prompt; expected at least 2, got 1"),
+        (
+            "grpo",
+            {"samples": 1, "method": "rloo"},
+            "samples: rloo compares answers to one prompt; expected at least 2, got 1",
+        ),
         ("grpo", {"rewards": {"style": 1.0}}, f"rewards: unknown reward 'style'; valid names: {FIVE}"),
         ("grpo", {"rewards": {"learned": 1.0}}, "rewards: learned needs a reward model"),
         ("grpo", {"rewards": {"tool_call": 1.0}}, "rewards: tool_call needs prompts whose right call is known"),
@@ -224,7 +253,7 @@ FIVE = "code_format, code, tool_call, length, learned"
         ("lora", {"rank": 0}, "adapter.rank: expected at least 1, found 0"),
         ("lora", {"trained_roles": ["turn"]}, "trained_roles: expected some of end_of_text, .*; got 'turn'"),
     ],
-)  # fmt: skip
+)
 def test_a_parameter_that_cannot_be_is_refused_with_what_can(
     stage: str, changes: dict[str, Any], message: str, workspace: Workspace
 ) -> None:

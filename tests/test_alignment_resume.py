@@ -1,7 +1,9 @@
-"""Each stage of alignment, killed and run again, publishes the bytes of a run that nothing stopped (CPU, equal threads).
+"""Each stage of alignment, killed and run again, publishes the bytes of a run that nothing stopped (CPU, equal
+threads).
 
-Three mechanisms: stopped inside the loop (every stage in `make test`), behind its last step, and by SIGKILL (one stage that trains in
-steps and one that trains between rollouts there; the rest in `make test-all`), and what else a state holds: VARIANTS.
+Three mechanisms: stopped inside the loop (every stage in `make test`), behind its last step, and by SIGKILL (one stage
+that trains in steps and one that trains between rollouts there; the rest in `make test-all`), and what else a state
+holds: VARIANTS.
 """
 
 import os

@@ -32,8 +32,14 @@ def prompts() -> list[Prompt]:
     ]
 
 
-def sampled(model: Transformer, tokenizer: Tokenizer, temperature: float = 1.0, count: int = 30, seed: int = 3,
-            asked: Sequence[Any] | None = None) -> list[Answer]:  # fmt: skip
+def sampled(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    temperature: float = 1.0,
+    count: int = 30,
+    seed: int = 3,
+    asked: Sequence[Any] | None = None,
+) -> list[Answer]:
     """Answers of a model that ends often enough."""
     complete = sampler(model, Sampling(LONGEST, temperature=temperature), {tokenizer.turn_end})
     return answers.sample(complete, asked or answers.repeated(prompts(), count), tokenizer, seed)
@@ -41,7 +47,9 @@ def sampled(model: Transformer, tokenizer: Tokenizer, temperature: float = 1.0, 
 
 @pytest.fixture
 def ending(tiny_model: Transformer, byte_tokenizer: Tokenizer) -> Transformer:
-    """A model of which a part of the answers ends: the embedding of the turn's end is what its states have in common."""
+    """A model of which a part of the answers ends: the embedding of the turn's end is what its states have in
+    common.
+    """
     with torch.no_grad():
         mean = tiny_model.hidden(torch.arange(20, 220)[None]).mean((0, 1))
         tiny_model.model.embed_tokens.weight[byte_tokenizer.turn_end] = 4.0 * mean / mean.norm()
@@ -125,8 +133,14 @@ def said(role: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 def pair(number: str, question: str, chosen: list[dict[str, Any]], kind: str = "story") -> Pair:
-    return Pair(id=number, source="made", kind=kind, prompt=[said("user", question)], chosen=chosen,
-                rejected=[said("assistant", "no")])  # fmt: skip
+    return Pair(
+        id=number,
+        source="made",
+        kind=kind,
+        prompt=[said("user", question)],
+        chosen=chosen,
+        rejected=[said("assistant", "no")],
+    )
 
 
 def split(folder: Path, tokenizer: Tokenizer, *pairs: Pair) -> PairSplit:
@@ -138,9 +152,13 @@ def test_a_prompt_is_what_comes_before_the_answer_and_each_is_asked_once(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     given = split(
-        tmp_path, byte_tokenizer, pair("a", "one?", [said("assistant", "x")]), pair("b", "one?", [said("assistant", "y")]),
-        pair("c", "two?", [said("assistant", "x" * 90)]), pair("d", "three?", [said("assistant", "z")], kind="code"),
-    )  # fmt: skip
+        tmp_path,
+        byte_tokenizer,
+        pair("a", "one?", [said("assistant", "x")]),
+        pair("b", "one?", [said("assistant", "y")]),
+        pair("c", "two?", [said("assistant", "x" * 90)]),
+        pair("d", "three?", [said("assistant", "z")], kind="code"),
+    )
     found = answers.pair_prompts(given, 40)
     assert [(one.id, one.kind) for one in found] == [("a", "story"), ("d", "code")]
     text = byte_tokenizer.decode(found[0].ids)
@@ -157,8 +175,11 @@ def test_an_answer_with_a_tool_s_result_inside_is_no_part_of_the_prompt(
 ) -> None:
     """What the tool said is not trained, but it is behind the prompt."""
     call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    chosen = [said("assistant", "", tool_calls=[call]), said("tool", "ten", tool_call_id="call_0", name="look"),
-              said("assistant", "It is ten.")]  # fmt: skip
+    chosen = [
+        said("assistant", "", tool_calls=[call]),
+        said("tool", "ten", tool_call_id="call_0", name="look"),
+        said("assistant", "It is ten."),
+    ]
     given = split(tmp_path, byte_tokenizer, pair("a", "when?", chosen))
     (found,) = answers.pair_prompts(given, 300)
     text = byte_tokenizer.decode(found.ids)
@@ -171,8 +192,16 @@ def test_an_answer_with_a_tool_s_result_inside_is_no_part_of_the_prompt(
 
 def problem(number: int, question: str = "f?", tests: int = 1) -> Problem:
     asked = [{"args": "[1]", "expected": "1", "visible": False}] * tests
-    return Problem(id=str(number), level=1, group="easy", key=str(number), question=question, entry_point="f",
-                   signature="f(x)", tests=asked)  # fmt: skip
+    return Problem(
+        id=str(number),
+        level=1,
+        group="easy",
+        key=str(number),
+        question=question,
+        entry_point="f",
+        signature="f(x)",
+        tests=asked,
+    )
 
 
 def test_a_problem_is_asked_as_one_user_turn(byte_tokenizer: Tokenizer) -> None:

@@ -1,9 +1,10 @@
 """Generated requests to the routes of the interface that the server describes itself: none may break it.
 
-`make test` asks the same few hundred each time; `make test-all` two thousand of a new seed, which it prints. STAGECOACH_FUZZ_SEED repeats one.
+`make test` asks the same few hundred each time; `make test-all` two thousand of a new seed, which it prints.
+STAGECOACH_FUZZ_SEED repeats one.
 
-schemathesis makes bodies that fit the description and bodies that do not (wrong types, missing fields, odd text); whatever comes, the
-answer is below 500, comes in time, and every error is OpenAI's object.
+schemathesis makes bodies that fit the description and bodies that do not (wrong types, missing fields, odd text);
+whatever comes, the answer is below 500, comes in time, and every error is OpenAI's object.
 """
 
 import contextlib
@@ -60,9 +61,12 @@ def ask_all(fuzzed: Running, operations: list[Any], mode: GenerationMode, cases:
 
         @given(case=operation.as_strategy(generation_mode=mode))
         @settings(
-            max_examples=cases if operation.body or operation.path_parameters else 2, deadline=None,
-            derandomize=not new, database=None, suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+            max_examples=cases if operation.body or operation.path_parameters else 2,
+            deadline=None,
+            derandomize=not new,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
         def ask(case: Any) -> None:
             began = time.monotonic()
             answer = case.call(base_url=fuzzed.url, timeout=SECONDS)

@@ -1,4 +1,6 @@
-"""The law on floors, circles, file sizes and the one-place table (docs: DESIGN). Change it only together with the design."""
+"""The law on floors, circles, file sizes and the one-place table (docs: DESIGN). Change it only together with the
+design.
+"""
 
 import ast
 import re
@@ -25,17 +27,32 @@ LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
 # what -> (pattern, where it may stand)
 ONE_PLACE = {
-    "losses": (r"\bcross_entropy\b|\blogsigmoid\b", ("pipeline/learning/losses.py", "pipeline/learning/pair_losses.py", "pipeline/learning/policy_losses.py", "pipeline/diffusion/losses.py", "pipeline/memory/losses.py")),
+    "losses": (
+        r"\bcross_entropy\b|\blogsigmoid\b",
+        (
+            "pipeline/learning/losses.py",
+            "pipeline/learning/pair_losses.py",
+            "pipeline/learning/policy_losses.py",
+            "pipeline/diffusion/losses.py",
+            "pipeline/memory/losses.py",
+        ),
+    ),
     "the one-token shift": (r"\[[^\]]*:, ?:-1\]|\[[^\]]*:, ?1:\]", ("pipeline/batches/batch.py",)),
     "special tokens": (r"<\|[a-z_]+\|>", ("pipeline/text/",)),
-    "the optimiser step": (r"\.backward\(\)|optimi[sz]ers?\.step\(", ("pipeline/learning/fit.py", "pipeline/learning/lr_finder.py", "pipeline/learning/optim.py")),
+    "the optimiser step": (
+        r"\.backward\(\)|optimi[sz]ers?\.step\(",
+        ("pipeline/learning/fit.py", "pipeline/learning/lr_finder.py", "pipeline/learning/optim.py"),
+    ),
     "weights on disk": (r"torch\.save\(|torch\.load\(|import pickle|\bpickle\.", ()),
     "reported numbers": (r"\bmlflow\.|^\s*print\(", ("pipeline/run/tracking.py", "pipeline/run/registry.py")),
     "untrusted code": (r"(?<![\w.])(exec|eval)\(", ("pipeline/sandbox/",)),
-    "starting processes": (r"\bsubprocess\b|\bos\.exec|\bmultiprocessing\b", ("pipeline/run/processes.py", "pipeline/tools/launch.py", "pipeline/model/cpu/native.py", "pipeline/sandbox/")),
+    "starting processes": (
+        r"\bsubprocess\b|\bos\.exec|\bmultiprocessing\b",
+        ("pipeline/run/processes.py", "pipeline/tools/launch.py", "pipeline/model/cpu/native.py", "pipeline/sandbox/"),
+    ),
     "sampling": (r"\bmultinomial\b", ("pipeline/generation/",)),
     "devices and seeds": (r"cuda\.is_available|manual_seed", ("pipeline/run/device.py",)),
-}  # fmt: skip
+}
 
 
 def level_of(parts: tuple[str, ...]) -> int:

@@ -10,8 +10,17 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import EVEN_ROWS, Transformer
 
 CONFIG = ModelConfig(
-    vocab_size=128, width=48, layers=3, heads=6, kv_heads=2, head_dim=16, d_ff=80, max_context=1280, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=128,
+    width=48,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+    max_context=1280,
+    rope_theta=1e4,
+    tied=True,
+)
 
 
 def gradients(model: Transformer, ids: Tensor, documents: Tensor, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -1,4 +1,6 @@
-"""What arrives at a bad moment: signals while a policy samples, faults after a rollback, states that are damaged, the memory's proof."""
+"""What arrives at a bad moment: signals while a policy samples, faults after a rollback, states that are damaged,
+the memory's proof.
+"""
 
 import math
 import signal

@@ -1,4 +1,5 @@
-"""A task that reinforcement must solve: say one token four times, then end. Loop, sampler, stream and losses are the real ones.
+"""A task that reinforcement must solve: say one token four times, then end. Loop, sampler, stream and losses are the
+real ones.
 
 The reward is the share of four that was said; a fresh model of 16 tokens says it by chance, about 0.12.
 """
@@ -45,16 +46,34 @@ class Letters:
 
 
 def actor() -> Transformer:
-    config = ModelConfig(vocab_size=16, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=64, max_context=32,
-                         rope_theta=1e4, tied=False)  # fmt: skip
+    config = ModelConfig(
+        vocab_size=16,
+        width=32,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        d_ff=64,
+        max_context=32,
+        rope_theta=1e4,
+        tied=False,
+    )
     return Transformer(config, torch.Generator().manual_seed(0))
 
 
 def config(**changes: Any) -> RolloutConfig:
     values: dict[str, Any] = {
-        "learning_rate": 1e-2, "schedule": "constant", "weight_decay": 0.0, "prompts": 8, "samples": 8, "iterations": 30,
-        "epochs": 2, "max_prompt": 4, "max_new_tokens": LONGEST, "eval_steps": 1000,
-    }  # fmt: skip
+        "learning_rate": 1e-2,
+        "schedule": "constant",
+        "weight_decay": 0.0,
+        "prompts": 8,
+        "samples": 8,
+        "iterations": 30,
+        "epochs": 2,
+        "max_prompt": 4,
+        "max_new_tokens": LONGEST,
+        "eval_steps": 1000,
+    }
     return RolloutConfig(**(values | changes))
 
 
@@ -93,8 +112,13 @@ def group_run(model: Transformer, method: GroupMethod, settings: RolloutConfig, 
     def annotate(found: list[Rollout]) -> None:
         annotate_group(found, reference=reference if needed else None)
 
-    how = Method(sample=sampler(model, 1), score=score, annotate=annotate, dynamic=method.dynamic,
-                 estimate=lambda found: estimate_group(found, method, settings.samples))  # fmt: skip
+    how = Method(
+        sample=sampler(model, 1),
+        score=score,
+        annotate=annotate,
+        dynamic=method.dynamic,
+        estimate=lambda found: estimate_group(found, method, settings.samples),
+    )
     one = job(folder, **runtime)
     loss = partial(grpo.loss, method=method, config=settings)
     fit(model, filling(how, settings), loss, settings, one, watchers=Watchers(gradients_at=None))
@@ -106,12 +130,19 @@ def ppo_run(model: ActorCritic, constants: PPOConfig, settings: RolloutConfig, f
     frozen = copy.deepcopy(model.actor).requires_grad_(False)
 
     def annotate(found: list[Rollout]) -> None:
-        annotate_ppo(found, reference=lambda given: answers.logprobs_of(frozen, given, PAD, 1.0),
-                     values=lambda given: answers.values_of(model.critic, given, PAD))  # fmt: skip
+        annotate_ppo(
+            found,
+            reference=lambda given: answers.logprobs_of(frozen, given, PAD, 1.0),
+            values=lambda given: answers.values_of(model.critic, given, PAD),
+        )
 
     carried = {"beta": constants.beta}
-    how = Method(sample=sampler(model.actor, 1), score=score, annotate=annotate,
-                 estimate=lambda found: estimate_ppo(found, constants, carried))  # fmt: skip
+    how = Method(
+        sample=sampler(model.actor, 1),
+        score=score,
+        annotate=annotate,
+        estimate=lambda found: estimate_ppo(found, constants, carried),
+    )
     one = job(folder, **runtime)
     loss = partial(rlhf.loss, temperature=1.0, ppo=constants)
     fit(model, filling(how, settings, carried), loss, settings, one)
@@ -134,7 +165,9 @@ GROUP_METHODS = {name: METHODS[name] for name in ("grpo", "dr_grpo", "dapo", "rl
 @pytest.mark.full
 @pytest.mark.parametrize("name", GROUP_METHODS)
 def test_a_group_method_solves_the_bandit(name: str, tmp_path: Path) -> None:
-    """DAPO gets fewer iterations: once every answer is right it finds no group whose scores differ, and stops itself."""
+    """DAPO gets fewer iterations: once every answer is right it finds no group whose scores differ, and stops
+    itself.
+    """
     model = actor()
     settings = config(iterations=20) if GROUP_METHODS[name].dynamic else config()
     one = group_run(model, GROUP_METHODS[name], settings, tmp_path)
@@ -180,7 +213,9 @@ def gradients(model: ActorCritic, stream: RolloutStream, parts: int) -> list[tor
 
 
 def test_the_minibatches_of_prompts_have_together_the_gradient_of_the_whole_batch() -> None:
-    """In float64; 8 prompts of 20 tokens and 4 answers each, in 1, 2, 4 and 3 parts, of which some part a prompt's answers."""
+    """In float64; 8 prompts of 20 tokens and 4 answers each, in 1, 2, 4 and 3 parts, of which some part a prompt's
+    answers.
+    """
     model = ActorCritic(actor(), RewardModel(actor())).double()
     with torch.no_grad():
         model.critic.score.weight.normal_(generator=torch.Generator().manual_seed(2))
@@ -197,8 +232,11 @@ def test_the_minibatches_of_prompts_have_together_the_gradient_of_the_whole_batc
 
     def annotate(found: list[Rollout]) -> None:
         given = [one.answer for one in found]
-        annotate_ppo(found, reference=lambda _: answers.logprobs_of(model.actor, given, PAD, 1.0),
-                     values=lambda _: answers.values_of(model.critic, given, PAD))  # fmt: skip
+        annotate_ppo(
+            found,
+            reference=lambda _: answers.logprobs_of(model.actor, given, PAD, 1.0),
+            values=lambda _: answers.values_of(model.critic, given, PAD),
+        )
 
     how = Method(
         sample=complete, score=score, annotate=annotate, estimate=lambda found: estimate_ppo(found, constants, carried)
@@ -223,7 +261,9 @@ class Stopped(BaseException):
 def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
     kill_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inside an iteration it goes on at the fill before it: states are saved between fills. PPO carries its beta along."""
+    """Inside an iteration it goes on at the fill before it: states are saved between fills. PPO carries its beta
+    along.
+    """
     constants, original = PPOConfig(beta=0.05, target_kl=0.1, horizon=100), learning_fit.Run._one_step
 
     def run(folder: Path) -> tuple[ActorCritic, Any]:

@@ -26,52 +26,100 @@ from tests.test_suites import SETTINGS, Scripted
 
 DOUBLE = {
     "task_id": "Own/0",
-    "prompt": 'from typing import List\n\n\ndef double(values: List[int]) -> List[int]:\n    """Twice each value.\n    >>> double([1])\n    [2]\n    """\n',
+    "prompt": (
+        'from typing import List\n\n\ndef double(values: List[int]) -> List[int]:\n    """Twice each value.\n    >>>'
+        ' double([1])\n    [2]\n    """\n'
+    ),
     "entry_point": "double",
     "canonical_solution": "    return [2 * value for value in values]\n",
-    "test": '\n\nMETADATA = {"author": "own"}\n\n\ndef check(candidate):\n    assert candidate([1, 2]) == [2, 4]\n    assert candidate([]) == [], "empty"\n    assert True, "good for debugging"\n',
+    "test": (
+        '\n\nMETADATA = {"author": "own"}\n\n\ndef check(candidate):\n    assert candidate([1, 2]) == [2, 4]\n   '
+        ' assert candidate([]) == [], "empty"\n    assert True, "good for debugging"\n'
+    ),
 }
 SHIFT = {
     "task_id": "Own/1",
-    "prompt": 'def encode(text: str) -> str:\n    return "".join(chr(ord(c) + 1) for c in text)\n\n\ndef decode(text: str) -> str:\n    """Undo encode."""\n',
+    "prompt": (
+        'def encode(text: str) -> str:\n    return "".join(chr(ord(c) + 1) for c in text)\n\n\ndef decode(text: str) ->'
+        ' str:\n    """Undo encode."""\n'
+    ),
     "entry_point": "decode",
     "canonical_solution": '    return "".join(chr(ord(c) - 1) for c in text)\n',
-    "test": "def check(candidate):\n    from random import choice\n    import string\n\n    for _ in range(20):\n        text = ''.join(choice(string.ascii_lowercase) for _ in range(5))\n        assert candidate(encode(text)) == text\n",
+    "test": (
+        "def check(candidate):\n    from random import choice\n    import string\n\n    for _ in range(20):\n       "
+        " text = ''.join(choice(string.ascii_lowercase) for _ in range(5))\n        assert candidate(encode(text)) =="
+        " text\n"
+    ),
 }
 HALF = {
     "task_id": "Own/2",
     "prompt": 'def half(x: float) -> float:\n    """Half of x."""\n',
     "entry_point": "half",
     "canonical_solution": "    return x / 2\n",
-    "test": "def check(candidate):\n    assert abs(candidate(3) - 1.5) < 1e-6\n    result = candidate(4)\n    assert result == 2\n",
+    "test": (
+        "def check(candidate):\n    assert abs(candidate(3) - 1.5) < 1e-6\n    result = candidate(4)\n    assert result"
+        " == 2\n"
+    ),
 }
 HUMANEVAL = [DOUBLE, SHIFT, HALF]
 MBPP = [
-    {"task_id": 2, "text": "Write a function that adds one.", "code": "def inc(x):\r\n\treturn x + 1",
-     "test_list": ["assert inc(1) == 2", "assert inc(0) == 1"], "test_setup_code": "", "challenge_test_list": ["assert inc(-1) == 0"]},
-    {"task_id": 11, "text": "Write a function that squares.", "code": "def square(x):\r\n    return x * x",
-     "test_list": ["assert square(3) == 9", "assert square(2) == 2 ** 2"], "test_setup_code": "", "challenge_test_list": []},
-    {"task_id": 12, "text": "Write a function for the area.", "code": "def area(r):\n    return math.pi * r * r",
-     "test_list": ["assert math.isclose(area(1), PI)", "assert math.isclose(area(2), 4 * PI, rel_tol=0.001)"],
-     "test_setup_code": "import math\nPI = math.pi", "challenge_test_list": []},
-    {"task_id": 600, "text": "Write a function.", "code": "def f():\n    return 1", "test_list": ["assert f() == 1"],
-     "test_setup_code": "", "challenge_test_list": []},
-]  # fmt: skip
+    {
+        "task_id": 2,
+        "text": "Write a function that adds one.",
+        "code": "def inc(x):\r\n\treturn x + 1",
+        "test_list": ["assert inc(1) == 2", "assert inc(0) == 1"],
+        "test_setup_code": "",
+        "challenge_test_list": ["assert inc(-1) == 0"],
+    },
+    {
+        "task_id": 11,
+        "text": "Write a function that squares.",
+        "code": "def square(x):\r\n    return x * x",
+        "test_list": ["assert square(3) == 9", "assert square(2) == 2 ** 2"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    },
+    {
+        "task_id": 12,
+        "text": "Write a function for the area.",
+        "code": "def area(r):\n    return math.pi * r * r",
+        "test_list": ["assert math.isclose(area(1), PI)", "assert math.isclose(area(2), 4 * PI, rel_tol=0.001)"],
+        "test_setup_code": "import math\nPI = math.pi",
+        "challenge_test_list": [],
+    },
+    {
+        "task_id": 600,
+        "text": "Write a function.",
+        "code": "def f():\n    return 1",
+        "test_list": ["assert f() == 1"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    },
+]
 SANITIZED = [
-    {"source_file": "own", "task_id": row["task_id"], "prompt": row["text"], "code": row["code"],
-     "test_imports": ["import math"] if row["task_id"] == 12 else [],
-     "test_list": [test.replace("PI", "3.141592653589793") for test in row["test_list"]]}
+    {
+        "source_file": "own",
+        "task_id": row["task_id"],
+        "prompt": row["text"],
+        "code": row["code"],
+        "test_imports": ["import math"] if row["task_id"] == 12 else [],
+        "test_list": [test.replace("PI", "3.141592653589793") for test in row["test_list"]],
+    }
     for row in MBPP
-]  # fmt: skip
+]
 WEATHER = {
     "name": "weather.now",
     "description": "The weather.",
     "parameters": {
         "type": "dict",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "limits": {"type": "tuple", "items": {"type": "float"}}},
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "limits": {"type": "tuple", "items": {"type": "float"}},
+        },
         "required": ["city"],
     },
-}  # fmt: skip
+}
 
 
 def write(path: Path, table: list[dict[str, Any]]) -> Path:
@@ -127,16 +175,28 @@ def protect(judge: Judge, body: str, context: str = "") -> unrolling.Tests:
 CHECKS = {  # body of the check -> solutions, whose verdict must be that of running the check beside them
     "for x in range(2, 8):\n    assert candidate(x, x + 1) == str(x)": ["return str(x)", "return str(y)", "return '2'"],
     "table = [(1, 2), (3, 4)]\nfor x, y in table:\n    assert candidate(x, y) == sum(v for v in (x, y)), 'sum'": [
-        "return x + y", "return 3", "return x * y + 1"],
+        "return x + y",
+        "return 3",
+        "return x * y + 1",
+    ],
     "assert tuple(candidate(1, 2)) == tuple([1, 2])": ["return [x, y]", "return [y, x]", "return 1"],
     "assert candidate(1, 2) is None\nassert not candidate(3, y=4)": ["return None", "return 0", "return x == 3"],
     "import math\nassert math.isclose(candidate(1, 3), 1 / 3, rel_tol=1e-3)\nassert candidate(0, 1) == 0": [
-        "return x / y", "return 0.3333 * x", "return 0.3 * x"],
+        "return x / y",
+        "return 0.3333 * x",
+        "return 0.3 * x",
+    ],
     "if 2 > 1:\n    assert candidate([1] * 3, {'a': 2 ** 3}) == [8, 1]": ["return [y['a'], x[0]]", "return [8]"],
-    "assert 0 <= candidate(1, 1) < 5 and candidate(2, 2) in {4, 5}": ["return x + y", "return 9", "return 4 if x > 1 else -1"],
+    "assert 0 <= candidate(1, 1) < 5 and candidate(2, 2) in {4, 5}": [
+        "return x + y",
+        "return 9",
+        "return 4 if x > 1 else -1",
+    ],
     "limit = 10\nassert abs(candidate(1.5, limit) - 11.5) < 1e-6\nassert len(candidate(1, 2) * [0] if False else [1]) == 1": [
-        "return x + y", "return x"],
-}  # fmt: skip
+        "return x + y",
+        "return x",
+    ],
+}
 
 
 @pytest.mark.parametrize("body", CHECKS)
@@ -173,7 +233,11 @@ def beside(source: str, test: str, entry_point: str = "f") -> bool:
         ("assert candidate(1) == 1\nr = candidate(2)\nassert r == 3", 1, ["assert r == 3"]),
         ("for x in range(3):\n    assert candidate(x) == x\n    y = candidate(x)", 0, ["assert f(x) == x"]),
         ("try:\n    candidate(0)\nexcept ValueError:\n    pass\nelse:\n    assert False", 0, ["assert False"]),
-        ("assert all(candidate(x) == x for x in [1])\nassert candidate(len('ab')) == 2", 1, ["assert all((f(x) == x for x in [1]))"]),
+        (
+            "assert all(candidate(x) == x for x in [1])\nassert candidate(len('ab')) == 2",
+            1,
+            ["assert all((f(x) == x for x in [1]))"],
+        ),
         ("assert candidate(object()) == 1\nx = 5\nassert candidate(x) == 5", 1, ["assert f(object()) == 1"]),
         ("values = [1]\nassert values == [1]\nassert candidate(1) == 1", 1, ["assert values == [1]"]),
         ("assert True, 'nothing'\nassert candidate(1) == 1", 1, []),
@@ -183,7 +247,7 @@ def beside(source: str, test: str, entry_point: str = "f") -> bool:
         ("import os\nos.fork()\nx = 1\nassert candidate(x) == 1", 0, ["assert f(x) == 1"]),
         ("print('{}')\nx = 1\nassert candidate(x) == 1", 1, []),
     ],
-)  # fmt: skip
+)
 def test_an_assert_that_no_value_decides_is_unprotected_and_kept_by_its_text(
     judge: Judge, body: str, num_tests: int, unprotected: list[str]
 ) -> None:
@@ -226,8 +290,9 @@ def test_pass_at_k_of_a_gzipped_humaneval_file_is_what_hand_counting_gives(scrip
     t = subject.tokenizer
     assert subject.asked["Own/0"] == [t.end_of_text, *t.encode(DOUBLE["prompt"])]
     assert [(row["suite"], row["id"], row["verdict"]) for row in result.rows] == [
-        ("benchmarks/HumanEval", "Own/0", "passed"), ("benchmarks/HumanEval", "Own/1", "wrong")
-    ]  # fmt: skip
+        ("benchmarks/HumanEval", "Own/0", "passed"),
+        ("benchmarks/HumanEval", "Own/1", "wrong"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -267,15 +332,24 @@ def test_what_cannot_be_judged_is_counted_named_and_never_passed(scripted: Any, 
 EQUAL = "class Always(list):\n    def __eq__(self, other):\n        return True\n    __hash__ = None\n"
 HOSTILE = {
     "__eq__": "    return Always()\n\n\n" + EQUAL,
-    "patched check": "    import sys\n    sys._getframe(1).f_globals['check'] = lambda f: None\n    check = None\n    return Always()\n\n\n"
-    + EQUAL + "\ncheck = lambda candidate: None",
+    "patched check": (
+        "    import sys\n    sys._getframe(1).f_globals['check'] = lambda f: None\n    check = None\n    return"
+        " Always()\n\n\n" + EQUAL + "\ncheck = lambda candidate: None"
+    ),
     "exit at import": "    return 0\n\n\nimport sys\nsys.exit(0)\n",
     "exit in the call": "    import os\n    os._exit(0)\n",
-    "asks the caller": "    import sys\n    frame = sys._getframe(1)\n    while frame:\n        for value in frame.f_locals.values():\n            if value == [2, 4]:\n                return value\n        frame = frame.f_back\n    return Always()\n\n\n" + EQUAL,
-    "patched builtins": "    return 0\n\n\nimport builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\nimport json\njson.dumps = lambda *a, **k: '[2, 4]'\n",
+    "asks the caller": (
+        "    import sys\n    frame = sys._getframe(1)\n    while frame:\n        for value in"
+        " frame.f_locals.values():\n            if value == [2, 4]:\n                return value\n        frame ="
+        " frame.f_back\n    return Always()\n\n\n" + EQUAL
+    ),
+    "patched builtins": (
+        "    return 0\n\n\nimport builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\nimport"
+        " json\njson.dumps = lambda *a, **k: '[2, 4]'\n"
+    ),
     "only the shown example": "    return [2] if values == [1] else []\n",
     "empty": "",
-}  # fmt: skip
+}
 
 
 def test_no_hostile_solution_passes_although_a_check_run_beside_it_is_deceived(scripted: Any, tmp_path: Path) -> None:
@@ -341,10 +415,17 @@ def test_calls_are_scored_by_category_with_wilsons_interval(scripted: Any, tmp_p
     any_call = bfcl(tmp_path, "BFCL_v4_live_relevance.json", {"r0": None, "r1": None})
     java = bfcl(tmp_path, "BFCL_v4_simple_java.json", {"j0": [rome]})
     answers = {
-        "s0": call(city="rome", limits=[1, 2.5]), "s1": call(city="Rome", mood="x"), "s2": "I cannot.",
-        "s3": call(city="ROMA", days=3), "p0": call(city="Oslo") + call(city="Rome"), "p1": call(city="Oslo"),
-        "i0": "None of these.", "i1": call(city="Rome"), "r0": call(city="Paris", days=9), "r1": "Sorry.",
-    }  # fmt: skip
+        "s0": call(city="rome", limits=[1, 2.5]),
+        "s1": call(city="Rome", mood="x"),
+        "s2": "I cannot.",
+        "s3": call(city="ROMA", days=3),
+        "p0": call(city="Oslo") + call(city="Rome"),
+        "p1": call(city="Oslo"),
+        "i0": "None of these.",
+        "i1": call(city="Rome"),
+        "r0": call(city="Paris", days=9),
+        "r1": "Sorry.",
+    }
     subject = scripted(answers)
     result = scored(subject, simple, parallel, quiet, any_call, java)
     numbers = result.numbers
@@ -358,18 +439,34 @@ def test_calls_are_scored_by_category_with_wilsons_interval(scripted: Any, tmp_p
     )
     assert numbers["BFCL_v4_simple_java"]["skipped"] == "skipped: simple_java is not a single turn in Python"
     verdicts = {row["id"]: row["verdict"] for row in result.rows}
-    assert verdicts == {"s0": "right", "s1": "unexpected_param", "s2": "wrong_count", "s3": "right", "p0": "right",
-                        "p1": "wrong_count", "i0": "right", "i1": "called", "r0": "right", "r1": "silent"}  # fmt: skip
+    assert verdicts == {
+        "s0": "right",
+        "s1": "unexpected_param",
+        "s2": "wrong_count",
+        "s3": "right",
+        "p0": "right",
+        "p1": "wrong_count",
+        "i0": "right",
+        "i1": "called",
+        "r0": "right",
+        "r1": "silent",
+    }
     shown = subject.tokenizer.decode(subject.asked["s0"])
     assert '"type": "object"' in shown and '"type": "number"' in shown and '"dict"' not in shown
 
 
 def test_the_truth_of_a_file_scores_one_whatever_its_types_are_called(scripted: Any, tmp_path: Path) -> None:
-    schema = {"type": "dict", "required": ["a"], "properties": {
-        "a": {"type": "float"}, "b": {"type": "any"}, "c": {"type": "tuple", "items": {"type": "integer"}},
-        "d": {"type": "dict", "properties": {"x": {"type": "string"}, "y": {"type": "boolean"}}},
-        "e": {"type": "array", "items": {"type": "dict", "properties": {"x": {"type": "string"}}}},
-    }}  # fmt: skip
+    schema = {
+        "type": "dict",
+        "required": ["a"],
+        "properties": {
+            "a": {"type": "float"},
+            "b": {"type": "any"},
+            "c": {"type": "tuple", "items": {"type": "integer"}},
+            "d": {"type": "dict", "properties": {"x": {"type": "string"}, "y": {"type": "boolean"}}},
+            "e": {"type": "array", "items": {"type": "dict", "properties": {"x": {"type": "string"}}}},
+        },
+    }
     truth = {
         "own.f": {
             "a": [8.0],
@@ -415,24 +512,52 @@ WRONG: dict[str, tuple[str, list[Any] | str | bytes, str]] = {
     "empty": ("a.jsonl", "\n\n", "holds no row"),
     "not utf-8": ("a.jsonl", b"\xff\xfe{}", "expected UTF-8 text"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:20], "expected UTF-8 text, plain or gzip"),
-    "other keys": ("a.jsonl", [{"text": "a story"}], r"a\.jsonl:1: expected a row of HumanEval .* MBPP .* BFCL .*found the keys text"),
+    "other keys": (
+        "a.jsonl",
+        [{"text": "a story"}],
+        r"a\.jsonl:1: expected a row of HumanEval .* MBPP .* BFCL .*found the keys text",
+    ),
     "mixed": ("a.jsonl", [DOUBLE, MBPP[0]], r"a\.jsonl:2: expected a row of humaneval as the first one is"),
     "no prompt": ("a.jsonl", [DOUBLE | {"prompt": 3}], r"a\.jsonl:1: prompt: expected a text, found 3"),
-    "no check": ("a.jsonl", [DOUBLE, SHIFT | {"test": "assert True"}], r"a\.jsonl:2: test: expected `def check\(candidate\)`"),
+    "no check": (
+        "a.jsonl",
+        [DOUBLE, SHIFT | {"test": "assert True"}],
+        r"a\.jsonl:2: test: expected `def check\(candidate\)`",
+    ),
     "test no Python": ("a.jsonl", [DOUBLE | {"test": "def check("}], r"a\.jsonl:1: expected Python"),
-    "solution no Python": ("a.jsonl", [DOUBLE | {"canonical_solution": "oops("}], r"1: canonical_solution: expected Python"),
+    "solution no Python": (
+        "a.jsonl",
+        [DOUBLE | {"canonical_solution": "oops("}],
+        r"1: canonical_solution: expected Python",
+    ),
     "other name": ("a.jsonl", [DOUBLE | {"entry_point": "triple"}], r"1: entry_point: expected the name of a function"),
     "twice": ("a.jsonl", [DOUBLE, DOUBLE], r"a\.jsonl:2: task_id: expected an id of its own \(.*a\.jsonl:1 has it too"),
     "mbpp id": ("a.jsonl", [MBPP[1] | {"task_id": "x"}], "task_id: expected a whole number, found 'x'"),
     "mbpp no tests": ("a.jsonl", [MBPP[1] | {"test_list": []}], r"test_list: expected a list of asserts, found \[\]"),
     "mbpp no call": ("a.jsonl", [MBPP[1] | {"test_list": ["assert 1 == 1"]}], "test_list: expected asserts that call"),
-    "bfcl no truth file": ("BFCL_v3_simple.json", [QUESTION], r"possible_answer/BFCL_v3_simple\.json, found no such file"),
-    "bfcl turns": ("BFCL_v3_irrelevance.json", [QUESTION | {"question": [[], []]}], "question: expected a list of one turn"),
-    "bfcl role": ("BFCL_v3_irrelevance.json", [QUESTION | {"question": [[{"role": "tool", "content": "x"}]]}], "question: expected messages"),
-    "bfcl function": ("BFCL_v3_irrelevance.json", [QUESTION | {"function": [{"description": "x"}]}], "function: expected a list of functions"),
+    "bfcl no truth file": (
+        "BFCL_v3_simple.json",
+        [QUESTION],
+        r"possible_answer/BFCL_v3_simple\.json, found no such file",
+    ),
+    "bfcl turns": (
+        "BFCL_v3_irrelevance.json",
+        [QUESTION | {"question": [[], []]}],
+        "question: expected a list of one turn",
+    ),
+    "bfcl role": (
+        "BFCL_v3_irrelevance.json",
+        [QUESTION | {"question": [[{"role": "tool", "content": "x"}]]}],
+        "question: expected messages",
+    ),
+    "bfcl function": (
+        "BFCL_v3_irrelevance.json",
+        [QUESTION | {"function": [{"description": "x"}]}],
+        "function: expected a list of functions",
+    ),
     "bfcl twice": ("BFCL_v3_irrelevance.json", [QUESTION, QUESTION], r":2: id: expected an id of its own"),
     "bfcl name": ("BFCL v3.json", [QUESTION], "expected a name with the category"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", WRONG)
@@ -502,9 +627,13 @@ def test_names_of_numbers_have_no_dots() -> None:
 @pytest.mark.slow
 @pytest.mark.full
 def test_the_command_scores_a_model_directory_on_a_file_from_anywhere(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, in_repository: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tiny_model: Transformer,
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
+    in_repository: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
     monkeypatch.setenv("STAGECOACH_MLFLOW", "on")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")

@@ -14,8 +14,17 @@ from pipeline.model.cpu import layers
 from pipeline.model.transformer import Transformer
 
 CONFIG = ModelConfig(
-    vocab_size=128, width=48, layers=3, heads=6, kv_heads=2, head_dim=16, d_ff=80, max_context=1280, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=128,
+    width=48,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+    max_context=1280,
+    rope_theta=1e4,
+    tied=True,
+)
 LENGTHS, COMMON = (90, 70, 200, 33, 91, 40), {2: (0, 60), 4: (0, 90), 5: (1, 39)}  # row: (of which row, how many)
 
 
@@ -129,5 +138,8 @@ def test_ragged_attention_with_keys_before_the_queries() -> None:
     found = layers.ragged_attention(late, k, v, [70, 3], causal=True, before=[50, 77])
     torch.testing.assert_close(found, torch.cat([whole[50:120], whole[197:]]), rtol=1e-10, atol=1e-12)
     kernels_of = lambda a, b, c: layers.ragged_attention(a, b, c, [2, 1], causal=True, before=[1, 2])  # noqa: E731
-    small = [torch.randn(n, h, 2, generator=generator, dtype=torch.float64, requires_grad=True) for n, h in ((3, 2), (6, 1), (6, 1))]  # fmt: skip
+    small = [
+        torch.randn(n, h, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n, h in ((3, 2), (6, 1), (6, 1))
+    ]
     assert torch.autograd.gradcheck(kernels_of, small)

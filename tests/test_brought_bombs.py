@@ -42,13 +42,19 @@ def listed(values: pa.Array) -> pa.Array:
 BOMBS: dict[str, Callable[[], tuple[pa.Table, bool]]] = {  # the table, and whether the writer may use a dictionary
     "a text repeated": lambda: (pa.table({"text": repeated(256)}).replace_schema_metadata(None), True),
     "a list of it": lambda: (pa.table({"text": ["x"], "more": listed(repeated(256))}), True),
-    "messages of it": lambda: (pa.table({"messages": listed(pa.StructArray.from_arrays([repeated(256)], ["content"]))}), True),
+    "messages of it": lambda: (
+        pa.table({"messages": listed(pa.StructArray.from_arrays([repeated(256)], ["content"]))}),
+        True,
+    ),
     "a long text": lambda: (pa.table({"text": pa.array(["a" * (1 << 29)], pa.large_string())}), False),
-    "a long text among short ones": lambda: (pa.table({"text": pa.array(["short"] * 999 + ["a" * (1 << 29)], pa.large_string())}), False),
+    "a long text among short ones": lambda: (
+        pa.table({"text": pa.array(["short"] * 999 + ["a" * (1 << 29)], pa.large_string())}),
+        False,
+    ),
     "a list of zeros": lambda: (pa.table({"text": ["x"], "n": listed(pa.array(np.zeros(1 << 28, np.int8)))}), True),
     "a list of nulls": lambda: (pa.table({"text": ["x"], "n": listed(pa.nulls(1 << 26, pa.int8()))}), True),
     "rows without end": lambda: (pa.table({"n": pa.nulls(1 << 24, pa.int8())}), True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -69,8 +75,16 @@ def test_a_parquet_file_that_expands_is_refused_row_by_row_or_group_by_group(tmp
 
 
 def test_what_dictionaries_hold_is_read_as_before(own: Path) -> None:
-    rows = [{"text": f"{'same' if n % 3 else 'other'} text {n % 5}", "tags": [["a", None, "ü"], [], None][n % 3],
-             "more": {"k": [{"v": "x" * (n % 4)}]}, "raw": b"\xff", "n": n} for n in range(700)]  # fmt: skip
+    rows = [
+        {
+            "text": f"{'same' if n % 3 else 'other'} text {n % 5}",
+            "tags": [["a", None, "ü"], [], None][n % 3],
+            "more": {"k": [{"v": "x" * (n % 4)}]},
+            "raw": b"\xff",
+            "n": n,
+        }
+        for n in range(700)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), own / "a.parquet", row_group_size=300)
     assert [row for _, row in files.rows(own / "a.parquet", "utf-8")] == rows
     assert [line for line, _ in files.rows(own / "a.parquet", "utf-8")] == list(range(1, 701))

@@ -1,4 +1,6 @@
-"""`data: files` and `data: hub` through the stages: every shape and every fault of rows, a hub that breaks off, a kill."""
+"""`data: files` and `data: hub` through the stages: every shape and every fault of rows, a hub that breaks off, a
+kill.
+"""
 
 import csv
 import gzip
@@ -26,7 +28,9 @@ TALK = [{"role": "user", "content": "How many legs has a spider?"}, {"role": "as
 TOLD = [stories.story(f"stories/{family}/{n}") for n in range(1, 16) for family in stories.FAMILIES[:8]]
 GOOD: dict[str, list[dict[str, Any]]] = {
     "dialogues/messages.jsonl": [{"messages": TALK}, {"messages": [{"role": "system", "content": "Be brief."}, *TALK]}],
-    "dialogues/sharegpt.json": [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}],
+    "dialogues/sharegpt.json": [
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
+    ],
     "dialogues/questions.jsonl": [{"question": "Two and two?", "answer": "Four."}, {"question": "One?", "answer": "1"}],
     "dialogues/val.jsonl": [{"messages": [{"role": "user", "content": f"Say {n}."}, TALK[1]]} for n in range(4)],
     "dialogues/alpaca.csv": [{"instruction": "Add.", "input": "1 and 2", "output": "3"}],
@@ -34,15 +38,19 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     "dialogues/glaive.jsonl": [GLAIVE],
     "dialogues/toolace.parquet": [TOOLACE],
     "problems/problems.jsonl": [
-        {"question": "Write f that adds one.", "entry_point": "f", "answer": "def f(x):\n    return x + 1",
-         "tests": [{"args": f"[{n}]", "expected": str(n + 1)} for n in range(4)]},
+        {
+            "question": "Write f that adds one.",
+            "entry_point": "f",
+            "answer": "def f(x):\n    return x + 1",
+            "tests": [{"args": f"[{n}]", "expected": str(n + 1)} for n in range(4)],
+        },
         {"question": "Write g that doubles.", "tests": ["assert g(2) == 4", "assert g(0) == 0"]},
     ],
     "preferences/pairs.jsonl": [
         {"prompt": "Say hello.", "chosen": "Hello!", "rejected": "No."},
         {"prompt": TALK[:1], "chosen": [TALK[1]], "rejected": [{"role": "assistant", "content": "Six."}]},
     ],
-}  # fmt: skip
+}
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -139,7 +147,10 @@ def test_own_files_of_every_shape_with_every_fault_go_through_the_graph(tmp_path
 
 def hub_files() -> dict[str, dict[str, bytes]]:
     """Four small data sets, in parquet and in compressed lines."""
-    card = b"---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: data/train-*}\n  - {split: test, path: data/test-*}\n---\n"
+    card = (
+        b"---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: data/train-*}\n  - {split:"
+        b" test, path: data/test-*}\n---\n"
+    )
 
     def parquet(rows: list[dict[str, Any]]) -> bytes:
         buffer = io.BytesIO()
@@ -151,13 +162,24 @@ def hub_files() -> dict[str, dict[str, bytes]]:
     lines = "".join(json.dumps({"prompt": f"Say {n}.", "chosen": f"{n}!", "rejected": "No."}) + "\n" for n in range(40))
     talks = [{"messages": [{"role": "user", "content": f"Count to {n}."}, TALK[1]]} for n in range(40)]
     return {
-        "me/told": {"README.md": card, "data/train-0.parquet": parquet(told[:50]), "data/train-1.parquet": parquet(told[50:110]),
-                    "data/test-0.parquet": parquet(told[110:])},
-        "me/code": {"README.md": card, "data/train-0.parquet": parquet([{"text": s} for s in sources[5:]]),
-                    "data/test-0.parquet": parquet([{"text": s} for s in sources[:5]])},
-        "me/talks": {"README.md": card, "data/train-0.parquet": parquet(talks[:30]), "data/test-0.parquet": parquet(talks[30:])},
+        "me/told": {
+            "README.md": card,
+            "data/train-0.parquet": parquet(told[:50]),
+            "data/train-1.parquet": parquet(told[50:110]),
+            "data/test-0.parquet": parquet(told[110:]),
+        },
+        "me/code": {
+            "README.md": card,
+            "data/train-0.parquet": parquet([{"text": s} for s in sources[5:]]),
+            "data/test-0.parquet": parquet([{"text": s} for s in sources[:5]]),
+        },
+        "me/talks": {
+            "README.md": card,
+            "data/train-0.parquet": parquet(talks[:30]),
+            "data/test-0.parquet": parquet(talks[30:]),
+        },
         "me/pairs": {"train.jsonl.gz": gzip.compress(lines.encode(), mtime=0)},
-    }  # fmt: skip
+    }
 
 
 HUB = """source: hub

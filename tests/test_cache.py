@@ -9,8 +9,17 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 
 CONFIG = ModelConfig(
-    vocab_size=128, width=48, layers=3, heads=6, kv_heads=2, head_dim=16, d_ff=80, max_context=300, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=128,
+    width=48,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+    max_context=300,
+    rope_theta=1e4,
+    tied=True,
+)
 PROMPTS = [[5, 9, 2] * 30, [7] * 4, [1, 2, 3, 4, 5]]
 
 

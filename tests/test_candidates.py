@@ -1,4 +1,6 @@
-"""Verdicts under load and through the service are those of a quiet machine; forgeries that pass elsewhere score nothing."""
+"""Verdicts under load and through the service are those of a quiet machine; forgeries that pass elsewhere score
+nothing.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""The engine of masked-diffusion models says what the sampler says, a canvas after another, and loses nobody for another's fault."""
+"""The engine of masked-diffusion models says what the sampler says, a canvas after another, and loses nobody for
+another's fault.
+"""
 
 import math
 import threading
@@ -51,7 +53,9 @@ def model(byte_tokenizer: Tokenizer) -> Denoiser:
     return made
 
 
-def ask(engine: CanvasEngine, ids: list[int], tokens: int = CANVAS, seed: int = 0, warm: float = 0.0, **named: Any) -> tuple[Heard, Ticket]:  # fmt: skip
+def ask(
+    engine: CanvasEngine, ids: list[int], tokens: int = CANVAS, seed: int = 0, warm: float = 0.0, **named: Any
+) -> tuple[Heard, Ticket]:
     heard = Heard()
     way = Sampling(tokens, temperature=warm, top_p=0.95 if warm else 1.0)
     return heard, engine.submit(GenerationRequest(ids=ids, sampling=way, seed=seed, listener=heard, **named))
@@ -102,7 +106,9 @@ def test_what_is_said_stands_to_the_left_of_the_first_mask_and_never_changes(mod
     engine = CanvasEngine(model, canvas=CANVAS)
     heard, _ = ask(engine, [20, 21], frames=True)
     finished(engine, heard)
-    assert [(frame.step, frame.steps, frame.offset) for frame in heard.frames] == [(n, CANVAS, 0) for n in range(1, CANVAS + 1)]  # fmt: skip
+    assert [(frame.step, frame.steps, frame.offset) for frame in heard.frames] == [
+        (n, CANVAS, 0) for n in range(1, CANVAS + 1)
+    ]
     assert [frame.tokens.count(None) for frame in heard.frames] == list(range(CANVAS - 1, -1, -1))
     said: list[int] = []
     for event in heard:

@@ -1,4 +1,6 @@
-"""What a masked-diffusion model is measured by: bounds of held-out text, problems on canvases, quality against passes."""
+"""What a masked-diffusion model is measured by: bounds of held-out text, problems on canvases, quality against
+passes.
+"""
 
 import json
 import math
@@ -177,8 +179,15 @@ def test_quality_is_measured_against_passes_beside_one_token_a_step(
         and numbers["4 a step"]["forwards"] == 4
     )
     rows = [row for row in evaluate.curve_rows({"quality": numbers}) if row["curve"] == "quality: 2 a step"]
-    assert rows == [{"step": 8.0, "curve": "quality: 2 a step", "value": 0.0, "low": numbers["2 a step"]["pass_at_1_low"],
-                     "high": numbers["2 a step"]["pass_at_1_high"]}]  # fmt: skip
+    assert rows == [
+        {
+            "step": 8.0,
+            "curve": "quality: 2 a step",
+            "value": 0.0,
+            "low": numbers["2 a step"]["pass_at_1_low"],
+            "high": numbers["2 a step"]["pass_at_1_high"],
+        }
+    ]
     (figure,) = report.figures({"diffusion": {"quality": numbers}, "tools": {}})
     assert figure["title"].endswith("diffusion") and len(figure["rows"]) == len(numbers)
 
@@ -216,7 +225,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
         CanvasSettings(canvas_cache="both")
 
 
-# -- traces ----------------------------------------------------------------------------------------------------------------
+# -- traces ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_trace_tells_every_step_and_is_the_same_each_time(
@@ -240,15 +249,27 @@ def test_a_trace_tells_every_step_and_is_the_same_each_time(
 
 
 def test_the_page_shows_each_token_with_its_step_and_moments_between() -> None:
-    one = {"id": "p", "prompt": "?", "canvas": ["a", "\n", "b", "<end>", "<end>"], "length": 3, "forwards": 5, "steps": [
-        {"committed": [[1, 5, "\n", 0.9]], "remasked": []}, {"committed": [[0, 6, "x", 0.5]], "remasked": []},
-        {"committed": [[2, 7, "b", 0.8]], "remasked": [0]}, {"committed": [[0, 8, "a", 0.7]], "remasked": []},
-        {"committed": [[3, 9, "<end>", 1.0], [4, 9, "<end>", 1.0]], "remasked": []},
-    ]}  # fmt: skip
+    one = {
+        "id": "p",
+        "prompt": "?",
+        "canvas": ["a", "\n", "b", "<end>", "<end>"],
+        "length": 3,
+        "forwards": 5,
+        "steps": [
+            {"committed": [[1, 5, "\n", 0.9]], "remasked": []},
+            {"committed": [[0, 6, "x", 0.5]], "remasked": []},
+            {"committed": [[2, 7, "b", 0.8]], "remasked": [0]},
+            {"committed": [[0, 8, "a", 0.7]], "remasked": []},
+            {"committed": [[3, 9, "<end>", 1.0], [4, 9, "<end>", 1.0]], "remasked": []},
+        ],
+    }
     shown = report.canvas(one)
     assert [(token["text"], token["step"], token["line"]) for token in shown["tokens"]] == [
-        ("a", 4, False), ("⏎", 1, True), ("b", 3, False), ("<end>", 5, False),
-    ]  # fmt: skip
+        ("a", 4, False),
+        ("⏎", 1, True),
+        ("b", 3, False),
+        ("<end>", 5, False),
+    ]
     assert [frame["text"] for frame in shown["frames"]] == ["░\n░░", "x\n░░", "a\nb░", "a\nb<end>"]
     assert report.frame(one, 3)["text"] == "░\nb░"  # what was masked again is
     assert replace(CanvasSettings(), canvas=64).canvas == 64

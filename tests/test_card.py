@@ -176,8 +176,11 @@ def test_stages_are_in_pipeline_order(metrics: Path) -> None:
 def test_answers_to_one_item_stand_together(metrics: Path) -> None:
     found = card.samples(card.read(metrics), 2)
     assert [(s["suite"], s["id"]) for s in found] == [
-        ("stories", "stories/wish/50"), ("problems", "p-1"), ("tools", "t-1#2"), ("tools", "t-2#2")
-    ]  # fmt: skip
+        ("stories", "stories/wish/50"),
+        ("problems", "p-1"),
+        ("tools", "t-1#2"),
+        ("tools", "t-2#2"),
+    ]
     assert [a["model"] for a in found[0]["answers"]] == list(results.MODELS)
 
 

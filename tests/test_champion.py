@@ -130,7 +130,8 @@ def test_a_champion_that_was_measured_over_other_items_is_an_objection_by_name()
 
     assert champion.objections([], measured(42, [1] * 40), measured(42, [0] * 40)) == []
     assert champion.objections([], measured(1, [1] * 40), measured(42, [0] * 40)) == [
-        "not comparable with the champion, measured over other items: data_seed 42 and 1 (Answers whose code parses, Easy problems, pass@1)"
+        "not comparable with the champion, measured over other items: data_seed 42 and 1 (Answers whose code parses,"
+        " Easy problems, pass@1)"
     ]
     assert champion.objections([], measured(42, [0] * 19), measured(42, [1] * 19)) == [], "too few for a verdict"
     assert len(champion.objections([], measured(42, [0] * 20), measured(42, [1] * 20))) == 1

@@ -1,4 +1,6 @@
-"""Model directories: what is saved is what is loaded, by us and by transformers; what is not whole is refused by name."""
+"""Model directories: what is saved is what is loaded, by us and by transformers; what is not whole is refused by
+name.
+"""
 
 import json
 import shutil
@@ -44,8 +46,15 @@ def test_a_directory_holds_these_files_and_equal_runs_give_equal_bytes(
     folder: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     checkpoint.save(tmp_path / "again", tiny_model, byte_tokenizer, {"key": "k"})
-    names = ["chat_template.jinja", "config.json", "generation_config.json", "lineage.json", "model.safetensors",
-             "tokenizer.json", "tokenizer_config.json"]  # fmt: skip
+    names = [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "lineage.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert sorted(p.name for p in folder.iterdir()) == names
     assert all((folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
 
@@ -133,8 +142,18 @@ def test_a_disk_too_full_is_found_before_a_weight_is_written(
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_computes_and_says_the_same(tied: bool, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = ModelConfig(vocab_size=384, width=64, layers=3, heads=4, kv_heads=2, head_dim=32, d_ff=96, max_context=256,
-                         rope_theta=50_000.0, tied=tied)  # fmt: skip
+    config = ModelConfig(
+        vocab_size=384,
+        width=64,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        d_ff=96,
+        max_context=256,
+        rope_theta=50_000.0,
+        tied=tied,
+    )
     model = Transformer(config, torch.Generator().manual_seed(1)).train(False)
     with torch.no_grad():
         for parameter in model.parameters():

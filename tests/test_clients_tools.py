@@ -31,8 +31,14 @@ def arguments(call: Any) -> Any:
 def test_23_auto_may_answer_or_call_and_a_call_is_valid(client: openai.OpenAI, byte_tokenizer: Tokenizer) -> None:
     called = 0
     for seed in range(6):
-        choice = chat(client, tools=[WEATHER, TIME], tool_choice="auto", seed=seed, max_tokens=120,
-                      logit_bias={str(byte_tokenizer.tool_call): 2.0 * seed}).choices[0]  # fmt: skip
+        choice = chat(
+            client,
+            tools=[WEATHER, TIME],
+            tool_choice="auto",
+            seed=seed,
+            max_tokens=120,
+            logit_bias={str(byte_tokenizer.tool_call): 2.0 * seed},
+        ).choices[0]
         for call in choice.message.tool_calls or []:
             arguments(call)
         called += bool(choice.message.tool_calls)
@@ -108,11 +114,20 @@ def test_29_nested_enum_and_pattern_hold(client: openai.OpenAI) -> None:
     rules = {
         "type": "object",
         "properties": {
-            "place": {"type": "object", "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "side": {"enum": ["left", "right"]}}, "required": ["zip", "side"]},
-            "days": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 7}, "minItems": 1, "maxItems": 3},
+            "place": {
+                "type": "object",
+                "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "side": {"enum": ["left", "right"]}},
+                "required": ["zip", "side"],
+            },
+            "days": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 1, "maximum": 7},
+                "minItems": 1,
+                "maxItems": 3,
+            },
         },
         "required": ["place", "days"],
-    }  # fmt: skip
+    }
     tool = {"type": "function", "function": {"name": "book", "parameters": rules}}
     for seed in range(5):
         calls = (

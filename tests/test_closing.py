@@ -56,7 +56,9 @@ def grammars(vocabulary: int) -> Grammars:
 
 
 def shortest_by_enumeration(grammar: Grammar, tokenizer: Tokenizer) -> int:
-    """Breadth first over every token that the grammar allows, prefixes with the same bytes once: the true least number."""
+    """Breadth first over every token that the grammar allows, prefixes with the same bytes once: the true least
+    number.
+    """
     layer, seen, length = [((), grammar.matcher.deep_copy())], {b""}, 0
     while layer:
         following = []
@@ -117,7 +119,9 @@ def test_no_shorter_instance_is_found_by_hand(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(EXAMPLES)), st.integers(0, 10**6))
 def test_a_greedy_plan_closes_every_prefix(name: str, seed: int) -> None:
-    """From wherever a random walk stands, the plan is allowed token by token and its end is an end; the matcher stays as it was."""
+    """From wherever a random walk stands, the plan is allowed token by token and its end is an end; the matcher
+    stays as it was.
+    """
     grammar = grammars(320).json_schema(EXAMPLES[name].schema)
     matcher, place, generator = grammar.matcher.deep_copy(), Place(), random.Random(seed)
     for _ in range(generator.randrange(60)):

@@ -91,17 +91,26 @@ class FakeJudge:
 
 def problem(name: str) -> Problem:
     return Problem(
-        id=name, level=1, group="easy", key=name, question="?", entry_point="add", signature="def add(a, b):",
+        id=name,
+        level=1,
+        group="easy",
+        key=name,
+        question="?",
+        entry_point="add",
+        signature="def add(a, b):",
         tests=[{"args": "[1, 2]", "expected": "3", "visible": True}],
-    )  # fmt: skip
+    )
 
 
 def test_answers_are_judged_in_order_and_counted() -> None:
     answers = [[fenced(ADD), "no"], [fenced("x = (\n"), fenced("x = 1\n")]]
     judged = judge_answers(FakeJudge(), [problem("p"), problem("q")], answers)  # type: ignore[arg-type]
     assert [(j.problem, j.sample, j.verdict) for j in judged] == [
-        ("p", 0, "passed"), ("p", 1, "no_code"), ("q", 0, "wrong"), ("q", 1, "wrong"),
-    ]  # fmt: skip
+        ("p", 0, "passed"),
+        ("p", 1, "no_code"),
+        ("q", 0, "wrong"),
+        ("q", 1, "wrong"),
+    ]
     assert [j.parses for j in judged] == [True, False, False, True]
     assert pass_rows(judged, 1) == {"p": 0.5, "q": 0.0}
     assert pass_rows(judged, 2) == {"p": 1.0, "q": 0.0}

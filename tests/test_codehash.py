@@ -177,14 +177,17 @@ def test_names_are_followed_as_python_does(repository: Path, statement: str, nam
         ("TABLE = {1: count(1)}", ["*always", "TABLE", "count"]),  # a call of ours may do anything
         ("TABLE = {1: count}", []),
         ("TABLE = frozenset((1, 2))", []),
-        ("def register(f): return f\n@register\ndef spared(): return spare(1)", ["*always", "register", "spare", "spared"]),
+        (
+            "def register(f): return f\n@register\ndef spared(): return spare(1)",
+            ["*always", "register", "spare", "spared"],
+        ),
         ("import functools\n@functools.lru_cache(maxsize=2)\ndef spared(): return spare(1)", []),
         ("from os.path import *", ["Size", "Words", "count", "spare"]),
         ("def __getattr__(name): return 1", ["Size", "Words", "__getattr__", "count", "spare"]),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING: import os", []),
         ("try:\n    import nothing\nexcept ImportError:\n    nothing = None", ["*always", "nothing"]),
     ],
-)  # fmt: skip
+)
 def test_statements_with_effects_count_where_the_module_is_imported_at_all(
     repository: Path, statement: str, names: list[str]
 ) -> None:
@@ -243,7 +246,7 @@ def test_every_stage_has_its_out_in_dvc_yaml(in_repository: Path) -> None:
     assert named == {p.stem for p in Path("stages").glob("*.py")} - {"__init__"}
 
 
-# -- our own code -------------------------------------------------------------------------------------------------------
+# -- our own code ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -261,10 +264,16 @@ def rerun(root: Path, before: dict[str, dict[str, tuple[str, list[str]]]]) -> se
 
 
 def test_a_change_of_a_definition_reaches_the_stages_that_hold_it_and_no_other(own: Path) -> None:
-    """A sample of all functions and classes: a statement is added to one, and the hashes of the stages that reach it change."""
+    """A sample of all functions and classes: a statement is added to one, and the hashes of the stages that reach it
+    change.
+    """
     before, draw = hashes(own), random.Random(0)
-    every = [(path, node) for path in sorted((own / "pipeline").rglob("*.py")) for node in ast.parse(path.read_text()).body
-             if isinstance(node, ast.FunctionDef | ast.ClassDef)]  # fmt: skip
+    every = [
+        (path, node)
+        for path in sorted((own / "pipeline").rglob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
     outside = 0
     for path, node in draw.sample(every, 12):
         module = ".".join(path.relative_to(own).with_suffix("").parts)

@@ -27,8 +27,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # dynamo looks at what warns, and a warning is an error here
     pytest.mark.skipif(bool(performance.lacking(torch.device("cpu"))), reason="no C++ compiler"),
 ]
-SHAPE = ModelConfig(vocab_size=64, width=32, layers=3, heads=2, kv_heads=1, head_dim=16, d_ff=48, max_context=32,
-                    rope_theta=1e4, tied=True)  # fmt: skip
+SHAPE = ModelConfig(
+    vocab_size=64,
+    width=32,
+    layers=3,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    d_ff=48,
+    max_context=32,
+    rope_theta=1e4,
+    tied=True,
+)
 
 
 class Packed(Windows):

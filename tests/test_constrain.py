@@ -1,4 +1,6 @@
-"""Whatever the weights, a constrained answer is complete and valid within its budget, or refused where the shortest does not fit."""
+"""Whatever the weights, a constrained answer is complete and valid within its budget, or refused where the shortest
+does not fit.
+"""
 
 import ipaddress
 import json
@@ -53,7 +55,9 @@ def judge(name: str, instance: Any) -> None:
 
 
 def forced(grammars: Grammars, number: int, budget: int, name: str) -> bool:
-    """One call and one document of an example; whether both fitted. Each is complete and valid, or refused with the number needed."""
+    """One call and one document of an example; whether both fitted. Each is complete and valid, or refused with the
+    number needed.
+    """
     call = grammars.tool_calls([tool(EXAMPLES[name].schema)], choice="required", parallel=number % 2 == 0)
     document = grammars.json_schema(EXAMPLES[name].schema)
     fitted = 0

@@ -1,4 +1,6 @@
-"""stages/corpus.py on a planted machine: what leaves, by which reason; the books; the same bytes for any worker count."""
+"""stages/corpus.py on a planted machine: what leaves, by which reason; the books; the same bytes for any worker
+count.
+"""
 
 import dataclasses
 import json
@@ -46,8 +48,9 @@ def source(seed: int, num_functions: int = 8) -> str:
     for number in range(num_functions):
         a, b, c, d = draw.sample(NAMES, 4)
         functions.append(
-            f'def {a}_{b}_{number}({c}, {d}):\n    """Say how the {a} of the {b} is to be measured against the {c} {seed}."""\n'
-            f"    {a} = {c} * {draw.randrange(9999)} + {d}\n    return [{a}, {draw.randrange(9999)}, {d}]\n"
+            f'def {a}_{b}_{number}({c}, {d}):\n    """Say how the {a} of the {b} is to be measured against the {c}'
+            f' {seed}."""\n    {a} = {c} * {draw.randrange(9999)} + {d}\n    return [{a}, {draw.randrange(9999)},'
+            f" {d}]\n"
         )
     return "\n\n".join(functions)
 
@@ -95,16 +98,22 @@ class Machine:
         out.mkdir()
         job: Any = FakeJob(out / "work", workers)
         corpus.run(
-            corpus.Params(**(base | changes)), job, own=self.tmp / "own", benchmarks=self.tmp / "benchmarks",
-            text=out / "text", code=out / "code",
-        )  # fmt: skip
+            corpus.Params(**(base | changes)),
+            job,
+            own=self.tmp / "own",
+            benchmarks=self.tmp / "benchmarks",
+            text=out / "text",
+            code=out / "code",
+        )
         assert not (out / "work" / "parts").exists() and set(job.reported) == {"text", "code"}
         return out
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Packages: `plain` with 20 good files, a held-out one, `planted` with one file for every drop reason; two shell scripts."""
+    """Packages: `plain` with 20 good files, a held-out one, `planted` with one file for every drop reason; two shell
+    scripts.
+    """
     contents = {("plain", f"plain/f{n:02}.py"): source(100 + n) for n in range(20)}
     contents |= {(HELD_OUT, f"{HELD_OUT}/f{n}.py"): source(200 + n) for n in range(3)}
     contents[("aa", "aa/first.py")] = source(1)
@@ -292,7 +301,8 @@ def test_wrong_parameters_name_their_key() -> None:
             corpus.Params(**(base | change))
 
 
-# --- parquet -----------------------------------------------------------------------------------------------------------
+# --- parquet
+# -----------------------------------------------------------------------------------------------------------
 
 
 def part(path: Path, documents: list[Text]) -> dict[Path, ingest_selection.Size]:
@@ -334,29 +344,41 @@ def test_a_corpus_without_val_gives_every_fiftieth_and_one_without_train_all_but
         ingest_selection.mix({"train": part(tmp_path / "o.parquet", documents[:1]), "val": {}}, tmp_path / "z")
 
 
-# --- slow --------------------------------------------------------------------------------------------------------------
+# --- slow
+# --------------------------------------------------------------------------------------------------------------
 
 
 def collect(folder: Path, num_bytes: int) -> None:
     """Send generated documents of 2 kB through selection, parts and mix."""
     selection = Selection(
-        quotas={"own text": float("inf")}, caps={}, threshold=0.7, min_bytes=0, benchmarks=Index([]),
+        quotas={"own text": float("inf")},
+        caps={},
+        threshold=0.7,
+        min_bytes=0,
+        benchmarks=Index([]),
         folder=folder / "parts",
-    )  # fmt: skip
+    )
     draw = random.Random(0)
     for number in range(num_bytes // 2000):
         text = "".join(draw.choices("abcdefghij \n", k=2000))
         selection.offer(
             Document(
-                part="own text", split="val" if number % 50 == 0 else "train", num_bytes=2000, fingerprint=fingerprint(text),
-                record=Text(text=text, source="s", path=str(number), licence="own"), signature=signature(text),
+                part="own text",
+                split="val" if number % 50 == 0 else "train",
+                num_bytes=2000,
+                fingerprint=fingerprint(text),
+                record=Text(text=text, source="s", path=str(number), licence="own"),
+                signature=signature(text),
             )
-        )  # fmt: skip
+        )
     ingest_selection.mix(selection.close(), folder / "out")
 
 
 def peak_mb(tmp_path: Path, num_mb: int) -> float:
-    code = "import sys; from pathlib import Path; import test_corpus as t; t.collect(Path(sys.argv[1]), int(sys.argv[2])); "
+    code = (
+        "import sys; from pathlib import Path; import test_corpus as t; t.collect(Path(sys.argv[1]),"
+        " int(sys.argv[2])); "
+    )
     code += "print(t.resource.getrusage(t.resource.RUSAGE_SELF).ru_maxrss / 1e3)"
     folder = tmp_path / str(num_mb)
     folder.mkdir()

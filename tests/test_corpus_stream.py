@@ -1,4 +1,6 @@
-"""Streams over token shards: each token predicted once an epoch, any rank alike, no target across documents, infilling undone."""
+"""Streams over token shards: each token predicted once an epoch, any rank alike, no target across documents,
+infilling undone.
+"""
 
 import itertools
 import json

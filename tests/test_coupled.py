@@ -1,4 +1,6 @@
-"""Coupled-GRPO: the estimate by hand, its mean, the first inner step, and the released code's defects (specs: diffusion, 6)."""
+"""Coupled-GRPO: the estimate by hand, its mean, the first inner step, and the released code's defects (specs:
+diffusion, 6).
+"""
 
 import math
 from dataclasses import replace
@@ -59,10 +61,17 @@ def batch(first: list[list[bool]], times: list[float], *, counted: list[list[boo
     places = torch.arange(length + 1).expand(count, -1)
     lengths = told.sum(1)
     return CoupledBatch(
-        tokens, torch.zeros_like(tokens, dtype=torch.int32), places, canvas, told,
-        torch.nn.functional.pad(halves, (1, 0)), torch.tensor(times, dtype=torch.float64),
-        torch.repeat_interleave(torch.arange(count), lengths), torch.zeros(int(lengths.sum())), {},
-    )  # fmt: skip
+        tokens,
+        torch.zeros_like(tokens, dtype=torch.int32),
+        places,
+        canvas,
+        told,
+        torch.nn.functional.pad(halves, (1, 0)),
+        torch.tensor(times, dtype=torch.float64),
+        torch.repeat_interleave(torch.arange(count), lengths),
+        torch.zeros(int(lengths.sum())),
+        {},
+    )
 
 
 def answer(
@@ -73,9 +82,13 @@ def answer(
     )
 
 
-@pytest.mark.parametrize(("in_first", "log", "released", "normalised"), [
-    (True, -0.5, -1.125, -0.75), (False, -0.5, -0.916667, -0.611111),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("in_first", "log", "released", "normalised"),
+    [
+        (True, -0.5, -1.125, -0.75),
+        (False, -0.5, -0.916667, -0.611111),
+    ],
+)
 def test_the_estimate_of_a_token_by_hand(in_first: bool, log: float, released: float, normalised: float) -> None:
     """t = .4, l^a = -1, and the half that hides the token says -.5."""
     logs = torch.full((3, 1, 2), log, dtype=torch.float64)
@@ -133,16 +146,27 @@ def test_one_time_may_be_shared_by_a_step() -> None:
 def test_a_row_of_padding_counts_nothing() -> None:
     given = Coupling(seed=0, inner=1, fill=2).batch([answer()], 0, rows=2)
     assert given.counts["sequences"] == 1 and given.counts["tokens"] == 4
-    torch.testing.assert_close(coupled_logprobs(model().train(True), given),
-                               coupled_logprobs(model().train(True), Coupling(seed=0, inner=1, fill=2).batch([answer()], 0)))  # fmt: skip
+    torch.testing.assert_close(
+        coupled_logprobs(model().train(True), given),
+        coupled_logprobs(model().train(True), Coupling(seed=0, inner=1, fill=2).batch([answer()], 0)),
+    )
     empty = Coupling(seed=0, inner=1, fill=2).batch([], 0, rows=1)
     assert len(coupled_logprobs(model().train(True), empty)) == 0
 
 
 def scored(own: Any, given: CoupledBatch, old: Tensor, advantages: Tensor, reference: Tensor | None = None) -> Any:
     found = coupled_logprobs(own, given)
-    return group_policy(found, -found.detach(), old=old, advantages=advantages, reference=reference, row_of=given.row_of,
-                        num_rows=len(given.tokens), method=METHOD, max_tokens=6)  # fmt: skip
+    return group_policy(
+        found,
+        -found.detach(),
+        old=old,
+        advantages=advantages,
+        reference=reference,
+        row_of=given.row_of,
+        num_rows=len(given.tokens),
+        method=METHOD,
+        max_tokens=6,
+    )
 
 
 def test_the_first_inner_step_is_reinforce() -> None:
@@ -241,7 +265,7 @@ def test_the_gate_of_the_first_step_names_what_moved() -> None:
             check(good | {name: wrong})
 
 
-# -- losses by hand --------------------------------------------------------------------------------------------------------
+# -- losses by hand ----------------------------------------------------------------------------------------------------
 
 
 def test_the_masked_cross_entropy_weighs_each_token_by_one_over_its_noise() -> None:
@@ -255,7 +279,7 @@ def test_the_masked_cross_entropy_weighs_each_token_by_one_over_its_noise() -> N
     assert (float(found.metrics["masked/nll"][0]), found.metrics["masked/nll"][1]) == (4.0, 2), "unweighted"
 
 
-# -- Diffusion-DPO's loss --------------------------------------------------------------------------------------------------
+# -- Diffusion-DPO's loss ----------------------------------------------------------------------------------------------
 
 
 def pairs(chosen: float, rejected: float) -> PairLogprobs:

@@ -18,8 +18,19 @@ from pipeline.diffusion.model import Denoiser, Noised, Traits
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 
-SHAPE = ModelConfig(vocab_size=24, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48, max_context=64, rope_theta=1e4,
-                    tied=True, attention="bidirectional")  # fmt: skip
+SHAPE = ModelConfig(
+    vocab_size=24,
+    width=32,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    d_ff=48,
+    max_context=64,
+    rope_theta=1e4,
+    tied=True,
+    attention="bidirectional",
+)
 TRAITS = Traits(mask=3, fill=2, banned=(1, 3), shift=True)
 
 
@@ -218,7 +229,7 @@ def test_rows_longer_than_the_context_are_refused() -> None:
         masked_logprobs(model().train(False), noised(rows(1, 65), sight=torch.ones(65, 65, dtype=torch.bool)))
 
 
-# -- block diffusion -------------------------------------------------------------------------------------------------------
+# -- block diffusion ---------------------------------------------------------------------------------------------------
 
 
 def beside_clean(tokens: Tensor, masks: Tensor, blocks: np.ndarray) -> Noised:
@@ -233,7 +244,9 @@ def test_one_block_for_all_is_masked_diffusion() -> None:
 
 
 def test_blocks_of_one_token_under_full_noise_are_next_token_prediction() -> None:
-    """Each token is predicted from the clean ones before it: -log p is that of a causal model that reads the mask at its place."""
+    """Each token is predicted from the clean ones before it: -log p is that of a causal model that reads the mask at
+    its place.
+    """
     tokens, own = rows(2, 8), model(shift=False).train(False)
     masks = torch.ones(2, 8, dtype=torch.bool)
     found = masked_logprobs(own, beside_clean(tokens, masks, np.arange(8))).view(2, 8)
@@ -246,14 +259,15 @@ def test_blocks_of_one_token_under_full_noise_are_next_token_prediction() -> Non
         torch.testing.assert_close(found[:, place].double(), expected, atol=1e-5, rtol=0)
 
 
-# -- it learns -------------------------------------------------------------------------------------------------------------
+# -- it learns ---------------------------------------------------------------------------------------------------------
 
 
 def test_two_layers_trained_on_a_known_joint_come_to_its_entropy() -> None:
     """Check 5: NELBO within .05 nat of the entropy of y1 y2 y3, y3 = y1 + y2 mod 4, all else uniform: 2 ln 4.
 
-    Every text under every mask in each step: with masks that are drawn, a change of 1e-4 in the first weights (or another processor)
-    decides whether training comes to .02 or to 1.39 nat. So it is .018 to .022 for five such changes.
+    Every text under every mask in each step: with masks that are drawn, a change of 1e-4 in the first weights (or
+    another processor) decides whether training comes to .02 or to 1.39 nat. So it is .018 to .022 for five such
+    changes.
     """
     own, steps, rate = model(shift=False), 400, 3e-3
     optimizer = torch.optim.AdamW(own.parameters(), lr=rate, weight_decay=0.0)

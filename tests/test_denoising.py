@@ -1,4 +1,6 @@
-"""Sampling from a masked-diffusion model: what a step may do, schedules, thresholds, caches, and the order that comes out."""
+"""Sampling from a masked-diffusion model: what a step may do, schedules, thresholds, caches, and the order that
+comes out.
+"""
 
 import itertools
 from dataclasses import replace
@@ -18,7 +20,9 @@ from tests.test_scoring_masked import order_probability
 PROMPTS = [[4, 5, 6], [7, 8, 9, 10, 11], [12]]
 
 
-def told(settings: Denoising, *, seeds: tuple[int, ...] = (1, 2, 3), prompts: Any = PROMPTS, rows: int = 64, **traits: Any) -> list[Generation]:  # fmt: skip
+def told(
+    settings: Denoising, *, seeds: tuple[int, ...] = (1, 2, 3), prompts: Any = PROMPTS, rows: int = 64, **traits: Any
+) -> list[Generation]:
     return denoise(model(**traits), prompts, settings, list(seeds), batch_rows=rows)
 
 
@@ -47,10 +51,16 @@ def test_at_temperature_nought_it_repeats_whatever_the_seed() -> None:
     assert told(hot) == told(hot) and told(hot) != told(hot, seeds=(9, 8, 7))
 
 
-@pytest.mark.parametrize("settings", [
-    Denoising(length=12, steps=6, temperature=1.0), Denoising(length=12, steps=12, temperature=1.0, threshold=0.3),
-    Denoising(length=12, steps=6, block=4, cache="dual"), Denoising(length=12, steps=6, block=4, cache="prefix", temperature=1.0),
-], ids=["plain", "threshold", "dual", "prefix"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Denoising(length=12, steps=6, temperature=1.0),
+        Denoising(length=12, steps=12, temperature=1.0, threshold=0.3),
+        Denoising(length=12, steps=6, block=4, cache="dual"),
+        Denoising(length=12, steps=6, block=4, cache="prefix", temperature=1.0),
+    ],
+    ids=["plain", "threshold", "dual", "prefix"],
+)
 def test_a_completion_hangs_on_its_prompt_and_seed_alone(settings: Denoising) -> None:
     together = told(settings)
     for number, prompt in enumerate(PROMPTS):
@@ -116,7 +126,7 @@ def test_early_stop_ends_where_the_answer_is_whole() -> None:
         assert b.stop == "stop" and b.canvas[len(b.ids) + 1 :].count(2) > 0
 
 
-# -- caches ----------------------------------------------------------------------------------------------------------------
+# -- caches ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
@@ -166,7 +176,7 @@ def test_a_cache_is_an_approximation_elsewhere_and_computes_less() -> None:
     assert totals["prefix"] == 3 * 32 + 3 * 13 + 3 * 9 + 3 * 5 and totals["dual"] == 3 * 32 + 9 * 5
 
 
-# -- what comes out --------------------------------------------------------------------------------------------------------
+# -- what comes out ----------------------------------------------------------------------------------------------------
 
 
 class Table:
@@ -202,10 +212,14 @@ def test_random_order_sampling_has_the_law_that_enumeration_says() -> None:
     assert 0.5 * np.abs(seen / seen.sum() - exact).sum() <= 0.025
 
 
-@pytest.mark.parametrize(("order", "expected"), [
-    ([0, 1, 2, 3], {1: (1, 1), 2: (1, 1), 4: (1, 1)}), ([3, 2, 1, 0], {1: (0.25, 0.25), 2: (0.25, 0.5), 4: (0.25, 1)}),
-    ([0, 2, 1, 3], {1: (0.25, 0.75), 2: (0.25, 1)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ([0, 1, 2, 3], {1: (1, 1), 2: (1, 1), 4: (1, 1)}),
+        ([3, 2, 1, 0], {1: (0.25, 0.25), 2: (0.25, 0.5), 4: (0.25, 1)}),
+        ([0, 2, 1, 3], {1: (0.25, 0.75), 2: (0.25, 1)}),
+    ],
+)
 def test_how_autoregressive_an_order_is(order: list[int], expected: dict[int, tuple[float, float]]) -> None:
     assert {k: (local_ar(order, k), global_ar(order, k)) for k in expected} == expected
 
@@ -215,16 +229,25 @@ def test_a_place_that_was_taken_back_counts_when_it_came_for_good() -> None:
     assert order_of(steps) == [1, 2, 0]
 
 
-@pytest.mark.parametrize(("more", "message"), [
-    ({"steps": 0}, "steps: expected 1 to the canvas of 8 tokens, got 0"), ({"steps": 9}, "steps: expected 1 to"),
-    ({"block": 3}, "block: expected a divisor of the canvas of 8 tokens, got 3"),
-    ({"block": 2, "steps": 3}, "at least one for each of the 4 blocks"),
-    ({"order": "left"}, "order: expected one of low_confidence, margin"), ({"cache": "all"}, "cache: expected one of"),
-    ({"remask": "p2", "cache": "dual"}, "which threshold and cache exclude"),
-    ({"remask": "p2", "threshold": 0.9}, "which threshold and cache exclude"), ({"threshold": -0.1}, "threshold"),
-    ({"top_p": 0.0}, "top_p"), ({"temperature": -1.0}, "temperature"), ({"schedule": "cosine"}, "schedule"),
-    ({"confidence": "cold"}, "confidence"), ({"length": 0}, "steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"steps": 0}, "steps: expected 1 to the canvas of 8 tokens, got 0"),
+        ({"steps": 9}, "steps: expected 1 to"),
+        ({"block": 3}, "block: expected a divisor of the canvas of 8 tokens, got 3"),
+        ({"block": 2, "steps": 3}, "at least one for each of the 4 blocks"),
+        ({"order": "left"}, "order: expected one of low_confidence, margin"),
+        ({"cache": "all"}, "cache: expected one of"),
+        ({"remask": "p2", "cache": "dual"}, "which threshold and cache exclude"),
+        ({"remask": "p2", "threshold": 0.9}, "which threshold and cache exclude"),
+        ({"threshold": -0.1}, "threshold"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"schedule": "cosine"}, "schedule"),
+        ({"confidence": "cold"}, "confidence"),
+        ({"length": 0}, "steps"),
+    ],
+)
 def test_settings_that_cannot_be_are_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Denoising(**{"length": 8, "steps": 4} | more)
@@ -256,8 +279,11 @@ def test_the_surest_place_comes_first(order: str) -> None:
         logits[:, [1, 3]] = float("-inf")
         p = logits.softmax(-1)
         top = p.topk(2).values
-        score = {"low_confidence": top[:, 0], "margin": top[:, 0] - top[:, 1],
-                 "entropy": torch.special.entr(p).sum(-1).neg()}[order]  # fmt: skip
+        score = {
+            "low_confidence": top[:, 0],
+            "margin": top[:, 0] - top[:, 1],
+            "entropy": torch.special.entr(p).sum(-1).neg(),
+        }[order]
         ((place, id_, sure),) = step.committed
         assert place == places[int(score.argmax())] and id_ == int(p[int(score.argmax())].argmax())
         assert abs(sure - float(p[int(score.argmax())].max())) < 1e-5

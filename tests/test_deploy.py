@@ -1,4 +1,6 @@
-"""The stage exports the model that it was asked for, with the lineage of both; what only causal models have, of those alone."""
+"""The stage exports the model that it was asked for, with the lineage of both; what only causal models have, of
+those alone.
+"""
 
 import json
 import subprocess
@@ -26,9 +28,12 @@ def manifests(folder: Path) -> dict[str, Path]:
     paths = {}
     for name, licences in (("text", {"CC0-1.0": 600, "MIT": 400}), ("code", {"PSF-2.0": 1, "a|b\n": 2})):
         manifest = {
-            "data": "machine", "parts": {"stories": {}, "prose": {}}, "documents": {"train": 7, "val": 3},
-            "bytes": {"train": 900, "val": 100}, "licences": {key: {"bytes": size, "files": 1} for key, size in licences.items()},
-        }  # fmt: skip
+            "data": "machine",
+            "parts": {"stories": {}, "prose": {}},
+            "documents": {"train": 7, "val": 3},
+            "bytes": {"train": 900, "val": 100},
+            "licences": {key: {"bytes": size, "files": 1} for key, size in licences.items()},
+        }
         paths[name] = folder / name / "manifest.json"
         paths[name].parent.mkdir()
         paths[name].write_text(json.dumps(manifest))
@@ -99,14 +104,27 @@ def test_the_card_states_the_facts_and_leaves_no_gap(
     deployed(TOOLS, base, tmp_path / "out", corpora, {"key": "deploy-key", "inputs": {"models/tools": "77"}})
     text = (tmp_path / "out/README.md").read_text()
     assert "@" not in text and huggingface.NOT_RUN_BY_OTHERS not in text and "onnxruntime" not in text
-    for fact in ("# stagecoach-tools", f"{tiny_model.num_parameters():,} parameters", "context 256", "BPE of 320 tokens",
-                 byte_tokenizer.hash[:16], "| stagecoach-tools: key | `deploy-key` |", "| its model: key | `base-key` |",
-                 "| stagecoach-tools: from models/tools | `77` |", "| its model: from models/code | `88` |",
-                 "| its model: code | `c0de` |", "python -m pipeline.serve models/deploy ", "vllm serve", "mlx_lm.chat",
-                 "-m models/deploy/gguf/stagecoach-tools-q8_0.gguf", "ollama create stagecoach-tools -f",
-                 "| this directory | 0.0e+00 | 0 | +0.000% | 64 of 64 | difference 0 |", "| divergence 0.005 |",
-                 "**text** (machine: prose, stories): 10 documents, 1,000 bytes. Licences: CC0-1.0 60.00%, MIT 40.00%.",
-                 "Licences: a b 66.67%, PSF-2.0 33.33%."):  # fmt: skip
+    for fact in (
+        "# stagecoach-tools",
+        f"{tiny_model.num_parameters():,} parameters",
+        "context 256",
+        "BPE of 320 tokens",
+        byte_tokenizer.hash[:16],
+        "| stagecoach-tools: key | `deploy-key` |",
+        "| its model: key | `base-key` |",
+        "| stagecoach-tools: from models/tools | `77` |",
+        "| its model: from models/code | `88` |",
+        "| its model: code | `c0de` |",
+        "python -m pipeline.serve models/deploy ",
+        "vllm serve",
+        "mlx_lm.chat",
+        "-m models/deploy/gguf/stagecoach-tools-q8_0.gguf",
+        "ollama create stagecoach-tools -f",
+        "| this directory | 0.0e+00 | 0 | +0.000% | 64 of 64 | difference 0 |",
+        "| divergence 0.005 |",
+        "**text** (machine: prose, stories): 10 documents, 1,000 bytes. Licences: CC0-1.0 60.00%, MIT 40.00%.",
+        "Licences: a b 66.67%, PSF-2.0 33.33%.",
+    ):
         assert fact in text, fact
 
 
@@ -149,8 +167,14 @@ def test_a_reward_model_is_a_directory_alone(
     }
     text = (tmp_path / "out/README.md").read_text()
     assert "@" not in text and "vllm" not in text
-    for fact in ("# stagecoach-reward", "A reward model trained with", "comparable only within a prompt", "no GGUF file, no ONNX",
-                 "its mean is 0.250 and its standard deviation 1.500", "pipeline_tag: text-classification"):  # fmt: skip
+    for fact in (
+        "# stagecoach-reward",
+        "A reward model trained with",
+        "comparable only within a prompt",
+        "no GGUF file, no ONNX",
+        "its mean is 0.250 and its standard deviation 1.500",
+        "pipeline_tag: text-classification",
+    ):
         assert fact in text, fact
 
 
@@ -205,9 +229,15 @@ def test_a_real_server_is_asked(base: Path, corpora: dict[str, Path], tmp_path: 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", ["tools", "reward"])
 def test_the_commands_of_the_card_work_in_transformers(
-    name: str, base: Path, reward: RewardModel, byte_tokenizer: Tokenizer, corpora: dict[str, Path], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    name: str,
+    base: Path,
+    reward: RewardModel,
+    byte_tokenizer: Tokenizer,
+    corpora: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "exported"
     deployed(deploy.Params(model=name), base if name == "tools" else tmp_path / "reward", out, corpora)
@@ -228,8 +258,10 @@ def test_the_commands_of_the_card_work_in_transformers(
         assert float(said) == pytest.approx(float(reward(torch.tensor([ids]))[0, -1]), abs=1e-4)
 
 
-@pytest.mark.parametrize(("kinds", "message"), [(("q4_0",), "expected types of f32, f16, bf16, q8_0, got 'q4_0'"),
-                                                (("f16", "f16"), "a type stands there twice")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [(("q4_0",), "expected types of f32, f16, bf16, q8_0, got 'q4_0'"), (("f16", "f16"), "a type stands there twice")],
+)
 def test_unknown_types_of_gguf_are_refused(kinds: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         deploy.Params(model="tools", gguf=kinds)

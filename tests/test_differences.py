@@ -1,4 +1,6 @@
-"""pipeline/report/{differences,claims,compare,costs}.py: what changed between two runs, and whether it is more than chance."""
+"""pipeline/report/{differences,claims,compare,costs}.py: what changed between two runs, and whether it is more than
+chance.
+"""
 
 import json
 from pathlib import Path
@@ -90,7 +92,9 @@ def test_under_twenty_items_nothing_is_better_or_worse() -> None:
     assert told is not None and (told.items, told.kind, told.low) == (15, "", None), (
         "the turns that want a call are counted"
     )
-    told = claims.change(BY_KEY["ast"], *(Measured(one.numbers, rows + [row | {"id": f"{row['id']}+"} for row in rows]) for one in calls))  # fmt: skip
+    told = claims.change(
+        BY_KEY["ast"], *(Measured(one.numbers, rows + [row | {"id": f"{row['id']}+"} for row in rows]) for one in calls)
+    )
     assert told is not None and (told.items, told.kind) == (30, "better")
 
 
@@ -125,7 +129,16 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
             second / f"{name}.json",
             lambda told, path=path: told | {"lineage": told["lineage"] | {"key": "follows", "inputs": {path: "new"}}},
         )
-    edit(second / "eval/tools.json", lambda told: told | {"problems": told["problems"] | {"medium": {"pass_at_1": 0.5, "pass_at_1_low": 0.4, "pass_at_1_high": 0.6}}})  # fmt: skip
+    edit(
+        second / "eval/tools.json",
+        lambda told: (
+            told
+            | {
+                "problems": told["problems"]
+                | {"medium": {"pass_at_1": 0.5, "pass_at_1_low": 0.4, "pass_at_1_high": 0.6}}
+            }
+        ),
+    )
     return first, second
 
 
@@ -199,7 +212,12 @@ def two_seeds(tmp_path: Path) -> tuple[Path, Path]:
             bits, told = {"bpb": (9.0 - right) / 8}, json.loads((folder / f"eval/{model}.json").read_text())
             told |= {"text": bits, "code": bits, "settings": {"data_seed": seed}}
             (folder / f"eval/{model}.json").write_text(json.dumps(told | {"problems": {"easy": {"pass_at_1": right}}}))
-        edit(folder / "corpus.json", lambda told, seed=seed: told | {"params": {"data_seed": seed}, "lineage": told["lineage"] | {"key": f"k{seed}"}})  # fmt: skip
+        edit(
+            folder / "corpus.json",
+            lambda told, seed=seed: (
+                told | {"params": {"data_seed": seed}, "lineage": told["lineage"] | {"key": f"k{seed}"}}
+            ),
+        )
     return first, second
 
 
@@ -240,7 +258,12 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
         "memory": {"lineage": {}, "router": {"0": {"chapters_unused": 0.0}, "1": {"chapters_unused": 2.0}}},
     }
     tools = solved([1, 0] * 50).numbers
-    run = Run(stages, {}, {"tools": tools, "grpo": solved([1, 1] * 50).numbers}, {"tools": solved([1, 0] * 50).rows, "grpo": solved([1, 1] * 50).rows})  # fmt: skip
+    run = Run(
+        stages,
+        {},
+        {"tools": tools, "grpo": solved([1, 1] * 50).numbers},
+        {"tools": solved([1, 0] * 50).rows, "grpo": solved([1, 1] * 50).rows},
+    )
     told = {one.title: one for one in claims.claims(run)}
     assert told["The reward model ranks better than chance"].state == claims.HOLDS
     assert told["PPO raises the true score of held-out answers"].state == claims.FAILS
@@ -254,10 +277,17 @@ def test_a_claim_holds_by_its_interval_fails_without_one_and_says_when_nothing_w
     assert claims.skipped(skipped) == [("tools", "problems", "skipped: no sandbox")]
 
 
-@pytest.mark.parametrize(("tools", "grpo", "said"), [
-    (asked([0] * 19), asked([1] * 19), "too few items: 19"),
-    (asked([0] * 40), asked([1] * 40, hashes="x", problems=40), "measured over other items: evaluate.problems None and 40"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tools", "grpo", "said"),
+    [
+        (asked([0] * 19), asked([1] * 19), "too few items: 19"),
+        (
+            asked([0] * 40),
+            asked([1] * 40, hashes="x", problems=40),
+            "measured over other items: evaluate.problems None and 40",
+        ),
+    ],
+)
 def test_a_claim_over_few_or_other_items_has_no_verdict(tools: Measured, grpo: Measured, said: str) -> None:
     run = Run({}, {}, {"tools": tools.numbers, "grpo": grpo.numbers}, {"tools": tools.rows, "grpo": grpo.rows})
     (one,) = [one for one in claims.claims(run) if one.title == "GRPO solves more unseen compositions than its start"]
@@ -266,9 +296,20 @@ def test_a_claim_over_few_or_other_items_has_no_verdict(tools: Measured, grpo: M
 
 def test_money_is_hours_of_cores_and_gpus_and_a_sum_is_of_what_is_known(two: tuple[Path, Path], tmp_path: Path) -> None:
     for name, key, speed in (
-        ("code", "changed", {"seconds": 1800, "cores": 2, "cpu_seconds": 3000, "host_memory_gb": 1.5, "device": "a CPU (cpu)", "joules": 500}),
+        (
+            "code",
+            "changed",
+            {
+                "seconds": 1800,
+                "cores": 2,
+                "cpu_seconds": 3000,
+                "host_memory_gb": 1.5,
+                "device": "a CPU (cpu)",
+                "joules": 500,
+            },
+        ),
         ("tools", "follows", {"seconds": 3600, "cores": 8, "device": "H100 (cuda)", "joules": "not measured"}),
-    ):  # fmt: skip
+    ):
         (tmp_path / ".work" / name / key).mkdir(parents=True)
         (tmp_path / ".work" / name / key / "speed.json").write_text(json.dumps(speed))
     edit(two[1] / "deploy.json", lambda told: told | {"lineage": told["lineage"] | {"key": "elsewhere"}})

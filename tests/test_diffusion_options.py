@@ -1,4 +1,6 @@
-"""Keys of the stages of masked diffusion: each reaches what it is said to change, and presets are what they are said to be."""
+"""Keys of the stages of masked diffusion: each reaches what it is said to change, and presets are what they are said
+to be.
+"""
 
 import json
 from dataclasses import asdict, replace
@@ -38,22 +40,37 @@ def told(rows: list[dict[str, str]], name: str, phase: str = "") -> list[float]:
     return [float(row[name]) for row in rows if row.get(name) and (not phase or row["phase"] == phase)]
 
 
-# -- diffusion -------------------------------------------------------------------------------------------------------------
+# -- diffusion ---------------------------------------------------------------------------------------------------------
 
 
 def test_fine_tuning_may_have_rates_and_a_warm_up_of_its_own(masked: Workspace) -> None:
-    rows = ran(masked, "diffusion", schedule="constant", sft_learning_rate=5e-4, sft_learning_rates={"embedding": 2e-4},
-               sft_warmup_steps=2, learning_rates={"embedding": 3e-3})  # fmt: skip
+    rows = ran(
+        masked,
+        "diffusion",
+        schedule="constant",
+        sft_learning_rate=5e-4,
+        sft_learning_rates={"embedding": 2e-4},
+        sft_warmup_steps=2,
+        learning_rates={"embedding": 3e-3},
+    )
     assert told(rows, "lr", "adapt") == [1e-3] * 3 and told(rows, "lr", "sft") == [2.5e-4, 5e-4, 5e-4]
     assert told(rows, "lr/embedding", "adapt") == [3e-3] * 3 and told(rows, "lr/embedding", "sft") == [1e-4, 2e-4, 2e-4]
     assert told(rows, "control/lr", "control_sft") == [2.5e-4, 5e-4, 5e-4]
 
 
-@pytest.mark.parametrize(("key", "value", "phase"), [
-    ("anneal_fraction", 0.0, "adapt"), ("t_scope", "batch", "adapt"), ("token_weight", "cart", "adapt"),
-    ("sft_norm", "tokens", "sft"), ("sft_norm", "batch", "sft"), ("sft_examples", 6, "sft"), ("tokens_per_step", 512, "adapt"),
-    ("max_new_tokens", 160, "sft"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "phase"),
+    [
+        ("anneal_fraction", 0.0, "adapt"),
+        ("t_scope", "batch", "adapt"),
+        ("token_weight", "cart", "adapt"),
+        ("sft_norm", "tokens", "sft"),
+        ("sft_norm", "batch", "sft"),
+        ("sft_examples", 6, "sft"),
+        ("tokens_per_step", 512, "adapt"),
+        ("max_new_tokens", 160, "sft"),
+    ],
+)
 def test_a_key_changes_the_loss_of_its_phase(masked: Workspace, key: str, value: Any, phase: str) -> None:
     before, after = (told(ran(masked, "diffusion", **more), "loss", phase) for more in ({}, {key: value}))
     assert before[0] != after[0]
@@ -64,13 +81,19 @@ def test_the_reach_of_cart_weights_changes_them(masked: Workspace) -> None:
     assert one[0] != two[0]
 
 
-# -- diffusion_dpo ---------------------------------------------------------------------------------------------------------
+# -- diffusion_dpo -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("key", "value", "name"), [
-    ("diffusion_steps", 1, "nelbo/chosen"), ("timesteps", "independent", "nelbo/chosen"), ("beta", 1.0, "rewards/margins"),
-    ("sft_weight", 1.0, "loss"), ("dpo_reduction", "mean", "rewards/margins"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("diffusion_steps", 1, "nelbo/chosen"),
+        ("timesteps", "independent", "nelbo/chosen"),
+        ("beta", 1.0, "rewards/margins"),
+        ("sft_weight", 1.0, "loss"),
+        ("dpo_reduction", "mean", "rewards/margins"),
+    ],
+)
 def test_a_key_of_dpo_changes_what_it_should(masked: Workspace, key: str, value: Any, name: str) -> None:
     before, after = (told(ran(masked, "diffusion_dpo", **more), name) for more in ({}, {key: value}))
     assert before != after
@@ -89,7 +112,7 @@ def test_pairs_of_some_kinds_alone_are_read(masked: Workspace) -> None:
     assert masked.numbers("diffusion_dpo")["test"]["n"] == 6
 
 
-# -- diffusion_grpo --------------------------------------------------------------------------------------------------------
+# -- diffusion_grpo ----------------------------------------------------------------------------------------------------
 
 
 def params(**changes: Any) -> diffusion_grpo.Params:
@@ -99,11 +122,19 @@ def params(**changes: Any) -> diffusion_grpo.Params:
     return stage_params("diffusion_grpo", settings)
 
 
-@pytest.mark.parametrize(("key", "value", "field", "expected"), [
-    ("denoising_steps", 12, "steps", 12), ("top_p", 0.5, "top_p", 0.5), ("order", "margin", "order", "margin"),
-    ("denoising_schedule", "dream", "schedule", "dream"), ("confidence", "tempered", "confidence", "tempered"),
-    ("temperature", 0.7, "temperature", 0.7), ("max_new_tokens", 48, "length", 48), ("threshold", 0.9, "threshold", 0.9),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "field", "expected"),
+    [
+        ("denoising_steps", 12, "steps", 12),
+        ("top_p", 0.5, "top_p", 0.5),
+        ("order", "margin", "order", "margin"),
+        ("denoising_schedule", "dream", "schedule", "dream"),
+        ("confidence", "tempered", "confidence", "tempered"),
+        ("temperature", 0.7, "temperature", 0.7),
+        ("max_new_tokens", 48, "length", 48),
+        ("threshold", 0.9, "threshold", 0.9),
+    ],
+)
 def test_completions_are_sampled_as_the_block_says(
     key: str, value: Any, field: str, expected: Any, in_repository: Path
 ) -> None:
@@ -112,10 +143,15 @@ def test_completions_are_sampled_as_the_block_says(
     assert {k for k, v in asdict(before).items() if v != getattr(after, k)} == {field}
 
 
-@pytest.mark.parametrize(("key", "value", "path", "expected"), [
-    ("advantage", "mean", "advantage", "centred"), ("clip_low", 0.1, "clip.low", 0.1), ("clip_high", 0.3, "clip.high", 0.3),
-    ("beta", 0.2, "beta", 0.2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "path", "expected"),
+    [
+        ("advantage", "mean", "advantage", "centred"),
+        ("clip_low", 0.1, "clip.low", 0.1),
+        ("clip_high", 0.3, "clip.high", 0.3),
+        ("beta", 0.2, "beta", 0.2),
+    ],
+)
 def test_the_loss_is_formed_as_the_block_says(
     key: str, value: Any, path: str, expected: Any, in_repository: Path
 ) -> None:
@@ -224,35 +260,110 @@ def test_a_reference_follows_the_policy_and_comes_back_from_its_file(tmp_path: P
     assert kept == [f"reference-{step:08d}.safetensors" for step in (12, 16, 20)]
 
 
-# -- the control, presets, phases -------------------------------------------------------------------------------------------------------
+# -- the control, presets, phases --------------------------------------------------------------------------------------
 
 TABLE: dict[tuple[str, str], dict[str, Any]] = {
-    ("diffusion", "paper"): {"adapt_steps": 100_000, "learning_rate": 2e-5, "warmup_steps": 20_000, "schedule": "cosine",
-                             "min_ratio": 0.1, "sft_learning_rate": 1e-5, "sft_epochs": 5},
-    ("diffusion", "document"): {"sft_learning_rate": 1e-6, "sft_epochs": 3, "sft_examples": 16, "schedule": "cosine",
-                                "betas": [0.9, 0.999], "weight_decay": 0.1, "max_grad_norm": 1.0},
-    ("diffusion_dpo", "paper"): {"diffusion_steps": 8, "beta": 0.2, "sft_weight": 0.05, "learning_rate": 5e-7, "warmup_steps": 15,
-                                 "schedule": "cosine", "epochs": 1.0, "pairs": 64, "betas": [0.9, 0.95], "weight_decay": 0.01},
-    ("diffusion_dpo", "document"): {"diffusion_steps": 20, "beta": 0.1, "sft_weight": 0.0, "learning_rate": 5e-6, "epochs": 3.0,
-                                    "pairs": 16},
+    ("diffusion", "paper"): {
+        "adapt_steps": 100_000,
+        "learning_rate": 2e-5,
+        "warmup_steps": 20_000,
+        "schedule": "cosine",
+        "min_ratio": 0.1,
+        "sft_learning_rate": 1e-5,
+        "sft_epochs": 5,
+    },
+    ("diffusion", "document"): {
+        "sft_learning_rate": 1e-6,
+        "sft_epochs": 3,
+        "sft_examples": 16,
+        "schedule": "cosine",
+        "betas": [0.9, 0.999],
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+    },
+    ("diffusion_dpo", "paper"): {
+        "diffusion_steps": 8,
+        "beta": 0.2,
+        "sft_weight": 0.05,
+        "learning_rate": 5e-7,
+        "warmup_steps": 15,
+        "schedule": "cosine",
+        "epochs": 1.0,
+        "pairs": 64,
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.01,
+    },
+    ("diffusion_dpo", "document"): {
+        "diffusion_steps": 20,
+        "beta": 0.1,
+        "sft_weight": 0.0,
+        "learning_rate": 5e-6,
+        "epochs": 3.0,
+        "pairs": 16,
+    },
     ("diffusion_grpo", "paper"): {
-        "learning_rate": 1e-6, "schedule": "cosine", "min_ratio": 0.1, "warmup_ratio": 1e-4, "betas": [0.9, 0.99],
-        "weight_decay": 0.1, "max_grad_norm": 0.2, "prompts": 8, "samples": 10, "epochs": 2, "beta": 0.01, "clip_low": 0.5,
-        "clip_high": 0.5, "max_prompt": 200, "max_new_tokens": 256, "denoising_steps": 256, "temperature": 1.2, "top_p": 0.95,
-        "order": "entropy", "ref_sync": 64, "passes": 1.0, "estimator": "released", "t_scope": "batch", "advantage": "mean",
-        "denoising_schedule": "dream", "confidence": "tempered"},
+        "learning_rate": 1e-6,
+        "schedule": "cosine",
+        "min_ratio": 0.1,
+        "warmup_ratio": 1e-4,
+        "betas": [0.9, 0.99],
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.2,
+        "prompts": 8,
+        "samples": 10,
+        "epochs": 2,
+        "beta": 0.01,
+        "clip_low": 0.5,
+        "clip_high": 0.5,
+        "max_prompt": 200,
+        "max_new_tokens": 256,
+        "denoising_steps": 256,
+        "temperature": 1.2,
+        "top_p": 0.95,
+        "order": "entropy",
+        "ref_sync": 64,
+        "passes": 1.0,
+        "estimator": "released",
+        "t_scope": "batch",
+        "advantage": "mean",
+        "denoising_schedule": "dream",
+        "confidence": "tempered",
+    },
     ("diffusion_grpo", "document"): {
-        "learning_rate": 1e-6, "schedule": "cosine", "warmup_ratio": 0.1, "betas": [0.9, 0.999], "weight_decay": 0.1,
-        "max_grad_norm": 1.0, "prompts": 2, "samples": 10, "epochs": 2, "beta": 0.01, "max_prompt": 512, "max_new_tokens": 512,
-        "denoising_steps": 512, "temperature": 1.2, "top_p": 0.95, "ref_sync": 64, "passes": 1.0, "estimator": "normalised"},
-}  # fmt: skip
+        "learning_rate": 1e-6,
+        "schedule": "cosine",
+        "warmup_ratio": 0.1,
+        "betas": [0.9, 0.999],
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "prompts": 2,
+        "samples": 10,
+        "epochs": 2,
+        "beta": 0.01,
+        "max_prompt": 512,
+        "max_new_tokens": 512,
+        "denoising_steps": 512,
+        "temperature": 1.2,
+        "top_p": 0.95,
+        "ref_sync": 64,
+        "passes": 1.0,
+        "estimator": "normalised",
+    },
+}
 
 
 def diffusion_config(**changes: Any) -> DiffusionConfig:
     values: dict[str, Any] = {
-        "adapt_steps": 700, "context": 64, "tokens_per_step": 128, "sft_epochs": 8, "sft_examples": 16, "max_prompt": 32,
-        "max_new_tokens": 32, "learning_rate": 1e-3, "warmup_steps": 20,
-    }  # fmt: skip
+        "adapt_steps": 700,
+        "context": 64,
+        "tokens_per_step": 128,
+        "sft_epochs": 8,
+        "sft_examples": 16,
+        "max_prompt": 32,
+        "max_new_tokens": 32,
+        "learning_rate": 1e-3,
+        "warmup_steps": 20,
+    }
     return DiffusionConfig(**values | changes)
 
 

@@ -36,8 +36,11 @@ def finished(masked: Workspace, stage: str, **changes: Any) -> tuple[dict[str, s
     ended = run(stage, **changes)
     assert ended.code == 0, ended.said
     wanted = [stage, "diffusion_control"] if stage == "diffusion" else [stage]
-    told = {path: digest for path, digest in masked.published().items()
-            if any(f"/{name}/" in path or f"/{name}." in path for name in wanted)}  # fmt: skip
+    told = {
+        path: digest
+        for path, digest in masked.published().items()
+        if any(f"/{name}/" in path or f"/{name}." in path for name in wanted)
+    }
     assert any(path.endswith("model.safetensors") for path in told)
     return told, ended.said
 
@@ -90,9 +93,13 @@ def test_the_control_ends_after_its_own_steps(masked: Workspace) -> None:
     assert int(masked.curve("diffusion")[-1]["step"]) == 10
 
 
-@pytest.mark.parametrize(("changes", "phases"), [
-    ({"adapt_steps": 0}, {"sft", "control_sft"}), ({"sft_epochs": 0}, {"adapt", "control_adapt"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "phases"),
+    [
+        ({"adapt_steps": 0}, {"sft", "control_sft"}),
+        ({"sft_epochs": 0}, {"adapt", "control_adapt"}),
+    ],
+)
 @pytest.mark.full
 def test_either_part_may_be_left_out(masked: Workspace, changes: dict[str, Any], phases: set[str]) -> None:
     finished(masked, "diffusion", **changes)
@@ -149,7 +156,7 @@ def test_an_adapter_trains_alone_and_is_merged(masked: Workspace, stage: str) ->
     files.load(Path("models") / stage)
 
 
-# -- resume ----------------------------------------------------------------------------------------------------------------
+# -- resume ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -176,9 +183,16 @@ def test_diffusion_stopped_in_any_phase_publishes_what_an_uninterrupted_run_does
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "last"), [
-    ("diffusion", "2"), ("diffusion_dpo", "1"), ("diffusion_dpo", "3"), ("diffusion_grpo", "2"), ("diffusion_grpo", "3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "last"),
+    [
+        ("diffusion", "2"),
+        ("diffusion_dpo", "1"),
+        ("diffusion_dpo", "3"),
+        ("diffusion_grpo", "2"),
+        ("diffusion_grpo", "3"),
+    ],
+)
 @pytest.mark.full
 def test_a_killed_stage_publishes_what_an_uninterrupted_one_does(masked: Workspace, stage: str, last: str) -> None:
     """SIGKILL. The reference of diffusion_grpo follows its policy, so it is part of the state."""
@@ -208,8 +222,11 @@ def test_two_processes_see_the_same_masks_and_learn_the_same(
             environment = os.environ | {"STAGECOACH_MLFLOW": "off"} | ({"STAGECOACH_LAUNCH": world} if world else {})
             done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr[-4000:]
-            told = [float(row["loss"] or row.get("control/loss") or "nan") for row in masked.curve(stage)
-                    if row["loss"] or row.get("control/loss")]  # fmt: skip
+            told = [
+                float(row["loss"] or row.get("control/loss") or "nan")
+                for row in masked.curve(stage)
+                if row["loss"] or row.get("control/loss")
+            ]
             if world:
                 assert told == pytest.approx(alone[stage], abs=1e-5)
             else:
@@ -217,7 +234,7 @@ def test_two_processes_see_the_same_masks_and_learn_the_same(
                 assert len(told) >= 2
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["diffusion_dpo", "diffusion_grpo"])
@@ -239,37 +256,56 @@ def test_a_masked_model_is_refused_where_a_causal_one_is_needed(masked: Workspac
     assert ended.code == 2 and "models/code: expected a causal model, found a masked-diffusion one" in ended.said
 
 
-@pytest.mark.parametrize(("stage", "changes", "message"), [
-    ("diffusion_dpo", {"eval_draws": 0}, "eval_draws: expected at least 1 masked pass, got 0"),
-    ("diffusion_dpo", {"diffusion_steps": 0}, "diffusion_steps: expected at least 1 masked pass, got 0"),
-    ("diffusion_dpo", {"timesteps": "even"}, "timesteps: expected one of stratified, independent, got 'even'"),
-    ("diffusion_dpo", {"dpo_reduction": "max"}, "dpo_reduction: expected one of sum, mean"),
-    ("diffusion_dpo", {"beta": 0.0}, "expected beta > 0"),
-    ("diffusion_dpo", {"kinds": ["poems"]}, "expected pairs of the kinds poems, found story"),
-    ("diffusion_dpo", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, "adapter.dropout: expected 0"),
-    ("diffusion_dpo", {"max_length": 300}, "max_length: expected at most 256, the model's context, got 300"),
-    ("diffusion_grpo", {"denoising_steps": 0}, "steps: expected 1 to the canvas of 24 tokens, got 0"),
-    ("diffusion_grpo", {"denoising_steps": 25}, "steps: expected 1 to the canvas of 24 tokens, got 25"),
-    ("diffusion_grpo", {"max_new_tokens": 200}, "the model's context, got 260"),
-    ("diffusion_grpo", {"samples": 1}, "samples: completions of a problem are compared; expected at least 2, got 1"),
-    ("diffusion_grpo", {"estimator": "best"}, "estimator: expected one of normalised, released"),
-    ("diffusion_grpo", {"advantage": "best"}, "advantage: expected one of loo, mean"),
-    ("diffusion_grpo", {"t_scope": "row"}, "t_scope: expected one of sample, batch"),
-    ("diffusion_grpo", {"difficulty": "odd"}, "difficulty: expected frontier, all, or a group of the problems (easy), got 'odd'"),
-    ("diffusion_grpo", {"ref_sync": 2, "beta": 0.0}, "ref_sync: expected 0 with an adapter"),
-    ("diffusion", {"init": "model"}, "init: expected one of code, scratch"),
-    ("diffusion", {"init": "pretrained", "pretrained": "nowhere"}, "nowhere does not exist"),
-    ("diffusion", {"block_size": 32}, "block_size: expected 0 with init code"),
-    ("diffusion", {"init": "scratch", "block_size": 36}, "block_size: expected a divisor of max_new_tokens (96), got 36"),
-    ("diffusion", {"sft_norm": "row"}, "sft_norm: expected one of answer, tokens, batch"),
-    ("diffusion", {"t_scope": "row"}, "t_scope: expected one of sample, batch"),
-    ("diffusion", {"token_weight": "flat"}, "token_weight: expected one of elbo, cart"),
-    ("diffusion", {"anneal_fraction": 1.5}, "anneal_fraction: expected 0 to 1"),
-    ("diffusion", {"adapt_steps": 0, "sft_epochs": 0}, "adapt_steps and sft_epochs: expected at least 0, and one of them more"),
-    ("diffusion", {"max_new_tokens": 32}, "problems with an answer do not fit; at most a tenth may be left out"),
-    ("diffusion", {"max_new_tokens": 192}, "the model's context, got 272"),
-    ("diffusion", {"cart_p": 1.0}, "cart_p: expected a share between 0 and 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "changes", "message"),
+    [
+        ("diffusion_dpo", {"eval_draws": 0}, "eval_draws: expected at least 1 masked pass, got 0"),
+        ("diffusion_dpo", {"diffusion_steps": 0}, "diffusion_steps: expected at least 1 masked pass, got 0"),
+        ("diffusion_dpo", {"timesteps": "even"}, "timesteps: expected one of stratified, independent, got 'even'"),
+        ("diffusion_dpo", {"dpo_reduction": "max"}, "dpo_reduction: expected one of sum, mean"),
+        ("diffusion_dpo", {"beta": 0.0}, "expected beta > 0"),
+        ("diffusion_dpo", {"kinds": ["poems"]}, "expected pairs of the kinds poems, found story"),
+        ("diffusion_dpo", {"adapter": {"rank": 2, "alpha": 4, "dropout": 0.1}}, "adapter.dropout: expected 0"),
+        ("diffusion_dpo", {"max_length": 300}, "max_length: expected at most 256, the model's context, got 300"),
+        ("diffusion_grpo", {"denoising_steps": 0}, "steps: expected 1 to the canvas of 24 tokens, got 0"),
+        ("diffusion_grpo", {"denoising_steps": 25}, "steps: expected 1 to the canvas of 24 tokens, got 25"),
+        ("diffusion_grpo", {"max_new_tokens": 200}, "the model's context, got 260"),
+        (
+            "diffusion_grpo",
+            {"samples": 1},
+            "samples: completions of a problem are compared; expected at least 2, got 1",
+        ),
+        ("diffusion_grpo", {"estimator": "best"}, "estimator: expected one of normalised, released"),
+        ("diffusion_grpo", {"advantage": "best"}, "advantage: expected one of loo, mean"),
+        ("diffusion_grpo", {"t_scope": "row"}, "t_scope: expected one of sample, batch"),
+        (
+            "diffusion_grpo",
+            {"difficulty": "odd"},
+            "difficulty: expected frontier, all, or a group of the problems (easy), got 'odd'",
+        ),
+        ("diffusion_grpo", {"ref_sync": 2, "beta": 0.0}, "ref_sync: expected 0 with an adapter"),
+        ("diffusion", {"init": "model"}, "init: expected one of code, scratch"),
+        ("diffusion", {"init": "pretrained", "pretrained": "nowhere"}, "nowhere does not exist"),
+        ("diffusion", {"block_size": 32}, "block_size: expected 0 with init code"),
+        (
+            "diffusion",
+            {"init": "scratch", "block_size": 36},
+            "block_size: expected a divisor of max_new_tokens (96), got 36",
+        ),
+        ("diffusion", {"sft_norm": "row"}, "sft_norm: expected one of answer, tokens, batch"),
+        ("diffusion", {"t_scope": "row"}, "t_scope: expected one of sample, batch"),
+        ("diffusion", {"token_weight": "flat"}, "token_weight: expected one of elbo, cart"),
+        ("diffusion", {"anneal_fraction": 1.5}, "anneal_fraction: expected 0 to 1"),
+        (
+            "diffusion",
+            {"adapt_steps": 0, "sft_epochs": 0},
+            "adapt_steps and sft_epochs: expected at least 0, and one of them more",
+        ),
+        ("diffusion", {"max_new_tokens": 32}, "problems with an answer do not fit; at most a tenth may be left out"),
+        ("diffusion", {"max_new_tokens": 192}, "the model's context, got 272"),
+        ("diffusion", {"cart_p": 1.0}, "cart_p: expected a share between 0 and 1"),
+    ],
+)
 @pytest.mark.full
 def test_what_cannot_be_is_refused_with_value_and_remedy(
     masked: Workspace, stage: str, changes: dict[str, Any], message: str
@@ -300,7 +336,7 @@ def test_a_problem_whose_answer_is_empty_is_named(masked: Workspace) -> None:
     assert ended.code == 2 and "problem blank: its answer is empty" in ended.said
 
 
-# -- files -----------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -319,11 +355,15 @@ def test_a_directory_says_which_ids_are_what_and_comes_back(masked: Workspace) -
     assert not frozen.training and not any(p.requires_grad for p in frozen.parameters())
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"mask_token_id": None}, "mask_token_id missing"), ({"mask_token_id": 400}, "expected ids below 320"),
-    ({"mask_token_id": 40}, "mask_token_id 40 is no special token of its tokenizer"),
-    ({"banned_ids": [900]}, "expected ids below 320"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask_token_id": None}, "mask_token_id missing"),
+        ({"mask_token_id": 400}, "expected ids below 320"),
+        ({"mask_token_id": 40}, "mask_token_id 40 is no special token of its tokenizer"),
+        ({"banned_ids": [900]}, "expected ids below 320"),
+    ],
+)
 @pytest.mark.full
 def test_a_directory_without_a_mask_that_its_tokenizer_knows_is_refused(
     masked: Workspace, change: dict[str, Any], message: str

@@ -1,4 +1,6 @@
-"""Every command that README.md and docs/commands.md show is there: make targets, modules and their options, stages, keys, files."""
+"""Every command that README.md and docs/commands.md show is there: make targets, modules and their options, stages,
+keys, files.
+"""
 
 import importlib.util
 import itertools
@@ -62,7 +64,9 @@ def module(name: str) -> Path:
 
 
 def check_values(values: list[str], *, added: bool = False) -> None:
-    """The keys are known and take such values; without a plus they stand in params.yaml. Of a sweep its first value counts."""
+    """The keys are known and take such values; without a plus they stand in params.yaml. Of a sweep its first value
+    counts.
+    """
     first = [re.sub(r"choice\(([^,]*),.*\)", r"\1", value) for value in values]
     settings = Settings(Path(), [value.lstrip("+") for value in first])
     given = yaml.safe_load(Path("params.yaml").read_text())

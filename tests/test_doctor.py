@@ -1,4 +1,6 @@
-"""`python -m pipeline.tools.doctor`: each fault, made for real in a scratch repository where that can be done, is found with its remedy."""
+"""`python -m pipeline.tools.doctor`: each fault, made for real in a scratch repository where that can be done, is
+found with its remedy.
+"""
 
 import fcntl
 import importlib.metadata

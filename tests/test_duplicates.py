@@ -105,7 +105,8 @@ def test_a_band_that_everyone_shares_fills_no_endless_chain() -> None:
     assert near.find(bytes(sketch)) == 299
 
 
-# --- decontamination ---------------------------------------------------------------------------------------------------
+# --- decontamination
+# ---------------------------------------------------------------------------------------------------
 
 
 def slow_hits(items: dict[str, str], text: str) -> list[str]:

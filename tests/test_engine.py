@@ -1,4 +1,6 @@
-"""The engine says what each request would hear alone, shares what begins alike, and loses nobody for another's fault."""
+"""The engine says what each request would hear alone, shares what begins alike, and loses nobody for another's
+fault.
+"""
 
 import threading
 import time
@@ -238,10 +240,15 @@ class Broken(Plan):
         return token
 
 
-@pytest.mark.parametrize(("constraint", "said", "message"), [
-    (Broken("allowed"), 2, "OverflowError"), (Broken("take"), 2, "OverflowError"), (Plan([]), 0, "ValueError"),
-    (Plan(None, say={WARM.max_new_tokens: 320}), 0, "ValueError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("constraint", "said", "message"),
+    [
+        (Broken("allowed"), 2, "OverflowError"),
+        (Broken("take"), 2, "OverflowError"),
+        (Plan([]), 0, "ValueError"),
+        (Plan(None, say={WARM.max_new_tokens: 320}), 0, "ValueError"),
+    ],
+)
 def test_a_constraint_that_fails_loses_its_own_request_alone(
     engine: Engine, tiny_model: Transformer, constraint: Plan, said: int, message: str
 ) -> None:
@@ -465,10 +472,15 @@ def test_a_full_queue_refuses_and_a_free_one_takes(tiny_model: Transformer) -> N
     ask(engine, prompt(4, 5))
 
 
-@pytest.mark.parametrize(("ids", "message"), [
-    ([], "the prompt has 0 tokens; expected 1 to 255"), ([1] * 256, "the prompt has 256 tokens"), ([3, 320], "token 320 is not"),
-    ([-1], "token -1 is not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "the prompt has 0 tokens; expected 1 to 255"),
+        ([1] * 256, "the prompt has 256 tokens"),
+        ([3, 320], "token 320 is not"),
+        ([-1], "token -1 is not"),
+    ],
+)
 def test_what_can_never_be_served_is_refused(engine: Engine, ids: list[int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ask(engine, ids)

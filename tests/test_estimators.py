@@ -20,8 +20,14 @@ from tests.goldens import assert_near, cases
 F64 = torch.float64
 
 
-def made(totals: Sequence[float | None], lengths: Sequence[int], *, samples: int = 1, seed: int = 0,
-         unfinished: Sequence[int] = ()) -> list[Rollout]:  # fmt: skip
+def made(
+    totals: Sequence[float | None],
+    lengths: Sequence[int],
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    unfinished: Sequence[int] = (),
+) -> list[Rollout]:
     """Rollouts with drawn log-probabilities, reference and values."""
     draws = np.random.default_rng(seed)
     found = []
@@ -99,7 +105,9 @@ def test_no_known_score_at_all_gives_no_advantage() -> None:
 
 @pytest.mark.parametrize(("kl", "expected"), [(6.0, 1.0), (6.6, 1.002), (30.0, 1.004), (3.0, 0.996), (5.4, 0.998)])
 def test_beta_follows_the_divergence_for_the_next_iteration(kl: float, expected: float) -> None:
-    """Two answers, a horizon of 100: at most 0.2 * 2 / 100 an iteration. The divergence is summed over each answer's tokens."""
+    """Two answers, a horizon of 100: at most 0.2 * 2 / 100 an iteration. The divergence is summed over each answer's
+    tokens.
+    """
     found = made([1.0, 1.0], [4, 2])
     for one in found:
         one.arrays["reference"] = np.array(one.answer.logprobs) - kl / len(one.answer.ids)
@@ -119,11 +127,19 @@ def test_what_ppo_logs_by_hand() -> None:
     # o - f: 0.5, -1 | 1; returns: rewards -0.05, 0.1 + 3 | -0.1 - 1, summed to the end
     returns = np.array([3.05, 3.1, -1.1])
     explained = 1 - np.mean((returns - [1.0, 2.0, 0.0]) ** 2) / returns.var(ddof=1)
-    assert numbers == pytest.approx({
-        "objective/kl": 0.25, "objective/kl_max": 1.0, "objective/entropy": 1.75, "objective/non_score_reward": -0.025,
-        "objective/scores": 1.0, "objective/rlhf_reward": 0.975, "objective/kl_coef": 0.1, "val/num_eos_tokens": 2,
-        "val/var_explained": explained,
-    })  # fmt: skip
+    assert numbers == pytest.approx(
+        {
+            "objective/kl": 0.25,
+            "objective/kl_max": 1.0,
+            "objective/entropy": 1.75,
+            "objective/non_score_reward": -0.025,
+            "objective/scores": 1.0,
+            "objective/rlhf_reward": 0.975,
+            "objective/kl_coef": 0.1,
+            "val/num_eos_tokens": 2,
+            "val/var_explained": explained,
+        }
+    )
 
 
 @pytest.mark.parametrize(

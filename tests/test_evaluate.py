@@ -26,8 +26,21 @@ from stages import evaluate
 from tests.test_benchmarks import HALF
 from tests.test_benchmarks import write as write_set
 
-SETTINGS = Settings(documents=3, stories=3, problems=12, samples=1, dialogues=24, gaps=2, max_new_tokens=4, story_tokens=4,
-                    temperature=0.8, top_p=0.95, context=64, bootstrap=20, constrained=8)  # fmt: skip
+SETTINGS = Settings(
+    documents=3,
+    stories=3,
+    problems=12,
+    samples=1,
+    dialogues=24,
+    gaps=2,
+    max_new_tokens=4,
+    story_tokens=4,
+    temperature=0.8,
+    top_p=0.95,
+    context=64,
+    bootstrap=20,
+    constrained=8,
+)
 PARAMS = evaluate.Params(settings=SETTINGS, sandbox=SandboxConfig())
 
 
@@ -57,8 +70,10 @@ def test_texts_are_prose_known_families_and_unseen_families() -> None:
         Text(text="", source=s, path=s, licence="") for s in ("docs", "gift", stories.HELD_OUT[0], "readme", "trade")
     ]
     assert [[t.source for t in part] for part in evaluate.split_texts(texts)] == [
-        ["docs", "readme"], ["gift", "trade"], [stories.HELD_OUT[0]]
-    ]  # fmt: skip
+        ["docs", "readme"],
+        ["gift", "trade"],
+        [stories.HELD_OUT[0]],
+    ]
 
 
 def test_the_curve_is_pass_at_k_over_the_k_that_were_sampled() -> None:
@@ -138,8 +153,18 @@ def test_a_model_is_measured_into_three_files_the_same_each_time(
             "curves": tmp_path / name / "m.csv",
         }
         (tmp_path / name).mkdir()
-        job = Job(stage="evaluate", item="m", key="k", seed=1, folder=tmp_path, workers=1, runtime=Runtime(),
-                  tracker=Tracker("evaluate", tmp_path, {}, {}, quiet=True), lineage={"key": "k"}, stop=StopRequest())  # fmt: skip
+        job = Job(
+            stage="evaluate",
+            item="m",
+            key="k",
+            seed=1,
+            folder=tmp_path,
+            workers=1,
+            runtime=Runtime(),
+            tracker=Tracker("evaluate", tmp_path, {}, {}, quiet=True),
+            lineage={"key": "k"},
+            stop=StopRequest(),
+        )
         inputs: dict[str, Any] = {"model": tmp_path / "model", "text": text, "code": code}
         inputs |= {name: tmp_path / name for name in ("dialogues", "problems", "facts")}
         params = replace(PARAMS, benchmarks=["data/benchmarks/own/HumanEval.jsonl.gz"])

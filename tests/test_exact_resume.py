@@ -1,7 +1,8 @@
 """Resumed from the state after any of its steps, a run ends with the state of an uninterrupted one, bit for bit.
 
-Twelve steps in float32 on a CPU, with dropout and averaged weights; one process and two, one micro-batch and three. With
-STAGECOACH_TEST_COMPILED=1 compiled layers too: that takes minutes, and test_compiling.py resumes one such run in any case.
+Twelve steps in float32 on a CPU, with dropout and averaged weights; one process and two, one micro-batch and three.
+With STAGECOACH_TEST_COMPILED=1 compiled layers too: that takes minutes, and test_compiling.py resumes one such run in
+any case.
 """
 
 import os
@@ -24,8 +25,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 def case(folder: Path, processes: int, micro_batches: int, compiled: bool, name: str) -> Case:
     micro_batch = 6 // processes // micro_batches
-    return Case(folder=str(folder / f"{processes}-{micro_batches}-{compiled}" / name / "key"), micro_batch=micro_batch,
-                steps=STEPS, save_steps=1, keep=STEPS, compile=compiled, optimizer="muon", dropout=0.1, ema_decay=0.9)  # fmt: skip
+    return Case(
+        folder=str(folder / f"{processes}-{micro_batches}-{compiled}" / name / "key"),
+        micro_batch=micro_batch,
+        steps=STEPS,
+        save_steps=1,
+        keep=STEPS,
+        compile=compiled,
+        optimizer="muon",
+        dropout=0.1,
+        ema_decay=0.9,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +77,8 @@ def test_the_state_after_a_resume_is_deep_equal(runs: Path, processes: int, micr
 
 
 def test_the_kinds_are_different_runs(runs: Path) -> None:
-    """Dropout is drawn per rank and micro-batch, and compiled layers round otherwise: equal bytes would mean an option is dead."""
+    """Dropout is drawn per rank and micro-batch, and compiled layers round otherwise: equal bytes would mean an
+    option is dead.
+    """
     weights = {kind: state(case(runs, *kind, "whole"))["weights.safetensors"] for kind in KINDS}
     assert len(set(weights.values())) == len(KINDS)

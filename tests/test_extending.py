@@ -1,7 +1,8 @@
-"""docs/extending.md: each section, put into a copy of the repository as a person would, touches as many files as it says, and works.
+"""docs/extending.md: each section, put into a copy of the repository as a person would, touches as many files as it
+says, and works.
 
-New files are written, diffs given to `git apply`, commands run. Fast: the count, the format, each section's own test. Slow: the checks of
-the project, and every other command, on a copy of the built graph at smoke scale.
+New files are written, diffs given to `git apply`, commands run. Fast: the count, the format, each section's own test.
+Slow: the checks of the project, and every other command, on a copy of the built graph at smoke scale.
 """
 
 import csv
@@ -69,9 +70,13 @@ def sections(page: Path) -> dict[str, Section]:
         assert all(block["path"] or block["kind"] in ("diff", "sh") for block in blocks), heading["title"]
         commands = [line for b in blocks if b["kind"] == "sh" for line in b["text"].splitlines()]
         found[heading["title"]] = Section(
-            heading["title"], int(heading["promised"]), bool(heading["tested"]),
-            {b["path"]: b["text"] for b in blocks if b["path"]}, [b["text"] for b in blocks if b["kind"] == "diff"], commands,
-        )  # fmt: skip
+            heading["title"],
+            int(heading["promised"]),
+            bool(heading["tested"]),
+            {b["path"]: b["text"] for b in blocks if b["path"]},
+            [b["text"] for b in blocks if b["kind"] == "diff"],
+            commands,
+        )
     return found
 
 
@@ -97,8 +102,14 @@ def fresh(whole: Repository) -> Iterator[Repository]:
 
 def test_the_page_has_what_a_newcomer_brings() -> None:
     assert {section.title: section.promised for section in SECTIONS.values()} == {
-        "A model size": 1, "A data source": 2, "A knob": 2, "A tool": 1, "A reward": 1, "A training method": 1, "A stage": 3,
-    }  # fmt: skip
+        "A model size": 1,
+        "A data source": 2,
+        "A knob": 2,
+        "A tool": 1,
+        "A reward": 1,
+        "A training method": 1,
+        "A stage": 3,
+    }
 
 
 @pytest.mark.parametrize("title", SECTIONS)
@@ -136,7 +147,7 @@ def changed(repository: Repository) -> list[str]:
     return [line[3:] for line in repository.git("status", "--porcelain", "--untracked-files=all").splitlines()]
 
 
-# -- slow: the commands ----------------------------------------------------------------------------------------------------
+# -- slow: the commands ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -148,8 +159,20 @@ def test_all_sections_together_pass_the_checks_of_the_project(fresh: Repository,
     fresh.run("python", "-m", "pipeline.tools.reference")
     for row in ("| `share` |", "| `groups` |", "| `mini` |", "apo_down, dpop |"):
         assert row in (fresh.folder / "docs/reference.md").read_text()
-    fresh.run("python", "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", f"--basetemp={tmp_path / 'pytest'}",
-              "tests/test_params.py", "tests/test_architecture.py", "tests/test_objectives_pairs.py", "tests/test_toolbox.py")  # fmt: skip
+    fresh.run(
+        "python",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        f"--basetemp={tmp_path / 'pytest'}",
+        "tests/test_params.py",
+        "tests/test_architecture.py",
+        "tests/test_objectives_pairs.py",
+        "tests/test_toolbox.py",
+    )
 
 
 @pytest.fixture

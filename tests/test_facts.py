@@ -52,7 +52,13 @@ def written(folder: Path, **splits: list[Fact]) -> Path:
 
 def test_the_loss_lies_on_answers_and_their_ends(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     made = facts.facts(8, 1)
-    stream = FactStream(written(tmp_path, train=made["train"], val=made["val"]), byte_tokenizer, context=128, tokens_per_step=256, seed=1)  # fmt: skip
+    stream = FactStream(
+        written(tmp_path, train=made["train"], val=made["val"]),
+        byte_tokenizer,
+        context=128,
+        tokens_per_step=256,
+        seed=1,
+    )
     batch = stream.batch(0, 128, stream.rows(0, 128))
     said = []
     for targets in batch.targets.numpy():
@@ -75,7 +81,9 @@ def test_what_cannot_be_read_is_refused_by_name(byte_tokenizer: Tokenizer, tmp_p
         FactStream(tmp_path, byte_tokenizer, **sizes)
 
 
-def test_only_the_whole_answer_is_right(byte_tokenizer: Tokenizer, tiny_model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_only_the_whole_answer_is_right(
+    byte_tokenizer: Tokenizer, tiny_model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from types import SimpleNamespace
 
     from pipeline.memory import measure
@@ -94,4 +102,6 @@ def test_only_the_whole_answer_is_right(byte_tokenizer: Tokenizer, tiny_model: T
     assert found.right.tolist() == [True, False, False, False]
     told = found.measure()
     assert (told["n"], told["exact_match"], told["port"], told["owner"]) == (4, 0.25, 0.5, 0.0)
-    assert told["exact_match_low"] == pytest.approx(0.0456, abs=1e-3) and told["exact_match_high"] == pytest.approx(0.6994, abs=1e-3)  # fmt: skip
+    assert told["exact_match_low"] == pytest.approx(0.0456, abs=1e-3) and told["exact_match_high"] == pytest.approx(
+        0.6994, abs=1e-3
+    )

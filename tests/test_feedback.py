@@ -18,7 +18,9 @@ from pipeline.serve.protocol import ApiFault, PreferenceBody
 
 def body(number: int, text: str = "left") -> PreferenceBody:
     sides = {name: [{"role": "assistant", "content": said}] for name, said in (("chosen", text), ("rejected", "right"))}
-    return PreferenceBody.model_validate({"model": "nano", "prompt": [{"role": "user", "content": f"Way {number}?"}], **sides})  # fmt: skip
+    return PreferenceBody.model_validate(
+        {"model": "nano", "prompt": [{"role": "user", "content": f"Way {number}?"}], **sides}
+    )
 
 
 @pytest.fixture
@@ -34,8 +36,10 @@ def test_a_choice_is_stored_once_with_who_gave_it(file: Path) -> None:
     feedback = Feedback(file)
     owner = "0123456789abcdef" * 4
     assert [feedback.add(body(1), owner), feedback.add(body(1), owner), feedback.add(body(2), "")] == [
-        (True, 1), (False, 1), (True, 2),
-    ]  # fmt: skip
+        (True, 1),
+        (False, 1),
+        (True, 2),
+    ]
     assert [row["given_by"] for row in rows(file)] == ["key-01234567", None]
     assert all("reviewed" not in row for row in rows(file))
 

@@ -1,4 +1,6 @@
-"""What the first step of alignment must show: each gate lets a healthy start through and names what is wrong with another."""
+"""What the first step of alignment must show: each gate lets a healthy start through and names what is wrong with
+another.
+"""
 
 import math
 from typing import Any
@@ -18,9 +20,13 @@ from pipeline.text.tokenizer import Tokenizer
 def healthy(**changes: float) -> dict[str, float]:
     """A first step of PPO, within every tolerance but not exact."""
     values = {
-        "sampling/sampling_logp_difference/max": 9e-5, "sampling/sampling_logp_difference/mean": 1e-5, "val/ratio": 1.00009,
-        "policy/approxkl_avg": 9e-7, "policy/clipfrac_avg": 0.0, "objective/kl": -9e-4,
-    }  # fmt: skip
+        "sampling/sampling_logp_difference/max": 9e-5,
+        "sampling/sampling_logp_difference/mean": 1e-5,
+        "val/ratio": 1.00009,
+        "policy/approxkl_avg": 9e-7,
+        "policy/clipfrac_avg": 0.0,
+        "objective/kl": -9e-4,
+    }
     return values | {name.replace("__", "/"): value for name, value in changes.items()}
 
 
@@ -126,9 +132,13 @@ def test_a_run_without_a_reference_has_no_divergence_to_look_at() -> None:
 
 def test_in_half_precision_the_mean_counts_and_the_bounds_are_wider() -> None:
     rough: dict[str, Any] = {
-        "sampling__sampling_logp_difference__max": 0.3, "sampling__sampling_logp_difference__mean": 0.019, "val__ratio": 1.04,
-        "policy__approxkl_avg": 9e-3, "policy__clipfrac_avg": 0.09, "objective__kl": 0.2,
-    }  # fmt: skip
+        "sampling__sampling_logp_difference__max": 0.3,
+        "sampling__sampling_logp_difference__mean": 0.019,
+        "val__ratio": 1.04,
+        "policy__approxkl_avg": 9e-3,
+        "policy__clipfrac_avg": 0.09,
+        "objective__kl": 0.2,
+    }
     ppo(healthy(**rough), "bf16")
     with pytest.raises(GateError, match=r"logp_difference/mean: expected 0 within 0\.02"):
         ppo(healthy(**rough | {"sampling__sampling_logp_difference__mean": 0.021}), "bf16")

@@ -1,4 +1,6 @@
-"""The loop: exact resume, accumulation, early stopping, faults. With a small model so that every case runs in a moment."""
+"""The loop: exact resume, accumulation, early stopping, faults. With a small model so that every case runs in a
+moment.
+"""
 
 import signal
 from collections.abc import Iterator
@@ -92,16 +94,32 @@ def loss(model: nn.Module, batch: Batch) -> Loss:
 
 
 def config(**changes: Any) -> FitConfig:
-    values: dict[str, Any] = {"steps": 12, "tokens_per_step": 48, "context": 8, "learning_rate": 0.02, "eval_steps": 4,
-                              "warmup_steps": 2, "optimizer": "muon"}  # fmt: skip
+    values: dict[str, Any] = {
+        "steps": 12,
+        "tokens_per_step": 48,
+        "context": 8,
+        "learning_rate": 0.02,
+        "eval_steps": 4,
+        "warmup_steps": 2,
+        "optimizer": "muon",
+    }
     return FitConfig(**(values | changes))
 
 
 def job(folder: Path, **runtime: Any) -> Job:
     folder.mkdir(parents=True, exist_ok=True)
-    return Job(stage="toy", item=None, key="k", seed=1, folder=folder, workers=1,
-               runtime=Runtime(**({"logging_steps": 3, "precision": "fp32"} | runtime)),
-               tracker=Tracker("toy", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+    return Job(
+        stage="toy",
+        item=None,
+        key="k",
+        seed=1,
+        folder=folder,
+        workers=1,
+        runtime=Runtime(**({"logging_steps": 3, "precision": "fp32"} | runtime)),
+        tracker=Tracker("toy", folder, {}, {}, quiet=True),
+        lineage={},
+        stop=StopRequest(),
+    )
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
@@ -161,7 +179,9 @@ def test_accumulation_changes_nothing_but_the_order_of_sums(tmp_path: Path) -> N
 
 
 def test_the_gradient_is_that_of_the_mean_over_trained_tokens(tmp_path: Path) -> None:
-    """Against the obvious computation: one forward over all rows, mean over targets, one SGD-like look at the gradient."""
+    """Against the obvious computation: one forward over all rows, mean over targets, one SGD-like look at the
+    gradient.
+    """
     model, stream = Net(), Rows()
     batch = stream.batch(0, 8, stream.rows(0, 8))
     chosen = batch.targets >= 0

@@ -1,4 +1,6 @@
-"""Every option of the loop changes what it should, and a killed run with it ends with the bits of an uninterrupted one."""
+"""Every option of the loop changes what it should, and a killed run with it ends with the bits of an uninterrupted
+one.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""Bytes of training: the sizes of the table, each part by hand for one small case, the whole against what Linux measures."""
+"""Bytes of training: the sizes of the table, each part by hand for one small case, the whole against what Linux
+measures.
+"""
 
 import json
 import os
@@ -25,12 +27,18 @@ from pipeline.run import device
 
 ROOT = Path(__file__).parents[1]
 TOTALS = {
-    "nano": 7_719_104, "tiny": 12_389_120, "small": 41_559_552, "medium": 137_842_944, "large": 1_362_028_096,
-    "xlarge": 2_750_061_568, "7b": 7_208_219_648,
-}  # fmt: skip
+    "nano": 7_719_104,
+    "tiny": 12_389_120,
+    "small": 41_559_552,
+    "medium": 137_842_944,
+    "large": 1_362_028_096,
+    "xlarge": 2_750_061_568,
+    "7b": 7_208_219_648,
+}
 # d 8, one head of 8, d_ff 16: a layer of 4 * 64 + 3 * 128 hidden weights, norms 16 + 16 + 8, a table of 64 * 8
-HAND = ModelConfig(vocab_size=64, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, d_ff=16, max_context=8,
-                   rope_theta=1e4, tied=True)  # fmt: skip
+HAND = ModelConfig(
+    vocab_size=64, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, d_ff=16, max_context=8, rope_theta=1e4, tied=True
+)
 HIDDEN, TABLE, ALL = 640, 512, 1192
 WORK = Work(row=4, context=4, selected=4, precision="fp32", accumulates=False)
 
@@ -58,7 +66,8 @@ def test_a_model_s_own_memory_counts() -> None:
     assert footprint.full(config).trained == TOTALS["nano"] + 399_390  # the count of specs: tests/test_memory.py
     work = replace(WORK, kind="cpu", row=256, context=256, selected=256)
     plain, remembering = (footprint.token_bytes(at_32000(name), work) for name in ("nano", "nano_memory"))
-    # two layers: normed 192, twice its copy; queries and result twice; 3 heads of 5 * 64 shares; keys and values of 64 a row by chunks of 64
+    # two layers: normed 192, twice its copy; queries and result twice; 3 heads of 5 * 64 shares; keys and values of 64
+    # a row by chunks of 64
     assert remembering - plain == 2 * (8 * 192 + 2 * 2 * 4 * 192 + 4 * 3 * 320 + 2 * 320 * 64 * 4 / 64)
 
 
@@ -72,7 +81,10 @@ def test_the_totals_are_those_of_transformers(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == TOTALS[name]
 
 
-@pytest.mark.parametrize(("name", "adamw", "muon"), [("medium", 2.2, 1.8), ("large", 21.8, 16.5), ("xlarge", 44.0, 33.3), ("7b", 115.3, 87.5)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "adamw", "muon"),
+    [("medium", 2.2, 1.8), ("large", 21.8, 16.5), ("xlarge", 44.0, 33.3), ("7b", 115.3, 87.5)],
+)
 def test_states_take_the_gigabytes_of_the_table(name: str, adamw: float, muon: float) -> None:
     config = at_32000(name)
     for optimizer, expected in (("adamw", adamw), ("muon", muon)):
@@ -93,9 +105,14 @@ def test_parts_of_one_device_by_hand() -> None:
     # four tokens; a layer keeps 16d + 12 * 8 + 12 * 8 + 16 d_ff and a mask of 4 * T; one more is worked on; 8d + 4h
     token = 2 * (128 + 96 + 96 + 256 + 16) + TOKEN
     assert one == Footprint(
-        weights=4 * ALL, gradients=4 * ALL, optimizer=8 * ALL, copies=0, activations=4 * token,
-        logits=LOGITS + 4 * TABLE, update=0,
-    )  # fmt: skip
+        weights=4 * ALL,
+        gradients=4 * ALL,
+        optimizer=8 * ALL,
+        copies=0,
+        activations=4 * token,
+        logits=LOGITS + 4 * TABLE,
+        update=0,
+    )
     assert one.total == 16 * ALL + one.activations + one.logits
 
 
@@ -113,22 +130,38 @@ NARROW = {"copies": 2 * HIDDEN, "logits": 2 * 64 * 4 + 6 * 8 * 4 + 12 * TABLE} |
     [
         ({"ema": True}, {"weights": 8 * ALL}),
         ({"accumulates": True}, {"logits": LOGITS + 8 * TABLE}),
-        ({"precision": "bf16"}, {"copies": 2 * HIDDEN, "activations": 4 * (2 * (144 + 128 + 128 + 8) + TOKEN),
-                                 "logits": 6 * 64 * 4 + 6 * 8 * 4 + 4 * TABLE}),
+        (
+            {"precision": "bf16"},
+            {
+                "copies": 2 * HIDDEN,
+                "activations": 4 * (2 * (144 + 128 + 128 + 8) + TOKEN),
+                "logits": 6 * 64 * 4 + 6 * 8 * 4 + 4 * TABLE,
+            },
+        ),
         ({"checkpointing": "full"}, {"activations": 4 * (32 + 592 + TOKEN)}),
         ({"packed": False}, {"activations": 4 * (2 * 576 + TOKEN)}),
         ({"selected": 1}, {"logits": 4 * 64 + 4 * 8 + 4 * TABLE}),
         ({"selected": 0}, {"logits": 0, "activations": 4 * (2 * 592 + TOKEN) + 4 * TABLE}),
         ({"answers": True}, {"logits": 16 * 64 * 4, "activations": 4 * (2 * 592 + TOKEN) + 4 * TABLE}),
-        ({"answers": True, "accumulates": True}, {"logits": 16 * 64 * 4, "activations": 4 * (2 * 592 + TOKEN) + 8 * TABLE}),
-        (CPU, {"activations": 4 * (2 * (128 + 128 + 96 + 256 + 4 * 4) + TOKEN), "logits": LOGITS + 8 * TABLE} | PADDING),
-        (CPU | {"checkpointing": "full"},
-         {"activations": 4 * (32 + 1.4 * 624 + TOKEN), "logits": LOGITS + 8 * TABLE} | PADDING),
+        (
+            {"answers": True, "accumulates": True},
+            {"logits": 16 * 64 * 4, "activations": 4 * (2 * 592 + TOKEN) + 8 * TABLE},
+        ),
+        (
+            CPU,
+            {"activations": 4 * (2 * (128 + 128 + 96 + 256 + 4 * 4) + TOKEN), "logits": LOGITS + 8 * TABLE} | PADDING,
+        ),
+        (
+            CPU | {"checkpointing": "full"},
+            {"activations": 4 * (32 + 1.4 * 624 + TOKEN), "logits": LOGITS + 8 * TABLE} | PADDING,
+        ),
         (HALF, {"activations": 4 * (2 * BY_HAND + TOKEN)} | NARROW),
-        (HALF | {"checkpointing": "selective"},
-         {"activations": 4 * (32 + 144 + 0.15 * (BY_HAND - 144) + BY_HAND + TOKEN)} | NARROW),
+        (
+            HALF | {"checkpointing": "selective"},
+            {"activations": 4 * (32 + 144 + 0.15 * (BY_HAND - 144) + BY_HAND + TOKEN)} | NARROW,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_setting_changes_the_parts_that_it_should(change: dict[str, Any], parts: dict[str, float]) -> None:
     before = footprint.footprint(footprint.full(HAND), [HAND], WORK, 1)
     found = footprint.footprint(footprint.full(HAND), [HAND], replace(WORK, **change), 1)
@@ -159,16 +192,24 @@ def test_copies_of_layers_that_are_computed_again_are_one_layers() -> None:
         assert footprint.footprint(footprint.full(deep), [deep], work, 1).copies == 2 * HIDDEN * layers
 
 
-@pytest.mark.parametrize(("packed", "context", "expected"), [
-    (False, 100, (1, 1)), (False, 512, (2.5, 2.5)), (False, 1024, (4.5, 1.25)), (True, 1024, (4.5, 2.5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("packed", "context", "expected"),
+    [
+        (False, 100, (1, 1)),
+        (False, 512, (2.5, 2.5)),
+        (False, 1024, (4.5, 1.25)),
+        (True, 1024, (4.5, 2.5)),
+    ],
+)
 def test_tiles_reach_as_far_as_documents_do(packed: bool, context: int, expected: tuple[float, float]) -> None:
     """Of 1,024 tokens eight tiles see 1 to 8 tiles; the probabilities of the first four are kept."""
     assert footprint.reaches(replace(WORK, packed=packed, context=context)) == expected
 
 
 def saved(model: Transformer, rows: int, context: int, precision: str) -> float:
-    """Bytes a token that the second layer saves for the backward pass, without what a parameter holds or is copied to."""
+    """Bytes a token that the second layer saves for the backward pass, without what a parameter holds or is copied
+    to.
+    """
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     matrices = {tuple(parameter.shape) for parameter in model.parameters()}
     config = model.config
@@ -198,16 +239,35 @@ def saved(model: Transformer, rows: int, context: int, precision: str) -> float:
 
 
 @pytest.mark.parametrize("targets", [None, lora.TARGETS[:4], ("all-linear",)])
-@pytest.mark.parametrize(("precision", "context", "kv_heads"), [
-    ("fp32", 128, 3), ("fp32", 1024, 3), ("fp32", 640, 1), ("bf16", 128, 3), ("bf16", 512, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "context", "kv_heads"),
+    [
+        ("fp32", 128, 3),
+        ("fp32", 1024, 3),
+        ("fp32", 640, 1),
+        ("bf16", 128, 3),
+        ("bf16", 512, 1),
+    ],
+)
 def test_a_layer_saves_what_the_arithmetic_says(
     precision: str, context: int, kv_heads: int, targets: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary and rows of odd sizes tell activations from weights. Norms' scales and what a rank adds: 3 % at most."""
+    """A vocabulary and rows of odd sizes tell activations from weights. Norms' scales and what a rank adds: 3 % at
+    most.
+    """
     monkeypatch.setitem(footprint.LEFT, precision, 0)
-    config = ModelConfig(vocab_size=211, width=192, layers=3, heads=3, kv_heads=kv_heads, head_dim=64, d_ff=352, max_context=1024,
-                         rope_theta=1e4, tied=True)  # fmt: skip
+    config = ModelConfig(
+        vocab_size=211,
+        width=192,
+        layers=3,
+        heads=3,
+        kv_heads=kv_heads,
+        head_dim=64,
+        d_ff=352,
+        max_context=1024,
+        rope_theta=1e4,
+        tied=True,
+    )
     model = Transformer(config, torch.Generator().manual_seed(0))
     if targets:
         lora.attach(model, AdapterConfig(rank=2, alpha=4, targets=targets), torch.Generator())
@@ -309,15 +369,34 @@ CASES = {
     "adamw": {"shape": MIDDLE, "rows": 2, "micro_batch": 2, "context": 128},
     "accumulating in bf16": {"shape": MIDDLE, "rows": 2, "micro_batch": 1, "context": 128, "precision": "bf16"},
     "checkpointing": {"shape": MIDDLE, "rows": 4, "micro_batch": 4, "context": 64, "checkpointing": "full"},
-    "selective in bf16": {"shape": SMALL, "rows": 16, "micro_batch": 16, "context": 256, "checkpointing": "selective", "precision": "bf16"},
+    "selective in bf16": {
+        "shape": SMALL,
+        "rows": 16,
+        "micro_batch": 16,
+        "context": 256,
+        "checkpointing": "selective",
+        "precision": "bf16",
+    },
     "muon": {"shape": MUON, "rows": 2, "micro_batch": 1, "context": 64, "optimizer": "muon"},
     "long rows in bf16": {"shape": SMALL, "rows": 1, "micro_batch": 1, "context": 2048, "precision": "bf16"},
     "a large vocabulary in bf16": {"shape": WIDE, "rows": 2, "micro_batch": 1, "context": 256, "precision": "bf16"},
     "a memory": {"shape": SMALL | {"memory": READ}, "rows": 8, "micro_batch": 8, "context": 256},
-    "a memory in bf16": {"shape": SMALL | {"memory": READ}, "rows": 8, "micro_batch": 8, "context": 256, "precision": "bf16"},
-    "an adapter in bf16": {"shape": SMALL, "rows": 8, "micro_batch": 8, "context": 256, "precision": "bf16",
-                           "adapter": {"rank": 8, "alpha": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}},
-}  # fmt: skip
+    "a memory in bf16": {
+        "shape": SMALL | {"memory": READ},
+        "rows": 8,
+        "micro_batch": 8,
+        "context": 256,
+        "precision": "bf16",
+    },
+    "an adapter in bf16": {
+        "shape": SMALL,
+        "rows": 8,
+        "micro_batch": 8,
+        "context": 256,
+        "precision": "bf16",
+        "adapter": {"rank": 8, "alpha": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    },
+}
 
 
 @pytest.mark.slow
@@ -330,8 +409,13 @@ def test_the_plan_is_within_a_fifth_of_the_measured_peak(name: str) -> None:
         pytest.skip("bf16 is emulated here, 50 times slower")
     most = 0
     for _ in range(3):  # a kernel that is short of memory takes pages back that lie still: a run shows its peak or less
-        done = subprocess.run([sys.executable, "-m", "tests.peak", json.dumps(asked)], cwd=ROOT, capture_output=True,
-                              text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.peak", json.dumps(asked)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         most = max(most, found["measured"])

@@ -16,8 +16,17 @@ from pipeline.model.transformer import Transformer
 from pipeline.serve.engine import NARROW, TOGETHER, RowDecoder
 
 BASE = ModelConfig(
-    vocab_size=96, width=24, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=40, max_context=300, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=96,
+    width=24,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    d_ff=40,
+    max_context=300,
+    rope_theta=1e4,
+    tied=True,
+)
 SHAPES = {
     "qwen3": BASE,
     "untied": replace(BASE, tied=False),
@@ -136,9 +145,17 @@ def test_ragged_pieces_give_the_logits_of_one_forward_pass(config: ModelConfig, 
     decoder = RowDecoder(kind(model), 6)
     rows: list[list[int]] = [[] for _ in range(6)]
     steps = [
-        {0: 40, 2: NARROW + 1, 5: 1}, {0: 1}, {2: 9}, {0: 3, 2: 1}, {5: 1, 2: 1}, {1: 2, 3: 1, 4: NARROW},
-        {1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {5: 1, 4: 1, 2: 1, 1: 1}, {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {3: 256},
-    ]  # fmt: skip
+        {0: 40, 2: NARROW + 1, 5: 1},
+        {0: 1},
+        {2: 9},
+        {0: 3, 2: 1},
+        {5: 1, 2: 1},
+        {1: 2, 3: 1, 4: NARROW},
+        {1: 1, 2: 1, 3: 1, 4: 1, 5: 1},
+        {5: 1, 4: 1, 2: 1, 1: 1},
+        {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1},
+        {3: 256},
+    ]
     assert TOGETHER == 4  # so the steps with four rows and more are asked in one product
     for number, step in enumerate(steps):
         pieces = [text(100 * number + row, count) for row, count in step.items()]

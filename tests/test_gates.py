@@ -83,8 +83,18 @@ def test_the_first_loss_from_scratch_is_that_of_a_uniform_guess(
 
 
 def test_an_untrained_model_of_ours_passes_the_first_loss() -> None:
-    config = ModelConfig(vocab_size=512, width=64, layers=2, heads=2, kv_heads=1, head_dim=32, d_ff=96, max_context=64,
-                         rope_theta=1e4, tied=True)  # fmt: skip
+    config = ModelConfig(
+        vocab_size=512,
+        width=64,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=32,
+        d_ff=96,
+        max_context=64,
+        rope_theta=1e4,
+        tied=True,
+    )
     model = Transformer(config, torch.Generator().manual_seed(3))
     ids = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0))
     targets = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(1))

@@ -17,8 +17,17 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.errors import GateError, ModelError
 from pipeline.text.tokenizer import TEMPLATE, Tokenizer
 
-SHAPE: dict[str, Any] = {"vocab_size": 320, "width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "d_ff": 96,
-                         "max_context": 128, "rope_theta": 1e6}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "width": 64,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "d_ff": 96,
+    "max_context": 128,
+    "rope_theta": 1e6,
+}
 SHAPES = {
     "tied": ModelConfig(tied=True, **SHAPE),
     "head of its own": ModelConfig(tied=False, **SHAPE),
@@ -96,17 +105,33 @@ def test_rows_that_no_block_divides_are_f16_in_a_q8_0_file(byte_tokenizer: Token
 def test_the_keys_are_llama_cpp_s(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     keys = export_gguf.read(written(byte_tokenizer, tmp_path / "a.gguf", fresh(), "q8_0")).keys
     expected = {
-        "general.architecture": "qwen3", "general.type": "model", "general.name": "stagecoach-test", "general.file_type": 7,
-        "general.quantization_version": 2, "qwen3.context_length": 128, "qwen3.embedding_length": 64, "qwen3.block_count": 2,
-        "qwen3.feed_forward_length": 96, "qwen3.attention.head_count": 4, "qwen3.attention.head_count_kv": 2,
-        "qwen3.attention.key_length": 16, "qwen3.attention.value_length": 16, "qwen3.rope.freq_base": 1e6,
-        "qwen3.vocab_size": 320, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.eos_token_id": byte_tokenizer.turn_end, "tokenizer.ggml.eot_token_id": byte_tokenizer.turn_end,
-        "tokenizer.ggml.padding_token_id": byte_tokenizer.pad, "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.ggml.fim_pre_token_id": byte_tokenizer.fim_prefix, "tokenizer.ggml.fim_suf_token_id": byte_tokenizer.fim_suffix,
-        "tokenizer.ggml.fim_mid_token_id": byte_tokenizer.fim_middle, "tokenizer.ggml.fim_pad_token_id": byte_tokenizer.fim_pad,
+        "general.architecture": "qwen3",
+        "general.type": "model",
+        "general.name": "stagecoach-test",
+        "general.file_type": 7,
+        "general.quantization_version": 2,
+        "qwen3.context_length": 128,
+        "qwen3.embedding_length": 64,
+        "qwen3.block_count": 2,
+        "qwen3.feed_forward_length": 96,
+        "qwen3.attention.head_count": 4,
+        "qwen3.attention.head_count_kv": 2,
+        "qwen3.attention.key_length": 16,
+        "qwen3.attention.value_length": 16,
+        "qwen3.rope.freq_base": 1e6,
+        "qwen3.vocab_size": 320,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.eos_token_id": byte_tokenizer.turn_end,
+        "tokenizer.ggml.eot_token_id": byte_tokenizer.turn_end,
+        "tokenizer.ggml.padding_token_id": byte_tokenizer.pad,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.fim_pre_token_id": byte_tokenizer.fim_prefix,
+        "tokenizer.ggml.fim_suf_token_id": byte_tokenizer.fim_suffix,
+        "tokenizer.ggml.fim_mid_token_id": byte_tokenizer.fim_middle,
+        "tokenizer.ggml.fim_pad_token_id": byte_tokenizer.fim_pad,
         "tokenizer.chat_template": TEMPLATE,
-    }  # fmt: skip
+    }
     assert {name: keys.get(name) for name in expected} == expected
 
 
@@ -117,8 +142,9 @@ def test_every_id_has_its_token_its_type_and_the_merges_their_order(byte_tokeniz
     state = json.loads((tmp_path / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))
     assert found.merges == [" ".join(pair) for pair in state["model"]["merges"]]
     assert {found.tokens[id_]: id_ for id_ in range(320)} == {
-        **state["model"]["vocab"], **{entry["content"]: entry["id"] for entry in state["added_tokens"]}
-    }  # fmt: skip
+        **state["model"]["vocab"],
+        **{entry["content"]: entry["id"] for entry in state["added_tokens"]},
+    }
     assert found.types[byte_tokenizer.turn_end] == found.types[byte_tokenizer.pad] == 3
     assert found.types[byte_tokenizer.tool_call] == 4  # added, and part of what is said
     assert set(found.types[320:]) == {5}

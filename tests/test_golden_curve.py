@@ -1,4 +1,5 @@
-"""The first twenty steps of a tiny transformer, against a stored curve: a change of the numbers is seen even where all parts agree.
+"""The first twenty steps of a tiny transformer, against a stored curve: a change of the numbers is seen even where all
+parts agree.
 
 python -m tests.test_golden_curve       writes the curve anew, after a change that is meant to change it
 """

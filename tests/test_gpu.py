@@ -1,4 +1,6 @@
-"""Training and generation on a GPU: the numbers of a CPU, exact order on resume, every precision and setting. Skipped without one."""
+"""Training and generation on a GPU: the numbers of a CPU, exact order on resume, every precision and setting.
+Skipped without one.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,13 +36,32 @@ def trained(
     job = job_of(folder, case)
     job = replace(job, runtime=Runtime(**({"logging_steps": 1, "precision": "fp32", "save_steps": 1} | runtime)))
     model = model_of(case)
-    config = FitConfig(steps=steps, tokens_per_step=8 * 8, context=8, learning_rate=5e-3, eval_steps=4, optimizer=optimizer, eps=1e-6,
-                       ema_decay=ema, publish="last")  # fmt: skip
+    config = FitConfig(
+        steps=steps,
+        tokens_per_step=8 * 8,
+        context=8,
+        learning_rate=5e-3,
+        eval_steps=4,
+        optimizer=optimizer,
+        eps=1e-6,
+        ema_decay=ema,
+        publish="last",
+    )
 
     def loss(model: Transformer, batch: Any) -> Loss:
         chosen = batch.targets >= 0
-        return Loss([Term("loss", model(batch.ids, select=chosen,
-                     head=lambda hidden, table: learning_losses.next_token(hidden, table, batch.targets[chosen])))])  # fmt: skip
+        return Loss(
+            [
+                Term(
+                    "loss",
+                    model(
+                        batch.ids,
+                        select=chosen,
+                        head=lambda hidden, table: learning_losses.next_token(hidden, table, batch.targets[chosen]),
+                    ),
+                )
+            ]
+        )
 
     class There(Rows):
         """Batches that go to the device."""
@@ -138,6 +159,21 @@ def test_greedy_text_is_that_of_a_cpu(tiny_model: nn.Module) -> None:
 
 
 def test_the_benchmark_of_a_gpu_says_speed_use_and_memory() -> None:
-    [found] = gpu_training.main(["--models", "tiny", "--settings", "plain", "--rows", "2", "--context", "64", "--rounds", "1",
-                                 "--steps", "2", "--anyway"])  # fmt: skip
+    [found] = gpu_training.main(
+        [
+            "--models",
+            "tiny",
+            "--settings",
+            "plain",
+            "--rows",
+            "2",
+            "--context",
+            "64",
+            "--rounds",
+            "1",
+            "--steps",
+            "2",
+            "--anyway",
+        ]
+    )
     assert found["tokens_per_second"] > 0 and found["peak_gb"] > 0 and device.hardware("bf16").device.type == "cuda"

@@ -28,11 +28,22 @@ pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(2400)]
 MODELS = ("language", "code", "tools", "lora", "dpo", "grpo", "rlhf")
 MASKED = ("diffusion", "diffusion_dpo", "diffusion_grpo")
 SECOND = ("diffusion_control", "memory_baseline")  # beside the model of their stage
-ALL = {"code_versions", "stage_corpus", "stage_tasks", "stage_tokenizer", "stage_encode@text", "stage_encode@code",
-       *(f"stage_{model}" for model in MODELS), *(f"stage_evaluate@{model}" for model in MODELS), "stage_reward",
-       "stage_evaluate_reward",
-       "stage_deploy", "stage_report", *(f"stage_{model}" for model in (*MASKED, "memory")),
-       *(f"stage_evaluate@{model}" for model in (*MASKED, "memory", *SECOND))}  # fmt: skip
+ALL = {
+    "code_versions",
+    "stage_corpus",
+    "stage_tasks",
+    "stage_tokenizer",
+    "stage_encode@text",
+    "stage_encode@code",
+    *(f"stage_{model}" for model in MODELS),
+    *(f"stage_evaluate@{model}" for model in MODELS),
+    "stage_reward",
+    "stage_evaluate_reward",
+    "stage_deploy",
+    "stage_report",
+    *(f"stage_{model}" for model in (*MASKED, "memory")),
+    *(f"stage_evaluate@{model}" for model in (*MASKED, "memory", *SECOND)),
+}
 ALIGNED = {f"{stage}{model}" for model in ("dpo", "grpo", "rlhf") for stage in ("stage_", "stage_evaluate@")}
 AFTER_RLHF = {"stage_rlhf", "stage_evaluate@rlhf", "stage_report"}
 AFTER_TOOLS = {
@@ -64,7 +75,9 @@ def repository(built: Repository) -> Iterator[Repository]:
 def test_every_function_that_a_stage_ran_is_covered_by_its_hash(built: Repository) -> None:
     """What tests/traced wrote down while the graph was built, in all processes, against what codehash reaches."""
     missing, count = set(), 0
-    reached = codehash.closures(built.folder, sorted(path.stem for path in (built.folder / "stages").glob("*.py") if path.stem != "__init__"))  # fmt: skip
+    reached = codehash.closures(
+        built.folder, sorted(path.stem for path in (built.folder / "stages").glob("*.py") if path.stem != "__init__")
+    )
     statements = cache(lambda file: ast.parse((built.folder / file).read_text()).body)
     for line in {line for one in (built.folder.parent / "ran").iterdir() for line in one.read_text().splitlines()}:
         stage, file, number = line.split("\t")
@@ -149,7 +162,9 @@ def test_a_checkpoint_to_start_from_is_followed_by_its_contents(repository: Repo
 
 
 def test_another_seed_trains_on_the_data_of_before_and_another_data_seed_makes_new_data(repository: Repository) -> None:
-    """The data keep their digests, so both runs are measured on the same items; see tests/test_seeds.py for the whole graph."""
+    """The data keep their digests, so both runs are measured on the same items; see tests/test_seeds.py for the
+    whole graph.
+    """
     before = {model: repository.sha(model) for model in ("language", "tools")}
     inputs = repository.inputs("tools")
     repository.edit("params.yaml", "\nseed: 42 ", "\nseed: 1 ")
@@ -210,9 +225,20 @@ def test_help_explains_the_stage_and_its_keys(repository: Repository) -> None:
 def test_an_experiment_with_another_model_runs_and_the_old_one_is_restored(repository: Repository) -> None:
     before = repository.sha("deploy")
     repository.dvc(
-        "exp", "run", "-S", "model=tiny", "-S", "language.steps=2", "-S", "code.steps=2", "-S", "tools.steps=2",
-        "-S", "deploy.model=tools", "stage_deploy"
-    )  # fmt: skip
+        "exp",
+        "run",
+        "-S",
+        "model=tiny",
+        "-S",
+        "language.steps=2",
+        "-S",
+        "code.steps=2",
+        "-S",
+        "tools.steps=2",
+        "-S",
+        "deploy.model=tools",
+        "stage_deploy",
+    )
     assert repository.sha("deploy") != before
     shown = repository.dvc("exp", "show", "--md")
     assert "tiny" in shown
@@ -271,7 +297,9 @@ def wait_for_state(work: Path, stage: str, more: int, process: "subprocess.Popen
 def test_a_preference_given_on_the_page_trains_the_models_that_learn_from_pairs(
     repository: Repository, tmp_path: Path
 ) -> None:
-    """Served from where the graph was built, as `make serve` does; the next repro of DPO has the pair, and the tools model stays."""
+    """Served from where the graph was built, as `make serve` does; the next repro of DPO has the pair, and the tools
+    model stays.
+    """
     choice = {
         "model": "tools",
         "prompt": [{"role": "user", "content": "Which of two answers do people like?"}],
@@ -294,7 +322,9 @@ def test_a_preference_given_on_the_page_trains_the_models_that_learn_from_pairs(
 
 
 def test_killing_dvc_alone_takes_the_trainer_with_it(repository: Repository) -> None:
-    """Two seconds on a quiet machine; the bound leaves room for one evaluation. Debian's sh is one that does not exec."""
+    """Two seconds on a quiet machine; the bound leaves room for one evaluation. Debian's sh is one that does not
+    exec.
+    """
     repository.edit("params.yaml", "tools:\n  steps: null", "tools:\n  steps: 4000")
     with repository.started("dvc", "repro", "stage_tools", SHELL="/bin/sh") as process:
         wait_for_state(repository.folder / ".work", "tools", 1, process)
@@ -333,8 +363,17 @@ def test_two_processes_see_the_same_rows_and_losses(repository: Repository, tmp_
     curves = []
     for launch in ("", "2"):
         work = str(tmp_path / f"work{launch}")
-        repository.run("python", "-m", "stages.language", "runtime.precision=fp32", "runtime.logging_steps=1",
-                       STAGECOACH_LAUNCH=launch, STAGECOACH_WORK=work, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")  # fmt: skip
+        repository.run(
+            "python",
+            "-m",
+            "stages.language",
+            "runtime.precision=fp32",
+            "runtime.logging_steps=1",
+            STAGECOACH_LAUNCH=launch,
+            STAGECOACH_WORK=work,
+            ACCELERATE_USE_CPU="true",
+            OMP_NUM_THREADS="1",
+        )
         rows = (repository.folder / "metrics/language.csv").read_text().splitlines()
         column = rows[0].split(",").index("loss")
         curves.append([float(row.split(",")[column]) for row in rows[1:]])

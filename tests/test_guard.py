@@ -42,8 +42,21 @@ def test_our_own_hosts_are_answered(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "evil.example:localhost", "localhost@evil.example", "127.0.0.1.nip.io", "", "[::1", "::1", "127.1", "localhost:8000:1", "localhost:x"]
-)  # fmt: skip
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "evil.example:localhost",
+        "localhost@evil.example",
+        "127.0.0.1.nip.io",
+        "",
+        "[::1",
+        "::1",
+        "127.1",
+        "localhost:8000:1",
+        "localhost:x",
+    ],
+)
 def test_any_other_host_is_misdirected(host: str) -> None:
     answer = ask(Guard(echo), headers={"host": host})
     assert answer.status_code == 421 and answer.json()["error"]["code"] == "host_not_allowed"
@@ -294,8 +307,20 @@ def test_a_key_is_known_and_two_keys_are_two_owners() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [(), ("",), ("Bearer",), ("Bearer ",), (f"Basic {KEY}",), (KEY,), (f"Bearer {KEY}x",), (f"Bearer {KEY[:-1]}",), (f"Bearer {KEY}", f"Bearer {KEY}"), ("Bearer \xff",)]
-)  # fmt: skip
+    "values",
+    [
+        (),
+        ("",),
+        ("Bearer",),
+        ("Bearer ",),
+        (f"Basic {KEY}",),
+        (KEY,),
+        (f"Bearer {KEY}x",),
+        (f"Bearer {KEY[:-1]}",),
+        (f"Bearer {KEY}", f"Bearer {KEY}"),
+        ("Bearer \xff",),
+    ],
+)
 def test_anything_else_is_unknown(values: tuple[str, ...]) -> None:
     with pytest.raises(ApiFault) as fault:
         Keys([KEY]).owner(request(*values))

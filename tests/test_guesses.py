@@ -66,8 +66,9 @@ def test_guesses_are_held_against_what_the_policy_says_of_each_token(tiny_model:
     assert set(terms) == {"ranking", "likelihood"}
     assert float(terms["ranking"].sum.detach()) == pytest.approx(2 * math.log(2))
     expected = 0.0
-    for ids, targets, length in zip(rows.input_ids.tolist(), rows.targets.tolist(),
-                                    (rows.documents >= 0).sum(1).tolist(), strict=True):  # fmt: skip
+    for ids, targets, length in zip(
+        rows.input_ids.tolist(), rows.targets.tolist(), (rows.documents >= 0).sum(1).tolist(), strict=True
+    ):
         with torch.no_grad():
             told = policy(torch.tensor([ids[:length]]))[0].log_softmax(-1)
         expected += sum(

@@ -12,10 +12,19 @@ from pipeline.model.transformer import Transformer
 from pipeline.text.tokenizer import Tokenizer
 
 TOOLS = [
-    {"type": "function", "function": {"name": "look", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}, "days": {"type": "integer"}},
-        "required": ["city"], "additionalProperties": False}}}
-]  # fmt: skip
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}, "days": {"type": "integer"}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
 
 
 @pytest.fixture

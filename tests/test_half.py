@@ -1,4 +1,6 @@
-"""Training in bf16 on a CPU: each part written by hand against the plain formula in float64, and the whole model with it."""
+"""Training in bf16 on a CPU: each part written by hand against the plain formula in float64, and the whole model
+with it.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +22,17 @@ from pipeline.model.transformer import Transformer
 
 ROUNDING = 0.02  # relative, of a part in bf16
 CONFIG = ModelConfig(
-    vocab_size=128, width=48, layers=2, heads=6, kv_heads=2, head_dim=16, d_ff=80, max_context=1280, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=128,
+    width=48,
+    layers=2,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+    max_context=1280,
+    rope_theta=1e4,
+    tied=True,
+)
 LENGTHS = {
     "one document": (640,),
     "full rows": (256, 256, 256),
@@ -63,8 +74,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def test_a_product_behind_a_norm_is_the_plain_formula(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(primitives, "AT_ONCE", piece)
     inputs = [drawn(0, 30, 32), 1 + drawn(1, 32) / 4, drawn(2, 24, 32), drawn(3, 40, 32)]
-    close(lambda x, weight, *matrices: layers.normed_product(x, weight, 1e-6, *matrices),
-          lambda x, weight, *matrices: norm(x, weight) @ torch.cat(matrices).T, inputs, [torch.float32] * 4)  # fmt: skip
+    close(
+        lambda x, weight, *matrices: layers.normed_product(x, weight, 1e-6, *matrices),
+        lambda x, weight, *matrices: norm(x, weight) @ torch.cat(matrices).T,
+        inputs,
+        [torch.float32] * 4,
+    )
 
 
 def test_a_norm_before_frozen_matrices_hands_the_gradient_on() -> None:
@@ -255,8 +270,12 @@ def gradients_and_products(policy: Any, dropout: float) -> tuple[list[Tensor], i
     torch.manual_seed(0)
     with Products() as products:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(ids, documents=documents, select=torch.ones_like(ids, dtype=torch.bool),
-                         head=lambda hidden, table: next_token(hidden, table, ids.flatten()))  # fmt: skip
+            loss = model(
+                ids,
+                documents=documents,
+                select=torch.ones_like(ids, dtype=torch.bool),
+                head=lambda hidden, table: next_token(hidden, table, ids.flatten()),
+            )
         loss.backward()
     return [x.grad for x in model.parameters() if x.grad is not None], products.count
 

@@ -15,8 +15,13 @@ def test_a_number_is_found_by_its_path_with_its_interval() -> None:
 
 @pytest.mark.parametrize(
     "numbers",
-    [{}, {"problems": {"skipped": "skipped: no sandbox"}}, {"problems": {"easy": {"pass_at_1": "not finite"}}}, {"problems": 3}],
-)  # fmt: skip
+    [
+        {},
+        {"problems": {"skipped": "skipped: no sandbox"}},
+        {"problems": {"easy": {"pass_at_1": "not finite"}}},
+        {"problems": 3},
+    ],
+)
 def test_what_was_not_measured_is_none(numbers: dict[str, object]) -> None:
     assert lookup(numbers, RATE) is None
 

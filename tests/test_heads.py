@@ -20,15 +20,57 @@ from pipeline.run.errors import ConfigError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 CONFIGS = {
-    "qwen3-tied": ModelConfig(vocab_size=320, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, d_ff=48,
-                              max_context=64, rope_theta=1e4, tied=True),
-    "qwen3-untied": ModelConfig(vocab_size=320, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, d_ff=48,
-                                max_context=64, rope_theta=1e4, tied=False),
-    "qwen2": ModelConfig(vocab_size=320, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48,
-                         max_context=64, rope_theta=1e4, tied=True, bias=True),
-    "llama": ModelConfig(vocab_size=320, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48,
-                         max_context=64, rope_theta=1e4, tied=False, qk_norm=False),
-}  # fmt: skip
+    "qwen3-tied": ModelConfig(
+        vocab_size=320,
+        width=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        d_ff=48,
+        max_context=64,
+        rope_theta=1e4,
+        tied=True,
+    ),
+    "qwen3-untied": ModelConfig(
+        vocab_size=320,
+        width=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        d_ff=48,
+        max_context=64,
+        rope_theta=1e4,
+        tied=False,
+    ),
+    "qwen2": ModelConfig(
+        vocab_size=320,
+        width=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        d_ff=48,
+        max_context=64,
+        rope_theta=1e4,
+        tied=True,
+        bias=True,
+    ),
+    "llama": ModelConfig(
+        vocab_size=320,
+        width=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        d_ff=48,
+        max_context=64,
+        rope_theta=1e4,
+        tied=False,
+        qk_norm=False,
+    ),
+}
 LENGTHS = [7, 19, 1, 12]
 
 
@@ -171,8 +213,14 @@ def test_what_was_saved_is_loaded_bit_for_bit(kind: str, tmp_path: Path, byte_to
     assert checkpoint.weights_digest(again) == checkpoint.weights_digest(model)
     assert torch.equal(again(padded(0)[0]), model(padded(0)[0]))
     checkpoint.save_reward(tmp_path / "b", again, tokenizer, {"key": "k"})
-    names = ["chat_template.jinja", "config.json", "lineage.json", "model.safetensors", "tokenizer.json",
-             "tokenizer_config.json"]  # fmt: skip
+    names = [
+        "chat_template.jinja",
+        "config.json",
+        "lineage.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == names
     assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
     assert checkpoint.lineage(tmp_path / "a") == {"key": "k", "tokenizer": byte_tokenizer.hash}
@@ -200,12 +248,18 @@ def test_a_reward_model_is_not_taken_for_a_language_model(folder: Path) -> None:
         checkpoint.load(folder)
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"reward_mean": None}, "expected numbers reward_mean and reward_std > 0, found None and 1.5; for a reward model from"),
-    ({"reward_std": 0}, "found 0.625 and 0"),
-    ({"reward_mean": math.nan}, "found nan and 1.5"),
-    ({"architectures": None}, "found no architecture"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"reward_mean": None},
+            "expected numbers reward_mean and reward_std > 0, found None and 1.5; for a reward model from",
+        ),
+        ({"reward_std": 0}, "found 0.625 and 0"),
+        ({"reward_mean": math.nan}, "found nan and 1.5"),
+        ({"architectures": None}, "found no architecture"),
+    ],
+)
 def test_a_reward_model_without_its_scale_is_refused(values: dict[str, Any], message: str, folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -213,12 +267,15 @@ def test_a_reward_model_without_its_scale_is_refused(values: dict[str, Any], mes
         checkpoint.load_reward(folder)
 
 
-@pytest.mark.parametrize(("name", "tensor", "message"), [
-    ("score.weight", None, r"expected score.weight of shape \[1, 32\], found nothing"),
-    ("score.weight", torch.zeros(2, 32), r"expected score.weight of shape \[1, 32\], found \[2, 32\]"),
-    ("model.norm.weight", None, r"1 keys missing \(model.norm.weight\)"),
-    ("score.bias", torch.zeros(1), r"1 keys unknown \(score.bias\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("score.weight", None, r"expected score.weight of shape \[1, 32\], found nothing"),
+        ("score.weight", torch.zeros(2, 32), r"expected score.weight of shape \[1, 32\], found \[2, 32\]"),
+        ("model.norm.weight", None, r"1 keys missing \(model.norm.weight\)"),
+        ("score.bias", torch.zeros(1), r"1 keys unknown \(score.bias\)"),
+    ],
+)
 def test_weights_that_do_not_match_are_refused_by_name(
     name: str, tensor: Tensor | None, message: str, folder: Path
 ) -> None:
@@ -283,8 +340,10 @@ def test_more_layers_change_nothing_before_training_and_all_of_them_train(name: 
     ids, documents = padded(0)
     assert deeper.config.layers == 3 and trunk.config.layers == 2
     torch.testing.assert_close(deeper(ids, documents=documents), trunk(ids, documents=documents))
-    assert torch.equal(deeper.get_parameter("model.layers.2.self_attn.q_proj.weight"),
-                       trunk.get_parameter("model.layers.0.self_attn.q_proj.weight"))  # fmt: skip
+    assert torch.equal(
+        deeper.get_parameter("model.layers.2.self_attn.q_proj.weight"),
+        trunk.get_parameter("model.layers.0.self_attn.q_proj.weight"),
+    )
     deeper(ids, documents=documents).square().sum().backward()
     outputs = [
         deeper.get_parameter(f"model.layers.2.{part}.weight").grad for part in ("self_attn.o_proj", "mlp.down_proj")

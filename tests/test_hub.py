@@ -1,7 +1,7 @@
 """Data sets of the hub: mappings, and fetching from a server that fails on demand.
 
-Fetching runs in a child process, for huggingface_hub reads HF_ENDPOINT when it is imported; one child serves all tests but
-the one that kills it. Those tests are slow: the child imports `datasets`, which takes seconds.
+Fetching runs in a child process, for huggingface_hub reads HF_ENDPOINT when it is imported; one child serves all tests
+but the one that kills it. Those tests are slow: the child imports `datasets`, which takes seconds.
 """
 
 import gzip
@@ -243,7 +243,10 @@ def stories() -> dict[str, bytes]:
     """Three files of training stories and one of held-out ones; some 300 kB each, so that a break comes amid rows."""
     generator = np.random.default_rng(0)
     files = {
-        "README.md": b"---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: data/train-*}\n  - {split: validation, path: data/validation-*}\n---\n"
+        "README.md": (
+            b"---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: data/train-*}\n  - {split:"
+            b" validation, path: data/validation-*}\n---\n"
+        )
     }
     for name, size in (
         ("train-00000-of-00003", 40),

@@ -1,4 +1,6 @@
-"""The exported directory: checksums, the proof that it is the model it was made from, and what is refused on loading."""
+"""The exported directory: checksums, the proof that it is the model it was made from, and what is refused on
+loading.
+"""
 
 import hashlib
 import json
@@ -53,8 +55,9 @@ def test_every_file_has_its_checksum(out: Path) -> None:
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     assert sums == {
         str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in out.rglob("*") if p.is_file() and p.name != "SHA256SUMS"
-    }  # fmt: skip
+        for p in out.rglob("*")
+        if p.is_file() and p.name != "SHA256SUMS"
+    }
     assert {"config.json", "model.safetensors", "gguf/a.gguf"} <= sums.keys()
     huggingface.seal(out)  # again: its own sum is not in it
     assert (out / "SHA256SUMS").read_text().splitlines() == lines
@@ -262,7 +265,9 @@ HEARD: list[str] = []
 
 
 def test_loading_unpickles_nothing(out: Path) -> None:
-    """An audit hook, which cannot be removed, hears `pickle.find_class` and what compiles or runs code of the directory."""
+    """An audit hook, which cannot be removed, hears `pickle.find_class` and what compiles or runs code of the
+    directory.
+    """
 
     def listen(event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("pickle.find_class", "subprocess.Popen", "os.system", "marshal.loads"):

@@ -1,4 +1,6 @@
-"""What a stage imports before it does anything: a graph starts three dozen of them, so none pays for what it does not use."""
+"""What a stage imports before it does anything: a graph starts three dozen of them, so none pays for what it does
+not use.
+"""
 
 import subprocess
 import sys

@@ -65,7 +65,9 @@ def test_the_right_token_ranks_among_the_first_before_any_training() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_size_starts_near_a_uniform_guess(path: Path) -> None:
-    """Cut to two layers, a narrow inside (it starts at zero) and a small vocabulary; the gate of the first loss decides."""
+    """Cut to two layers, a narrow inside (it starts at zero) and a small vocabulary; the gate of the first loss
+    decides.
+    """
     shape = {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "memory"}
     config = ModelConfig(**(shape | {"layers": 2, "d_ff": 64, "vocab_size": 4096, "max_context": 128}))
     ids = torch.randint(0, 4096, (4, 65), generator=torch.Generator().manual_seed(1))

@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run ... -m tests.test_invariance KIND FOLDER      is one of the two processes
 
-Adam's eps is 0.01 here: with 1e-8 the first update is the sign of each gradient, so one of 1e-9 that rounds to the other side
-of zero moves its weight by twice the rate.
+Adam's eps is 0.01 here: with 1e-8 the first update is the sign of each gradient, so one of 1e-9 that rounds to the
+other side of zero moves its weight by twice the rate.
 """
 
 import os
@@ -48,9 +48,14 @@ SMOOTH: dict[str, Any] = {"eps": 1e-2, "learning_rate": 1e-2}
 
 def pair(number: int) -> Pair:
     """Answers of unequal lengths."""
-    said = [[{"role": role, "content": text}] for role, text in (
-        ("user", f"Which way, {number}?"), ("assistant", "left " * (1 + number % 5)), ("assistant", "right" + "." * (number % 7)),
-    )]  # fmt: skip
+    said = [
+        [{"role": role, "content": text}]
+        for role, text in (
+            ("user", f"Which way, {number}?"),
+            ("assistant", "left " * (1 + number % 5)),
+            ("assistant", "right" + "." * (number % 7)),
+        )
+    ]
     return Pair(id=str(number), source="made", kind="story", prompt=said[0], chosen=said[1], rejected=said[2])
 
 
@@ -61,8 +66,18 @@ def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
     for split, first, count in (("train", 0, 11), ("val", 100, 3)):
         records.write(data / f"{split}.jsonl", map(pair, range(first, first + count)))
     stream = PairStream(data, tokenizer, max_prompt=64, max_length=128, pairs=8, seed=1)
-    shape = ModelConfig(vocab_size=tokenizer.vocab_size, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=48,
-                        max_context=128, rope_theta=1e4, tied=True)  # fmt: skip
+    shape = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        width=32,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        d_ff=48,
+        max_context=128,
+        rope_theta=1e4,
+        tied=True,
+    )
     model, frozen = (Transformer(shape, torch.Generator().manual_seed(seed)) for seed in (0, 1))
     losses = PairLoss(nll_weight=0.2)
 
@@ -71,10 +86,14 @@ def train_pairs(folder: Path, method: str, **runtime: Any) -> nn.Module:
             reference = pair_losses.pair_logprobs(frozen, batch)
         return dpo(pair_losses.pair_logprobs(trained, batch), reference, losses)
 
-    trained, objective = (model, loss) if method == "dpo" else (
-        GuessingModel(RewardModel(model)),
-        partial(reward.loss, policy=frozen, centring=0.1, likelihood_weight=0.5),
-    )  # fmt: skip
+    trained, objective = (
+        (model, loss)
+        if method == "dpo"
+        else (
+            GuessingModel(RewardModel(model)),
+            partial(reward.loss, policy=frozen, centring=0.1, likelihood_weight=0.5),
+        )
+    )
     settings = PairConfig(steps=2, pairs=8, max_prompt=64, max_length=128, eval_steps=1, publish="last", **SMOOTH)
     one = job(folder, **runtime)
     fit(
@@ -127,8 +146,14 @@ def run(kind: str, folder: Path, **runtime: Any) -> None:
 def in_two_processes(kind: str, folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen([*command, "-m", "tests.test_invariance", kind, str(folder)], cwd=ROOT, env=environment, text=True,
-                          stderr=subprocess.PIPE, start_new_session=True) as started:  # fmt: skip
+    with subprocess.Popen(
+        [*command, "-m", "tests.test_invariance", kind, str(folder)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as started:
         try:
             _, said = started.communicate(timeout=120)
         except subprocess.TimeoutExpired:

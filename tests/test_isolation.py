@@ -33,9 +33,12 @@ def run(folder: Path, source: str, **environment: str) -> "subprocess.CompletedP
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     inherited = {name: value for name, value in os.environ.items() if name not in AT_HOME}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={folder / 'made'}", "tests"], cwd=folder,
-        env=inherited | {"PATH": path, "PYTHONPATH": str(ROOT)} | environment, capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={folder / 'made'}", "tests"],
+        cwd=folder,
+        env=inherited | {"PATH": path, "PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_no_test_reads_or_writes_the_home_of_who_runs_it(tmp_path: Path) -> None:
@@ -87,6 +90,9 @@ def test_what_a_file_wrote_is_gone_when_its_tests_have_passed(tmp_path: Path) ->
     (tmp_path / "kept/test_kept.py").rename(tmp_path / "tests/test_made.py")
     failed = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'made'}", "tests"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert failed.returncode == 1 and list((tmp_path / "made").glob("copy*/large"))

@@ -1,4 +1,6 @@
-"""The sandbox holds what a model wrote: every attack of `attacks.py`, as root and as nobody; no survivors, no secrets."""
+"""The sandbox holds what a model wrote: every attack of `attacks.py`, as root and as nobody; no survivors, no
+secrets.
+"""
 
 import ast
 import json
@@ -403,8 +405,10 @@ def test_a_program_reads_its_stdin_and_its_time_out_stops_no_other_test():
 
 
 def test_exit_and_quit_end_a_program_as_in_any_script():
-    programs = [Program(source=f"print(1)\n{s}\nprint(2)", entry_point="", tests=[{"stdin": "", "stdout": "1"}])
-                for s in ("exit()", "quit(0)", "exit(1)")]  # fmt: skip
+    programs = [
+        Program(source=f"print(1)\n{s}\nprint(2)", entry_point="", tests=[{"stdin": "", "stdout": "1"}])
+        for s in ("exit()", "quit(0)", "exit(1)")
+    ]
     with Judge(SandboxConfig(), 1) as judge:
         assert [(v.verdict, v.reason) for v in judge.judge(programs)] == [("passed", "")] * 2 + [("error", "exit")]
 
@@ -438,13 +442,11 @@ def test_runs_are_alike_whatever_the_hash_seed_and_the_time_zone(monkeypatch):
 
 def test_threads_locks_and_chance_work_in_a_child_though_no_handler_runs_at_its_fork():
     source = (
-        "import concurrent.futures, logging, os, random, threading\n"
-        "def f():\n"
-        "    logging.getLogger('a').warning('said')\n"
-        "    with concurrent.futures.ThreadPoolExecutor(2) as pool: doubled = list(pool.map(lambda n: 2 * n, range(4)))\n"
-        "    main = threading.main_thread()\n"
-        "    alone = threading.current_thread() is main and main.is_alive() and threading.active_count() == 1\n"
-        "    return [doubled, alone, random.random() == random.Random(0).random()]"
+        "import concurrent.futures, logging, os, random, threading\ndef f():\n   "
+        " logging.getLogger('a').warning('said')\n    with concurrent.futures.ThreadPoolExecutor(2) as pool: doubled ="
+        " list(pool.map(lambda n: 2 * n, range(4)))\n    main = threading.main_thread()\n    alone ="
+        " threading.current_thread() is main and main.is_alive() and threading.active_count() == 1\n    return"
+        " [doubled, alone, random.random() == random.Random(0).random()]"
     )
     program = Program(source=source, entry_point="f", tests=[{"args": "[]", "expected": "[[0, 2, 4, 6], True, True]"}])
     with Judge(SandboxConfig(), 1) as judge:

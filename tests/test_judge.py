@@ -1,4 +1,6 @@
-"""Values and verdicts: what equals what, what a forged report is worth, which asserts can be judged. No processes but few."""
+"""Values and verdicts: what equals what, what a forged report is worth, which asserts can be judged. No processes
+but few.
+"""
 
 import ast
 import gc
@@ -53,7 +55,9 @@ def types_and_value(value):
 
 @contextmanager
 def cpu_within(seconds: float) -> Iterator[None]:
-    """Fails where what is inside takes more CPU; what other tests left is out of the collector's sight, which would walk it."""
+    """Fails where what is inside takes more CPU; what other tests left is out of the collector's sight, which would
+    walk it.
+    """
     gc.collect()
     gc.freeze()
     start = time.process_time()
@@ -173,10 +177,15 @@ COLLIDING = "{" + ", ".join(str(number * ((1 << 61) - 1)) for number in range(1,
 
 @pytest.mark.parametrize(
     "test",
-    [{"args": f"[{COLLIDING}]", "expected": "1"}, {"args": "[1]", "expected": COLLIDING}, {"assert": f"assert f({COLLIDING}) == 1"},
-     {"assert": f"assert f(1) == {COLLIDING}"}, {"args": f"[{{{COLLIDING[1:-1].replace(',', ': 1,')}: 1}}]", "expected": "1"}],
+    [
+        {"args": f"[{COLLIDING}]", "expected": "1"},
+        {"args": "[1]", "expected": COLLIDING},
+        {"assert": f"assert f({COLLIDING}) == 1"},
+        {"assert": f"assert f(1) == {COLLIDING}"},
+        {"args": f"[{{{COLLIDING[1:-1].replace(',', ': 1,')}: 1}}]", "expected": "1"},
+    ],
     ids=["args", "expected", "argument of an assert", "in an assert", "keys"],
-)  # fmt: skip
+)
 def test_a_test_full_of_colliding_hashes_is_read_in_no_time(test: dict):
     with cpu_within(0.7):  # 0.1 to 0.2 s on a quiet machine; building the set takes 1.7
         assert parse_test(test, "f") is not None

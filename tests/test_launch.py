@@ -1,4 +1,6 @@
-"""The launcher: order, what a failure leaves out, what is said, signals; with fake stages, and with real ones at smoke."""
+"""The launcher: order, what a failure leaves out, what is said, signals; with fake stages, and with real ones at
+smoke.
+"""
 
 import json
 import os
@@ -26,7 +28,9 @@ def build_of(waits: dict[str, set[str]], jobs: int = 2, **seconds: float) -> Bui
 
 
 class Repro:
-    """A fake of `dvc repro -s STAGE` that ends at the second look, with the stage's own code in the file it was told."""
+    """A fake of `dvc repro -s STAGE` that ends at the second look, with the stage's own code in the file it was
+    told.
+    """
 
     started: list[str]
     alive: int
@@ -105,13 +109,25 @@ def test_deploy_goes_before_all_else_and_its_end_is_told(
 def test_a_failure_takes_with_it_only_what_needs_it_and_its_own_code_is_ours(
     repros: type[Repro], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    waits = {"tools": set(), "dpo": {"tools"}, "evaluate@dpo": {"dpo"}, "reward": {"tools"}, "rlhf": {"reward"},
-             "stage_report": {"tools", "dpo", "evaluate@dpo", "reward", "rlhf"}}  # fmt: skip
+    waits = {
+        "tools": set(),
+        "dpo": {"tools"},
+        "evaluate@dpo": {"dpo"},
+        "reward": {"tools"},
+        "rlhf": {"reward"},
+        "stage_report": {"tools", "dpo", "evaluate@dpo", "reward", "rlhf"},
+    }
     repros.codes, repros.cached = {"dpo": 3, "rlhf": 2}, {"tools"}
     build = build_of(waits, dpo=50.0)
     assert Launcher(build, "make all").run() == 3
-    assert states(build) == {"tools": "up to date", "dpo": "failed", "evaluate@dpo": "not built", "reward": "built",
-                             "rlhf": "failed", "stage_report": "built"}  # fmt: skip
+    assert states(build) == {
+        "tools": "up to date",
+        "dpo": "failed",
+        "evaluate@dpo": "not built",
+        "reward": "built",
+        "rlhf": "failed",
+        "stage_report": "built",
+    }
     said = capsys.readouterr().err
     assert "evaluate@dpo  not built             needs dpo" in said and "exit 3" in said
     assert said.endswith("launch: dpo, rlhf failed, see above; all else was built. Go on with: make all\n")
@@ -217,7 +233,12 @@ def test_without_a_sandbox_what_runs_sampled_programs_is_left_out_and_the_rest_i
     assert Launcher(build, "make all").run() == 0
     left_out = {one.name for one in build.stages.values() if one.state == "left out"}
     assert left_out == launch.SANDBOXED
-    assert set(build.named("not built")) == {"stage_evaluate_reward", "stage_evaluate@rlhf", "stage_evaluate@grpo", "stage_evaluate@diffusion_grpo"}  # fmt: skip
+    assert set(build.named("not built")) == {
+        "stage_evaluate_reward",
+        "stage_evaluate@rlhf",
+        "stage_evaluate@grpo",
+        "stage_evaluate@diffusion_grpo",
+    }
     assert build.stages["stage_deploy"].state == build.stages["stage_report"].state == "built"
     assert "there is no sandbox here (no seccomp)" in capsys.readouterr().err
 

@@ -29,8 +29,17 @@ def tokenizer() -> Tokenizer:
 
 def shape(vocab_size: int) -> ModelConfig:
     return ModelConfig(
-        vocab_size=vocab_size, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=32, max_context=256, rope_theta=1e4, tied=True
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        width=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        d_ff=32,
+        max_context=256,
+        rope_theta=1e4,
+        tied=True,
+    )
 
 
 def sharp(vocab_size: int) -> Transformer:

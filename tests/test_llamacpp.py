@@ -1,4 +1,5 @@
-"""llama.cpp reads our GGUF files: the same tokens, the same log-probabilities, the same greedy text, the same conversations.
+"""llama.cpp reads our GGUF files: the same tokens, the same log-probabilities, the same greedy text, the same
+conversations.
 
 Needs llama-cpp-python, built from source; skipped elsewhere. Two versions of llama.cpp in one run are not looked at.
 """
@@ -23,8 +24,17 @@ from tests import probes
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.extra]
 llama_cpp: Any = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, built from source")
 
-SHAPE: dict[str, Any] = {"vocab_size": 512, "width": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 32, "d_ff": 96,
-                         "max_context": 512, "rope_theta": 1e6}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "width": 64,
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "d_ff": 96,
+    "max_context": 512,
+    "rope_theta": 1e6,
+}
 SHAPES = {
     "tied": ModelConfig(tied=True, **SHAPE),
     "head of its own": ModelConfig(tied=False, **SHAPE),
@@ -135,7 +145,9 @@ def test_log_probabilities_and_greedy_text_of_f32_are_ours(shape: str, tokenizer
 def test_rounded_files_are_as_far_as_the_gate_allows(
     shape: str, kind: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """llama.cpp rounds what the weights are multiplied by, too; the gate's limit on the divergence leaves room for it."""
+    """llama.cpp rounds what the weights are multiplied by, too; the gate's limit on the divergence leaves room for
+    it.
+    """
     found = beside(drawn(SHAPES[shape]), tokenizer, tmp_path, kind)
     assert 0 < found.divergence <= parity.LIMITS[kind].divergence
 

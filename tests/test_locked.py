@@ -1,4 +1,6 @@
-"""`data: packages` and requirements.lock: what is read is what the lock pins, byte for byte, or an error names what differs."""
+"""`data: packages` and requirements.lock: what is read is what the lock pins, byte for byte, or an error names what
+differs.
+"""
 
 import hashlib
 import os
@@ -120,7 +122,7 @@ def test_packages_are_named_with_their_source_alone() -> None:
             DataConfig(**wrong)  # type: ignore[arg-type]
 
 
-# -- two users -----------------------------------------------------------------------------------------------------------
+# -- two users ---------------------------------------------------------------------------------------------------------
 
 STRANGER = {
     "LC_ALL": "tr_TR.UTF-8",

@@ -29,11 +29,32 @@ KINDS: dict[str, dict[str, Any]] = {
     "tokens": {"trained_tokens": (1, 5, 96)},
 }
 CONFIGS = [
-    ModelConfig(vocab_size=97, width=24, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=40, max_context=64,
-                rope_theta=1e4, tied=True),
-    ModelConfig(vocab_size=97, width=24, layers=2, heads=4, kv_heads=1, head_dim=6, d_ff=40, max_context=64,
-                rope_theta=1e4, tied=False, bias=True),
-]  # fmt: skip
+    ModelConfig(
+        vocab_size=97,
+        width=24,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        d_ff=40,
+        max_context=64,
+        rope_theta=1e4,
+        tied=True,
+    ),
+    ModelConfig(
+        vocab_size=97,
+        width=24,
+        layers=2,
+        heads=4,
+        kv_heads=1,
+        head_dim=6,
+        d_ff=40,
+        max_context=64,
+        rope_theta=1e4,
+        tied=False,
+        bias=True,
+    ),
+]
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -68,15 +89,18 @@ def adapted(kind: str, config: ModelConfig = CONFIGS[0], **more: Any) -> Transfo
 IDS = torch.randint(0, 97, (64, 20), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"rank": 0}, "adapter.rank: expected at least 1, found 0"),
-    ({"alpha": 0.0}, "adapter.alpha: expected a positive number"),
-    ({"dropout": 1.0}, "adapter.dropout: expected a share from 0 to below 1, found 1.0"),
-    ({"dropout": -0.1}, "adapter.dropout"),
-    ({"targets": ("q_proj", "lm_head")}, "some of q_proj, k_proj, .*found .*lm_head"),
-    ({"targets": ("q_proj", "all-linear")}, "all-linear alone"),
-    ({"targets": ()}, "adapter.targets"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 0}, "adapter.rank: expected at least 1, found 0"),
+        ({"alpha": 0.0}, "adapter.alpha: expected a positive number"),
+        ({"dropout": 1.0}, "adapter.dropout: expected a share from 0 to below 1, found 1.0"),
+        ({"dropout": -0.1}, "adapter.dropout"),
+        ({"targets": ("q_proj", "lm_head")}, "some of q_proj, k_proj, .*found .*lm_head"),
+        ({"targets": ("q_proj", "all-linear")}, "all-linear alone"),
+        ({"targets": ()}, "adapter.targets"),
+    ],
+)
 def test_a_wrong_configuration_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdapterConfig(**{"rank": 4, "alpha": 8.0} | change)
@@ -346,11 +370,22 @@ def test_a_rank_beyond_the_files_is_refused_before_it_is_allocated(
         lora.import_peft(folder, fresh())
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("peft_type", "IA3"), ("task_type", "SEQ_CLS"), ("bias", "all"), ("modules_to_save", ["lm_head"]),
-    ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}), ("layers_to_transform", [0]), ("lora_bias", True),
-    ("init_lora_weights", "pissa"), ("fan_in_fan_out", True), ("a_key_of_tomorrow", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("task_type", "SEQ_CLS"),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("layers_to_transform", [0]),
+        ("lora_bias", True),
+        ("init_lora_weights", "pissa"),
+        ("fan_in_fan_out", True),
+        ("a_key_of_tomorrow", 1),
+    ],
+)
 def test_what_is_not_supported_is_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"adapter_config.json: {key} = .* is not supported here; expected"):
         lora.import_peft(exported(tmp_path, **{key: value}), fresh())

@@ -10,8 +10,17 @@ from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 
 CONFIG = ModelConfig(
-    vocab_size=128, width=48, layers=2, heads=6, kv_heads=2, head_dim=16, d_ff=80, max_context=128, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=128,
+    width=48,
+    layers=2,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+    max_context=128,
+    rope_theta=1e4,
+    tied=True,
+)
 IDS = torch.randint(0, 128, (3, 20), generator=torch.Generator().manual_seed(1))
 
 

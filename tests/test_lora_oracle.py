@@ -17,8 +17,18 @@ pytestmark = pytest.mark.oracle
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-CONFIG = ModelConfig(vocab_size=320, width=64, layers=2, heads=4, kv_heads=2, head_dim=32, d_ff=96, max_context=128,
-                     rope_theta=50_000.0, tied=True)  # fmt: skip
+CONFIG = ModelConfig(
+    vocab_size=320,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    d_ff=96,
+    max_context=128,
+    rope_theta=50_000.0,
+    tied=True,
+)
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"targets": ("q_proj", "v_proj")},
     "rslora": {"rslora": True},
@@ -59,10 +69,16 @@ def theirs(base: Path, kind: str) -> Any:
     options = dict(KINDS[kind])
     targets = options.pop("targets", ("q_proj", "k_proj", "v_proj", "o_proj"))
     config = peft.LoraConfig(
-        r=4, lora_alpha=12, task_type="CAUSAL_LM", use_rslora=options.get("rslora", False),
-        target_modules="all-linear" if targets == ("all-linear",) else list(targets), use_dora=options.get("dora", False),
-        trainable_token_indices={"embed_tokens": list(options["trained_tokens"])} if "trained_tokens" in options else None,
-    )  # fmt: skip
+        r=4,
+        lora_alpha=12,
+        task_type="CAUSAL_LM",
+        use_rslora=options.get("rslora", False),
+        target_modules="all-linear" if targets == ("all-linear",) else list(targets),
+        use_dora=options.get("dora", False),
+        trainable_token_indices={"embed_tokens": list(options["trained_tokens"])}
+        if "trained_tokens" in options
+        else None,
+    )
     torch.manual_seed(1)
     model = peft.get_peft_model(hf(base), config)
     stir({name: parameter for name, parameter in model.named_parameters() if "lora_" in name or "delta" in name})

@@ -1,4 +1,6 @@
-"""What people and models write is shown, and nothing of it acts: the HTML is held to an allow-list by another parser."""
+"""What people and models write is shown, and nothing of it acts: the HTML is held to an allow-list by another
+parser.
+"""
 
 import re
 import time
@@ -55,10 +57,13 @@ def fault(html: str) -> str | None:
 @pytest.mark.parametrize(
     ("html", "found"),
     [
-        ("<img src=x>", "<img>"), ("<p onclick=x>", "<p onclick='x'>"), ("<a href='javascript:x'>", "<a href='javascript:x'>"),
-        ("<p style='color:red'>", "<p style='color:red'>"), (f"<a href='http://x' rel='{REL}'><em>x</em></a>", None),
+        ("<img src=x>", "<img>"),
+        ("<p onclick=x>", "<p onclick='x'>"),
+        ("<a href='javascript:x'>", "<a href='javascript:x'>"),
+        ("<p style='color:red'>", "<p style='color:red'>"),
+        (f"<a href='http://x' rel='{REL}'><em>x</em></a>", None),
     ],
-)  # fmt: skip
+)
 def test_the_judge_of_these_tests_tells_good_from_bad(html: str, found: str | None) -> None:
     assert fault(html) == found
 
@@ -109,13 +114,22 @@ def test_no_text_of_an_attack_is_lost() -> None:
         ("[a](https://b.c 'title')", f'<p><a href="https://b.c" rel="{REL}">a</a></p>'),
         ("[a](/b) [c](#d) [e](ftp://f)", "<p>[a](/b) [c](#d) [e](ftp://f)</p>"),
         ("![a](http://b.c/d.png)", f'<p>!<a href="http://b.c/d.png" rel="{REL}">a</a></p>'),
-        ("|a|\n|-|\n|b|", "<table>\n<thead>\n<tr>\n<th>a</th>\n</tr>\n</thead>\n<tbody>\n<tr>\n<td>b</td>\n</tr>\n</tbody>\n</table>"),
+        (
+            "|a|\n|-|\n|b|",
+            "<table>\n<thead>\n<tr>\n<th>a</th>\n</tr>\n</thead>\n<tbody>\n<tr>\n<td>b</td>\n</tr>\n</tbody>\n</table>",
+        ),
         ("```\na < b\n```", "<pre><code>a &lt; b\n</code></pre>"),
         ("```cobol\na\n```", "<pre><code>a\n</code></pre>"),
-        ("```py\nx = 1", '<pre><code class="language-python"><span class="n">x</span> <span class="o">=</span> <span class="mi">1</span>\n</code></pre>'),
+        (
+            "```py\nx = 1",
+            (
+                '<pre><code class="language-python"><span class="n">x</span> <span class="o">=</span> <span'
+                ' class="mi">1</span>\n</code></pre>'
+            ),
+        ),
         ("", ""),
     ],
-)  # fmt: skip
+)
 def test_markdown_becomes_this_html(text: str, html: str) -> None:
     assert render(text).strip() == html
 
@@ -146,11 +160,32 @@ def test_fences_after_the_time_is_over_are_plain(monkeypatch: pytest.MonkeyPatch
 
 
 NASTY = {
-    "brackets": "[", "closed links": "[a](", "images": "![[", "references": "[a][b", "stars": "*_", "stars in words": "_a*", "quotes": ">",
-    "lists": "- ", "numbers": "1) ", "ticks": "a`", "angles": "<a ", "entities": "&#x", "tables": "a|b\n-|-\n", "definitions": "[a]: b 'c\n",
-    "rows of brackets": "[" * 100 + "\n", "deep items": "* > " * 10 + "a\n", "lines": "a\n", "strikes": "~~a ", "nulls": "\0",
-    "rules": "a\n-\n", "titles": "[a](b 'c", "tabs": "\t", "escapes": "\\", "comments": "<!--", "surrogates": "\ud800",
-}  # fmt: skip
+    "brackets": "[",
+    "closed links": "[a](",
+    "images": "![[",
+    "references": "[a][b",
+    "stars": "*_",
+    "stars in words": "_a*",
+    "quotes": ">",
+    "lists": "- ",
+    "numbers": "1) ",
+    "ticks": "a`",
+    "angles": "<a ",
+    "entities": "&#x",
+    "tables": "a|b\n-|-\n",
+    "definitions": "[a]: b 'c\n",
+    "rows of brackets": "[" * 100 + "\n",
+    "deep items": "* > " * 10 + "a\n",
+    "lines": "a\n",
+    "strikes": "~~a ",
+    "nulls": "\0",
+    "rules": "a\n-\n",
+    "titles": "[a](b 'c",
+    "tabs": "\t",
+    "escapes": "\\",
+    "comments": "<!--",
+    "surrogates": "\ud800",
+}
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""benchmarks/masked.py measures a policy where its start was unsure, by other samples than those that say where that is."""
+"""benchmarks/masked.py measures a policy where its start was unsure, by other samples than those that say where that
+is.
+"""
 
 import argparse
 from collections.abc import Mapping
@@ -28,7 +30,9 @@ def test_a_gain_is_measured_on_unsure_problems_by_other_samples(monkeypatch: pyt
     judge: Any = None
     found = masked.gain(arguments, [problem(name) for name in RATES], judge)
     first, second = list(range(16)), list(range(16, 32))
-    assert asked == [("before", list("abcde"), first)] + [(name, list("bcd"), second) for name in ("before", "after", "other")]  # fmt: skip
+    assert asked == [("before", list("abcde"), first)] + [
+        (name, list("bcd"), second) for name in ("before", "after", "other")
+    ]
     assert (found["problems"], found["chosen"], found["rate_of_all"], found["before"]) == (5, 3, 0.5, 0.5)
     assert (found["after"]["after"], found["after"]["gain"], found["other"]["gain"]) == (0.75, 0.25, -0.25)
     assert [found["after"]["gain_low"], found["after"]["gain_high"]] == pytest.approx(
@@ -48,7 +52,11 @@ def test_samples_that_are_kept_are_not_asked_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(masked, "subject", lambda *_: subject)
     monkeypatch.setattr(masked.suites, "user", lambda _, question: question)
     passed = {"a0", "b1"}
-    monkeypatch.setattr(masked.code, "judge_answers", lambda _, __, texts: [SimpleNamespace(verdict="passed" if text in passed else "wrong") for (text,) in texts])  # fmt: skip
+    monkeypatch.setattr(
+        masked.code,
+        "judge_answers",
+        lambda _, __, texts: [SimpleNamespace(verdict="passed" if text in passed else "wrong") for (text,) in texts],
+    )
     folder, judge = tmp_path / "model", Any
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")

@@ -47,18 +47,24 @@ def test_a_row_that_was_not_told_or_told_twice_failed() -> None:
         'npm said something\n{"row": 1, "state": "pass", "why": ""}\n' + 2 * '{"row": 2, "state": "pass", "why": ""}\n'
     )
     assert report.heard(output, [1, 2, 3]) == {
-        1: Outcome("pass"), 2: Outcome("FAIL", "told 2 times"), 3: Outcome("FAIL", "told 0 times"),
-    }  # fmt: skip
+        1: Outcome("pass"),
+        2: Outcome("FAIL", "told 2 times"),
+        3: Outcome("FAIL", "told 0 times"),
+    }
 
 
 def test_a_test_that_failed_was_skipped_or_did_not_run_did_not_pass(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(
-        '<testsuites><testsuite><testcase name="test_01_a"/><testcase name="test_02_b"><failure message="no"/></testcase>'
-        '<testcase name="test_03_c"><skipped message="none here"/></testcase></testsuite></testsuites>'
+        '<testsuites><testsuite><testcase name="test_01_a"/><testcase name="test_02_b"><failure'
+        ' message="no"/></testcase><testcase name="test_03_c"><skipped message="none'
+        ' here"/></testcase></testsuite></testsuites>'
     )
     assert report.junit(tmp_path / "junit.xml", [1, 2, 3, 4]) == {
-        1: Outcome("pass"), 2: Outcome("FAIL", "no"), 3: Outcome("FAIL", "none here"), 4: Outcome("FAIL", "not run"),
-    }  # fmt: skip
+        1: Outcome("pass"),
+        2: Outcome("FAIL", "no"),
+        3: Outcome("FAIL", "none here"),
+        4: Outcome("FAIL", "not run"),
+    }
 
 
 def test_the_table_shows_every_outcome_and_says_each_reason_once() -> None:
@@ -67,8 +73,8 @@ def test_the_table_shows_every_outcome_and_says_each_reason_once() -> None:
         Column("right", "right 2.0", {1: Outcome("pass", "in part"), 2: Outcome("absent", "no way")}),
         Column("third", "third 3.0", {1: Outcome("pass"), 2: Outcome("FAIL", "TypeError: a | b")}),
     ]
-    assert report.table(columns, {1: "one", 2: "two"}) == (
-        "| row | | left | right | third |\n"
+    assert (
+        report.table(columns, {1: "one", 2: "two"}) == "| row | | left | right | third |\n"
         "|---|---|---|---|---|\n"
         "| | version | left 1.0 | right 2.0 | third 3.0 |\n"
         "| 1 | one | pass | pass (1) | pass |\n"

@@ -15,10 +15,24 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 
-NANO = ModelConfig(vocab_size=4096, width=192, layers=6, heads=3, kv_heads=1, head_dim=64, d_ff=512, max_context=1024,
-                   rope_theta=1e4, tied=True)  # fmt: skip
+NANO = ModelConfig(
+    vocab_size=4096,
+    width=192,
+    layers=6,
+    heads=3,
+    kv_heads=1,
+    head_dim=64,
+    d_ff=512,
+    max_context=1024,
+    rope_theta=1e4,
+    tied=True,
+)
 TINY = replace(NANO, vocab_size=64, width=32, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=64, max_context=256)
-STORAGES: list[dict[str, Any]] = [{"storage": "full"}, {"storage": "factorised", "bank_rank": 16}, {"storage": "reduced", "bank_rank": 16}]  # fmt: skip
+STORAGES: list[dict[str, Any]] = [
+    {"storage": "full"},
+    {"storage": "factorised", "bank_rank": 16},
+    {"storage": "reduced", "bank_rank": 16},
+]
 FORMS: list[dict[str, Any]] = [*STORAGES, {"storage": "full", "gated": True, "qk_norm": True, "bank_std": 1.0}]
 
 
@@ -81,9 +95,21 @@ def test_routing_by_sequence_knows_the_future() -> None:
 
 def guess(routing: str, steps: int) -> list[float]:
     """Losses of a small model on fresh uniform tokens, which nobody can know beforehand."""
-    shape = ModelConfig(vocab_size=16, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=64, max_context=8, rope_theta=1e4,
-                        tied=False, memory=MemoryConfig(rows=64, chapters=16, top_k=4, routing=routing, window=2, layers="all",
-                                                        allow_leak=routing == "sequence"))  # fmt: skip
+    shape = ModelConfig(
+        vocab_size=16,
+        width=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        d_ff=64,
+        max_context=8,
+        rope_theta=1e4,
+        tied=False,
+        memory=MemoryConfig(
+            rows=64, chapters=16, top_k=4, routing=routing, window=2, layers="all", allow_leak=routing == "sequence"
+        ),
+    )
     generator = torch.Generator().manual_seed(0)
     model = Transformer(shape, generator)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0), []
@@ -133,7 +159,10 @@ def dense(model: Transformer, layer: int, x: Tensor) -> Tensor:
     assert isinstance(model.memory, Memory)
     reader, bank = model.memory.of(layer)
     normed, rows = reader.norm(x), bank()
-    q, k, v = (p(y).unflatten(-1, (-1, reader.head_dim)) for p, y in ((reader.q_proj, normed), (reader.k_proj, rows), (reader.v_proj, rows)))  # fmt: skip
+    q, k, v = (
+        p(y).unflatten(-1, (-1, reader.head_dim))
+        for p, y in ((reader.q_proj, normed), (reader.k_proj, rows), (reader.v_proj, rows))
+    )
     k, v = (y.repeat_interleave(reader.heads // reader.kv_heads, 1) for y in (k, v))
     weights = (torch.einsum("nhd,mhd->hnm", q, k) / reader.head_dim**0.5).softmax(-1)
     return x + reader.o_proj(torch.einsum("hnm,mhd->nhd", weights, v).flatten(1))
@@ -219,9 +248,14 @@ def test_plain_products_are_what_the_kernel_says() -> None:
     model = opened(memory(), double=True)
     reader, _ = model.memory.of(1)  # type: ignore[union-attr, operator]
     generator = torch.Generator().manual_seed(3)
-    q, keys, values = (torch.randn(5, num, heads, 8, generator=generator, dtype=torch.float64) for num, heads in ((7, 4), (9, 2), (9, 2)))  # fmt: skip
+    q, keys, values = (
+        torch.randn(5, num, heads, 8, generator=generator, dtype=torch.float64)
+        for num, heads in ((7, 4), (9, 2), (9, 2))
+    )
     weights = torch.randn(5, 9, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(reader._products(q, keys, values, weights), reader._kernel(q, keys, values, weights), rtol=0, atol=1e-12)  # pyright: ignore[reportPrivateUsage]  # fmt: skip
+    torch.testing.assert_close(
+        reader._products(q, keys, values, weights), reader._kernel(q, keys, values, weights), rtol=0, atol=1e-12
+    )  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: storage["storage"])
@@ -281,10 +315,21 @@ def test_padding_belongs_to_no_unit() -> None:
 
 
 def test_parameter_counts_are_those_worked_out_by_hand() -> None:
-    assert Memory(memory(rows=1024, chapters=15, top_k=4), NANO).num_parameters() == 2 * (98_304 + 2_895 + 192) + 196_608 == 399_390  # fmt: skip
+    assert (
+        Memory(memory(rows=1024, chapters=15, top_k=4), NANO).num_parameters()
+        == 2 * (98_304 + 2_895 + 192) + 196_608
+        == 399_390
+    )
     qwen = replace(NANO, width=1536, layers=28, heads=12, kv_heads=2, head_dim=128)
-    config = MemoryConfig(rows=2048, chapters=8, top_k=2, storage="factorised", bank_rank=256, rank=128,
-                          layers=(0, 1, 2, 3, 4, 23, 24, 25, 26, 27))  # fmt: skip
+    config = MemoryConfig(
+        rows=2048,
+        chapters=8,
+        top_k=2,
+        storage="factorised",
+        bank_rank=256,
+        rank=128,
+        layers=(0, 1, 2, 3, 4, 23, 24, 25, 26, 27),
+    )
     with torch.device("meta"):
         assert Memory(config, qwen).num_parameters() == 10 * 1_245_184 + 917_504 + 122_960 + 15_360 == 13_507_664
 
@@ -300,21 +345,36 @@ def test_banks_are_shared_as_said() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "placed"),
-    [("all", [0, 1, 2, 3, 4, 5]), ("first_2", [0, 1]), ("last_2", [4, 5]), ("every_3", [2, 5]), ("none", []), ((4, 1), [1, 4])],
-)  # fmt: skip
+    [
+        ("all", [0, 1, 2, 3, 4, 5]),
+        ("first_2", [0, 1]),
+        ("last_2", [4, 5]),
+        ("every_3", [2, 5]),
+        ("none", []),
+        ((4, 1), [1, 4]),
+    ],
+)
 def test_placement(layers: str | tuple[int, ...], placed: list[int]) -> None:
     assert memory(layers=layers).placed(6) == placed
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
-    [({"rows": 50}, "memory.rows: expected a multiple of the 6 chapters"), ({"top_k": 6}, "memory.top_k: expected at most 5"),
-     ({"top_k": 1}, "the router would learn nothing"), ({"layers": "middle"}, "memory.layers: expected all, none"),
-     ({"routing": "word"}, "memory.routing: expected one of chunk"), ({"storage": "sparse"}, "memory.storage: expected one of full"),
-     ({"storage": "factorised"}, "memory.bank_rank: expected a number"), ({"bank_rank": 8}, "memory.bank_rank: expected a number"),
-     ({"share": "some"}, "memory.share: expected all, each"), ({"rank": 0}, "memory.rank: expected at least 1"),
-     ({"window": 0}, "memory.window: expected at least 1"), ({"shared": -1}, "memory.shared: expected at least 0")],
-)  # fmt: skip
+    [
+        ({"rows": 50}, "memory.rows: expected a multiple of the 6 chapters"),
+        ({"top_k": 6}, "memory.top_k: expected at most 5"),
+        ({"top_k": 1}, "the router would learn nothing"),
+        ({"layers": "middle"}, "memory.layers: expected all, none"),
+        ({"routing": "word"}, "memory.routing: expected one of chunk"),
+        ({"storage": "sparse"}, "memory.storage: expected one of full"),
+        ({"storage": "factorised"}, "memory.bank_rank: expected a number"),
+        ({"bank_rank": 8}, "memory.bank_rank: expected a number"),
+        ({"share": "some"}, "memory.share: expected all, each"),
+        ({"rank": 0}, "memory.rank: expected at least 1"),
+        ({"window": 0}, "memory.window: expected at least 1"),
+        ({"shared": -1}, "memory.shared: expected at least 0"),
+    ],
+)
 def test_shapes_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         memory(**changes)
@@ -334,7 +394,15 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
 
 def test_a_shape_survives_its_file_and_a_foreign_key_is_refused() -> None:
     for config in (memory(), memory(layers=(0, 2), storage="reduced", bank_rank=16)):
-        assert MemoryConfig.from_json({**config.to_json(), "layers": list(config.layers) if isinstance(config.layers, tuple) else config.layers}) == config  # fmt: skip
+        assert (
+            MemoryConfig.from_json(
+                {
+                    **config.to_json(),
+                    "layers": list(config.layers) if isinstance(config.layers, tuple) else config.layers,
+                }
+            )
+            == config
+        )
     with pytest.raises(ModelError, match="depth is unknown here"):
         MemoryConfig.from_json(memory().to_json() | {"depth": 3})
     with pytest.raises(ModelError, match="expected a multiple"):

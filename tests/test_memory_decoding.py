@@ -1,4 +1,6 @@
-"""A memory in decoding, padding, packing, gradient checkpointing, the engine and the exports: the same as the full pass."""
+"""A memory in decoding, padding, packing, gradient checkpointing, the engine and the exports: the same as the full
+pass.
+"""
 
 from dataclasses import replace
 from pathlib import Path

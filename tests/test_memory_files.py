@@ -36,7 +36,15 @@ def ids_of(model: Transformer) -> Tensor:
     return tokens(2, 40) % model.config.vocab_size
 
 
-@pytest.mark.parametrize("config", [memory(), memory(share="each", layers="all", storage="reduced", bank_rank=16), memory(rank=4, storage="factorised", bank_rank=8), WiderConfig(width=24, layers=(0, 1))])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        memory(),
+        memory(share="each", layers="all", storage="reduced", bank_rank=16),
+        memory(rank=4, storage="factorised", bank_rank=8),
+        WiderConfig(width=24, layers=(0, 1)),
+    ],
+)
 def test_what_is_saved_is_loaded(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, config: Any
 ) -> None:
@@ -49,7 +57,9 @@ def test_what_is_saved_is_loaded(
     assert not any(name.startswith("memory.") for name in load_file(tmp_path / "m/model.safetensors"))
 
 
-def test_a_base_that_is_rounded_when_saved_is_known_again(tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:  # fmt: skip
+def test_a_base_that_is_rounded_when_saved_is_known_again(
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     kept(tiny_model, byte_tokenizer, tmp_path / "m", memory(), precision="bf16")
     checkpoint.load(tmp_path / "m")
 
@@ -118,7 +128,9 @@ def test_numbers_by_hand() -> None:
 
 @pytest.mark.parametrize("storage", [{"storage": "full"}, {"storage": "factorised", "bank_rank": 16}])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_bank_in_few_bits_reads_and_keeps(storage: dict[str, Any], bits: int, tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:  # fmt: skip
+def test_a_bank_in_few_bits_reads_and_keeps(
+    storage: dict[str, Any], bits: int, tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     model = kept(tiny_model, byte_tokenizer, tmp_path / "m", memory(**storage))
     assert isinstance(model.memory, Memory)
     whole = model(ids_of(model))
@@ -162,8 +174,13 @@ def test_the_wider_model_has_as_many_weights() -> None:
     ids = tokens(1, 9)
     plain = Transformer(NANO, torch.Generator().manual_seed(0))
     assert torch.equal(model(ids), plain(ids))  # its way out is zero
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {f"memory.{name}" for name, _ in beside.named_parameters()}  # fmt: skip
-    for wrong, complaint in (({"width": 0, "layers": (0,)}, "expected at least 1"), ({"width": 3, "layers": (6,)}, "from 0 to 5")):  # fmt: skip
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        f"memory.{name}" for name, _ in beside.named_parameters()
+    }
+    for wrong, complaint in (
+        ({"width": 0, "layers": (0,)}, "expected at least 1"),
+        ({"width": 3, "layers": (6,)}, "from 0 to 5"),
+    ):
         with pytest.raises(ValueError, match=complaint):
             files.attach(Transformer(NANO), WiderConfig(**wrong))  # type: ignore[arg-type]
 
@@ -171,15 +188,22 @@ def test_the_wider_model_has_as_many_weights() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rows": 10**9 * 48}, r"memory\.safetensors: its tensors are not those that memory\.json describes \(bank\.0\.rows: expected"),
+        (
+            {"rows": 10**9 * 48},
+            r"memory\.safetensors: its tensors are not those that memory\.json describes \(bank\.0\.rows: expected",
+        ),
         ({"rows": 10**24 * 48}, r"memory\.json: sizes that no memory can have"),
         ({"rank": 10**9}, r"its tensors are not those"),
     ],
-)  # fmt: skip
+)
 def test_a_shape_larger_than_the_file_is_refused_before_a_memory_is_built(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any], message: str,
-) -> None:  # fmt: skip
+    tiny_model: Transformer,
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
     kept(tiny_model, byte_tokenizer, tmp_path / "m", memory())
     path = tmp_path / "m/memory.json"
     told = json.loads(path.read_text())

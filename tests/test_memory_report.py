@@ -1,4 +1,6 @@
-"""What the report shows of a memory: shares that are those of the choices, maps whose pieces are the text, charts with axis names."""
+"""What the report shows of a memory: shares that are those of the choices, maps whose pieces are the text, charts
+with axis names.
+"""
 
 import json
 from dataclasses import replace
@@ -21,16 +23,33 @@ from tests.test_memory import TINY, opened
 from tests.test_memory import memory as shape
 
 ROWS = [
-    {"step": str(step), "loss": "2", "memory/2/chapter_entropy": f"0.{step}", "memory/2/largest_share": "0.3", "memory/2/chapters_unused": "1",
-     "memory/10/chapter_entropy": "0.8", "memory/10/largest_share": "0.2", "memory/10/chapters_unused": "0", "memory/gain_bpb": "0.01",
-     "memory/random_costs_bpb": "0.2", "memory/constant_costs_bpb": ""}
+    {
+        "step": str(step),
+        "loss": "2",
+        "memory/2/chapter_entropy": f"0.{step}",
+        "memory/2/largest_share": "0.3",
+        "memory/2/chapters_unused": "1",
+        "memory/10/chapter_entropy": "0.8",
+        "memory/10/largest_share": "0.2",
+        "memory/10/chapters_unused": "0",
+        "memory/gain_bpb": "0.01",
+        "memory/random_costs_bpb": "0.2",
+        "memory/constant_costs_bpb": "",
+    }
     for step in (5, 7)
-]  # fmt: skip
+]
 TOLD: dict[str, Any] = {
-    "chapters": 4, "top_k": 2, "routing": "prompt",
-    "use": [{"layer": 3, "source": "facts", "shares": [0.0, 0.1, 0.3, 0.6]}, {"layer": 3, "source": "code", "shares": [1.0, 0.0, 0.0, 0.0]}],
-    "maps": [{"layer": 3, "source": "facts", "pieces": [{"text": "<b>who</b>", "chapters": [1, 2], "weights": [0.5, 1.5]}]}],
-}  # fmt: skip
+    "chapters": 4,
+    "top_k": 2,
+    "routing": "prompt",
+    "use": [
+        {"layer": 3, "source": "facts", "shares": [0.0, 0.1, 0.3, 0.6]},
+        {"layer": 3, "source": "code", "shares": [1.0, 0.0, 0.0, 0.0]},
+    ],
+    "maps": [
+        {"layer": 3, "source": "facts", "pieces": [{"text": "<b>who</b>", "chapters": [1, 2], "weights": [0.5, 1.5]}]}
+    ],
+}
 
 
 def test_charts_have_a_line_a_layer_in_the_order_of_the_layers_and_leave_out_what_was_not_measured() -> None:
@@ -64,8 +83,13 @@ def test_the_page_has_tables_maps_and_charts_of_a_memory(tmp_path: Path, monkeyp
     (metrics / "routing").mkdir()
     (metrics / "routing/memory.json").write_text(json.dumps(TOLD))
     page = card.render(metrics)
-    for text in ("What chooses what from the memory", "Chapters against sources, layer 3", "&lt;b&gt;who&lt;/b&gt;<sub>2</sub>",
-                 "Each text chooses 2 of 4 chapters, by prompt", "Evenness of the chapters"):  # fmt: skip
+    for text in (
+        "What chooses what from the memory",
+        "Chapters against sources, layer 3",
+        "&lt;b&gt;who&lt;/b&gt;<sub>2</sub>",
+        "Each text chooses 2 of 4 chapters, by prompt",
+        "Evenness of the chapters",
+    ):
         assert text in page
     assert "<b>who</b>" not in page
 

@@ -26,16 +26,31 @@ from tests.workspace import Ended, Workspace, command
 pytestmark = pytest.mark.slow  # nearly all of them train; those without the mark `full` are one of each kind of stage
 
 SETTINGS: dict[str, Any] = {
-    "steps": 4, "tokens_per_step": 512, "context": 128, "rows": 24, "shared": 1, "chapters": 5, "top_k": 2, "layers": "last_1",
-    "routing": "prompt", "window": 16, "optimizer": "adamw", "learning_rate": 1e-2, "warmup_steps": 0, "eval_steps": 2,
-    "eval_tokens": 400, "questions": 6,
-}  # fmt: skip
+    "steps": 4,
+    "tokens_per_step": 512,
+    "context": 128,
+    "rows": 24,
+    "shared": 1,
+    "chapters": 5,
+    "top_k": 2,
+    "layers": "last_1",
+    "routing": "prompt",
+    "window": 16,
+    "optimizer": "adamw",
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "eval_steps": 2,
+    "eval_tokens": 400,
+    "questions": 6,
+}
 SAVING: dict[str, Any] = {"runtime.save_steps": 1}
 
 
 def arguments(**changes: Any) -> list[str]:
     values = SETTINGS | {"runtime.precision": "fp32"} | changes
-    return [f"{key if key.startswith('runtime') else f'memory.{key}'}={json.dumps(value)}" for key, value in values.items()]  # fmt: skip
+    return [
+        f"{key if key.startswith('runtime') else f'memory.{key}'}={json.dumps(value)}" for key, value in values.items()
+    ]
 
 
 def run(**changes: Any) -> Ended:
@@ -80,8 +95,15 @@ def test_it_publishes_a_memory_and_a_wider_model_of_its_size_on_the_untouched_ba
     assert {row["phase"] for row in curve} == {"memory", "baseline"}
 
 
-@pytest.mark.parametrize("changes", [{"routing": "chunk"}, {"routing": "token"}, {"storage": "factorised", "bank_rank": 4, "rank": 2, "share": "each", "layers": "all"},
-                                     {"storage": "reduced", "bank_rank": 16}])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"routing": "chunk"},
+        {"routing": "token"},
+        {"storage": "factorised", "bank_rank": 4, "rank": 2, "share": "each", "layers": "all"},
+        {"storage": "reduced", "bank_rank": 16},
+    ],
+)
 @pytest.mark.full
 def test_every_shape_trains(masked: Workspace, changes: dict[str, Any]) -> None:
     finished(masked, **changes)
@@ -114,8 +136,10 @@ def test_three_rates_on_three_groups(masked: Workspace) -> None:
         same = {
             "router": torch.equal(model.memory.of(1)[0].router.weight, fresh.of(1)[0].router.weight),
             "bank": torch.equal(model.memory.bank[0].rows, fresh.bank[0].rows),
-            "lora": torch.equal(model.model.layers[0].self_attn.q_proj.weight, base["model.layers.0.self_attn.q_proj.weight"]),
-        }  # fmt: skip
+            "lora": torch.equal(
+                model.model.layers[0].self_attn.q_proj.weight, base["model.layers.0.self_attn.q_proj.weight"]
+            ),
+        }
         assert same == {name: name == still for name in same}
 
 
@@ -141,13 +165,21 @@ def test_routing_by_sequence_is_refused_unless_asked_for_and_said_to_leak(masked
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
-    [({"rows": 25}, "expected a multiple of the 6 chapters"), ({"top_k": 6}, "expected at most 5"), ({"top_k": 1}, "learn nothing"),
-     ({"layers": "last_9"}, "expected last_1 to last_2"), ({"quantise": "int2"}, "expected one of none, int8, int4"),
-     ({"baseline_learning_rate": 0.0}, "baseline_learning_rate: expected above 0"),
-    ({"questions": 0}, "expected at least 1"), ({"load_balance": -1.0}, "expected at least 0"),
-     ({"storage": "reduced", "bank_rank": 15}, "expected a multiple of"), ({"train_base": True, "adapter": {"rank": 1, "alpha": 1}}, "expected one of them"),
-     ({"context": 8, "tokens_per_step": 512}, "tokens, more than context"), ({"context": 100000, "tokens_per_step": 100000}, "the model's context")],
-)  # fmt: skip
+    [
+        ({"rows": 25}, "expected a multiple of the 6 chapters"),
+        ({"top_k": 6}, "expected at most 5"),
+        ({"top_k": 1}, "learn nothing"),
+        ({"layers": "last_9"}, "expected last_1 to last_2"),
+        ({"quantise": "int2"}, "expected one of none, int8, int4"),
+        ({"baseline_learning_rate": 0.0}, "baseline_learning_rate: expected above 0"),
+        ({"questions": 0}, "expected at least 1"),
+        ({"load_balance": -1.0}, "expected at least 0"),
+        ({"storage": "reduced", "bank_rank": 15}, "expected a multiple of"),
+        ({"train_base": True, "adapter": {"rank": 1, "alpha": 1}}, "expected one of them"),
+        ({"context": 8, "tokens_per_step": 512}, "tokens, more than context"),
+        ({"context": 100000, "tokens_per_step": 100000}, "the model's context"),
+    ],
+)
 @pytest.mark.full
 def test_what_cannot_be_is_refused_by_name(masked: Workspace, changes: dict[str, Any], complaint: str) -> None:
     ended = run(**changes)
@@ -207,14 +239,39 @@ def test_two_processes_learn_what_one_does(masked: Workspace) -> None:
 # -- a memory from the start -------------------------------------------------------------------------------------------
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 0, "width": 32, "layers": 3, "heads": 2, "kv_heads": 1, "head_dim": 16, "d_ff": 64, "max_context": 256,
-    "rope_theta": 10000.0, "tied": True,
-    "memory": {"rows": 24, "shared": 1, "chapters": 5, "top_k": 2, "layers": "last_1", "window": 16, "qk_norm": True, "bank_std": 1.0},
-}  # fmt: skip
+    "vocab_size": 0,
+    "width": 32,
+    "layers": 3,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 16,
+    "d_ff": 64,
+    "max_context": 256,
+    "rope_theta": 10000.0,
+    "tied": True,
+    "memory": {
+        "rows": 24,
+        "shared": 1,
+        "chapters": 5,
+        "top_k": 2,
+        "layers": "last_1",
+        "window": 16,
+        "qk_norm": True,
+        "bank_std": 1.0,
+    },
+}
 FROM_START: dict[str, Any] = {
-    "steps": 4, "tokens_per_step": 512, "context": 128, "optimizer": "muon", "learning_rate": 1e-2, "learning_rates": {"embedding": 0.02},
-    "warmup_steps": 0, "eval_steps": 2, "eval_tokens": 400, "publish": "last",
-}  # fmt: skip
+    "steps": 4,
+    "tokens_per_step": 512,
+    "context": 128,
+    "optimizer": "muon",
+    "learning_rate": 1e-2,
+    "learning_rates": {"embedding": 0.02},
+    "warmup_steps": 0,
+    "eval_steps": 2,
+    "eval_tokens": 400,
+    "publish": "last",
+}
 
 
 def from_start(masked: Workspace, stage: str, shape: dict[str, Any] = SHAPE, **changes: Any) -> Ended:

@@ -1,4 +1,6 @@
-"""`runtime.micro_batch: auto`: equal choices, dry steps that leave no trace, halving, and what is said when memory ends."""
+"""`runtime.micro_batch: auto`: equal choices, dry steps that leave no trace, halving, and what is said when memory
+ends.
+"""
 
 import json
 from collections.abc import Callable
@@ -60,7 +62,9 @@ def test_a_demo_step_is_one_pass_on_a_machine_of_24_gb_or_a_few(
 
 
 def test_the_plan_knows_the_loss_and_the_adapters(in_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities of answers keep all logits, a reward model has none, and an adapter trains on other operators."""
+    """Log-probabilities of answers keep all logits, a reward model has none, and an adapter trains on other
+    operators.
+    """
     works: list[Work] = []
     whole = footprint.footprint
     monkeypatch.setattr(footprint, "footprint", lambda *given: works.append(given[2]) or whole(*given))
@@ -77,8 +81,11 @@ def test_the_plan_knows_the_loss_and_the_adapters(in_repository: Path, monkeypat
         planned(model, fitting, 10**9, monkeypatch)
     told = [(work.answers, work.selected > 0, work.adapted, work.dropped) for work in works]
     assert list(dict.fromkeys(told)) == [
-        (False, True, None, False), (True, True, None, False), (True, False, None, False), (False, True, frozenset({"q_proj"}), True)
-    ]  # fmt: skip
+        (False, True, None, False),
+        (True, True, None, False),
+        (True, False, None, False),
+        (False, True, frozenset({"q_proj"}), True),
+    ]
 
 
 def test_less_memory_halves_it_and_equal_runs_choose_alike(
@@ -177,8 +184,16 @@ def test_running_out_in_the_loop_names_the_step_and_every_way_out(tmp_path: Path
     with pytest.raises(InputError) as stopped:
         fit(Net(), Rows(), later, config(), job(tmp_path, micro_batch=3))
     message = str(stopped.value)
-    for part in ("toy: out of memory in step 1,", "rows of 8 tokens", "micro-batches tried: 3", "Tried to allocate 2.00 GiB",
-                 "runtime.gradient_checkpointing=full", "runtime.micro_batch=1", "smaller model", "fsdp2.yaml"):  # fmt: skip
+    for part in (
+        "toy: out of memory in step 1,",
+        "rows of 8 tokens",
+        "micro-batches tried: 3",
+        "Tried to allocate 2.00 GiB",
+        "runtime.gradient_checkpointing=full",
+        "runtime.micro_batch=1",
+        "smaller model",
+        "fsdp2.yaml",
+    ):
         assert part in message, message
     assert "more lines" not in message
     assert stopped.value.exit_code == 2
@@ -224,5 +239,15 @@ def test_the_dry_step_is_taken_where_there_is_one(tmp_path: Path) -> None:
     assert footprint.chosen(shaped, config(), asked, run.hardware, run.ranks, 6, dry) == [4]
 
 
-SMALL = ModelConfig(vocab_size=64, width=16, layers=1, heads=1, kv_heads=1, head_dim=16, d_ff=16, max_context=64,
-                    rope_theta=1e4, tied=True)  # fmt: skip
+SMALL = ModelConfig(
+    vocab_size=64,
+    width=16,
+    layers=1,
+    heads=1,
+    kv_heads=1,
+    head_dim=16,
+    d_ff=16,
+    max_context=64,
+    rope_theta=1e4,
+    tied=True,
+)

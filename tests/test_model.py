@@ -20,8 +20,17 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 
 CONFIG = ModelConfig(
-    vocab_size=128, width=48, layers=3, heads=6, kv_heads=2, head_dim=16, d_ff=80, max_context=1280, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=128,
+    width=48,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+    max_context=1280,
+    rope_theta=1e4,
+    tied=True,
+)
 SIZES = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))
 
 

@@ -72,9 +72,15 @@ def test_every_piece_is_within_rounding_of_its_other_form(folder: Path, size: in
         whole, scale = primitives.unit(x, 1e-6)
         folded, of_weight = primitives.unfold(part, weight, *matrices)
         return (
-            whole, scale, primitives.unit_back(grad, whole, scale), primitives.fold(weight, *matrices), *folded, of_weight,
-            primitives.gated(pair), primitives.gated_back(grad, pair),
-        )  # fmt: skip
+            whole,
+            scale,
+            primitives.unit_back(grad, whole, scale),
+            primitives.fold(weight, *matrices),
+            *folded,
+            of_weight,
+            primitives.gated(pair),
+            primitives.gated_back(grad, pair),
+        )
 
     for found, expected in in_both(folder, run):
         assert found.dtype == expected.dtype

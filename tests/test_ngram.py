@@ -1,4 +1,6 @@
-"""The n-gram model of the benchmarks against a slow version in dictionaries, against hand-worked numbers, and as a distribution."""
+"""The n-gram model of the benchmarks against a slow version in dictionaries, against hand-worked numbers, and as a
+distribution.
+"""
 
 from collections import Counter, defaultdict
 

@@ -38,8 +38,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def windows(corpus: Path, noise: Noise | None = None, **changes: Any) -> WindowStream:
     seed = changes.pop("seed", 1)
-    return WindowStream(stream(corpus, seed=seed), noise or Noise(), name="code", seed=seed,
-                        byte_lengths=TOKENIZER.byte_lengths, **changes)  # fmt: skip
+    return WindowStream(
+        stream(corpus, seed=seed),
+        noise or Noise(),
+        name="code",
+        seed=seed,
+        byte_lengths=TOKENIZER.byte_lengths,
+        **changes,
+    )
 
 
 def examples(folder: Path, tokenizer: Tokenizer, noise: Noise | None = None, **changes: Any) -> ExampleStream:
@@ -142,7 +148,9 @@ def test_the_validation_masks_are_fixed_and_never_empty(corpus: Path) -> None:
     assert torch.equal(one.noised.masks, two.noised.masks) and torch.equal(one.weights, two.weights)
     assert (one.noised.masks.sum(1) > 0).all()
     maskable = ((one.noised.positions > 0) & (one.noised.documents >= 0)).sum(1)
-    for hidden, length, weights in zip(one.noised.masks.sum(1), maskable, one.weights.split(one.noised.masks.sum(1).tolist()), strict=True):  # fmt: skip
+    for hidden, length, weights in zip(
+        one.noised.masks.sum(1), maskable, one.weights.split(one.noised.masks.sum(1).tolist()), strict=True
+    ):
         assert torch.allclose(weights, length / hidden)
 
 
@@ -163,7 +171,7 @@ def test_blocks_have_a_time_each_and_lie_beside_clean_tokens(corpus: Path) -> No
     assert one.noised.sight is not None and one.noised.sight.shape[-2:] == (2 * CONTEXT, 2 * CONTEXT)
 
 
-# -- examples --------------------------------------------------------------------------------------------------------------
+# -- examples ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_answer_its_end_and_the_filling_may_be_hidden_and_the_prompt_never(
@@ -232,7 +240,7 @@ def test_missing_problems_say_what_makes_them(tmp_path: Path, byte_tokenizer: To
         examples(tmp_path, byte_tokenizer)
 
 
-# -- pairs -----------------------------------------------------------------------------------------------------------------
+# -- pairs -------------------------------------------------------------------------------------------------------------
 
 
 def pairs(folder: Path, tokenizer: Tokenizer, **changes: Any) -> NoisedPairs:

@@ -80,7 +80,9 @@ def test_the_z_loss() -> None:
     assert mean(z_loss(none), none) == pytest.approx(math.log(8) ** 2, abs=1e-6) == pytest.approx(4.3240771, abs=1e-6)
     high = torch.zeros(1, 8)
     high[0, 3] = 40.0
-    assert float(z_loss(Routed(high, torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2)))) == pytest.approx(1600, rel=1e-6)  # fmt: skip
+    assert float(z_loss(Routed(high, torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2)))) == pytest.approx(
+        1600, rel=1e-6
+    )
 
 
 def test_layers_are_averaged_and_none_cost_nothing() -> None:
@@ -92,7 +94,9 @@ def test_layers_are_averaged_and_none_cost_nothing() -> None:
     assert sum(float(t.coefficient * t.sum / 4) for t in terms) == pytest.approx(1.515e-4, rel=1e-6)
     assert [term.name for term in terms] == ["load_balance", "z"] and {term.per for term in terms} == {"units"}
     assert router_terms({}, {}, RouterWeights()) == []
-    assert [t.name for t in router_terms(chosen, f, RouterWeights(load_balance=0.0, auxiliary=1.0, z=0.0))] == ["auxiliary"]  # fmt: skip
+    assert [t.name for t in router_terms(chosen, f, RouterWeights(load_balance=0.0, auxiliary=1.0, z=0.0))] == [
+        "auxiliary"
+    ]
     with pytest.raises(ValueError, match=r"router\.z: expected at least 0"):
         RouterWeights(z=-1.0)
 

@@ -100,9 +100,11 @@ def test_the_clipped_losses_are_trl_s(name: str, dtype: torch.dtype) -> None:
     totals.add(loss)
     shown = totals.values()
     theirs = {
-        "approxkl": "policy/approxkl_avg", "policy_clipfrac": "policy/clipfrac_avg",
-        "value_clipfrac": "val/clipfrac_avg", "ratio": "val/ratio",
-    }  # fmt: skip
+        "approxkl": "policy/approxkl_avg",
+        "policy_clipfrac": "policy/clipfrac_avg",
+        "value_clipfrac": "val/clipfrac_avg",
+        "ratio": "val/ratio",
+    }
     for trl, ours in theirs.items():
         assert_near(shown[ours], expected[trl], dtype)
     assert shown["policy/entropy_avg"] == pytest.approx(0.5)
@@ -156,9 +158,16 @@ def group_loss(given: dict[str, Tensor], method: GroupMethod, max_tokens: int, r
     advantages = advantages[mask] if advantages.ndim == 2 else advantages[row_of]
     reference = flat["reference"] if method.kl_in == "loss" and method.beta else None
     return group_policy(
-        flat["policy"], torch.full_like(flat["old"], 0.5), old=flat["old"], advantages=advantages, reference=reference,
-        row_of=row_of, num_rows=len(mask), method=method, max_tokens=max_tokens,
-    )  # fmt: skip
+        flat["policy"],
+        torch.full_like(flat["old"], 0.5),
+        old=flat["old"],
+        advantages=advantages,
+        reference=reference,
+        row_of=row_of,
+        num_rows=len(mask),
+        method=method,
+        max_tokens=max_tokens,
+    )
 
 
 def counts_of(given: dict[str, Tensor]) -> dict[str, int]:

@@ -1,4 +1,6 @@
-"""Policy gradients against numbers worked by hand, and what must hold of any: clamps, masks, parts against the whole."""
+"""Policy gradients against numbers worked by hand, and what must hold of any: clamps, masks, parts against the
+whole.
+"""
 
 import dataclasses
 import math
@@ -158,10 +160,15 @@ def drawn_answers(seed: int, spread: float = 0.3) -> dict[str, Tensor]:
     drawn["mask"][:, 0] = True
     old = -2 * drawn["a"].abs() - 0.1
     return {
-        "mask": drawn["mask"], "old": old.float(), "policy": (old + spread * drawn["b"]).float(),
-        "reference": (old + spread * drawn["c"]).float(), "advantages": drawn["d"][:, 0].float(),
-        "values": drawn["e"].float(), "old_values": (drawn["e"] + 0.3 * drawn["f"]).float(), "returns": drawn["f"].float(),
-    }  # fmt: skip
+        "mask": drawn["mask"],
+        "old": old.float(),
+        "policy": (old + spread * drawn["b"]).float(),
+        "reference": (old + spread * drawn["c"]).float(),
+        "advantages": drawn["d"][:, 0].float(),
+        "values": drawn["e"].float(),
+        "old_values": (drawn["e"] + 0.3 * drawn["f"]).float(),
+        "returns": drawn["f"].float(),
+    }
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -223,7 +230,9 @@ def test_rows_of_padding_count_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ppo", *METHODS])
 def test_a_step_whose_mean_ratio_is_above_ten_is_refused(name: str) -> None:
-    """Every token's ratio is e^2.25 = 9.49 or e^2.35 = 10.49; in `ratio` the product over an answer, so answers of one token."""
+    """Every token's ratio is e^2.25 = 9.49 or e^2.35 = 10.49; in `ratio` the product over an answer, so answers of
+    one token.
+    """
     for log_ratio, refused in ((2.25, False), (2.35, True), (-30.0, False), (math.nan, True)):
         given = drawn_answers(3)
         given["mask"] = torch.zeros(8, 9, dtype=torch.bool)
@@ -244,24 +253,58 @@ def test_the_numbers_of_a_step_by_hand() -> None:
     """Two tokens with ratios 2 and 0.5, so log-ratios of ln 2 either way."""
     nats, old = math.log(2), torch.tensor([-1.0, -2.0])
     new, zero, ones = old + torch.tensor([nats, -nats]), torch.zeros(2), torch.ones(2)
-    found = ppo(new, ones, zero, old=old, advantages=ones, old_values=zero, returns=ones, clip=Clip(0.2, 0.2),
-                value_clip=0.2, value_weight=0.1)  # fmt: skip
+    found = ppo(
+        new,
+        ones,
+        zero,
+        old=old,
+        advantages=ones,
+        old_values=zero,
+        returns=ones,
+        clip=Clip(0.2, 0.2),
+        value_clip=0.2,
+        value_weight=0.1,
+    )
     shown = numbers(found, {"tokens": 2})
-    by_hand = {"policy/approxkl_avg": nats**2 / 2, "val/ratio": 1.25, "val/ratio_var": (1 + 0.25) / 2,
-               "policy/clipfrac_avg": 0.5, "loss/policy_avg": -(1.2 + 0.5) / 2, "loss/value_avg": 0.5}  # fmt: skip
+    by_hand = {
+        "policy/approxkl_avg": nats**2 / 2,
+        "val/ratio": 1.25,
+        "val/ratio_var": (1 + 0.25) / 2,
+        "policy/clipfrac_avg": 0.5,
+        "loss/policy_avg": -(1.2 + 0.5) / 2,
+        "loss/value_avg": 0.5,
+    }
     assert {name: shown[name] for name in by_hand} == pytest.approx(by_hand, rel=1e-6)
-    found = group_policy(new, ones, old=old, advantages=ones, reference=None, row_of=torch.tensor([0, 0]), num_rows=1,
-                         method=METHODS["dapo"], max_tokens=2)  # fmt: skip
+    found = group_policy(
+        new,
+        ones,
+        old=old,
+        advantages=ones,
+        reference=None,
+        row_of=torch.tensor([0, 0]),
+        num_rows=1,
+        method=METHODS["dapo"],
+        max_tokens=2,
+    )
     shown = numbers(found, {"tokens": 2})
-    by_hand = {"approxkl": nats**2 / 2, "ratio": 1.25, "clip_ratio/high_mean": 0.5, "clip_ratio/low_mean": 0.0,
-               "loss": -(1.28 + 0.5) / 2, "entropy": 1.0}  # fmt: skip
+    by_hand = {
+        "approxkl": nats**2 / 2,
+        "ratio": 1.25,
+        "clip_ratio/high_mean": 0.5,
+        "clip_ratio/low_mean": 0.0,
+        "loss": -(1.28 + 0.5) / 2,
+        "entropy": 1.0,
+    }
     assert {name: shown[name] for name in by_hand} == pytest.approx(by_hand, rel=1e-6)
 
 
 def test_the_methods_are_the_spec_s_table() -> None:
     """Advantage, normaliser, lo/hi, beta, where the divergence stands, dynamic sampling (alignment, 6)."""
-    found = {name: (m.advantage, m.normaliser, m.clip.low, m.clip.high, m.beta, m.kl_in if m.beta else "", m.dynamic)
-             for name, m in METHODS.items() if name != "gspo"}  # fmt: skip
+    found = {
+        name: (m.advantage, m.normaliser, m.clip.low, m.clip.high, m.beta, m.kl_in if m.beta else "", m.dynamic)
+        for name, m in METHODS.items()
+        if name != "gspo"
+    }
     assert found == {
         "grpo": ("scaled", "sequences", 0.2, 0.2, 0.01, "loss", False),
         "dr_grpo": ("centred", "max_tokens", 0.2, 0.2, 0.0, "", False),

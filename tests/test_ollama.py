@@ -1,4 +1,6 @@
-"""Ollama's template gives the text that training gives, executed by Go where there is one, and else as it was when it was."""
+"""Ollama's template gives the text that training gives, executed by Go where there is one, and else as it was when
+it was.
+"""
 
 import json
 import re
@@ -14,8 +16,14 @@ from pipeline.text import chat
 from pipeline.text.tokenizer import SPECIAL
 
 GOLDEN = Path(__file__).parent / "golden" / "ollama"
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "The weather of a city.", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}  # fmt: skip
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 CLOCK = {
     "type": "function",
     "function": {
@@ -27,18 +35,34 @@ CLOCK = {
 ASKED = [{"role": "user", "content": "What is 2 + 2?\n\nSay it.  "}]
 CALLED = [
     {"role": "user", "content": "Weather in Oslo and Rome?"},
-    {"role": "assistant", "content": "", "tool_calls": [
-        {"type": "function", "function": {"name": "get_weather", "arguments": {"city": name}}} for name in ("Oslo", "Rome")]},
-    {"role": "tool", "content": '{"degrees": 3}'}, {"role": "tool", "content": '{"degrees": 21}'},
-    {"role": "assistant", "content": "3 and 21 degrees."}, {"role": "user", "content": "And the time?"},
-    {"role": "assistant", "content": "Let me look.", "tool_calls": [{"type": "function", "function": {"name": "clock", "arguments": {}}}]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "get_weather", "arguments": {"city": name}}}
+            for name in ("Oslo", "Rome")
+        ],
+    },
+    {"role": "tool", "content": '{"degrees": 3}'},
+    {"role": "tool", "content": '{"degrees": 21}'},
+    {"role": "assistant", "content": "3 and 21 degrees."},
+    {"role": "user", "content": "And the time?"},
+    {
+        "role": "assistant",
+        "content": "Let me look.",
+        "tool_calls": [{"type": "function", "function": {"name": "clock", "arguments": {}}}],
+    },
     {"role": "tool", "content": "noon"},
-]  # fmt: skip
+]
 SYSTEM = {"role": "system", "content": "Be brief."}
 CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
-    (ASKED, []), ([SYSTEM, *ASKED], []), (ASKED, [WEATHER]), ([SYSTEM, *ASKED], [WEATHER, CLOCK]), (CALLED, [WEATHER, CLOCK]),
+    (ASKED, []),
+    ([SYSTEM, *ASKED], []),
+    (ASKED, [WEATHER]),
+    ([SYSTEM, *ASKED], [WEATHER, CLOCK]),
+    (CALLED, [WEATHER, CLOCK]),
     ([*ASKED, {"role": "assistant", "content": "4"}, *ASKED], []),
-]  # fmt: skip
+]
 
 
 def cases() -> list[dict[str, Any]]:
@@ -50,7 +74,9 @@ def cases() -> list[dict[str, Any]]:
 
 
 def spaced(text: str) -> str:
-    """JSON that is alone in its line, written as training writes it but for the order of its keys, which Ollama chooses."""
+    """JSON that is alone in its line, written as training writes it but for the order of its keys, which Ollama
+    chooses.
+    """
 
     def again(match: re.Match[str]) -> str:
         return json.dumps(json.loads(match[0]), ensure_ascii=False, sort_keys=True)
@@ -99,7 +125,10 @@ def test_the_modelfile_names_weights_context_stop_and_template(tmp_path: Path) -
     text = (tmp_path / "ollama/Modelfile").read_text(encoding="utf-8")
     head, _, template = text.partition('TEMPLATE """')
     assert head.splitlines() == [
-        "FROM ../gguf/a-q8_0.gguf", "PARAMETER num_ctx 512", "PARAMETER temperature 0.8", 'PARAMETER stop "<|im_end|>"',
-    ]  # fmt: skip
+        "FROM ../gguf/a-q8_0.gguf",
+        "PARAMETER num_ctx 512",
+        "PARAMETER temperature 0.8",
+        'PARAMETER stop "<|im_end|>"',
+    ]
     assert template == f'{gguf.OLLAMA_TEMPLATE}"""\n'
     assert '"""' not in gguf.OLLAMA_TEMPLATE

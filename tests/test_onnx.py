@@ -1,4 +1,5 @@
-"""ONNX by onnxruntime-genai's builder, run by its runtime: our log-probabilities, our tokens, the same bytes, and no network.
+"""ONNX by onnxruntime-genai's builder, run by its runtime: our log-probabilities, our tokens, the same bytes, and no
+network.
 
 Needs the extra `onnx`; skipped elsewhere, but for what its absence says.
 """
@@ -149,9 +150,12 @@ def test_what_the_builder_refuses_is_told_in_its_words(exported: Path, tmp_path:
 
 @extra
 def test_the_stage_writes_and_proves_onnx(
-    exported: Path, byte_tokenizer: Tokenizer, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    exported: Path,
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from stages import deploy
     from tests.test_deploy import deployed, manifests
 

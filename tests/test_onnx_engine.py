@@ -1,6 +1,7 @@
 """The engine on onnxruntime-genai says what it says on torch; what the runtime cannot do is not pretended.
 
-Its decoder is tested everywhere, on generators that a slow model stands behind; the runtime itself where the extra `onnx` is installed.
+Its decoder is tested everywhere, on generators that a slow model stands behind; the runtime itself where the extra
+`onnx` is installed.
 """
 
 import json
@@ -127,10 +128,17 @@ def test_what_another_program_holds_is_cut_and_never_copied() -> None:
 
 CONFIG = {
     "model": {
-        "vocab_size": 320, "context_length": 256, "eos_token_id": [3, 0], "type": "qwen3",
-        "decoder": {"filename": "model.onnx", "num_hidden_layers": 2, "session_options": {"log_id": "x", "provider_options": []}},
+        "vocab_size": 320,
+        "context_length": 256,
+        "eos_token_id": [3, 0],
+        "type": "qwen3",
+        "decoder": {
+            "filename": "model.onnx",
+            "num_hidden_layers": 2,
+            "session_options": {"log_id": "x", "provider_options": []},
+        },
     },
-}  # fmt: skip
+}
 
 
 def written(folder: Path, change: dict[str, Any]) -> Path:
@@ -152,15 +160,24 @@ def written(folder: Path, change: dict[str, Any]) -> Path:
 SESSION = "model.decoder.session_options"
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({}, None),
-    ({f"{SESSION}.custom_ops_library": "/tmp/evil.so"}, "custom_ops_library may name code"),
-    ({f"{SESSION}.provider_options": [{"cuda": {}}]}, "provider_options may name code"),
-    ({"model.decoder.filename": "/etc/passwd"}, "filename may name code"), ({"model.vision": {"filename": "x"}}, "vision may name code"),
-    ({"model.vocab_size": 321}, r"expected vocabulary, context and layers \(320, 256, 2\) .* found \(321, 256, 2\)"),
-    ({"model.context_length": 2048}, "found .320, 2048, 2."), ({"model.decoder.num_hidden_layers": 3}, "found .320, 256, 3."),
-    ({"model.decoder": {}}, "expected what stage_deploy writes"), ({SESSION: 3}, "expected what stage_deploy writes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({f"{SESSION}.custom_ops_library": "/tmp/evil.so"}, "custom_ops_library may name code"),
+        ({f"{SESSION}.provider_options": [{"cuda": {}}]}, "provider_options may name code"),
+        ({"model.decoder.filename": "/etc/passwd"}, "filename may name code"),
+        ({"model.vision": {"filename": "x"}}, "vision may name code"),
+        (
+            {"model.vocab_size": 321},
+            r"expected vocabulary, context and layers \(320, 256, 2\) .* found \(321, 256, 2\)",
+        ),
+        ({"model.context_length": 2048}, "found .320, 2048, 2."),
+        ({"model.decoder.num_hidden_layers": 3}, "found .320, 256, 3."),
+        ({"model.decoder": {}}, "expected what stage_deploy writes"),
+        ({SESSION: 3}, "expected what stage_deploy writes"),
+    ],
+)
 def test_an_export_of_another_model_or_one_that_names_code_is_refused(
     tiny_model: Transformer, tmp_path: Path, change: dict[str, Any], words: str | None
 ) -> None:
@@ -192,7 +209,9 @@ def test_weights_are_chosen_by_the_export(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> dict[str, Path]:
-    """Two deployed models: in fp32 the weights of `tiny_model`; in int4 a wider one, where kernels do round differently."""
+    """Two deployed models: in fp32 the weights of `tiny_model`; in int4 a wider one, where kernels do round
+    differently.
+    """
     tiny, found = random_model(byte_tokenizer, context=256), {}
     wide = replace(tiny.config, width=256, heads=4, kv_heads=2, head_dim=64, d_ff=512)
     models = {"fp32": tiny, "int4": Transformer(wide, torch.Generator().manual_seed(0)).train(False)}
@@ -261,7 +280,9 @@ def test_logprobs_are_the_model_s_own_over_chunks_and_what_a_row_holds(
 def test_a_text_is_the_same_however_its_beginning_was_read(
     tiny_model: Transformer, exports: dict[str, Export], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From an answer that its row said, beside neighbours, in chunks, with drafts: the very same in int4, in fp32 up to rounding."""
+    """From an answer that its row said, beside neighbours, in chunks, with drafts: the very same in int4, in fp32 up
+    to rounding.
+    """
     near = 0.0 if kind == "int4" else 1e-5
     one, other, drafting = (
         Engine(tiny_model, rows=rows, drafts=rows == 1, decoder=exports[kind].decoder) for rows in (2, 3, 1)
@@ -307,9 +328,13 @@ def test_constraints_biases_and_stop_tokens_are_the_engine_s(
     ids, among = prompt(3, 9), [40, 50, 60, 70]
     stop = alone(tiny_model, ids, WARM, 0)[7]
     ours, theirs = (
-        [ask(engine, ids, constraint=Plan(among, say={5: 99}))[0], ask(engine, ids, Sampling(3), bias={77: 100.0})[0], ask(engine, ids, stop=(stop,))[0]]
+        [
+            ask(engine, ids, constraint=Plan(among, say={5: 99}))[0],
+            ask(engine, ids, Sampling(3), bias={77: 100.0})[0],
+            ask(engine, ids, stop=(stop,))[0],
+        ]
         for engine in engines
-    )  # fmt: skip
+    )
     finished(engines[0], *ours)
     finished(engines[1], *theirs)
     assert [one.ids for one in theirs] == [one.ids for one in ours]

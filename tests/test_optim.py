@@ -99,8 +99,14 @@ def test_zero_rate_moves_nothing() -> None:
 
 def test_a_group_may_have_a_rate_of_its_own() -> None:
     model = torch.nn.Linear(4, 4)
-    whole = OptimizerConfig(optimizer="adamw", learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
-                            learning_rates={"norm_bias": 0.3})  # fmt: skip
+    whole = OptimizerConfig(
+        optimizer="adamw",
+        learning_rate=0.1,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        learning_rates={"norm_bias": 0.3},
+    )
     optimizers = Optimizers(model, whole, fast_bf16=False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
@@ -112,16 +118,23 @@ def test_a_group_may_have_a_rate_of_its_own() -> None:
 
 @pytest.mark.parametrize("rates", [{"hiden": 0.1}, {"hidden": -0.1}])
 def test_a_rate_of_no_group_or_below_zero_is_an_error(rates: dict[str, float]) -> None:
-    wrong = OptimizerConfig(optimizer="adamw", learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
-                            learning_rates=rates)  # fmt: skip
+    wrong = OptimizerConfig(
+        optimizer="adamw", learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8, learning_rates=rates
+    )
     with pytest.raises(ValueError, match="learning_rates"):
         Optimizers(torch.nn.Linear(2, 2), wrong, fast_bf16=False)
 
 
 def test_a_rate_of_a_group_that_the_model_does_not_train_is_an_error() -> None:
     """With tied weights the head is the embedding: a rate for it would do nothing."""
-    rates = OptimizerConfig(optimizer="adamw", learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
-                            learning_rates={"head": 0.1})  # fmt: skip
+    rates = OptimizerConfig(
+        optimizer="adamw",
+        learning_rate=0.1,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        learning_rates={"head": 0.1},
+    )
     with pytest.raises(ConfigError, match=r"that the model trains \(norm_bias, hidden\), got head: .* \(tied\)"):
         Optimizers(torch.nn.Linear(2, 2), rates, fast_bf16=False)
 
@@ -155,14 +168,17 @@ class Remembering(nn.Module):
         self.embed_tokens = nn.Embedding(5, 4)
         self.mlp = nn.Linear(4, 4)
         self.q_proj = nn.ModuleDict({"lora_A": nn.Linear(4, 2, bias=False), "lora_B": nn.Linear(2, 4, bias=False)})
-        self.memory = nn.ModuleDict({"bank": nn.Embedding(6, 4), "router": nn.Linear(4, 6, bias=False), "o_proj": nn.Linear(4, 4, bias=False)})  # fmt: skip
+        self.memory = nn.ModuleDict(
+            {"bank": nn.Embedding(6, 4), "router": nn.Linear(4, 6, bias=False), "o_proj": nn.Linear(4, 4, bias=False)}
+        )
 
 
 def test_beside_adapters_and_memory_the_base_is_one_group_and_bank_and_router_follow_memory() -> None:
     model = Remembering()
     rates = {"memory": 2e-4, "lora": 1e-4, "base": 1e-5}
-    settings = OptimizerConfig(optimizer="adamw", learning_rate=1.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8,
-                               learning_rates=rates)  # fmt: skip
+    settings = OptimizerConfig(
+        optimizer="adamw", learning_rate=1.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, learning_rates=rates
+    )
     optimizers = Optimizers(model, settings, fast_bf16=False)
     assert set(optimizers.members) == {"bank", "router", "memory", "lora", "base"}
     assert optimizers.rates == {"bank": 2e-4, "router": 2e-4, "memory": 2e-4, "lora": 1e-4, "base": 1e-5}
@@ -217,8 +233,9 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_decayed_layer_moves_less_by_its_factor(optimizer: str) -> None:
     model = Stack()
-    settings = OptimizerConfig(optimizer=optimizer, learning_rate=0.01, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
-                               layer_decay=0.5)  # fmt: skip
+    settings = OptimizerConfig(
+        optimizer=optimizer, learning_rate=0.01, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8, layer_decay=0.5
+    )
     optimizers = Optimizers(model, settings, fast_bf16=False)
     gradient = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
     before = [layer.weight.detach().clone() for layer in model.layers]
@@ -233,8 +250,9 @@ def test_a_decayed_layer_moves_less_by_its_factor(optimizer: str) -> None:
 def test_a_layer_decay_outside_its_range_is_an_error() -> None:
     for gamma in (0.0, 1.1):
         with pytest.raises(ValueError, match="layer_decay: expected more than 0 and at most 1"):
-            OptimizerConfig(optimizer="adamw", learning_rate=1.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
-                            layer_decay=gamma).check_groups()  # fmt: skip
+            OptimizerConfig(
+                optimizer="adamw", learning_rate=1.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8, layer_decay=gamma
+            ).check_groups()
 
 
 def test_the_arithmetic_of_muons_iterations() -> None:

@@ -13,8 +13,11 @@ from pipeline.rl.rewards import Resources, Scorer
 
 # true scores of the answers: prompt -> (the reference's, the policy's), a None is not known
 SCORES: dict[str, tuple[list[float | None], list[float | None]]] = {
-    "a": ([0.0, 0.5], [1.0, 1.0]), "b": ([0.5, 0.5], [0.5, 1.0]), "c": ([1.0, 0.0], [0.0, 0.0]), "d": ([0.5, None], [1.0, 1.0]),
-}  # fmt: skip
+    "a": ([0.0, 0.5], [1.0, 1.0]),
+    "b": ([0.5, 0.5], [0.5, 1.0]),
+    "c": ([1.0, 0.0], [0.0, 0.0]),
+    "d": ([0.5, None], [1.0, 1.0]),
+}
 KINDS = {"a": "code", "b": "code", "c": "tools", "d": "tools"}
 
 

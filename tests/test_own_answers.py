@@ -23,9 +23,15 @@ class Said:
 
 
 def prompt(identity: str, truth: dict[str, Any] | None) -> Prompt:
-    pair = Pair(id=identity, source="generated", kind="code", prompt=[{"role": "user", "content": "Double it."}],
-                chosen=[{"role": "assistant", "content": RIGHT}], rejected=[{"role": "assistant", "content": WRONG}],
-                truth=truth)  # fmt: skip
+    pair = Pair(
+        id=identity,
+        source="generated",
+        kind="code",
+        prompt=[{"role": "user", "content": "Double it."}],
+        chosen=[{"role": "assistant", "content": RIGHT}],
+        rejected=[{"role": "assistant", "content": WRONG}],
+        truth=truth,
+    )
     return Prompt(identity, [5, 6, 7], "code", pair)
 
 
@@ -45,8 +51,11 @@ def test_the_best_and_the_worst_answer_make_a_pair_and_equal_ones_none(byte_toke
     with Judge(SandboxConfig(), 1) as judge:
         (found,) = own_answers.pairs(saying(byte_tokenizer, texts), prompts, byte_tokenizer, judge, 1)
     assert (found.pair.id, found.pair.kind, found.pair.gold_chosen, found.pair.gold_rejected) == (
-        "own-mixed-1", "own code", 1.0, 0.0
-    )  # fmt: skip
+        "own-mixed-1",
+        "own code",
+        1.0,
+        0.0,
+    )
     ids = byte_tokenizer.encode(RIGHT)
     assert found.chosen.ids.tolist() == [5, 6, 7, *ids, byte_tokenizer.turn_end]
     assert list(found.chosen.trained) == [False] * 3 + [True] * (len(ids) + 1)
@@ -59,8 +68,9 @@ def test_the_next_best_and_the_next_worst_make_a_second_pair(byte_tokenizer: Tok
     with Judge(SandboxConfig(), 1) as judge:
         found = own_answers.pairs(saying(byte_tokenizer, texts), prompts, byte_tokenizer, judge, 1)
     assert [(one.pair.id, one.pair.gold_chosen, one.pair.gold_rejected) for one in found] == [
-        ("own-mixed-1", 1.0, 0.0), ("own-mixed-2", 1.0, 0.2)
-    ]  # fmt: skip
+        ("own-mixed-1", 1.0, 0.0),
+        ("own-mixed-2", 1.0, 0.2),
+    ]
     said = [[message["content"] for message in (*one.pair.chosen, *one.pair.rejected)] for one in found]
     assert said == [[texts[0], texts[1]], [texts[3], texts[2]]]
 

@@ -1,4 +1,6 @@
-"""The page's chat before the real server: streamed, stopped, branched, kept, exported, with tools, rewards and choices."""
+"""The page's chat before the real server: streamed, stopped, branched, kept, exported, with tools, rewards and
+choices.
+"""
 
 import json
 import re
@@ -19,9 +21,13 @@ EXAMPLE = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+        },
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +230,11 @@ def test_an_exported_file_imports_as_the_same_conversation(
 
 def test_messages_alone_import_as_a_dialogue_of_the_training_data_has_them(page: Any, tmp_path: Path) -> None:
     call = {"id": "c0", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
-    messages = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "c0", "content": "Rain"}]  # fmt: skip
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c0", "content": "Rain"},
+    ]
     file = tmp_path / "dialogue.json"
     file.write_text(json.dumps({"messages": messages, "tools": [EXAMPLE]}))
     page.locator("#import-file").set_input_files(file)
@@ -258,12 +267,20 @@ def test_a_long_conversation_is_rendered_whole(page: Any, tmp_path: Path) -> Non
     assert most == 1
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("[", "not valid JSON|Unexpected end"), ("[]", "expected a JSON object with messages"), ("{}", "expected messages, found none"),
-    ('{"messages": [{"role": "robot", "content": ""}]}', "messages.0: expected a role of user, assistant, tool"),
-    ('{"messages": [{"role": "user", "content": 5}]}', "messages.0.content: expected a text"),
-    ('{"turns": [{"id": "a", "parent": "b", "message": {"role": "user", "content": ""}}]}', "its parent b does not come before it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "not valid JSON|Unexpected end"),
+        ("[]", "expected a JSON object with messages"),
+        ("{}", "expected messages, found none"),
+        ('{"messages": [{"role": "robot", "content": ""}]}', "messages.0: expected a role of user, assistant, tool"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "messages.0.content: expected a text"),
+        (
+            '{"turns": [{"id": "a", "parent": "b", "message": {"role": "user", "content": ""}}]}',
+            "its parent b does not come before it",
+        ),
+    ],
+)
 def test_a_file_that_is_no_conversation_is_refused(page: Any, tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "wrong.json"
     file.write_text(text)
@@ -330,12 +347,20 @@ def test_a_calls_card_takes_a_result_and_the_answer_follows_it(browser: Any, ser
         ]
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("[{]", "not JSON"), ("{}", "expected a list"), ('[{"type": "tool"}]', 'tool 1: expected "type": "function"'),
-    ('[{"type": "function", "function": {"name": "a b"}}]', "tool 1: expected a name of 1 to 64"),
-    ('[{"type": "function", "function": {"name": "a", "parameters": []}}]', "a: expected a JSON schema as parameters"),
-    (json.dumps([EXAMPLE, EXAMPLE]), "tool 2: get_weather is there twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[{]", "not JSON"),
+        ("{}", "expected a list"),
+        ('[{"type": "tool"}]', 'tool 1: expected "type": "function"'),
+        ('[{"type": "function", "function": {"name": "a b"}}]', "tool 1: expected a name of 1 to 64"),
+        (
+            '[{"type": "function", "function": {"name": "a", "parameters": []}}]',
+            "a: expected a JSON schema as parameters",
+        ),
+        (json.dumps([EXAMPLE, EXAMPLE]), "tool 2: get_weather is there twice"),
+    ],
+)
 def test_wrong_tools_are_explained_and_never_sent(page: Any, text: str, message: str) -> None:
     area = page.get_by_label("Tools (JSON)")
     area.fill(text)

@@ -1,4 +1,6 @@
-"""The page before a real masked-diffusion model: its canvas grows step by step, is replayed, and it chats as others do."""
+"""The page before a real masked-diffusion model: its canvas grows step by step, is replayed, and it chats as others
+do.
+"""
 
 import json
 from collections.abc import Iterator
@@ -27,8 +29,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
 
 def frames(server: Running, text: str, **more: Any) -> list[dict[str, Any]]:
     """What the server itself streams."""
-    body = {"model": "masked", "messages": [{"role": "user", "content": text}], "stream": True,
-            "stream_options": {"include_denoising": True}} | more  # fmt: skip
+    body = {
+        "model": "masked",
+        "messages": [{"role": "user", "content": text}],
+        "stream": True,
+        "stream_options": {"include_denoising": True},
+    } | more
     lines = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).text.splitlines()
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return [chunk["denoising"] for chunk in chunks if "denoising" in chunk]
@@ -61,8 +67,14 @@ def test_a_canvas_is_drawn_as_the_server_uncovers_it_and_replayed(browser: Any, 
 def test_it_chats_as_a_causal_model_does(browser: Any, server: Running) -> None:
     with opened(browser, server.url, settings={"model": "masked"}) as page:
         say(page, "Hello")
-        body = {"model": "masked", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0.7, "top_p": 0.95,
-                "seed": 0, "max_completion_tokens": 24}  # fmt: skip
+        body = {
+            "model": "masked",
+            "messages": [{"role": "user", "content": "Hello"}],
+            "temperature": 0.7,
+            "top_p": 0.95,
+            "seed": 0,
+            "max_completion_tokens": 24,
+        }
         told = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"][
             "content"
         ]

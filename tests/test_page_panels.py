@@ -1,4 +1,6 @@
-"""The page's other panels before the real server: compare, tokens, fill-in, template; denoising from a recorded stream."""
+"""The page's other panels before the real server: compare, tokens, fill-in, template; denoising from a recorded
+stream.
+"""
 
 import json
 import math
@@ -108,8 +110,17 @@ def test_the_better_side_is_posted_and_a_tie_is_not(page: Any, server: Running) 
     page.get_by_role("button", name="B is better").click()
     page.locator(".outcome").get_by_text("B is better: stored").wait_for()
     stored = json.loads(file.read_text().splitlines()[-1])
-    sides = [asked(server, "/v1/chat/completions", model=model, messages=[{"role": "user", "content": "Which one?"}], max_completion_tokens=24, **SAMPLED)
-             ["choices"][0]["message"]["content"] for model in ("nano", "other")]  # fmt: skip
+    sides = [
+        asked(
+            server,
+            "/v1/chat/completions",
+            model=model,
+            messages=[{"role": "user", "content": "Which one?"}],
+            max_completion_tokens=24,
+            **SAMPLED,
+        )["choices"][0]["message"]["content"]
+        for model in ("nano", "other")
+    ]
     assert (stored["rejected"][0]["content"], stored["chosen"][0]["content"]) == (sides[0], sides[1])
     assert len(file.read_text().splitlines()) == len(before) + 1
 
@@ -232,7 +243,8 @@ def test_the_template_is_what_the_model_reads_with_its_specials(page: Any, byte_
     to(page, "Template")
     page.locator(".piece.special").first.wait_for()
     messages = page.evaluate(
-        "(() => { const held = document.getElementById('chat').conversation; return held.messages(held.path().at(-1), 'Be brief.'); })()"
+        "(() => { const held = document.getElementById('chat').conversation; return held.messages(held.path().at(-1),"
+        " 'Be brief.'); })()"
     )
     ids = chat.render(byte_tokenizer, messages, generation_prompt=True).ids
     pieces = page.locator("#template .piece")
@@ -257,7 +269,8 @@ def test_a_text_is_cut_as_the_tokenizer_cuts_it_and_its_controls_are_text(page: 
     assert page.locator("#template .special").count() == 0
 
 
-# denoising, drawn from a stream that is known in every step; the texts of the ids are the server's. A real one: test_page_denoising.py
+# denoising, drawn from a stream that is known in every step; the texts of the ids are the server's. A real one:
+# test_page_denoising.py
 
 
 def test_denoising_is_drawn_step_by_step_and_replayed(browser: Any, server: Running, byte_tokenizer: Tokenizer) -> None:

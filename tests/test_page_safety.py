@@ -1,4 +1,6 @@
-"""Nothing that is shown can act, nothing leaves for another host, and everybody can use the page: eyes, keyboard, phone."""
+"""Nothing that is shown can act, nothing leaves for another host, and everybody can use the page: eyes, keyboard,
+phone.
+"""
 
 import json
 import re
@@ -30,12 +32,15 @@ def server(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
 
 def inert(page: Any, place: str) -> None:
     """Nothing under `place` that could act: no element beyond text, no handler, no style, no address but the web's."""
-    found = page.evaluate("""(place) => [...document.querySelectorAll(`${place}, ${place} *`)].flatMap((one) => {
+    found = page.evaluate(
+        """(place) => [...document.querySelectorAll(`${place}, ${place} *`)].flatMap((one) => {
         const bad = ['SCRIPT', 'IFRAME', 'OBJECT', 'EMBED', 'IMG', 'SVG', 'STYLE', 'LINK', 'META', 'BASE', 'FORM', 'VIDEO', 'AUDIO', 'INPUT'];
         const marks = [...one.attributes].filter(({ name, value }) =>
             name.startsWith('on') || (name === 'style' && !/^--[a-z]+: [0-9.]+%;$/.test(value)) || name === 'srcdoc' || (name === 'href' && !/^https?:/.test(value)));
         return [...(bad.includes(one.tagName.toUpperCase()) ? [one.outerHTML] : []), ...marks.map(({ name }) => `${name} of ${one.outerHTML}`)];
-    })""", place)  # fmt: skip
+    })""",
+        place,
+    )
     assert found == []
 
 
@@ -92,8 +97,12 @@ def test_an_imported_file_is_inert(page: Any, tmp_path: Path) -> None:
         texts = CORPUS[number : number + 10]
         joined = "\n".join(texts)
         call = {"id": joined, "type": "function", "function": {"name": joined, "arguments": joined}}
-        messages = [{"role": "user", "content": joined}, {"role": "assistant", "content": joined, "tool_calls": [call]},
-                    {"role": "tool", "tool_call_id": joined, "name": joined, "content": joined}, {"role": "assistant", "content": joined, "tool_calls": [call]}]  # fmt: skip
+        messages = [
+            {"role": "user", "content": joined},
+            {"role": "assistant", "content": joined, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": joined, "name": joined, "content": joined},
+            {"role": "assistant", "content": joined, "tool_calls": [call]},
+        ]
         meta = {
             "model": joined,
             "finish": joined,
@@ -189,7 +198,8 @@ def filled(page: Any) -> None:
     """Something in every panel."""
     answered(
         page,
-        "# A\n\nSome `code`, a [link](http://a.b), and\n\n```python\ndef f(x):  # why\n    return 'x' + 1\n```\n\n|a|b|\n|-|-|\n|1|2|\n\n> said",
+        "# A\n\nSome `code`, a [link](http://a.b), and\n\n```python\ndef f(x):  # why\n    return 'x' +"
+        " 1\n```\n\n|a|b|\n|-|-|\n|1|2|\n\n> said",
     )
     say(page, "Hello")
     page.unroute_all()
@@ -228,10 +238,16 @@ def test_every_panel_is_labelled_readable_and_fits(browser: Any, server: Running
             ), tab
 
 
-@pytest.mark.parametrize(("markup", "finding"), [
-    ("<button></button>", "no name: <button>"), ("<input>", "no name: <input>"), ("<b id=chat>x</b>", "id twice: chat"),
-    ("<p class=faint>faint words</p>", "contrast 1.6"), ("<div aria-labelledby=nothing>x</div>", "points nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("markup", "finding"),
+    [
+        ("<button></button>", "no name: <button>"),
+        ("<input>", "no name: <input>"),
+        ("<b id=chat>x</b>", "id twice: chat"),
+        ("<p class=faint>faint words</p>", "contrast 1.6"),
+        ("<div aria-labelledby=nothing>x</div>", "points nowhere"),
+    ],
+)
 def test_the_judge_of_these_tests_finds_what_is_wrong(browser: Any, server: Running, markup: str, finding: str) -> None:
     with opened(browser, server.url) as page:
         found = page.evaluate("""(markup) => {

@@ -160,9 +160,7 @@ class Told:
     before: int = 1
     # said above
     above: int = 2
-    split: str = (
-        "long"  # said inside
-    )  # fmt: skip
+    split: str = "long"  # said inside
     last: int = 3  # the last one
 
     def method(self) -> int:
@@ -178,7 +176,7 @@ def test_block_fields_read_other_blocks() -> None:
     assert block("sandbox").metadata["from"] == "sandbox"
 
 
-# -- the repository's own files ------------------------------------------------------------------------------------------
+# -- the repository's own files ----------------------------------------------------------------------------------------
 
 
 SCALES = ("smoke", "demo", "full")
@@ -256,7 +254,9 @@ def read_blocks(stage: str) -> set[str]:
 
 
 def in_a_scale_file(name: str) -> bool:
-    """Whether the block stands in a file of conf/scale/; a stage of a person's own may have all its values in params.yaml."""
+    """Whether the block stands in a file of conf/scale/; a stage of a person's own may have all its values in
+    params.yaml.
+    """
     return any(name in yaml.safe_load(path.read_text()) for path in Path("conf/scale").glob("*.yaml"))
 
 

@@ -1,4 +1,6 @@
-"""Room for work: so many at a time, so many that wait, nobody more than half of it, the last free place for somebody else."""
+"""Room for work: so many at a time, so many that wait, nobody more than half of it, the last free place for somebody
+else.
+"""
 
 import asyncio
 import threading

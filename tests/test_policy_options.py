@@ -1,4 +1,6 @@
-"""Keys of stages grpo and rlhf: the method and its constants, rewards, prompts, and what is measured beside training."""
+"""Keys of stages grpo and rlhf: the method and its constants, rewards, prompts, and what is measured beside
+training.
+"""
 
 import copy
 import math
@@ -39,16 +41,24 @@ def nothing(given: Handed) -> None:
 
 def rolling(**changes: Any) -> RolloutConfig:
     values: dict[str, Any] = {
-        "iterations": 1, "prompts": 3, "samples": 4, "max_prompt": 60, "max_new_tokens": 24, "learning_rate": 1e-3,
-    }  # fmt: skip
+        "iterations": 1,
+        "prompts": 3,
+        "samples": 4,
+        "max_prompt": 60,
+        "max_new_tokens": 24,
+        "learning_rate": 1e-3,
+    }
     return RolloutConfig(**(values | changes))
 
 
 def of_grpo(**changes: Any) -> grpo.Params:
     values: dict[str, Any] = {
-        "method": "grpo", "rewards": {"length": 1.0, "code_format": 0.5}, "held_out": SolvingConfig(eval_problems=1),
-        "sandbox": SandboxConfig(), "fit": rolling(),
-    }  # fmt: skip
+        "method": "grpo",
+        "rewards": {"length": 1.0, "code_format": 0.5},
+        "held_out": SolvingConfig(eval_problems=1),
+        "sandbox": SandboxConfig(),
+        "fit": rolling(),
+    }
     return grpo.Params(**(values | changes))
 
 
@@ -69,8 +79,13 @@ def run(
         grpo.run(params, job(workspace.folder / "work/key"), problems=Path("data/problems"), **shared)
     else:
         found = handed(rlhf, monkeypatch, look)
-        rlhf.run(params, job(workspace.folder / "work/key"), reward=Path("models/reward"),
-                 pairs=Path("data/preferences"), **shared)  # fmt: skip
+        rlhf.run(
+            params,
+            job(workspace.folder / "work/key"),
+            reward=Path("models/reward"),
+            pairs=Path("data/preferences"),
+            **shared,
+        )
     return found, sandboxes
 
 
@@ -85,9 +100,17 @@ def test_a_method_has_its_own_constants_where_nothing_else_is_said(method: str) 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("clip_low", 0.0), ("clip_low", 0.11), ("clip_high", 0.0), ("clip_high", 0.37), ("beta", 0.0), ("beta", 0.9),
-     ("dynamic", False), ("dynamic", True)],
-)  # fmt: skip
+    [
+        ("clip_low", 0.0),
+        ("clip_low", 0.11),
+        ("clip_high", 0.0),
+        ("clip_high", 0.37),
+        ("beta", 0.0),
+        ("beta", 0.9),
+        ("dynamic", False),
+        ("dynamic", True),
+    ],
+)
 def test_what_is_said_wins_over_the_method_also_where_it_is_nothing_and_moves_nothing_else(
     method: str, key: str, value: Any
 ) -> None:
@@ -101,9 +124,13 @@ def test_what_is_said_wins_over_the_method_also_where_it_is_nothing_and_moves_no
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"beta": -1.0}, "beta: expected at least 0"), ({"clip_low": 2.0}, "clip_low: expected at most 1"),
-     ({"clip_low": -0.1}, "clip_low: expected at least 0"), ({"clip_high": -0.1}, "clip_high: expected at least 0")],
-)  # fmt: skip
+    [
+        ({"beta": -1.0}, "beta: expected at least 0"),
+        ({"clip_low": 2.0}, "clip_low: expected at most 1"),
+        ({"clip_low": -0.1}, "clip_low: expected at least 0"),
+        ({"clip_high": -0.1}, "clip_high: expected at least 0"),
+    ],
+)
 def test_constants_that_cannot_be_are_refused(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         of_grpo(**wrong)
@@ -131,8 +158,12 @@ def test_the_loss_clips_and_holds_back_as_the_block_says(workspace: Workspace, m
         up, down = (as_if(given, batch, ratio=r, advantage=a) for r, a in ((2.0, 1.0), (0.5, -1.0)))
         pulled = {term.name: term.coefficient for term in up.terms}.get("kl_loss", 0.0)
         answers = batch.counts["sequences"]
-        return (-float(up.terms[0].sum.detach()) / answers, float(down.terms[0].sum.detach()) / answers, pulled,
-                "reference" in rollouts[0].arrays)  # fmt: skip
+        return (
+            -float(up.terms[0].sum.detach()) / answers,
+            float(down.terms[0].sum.detach()) / answers,
+            pulled,
+            "reference" in rollouts[0].arrays,
+        )
 
     for changes, expected in (
         ({}, (1.2, 0.8, 0.01, True)),
@@ -154,8 +185,11 @@ def test_advantages_and_their_normaliser_are_those_of_the_method(
         return rollouts, term.per, term.coefficient
 
     for method, per, coefficient in (
-        ("grpo", "sequences", 1.0), ("dr_grpo", "sequences", 1 / 24), ("dapo", "tokens", 1.0), ("rloo", "sequences", 1.0),
-    ):  # fmt: skip
+        ("grpo", "sequences", 1.0),
+        ("dr_grpo", "sequences", 1 / 24),
+        ("dapo", "tokens", 1.0),
+        ("rloo", "sequences", 1.0),
+    ):
         rollouts, *found = run(of_grpo(method=method, dynamic=False), workspace, monkeypatch, look)[0].seen
         assert found == [per, coefficient], method
         group = torch.tensor([rollout.total for rollout in rollouts[:4]])
@@ -172,7 +206,7 @@ def test_advantages_and_their_normaliser_are_those_of_the_method(
 @pytest.mark.parametrize(
     ("changes", "again"),
     [({}, False), ({"dynamic": True}, True), ({"method": "dapo"}, True), ({"method": "dapo", "dynamic": False}, False)],
-)  # fmt: skip
+)
 def test_groups_without_a_difference_are_drawn_again_where_that_is_asked_for(
     changes: dict[str, Any], again: bool, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

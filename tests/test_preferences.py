@@ -135,8 +135,16 @@ def test_length_counts_words_names_and_arguments() -> None:
 
 
 def pair(number: int, chosen: str, rejected: str) -> Pair:
-    return Pair(id=f"p{number}", source="s", kind="code", prompt=[], chosen=[assistant(chosen)],
-                rejected=[assistant(rejected)], gold_chosen=0.9, gold_rejected=0.1)  # fmt: skip
+    return Pair(
+        id=f"p{number}",
+        source="s",
+        kind="code",
+        prompt=[],
+        chosen=[assistant(chosen)],
+        rejected=[assistant(rejected)],
+        gold_chosen=0.9,
+        gold_rejected=0.1,
+    )
 
 
 def test_a_pair_that_would_tip_the_balance_waits() -> None:
@@ -169,7 +177,9 @@ def test_noise_flips_its_share_by_id_and_says_which() -> None:
     for before, after in zip(pairs, noisy, strict=True):
         expected = before
         if after.flipped:
-            expected = replace(before, chosen=before.rejected, rejected=before.chosen, gold_chosen=0.1, gold_rejected=0.9, flipped=True)  # fmt: skip
+            expected = replace(
+                before, chosen=before.rejected, rejected=before.chosen, gold_chosen=0.1, gold_rejected=0.9, flipped=True
+            )
         assert after == expected
     again = {p.id for p in flip(pairs[::-1], 0.2, 7) if p.flipped}
     assert again == {p.id for p in noisy if p.flipped}

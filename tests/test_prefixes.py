@@ -18,8 +18,17 @@ from pipeline.serve.engine import GenerationRequest as Request
 from pipeline.serve.loop import Ticket
 
 CONFIG = ModelConfig(
-    vocab_size=64, width=16, layers=3, heads=2, kv_heads=2, head_dim=8, d_ff=16, max_context=128, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=64,
+    width=16,
+    layers=3,
+    heads=2,
+    kv_heads=2,
+    head_dim=8,
+    d_ff=16,
+    max_context=128,
+    rope_theta=1e4,
+    tied=True,
+)
 CPU = torch.device("cpu")
 TEXT = list(range(100))
 
@@ -63,7 +72,11 @@ def test_of_a_busy_row_the_common_beginning_is_copied() -> None:
     for layer in range(CONFIG.layers):
         keys, values = cache.keys[layer], cache.values[layer]
         for tensor in (keys.transpose(2, 3), values):  # (R, K, S, h)
-            assert (tensor[2, :, :40] == 0).all() and (tensor[2, :, 40:] == 2).all() and (tensor[:2, 0, 0, 0] == torch.tensor([0, 1])).all()  # fmt: skip
+            assert (
+                (tensor[2, :, :40] == 0).all()
+                and (tensor[2, :, 40:] == 2).all()
+                and (tensor[:2, 0, 0, 0] == torch.tensor([0, 1])).all()
+            )
 
 
 def test_rows_may_take_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

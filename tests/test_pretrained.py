@@ -86,8 +86,15 @@ def test_configurations_of_transformers_4_and_5_and_half_precision_shards_give_o
     theirs = checkpoints.write(tmp_path / "five", "qwen2-untied")
     model, _ = taken_in(tmp_path / "five")
     checkpoints.write(tmp_path / "four", "qwen2-untied")
-    checkpoints.edit(tmp_path / "four/config.json", rope_parameters=None, rope_theta=50_000.0, dtype=None, torch_dtype="float32",
-                     layer_types=None, head_dim=None)  # fmt: skip
+    checkpoints.edit(
+        tmp_path / "four/config.json",
+        rope_parameters=None,
+        rope_theta=50_000.0,
+        dtype=None,
+        torch_dtype="float32",
+        layer_types=None,
+        head_dim=None,
+    )
     four, _ = taken_in(tmp_path / "four")
     assert four.config == model.config and torch.equal(four(IDS), model(IDS))
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "four", max_shard_size="60KB")

@@ -76,12 +76,18 @@ def test_a_killed_worker_is_an_error_and_no_hang() -> None:
         list(pool_map(dies_at_two, range(6), 2))
 
 
-CHILD = "import os, signal, sys; from pipeline.run.processes import die_with_parent; die_with_parent(int(sys.argv[1])); print('ready', flush=True); signal.pause()"
+CHILD = (
+    "import os, signal, sys; from pipeline.run.processes import die_with_parent; die_with_parent(int(sys.argv[1]));"
+    " print('ready', flush=True); signal.pause()"
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_child_dies_with_its_parent() -> None:
-    code = f"import os, signal, subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}, str(os.getpid())]); signal.pause()"
+    code = (
+        f"import os, signal, subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}, str(os.getpid())]);"
+        " signal.pause()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
@@ -227,8 +233,10 @@ def test_a_file_may_name_machines_and_the_variable_says_which_one_this_is(
 ) -> None:
     with_gpus(8, monkeypatch)
     file = tmp_path / "own.yaml"
-    file.write_text(GOOD.replace("es: 2", "es: 4") + "  fsdp_reshard_after_forward: false\nnum_machines: 2\n"
-                    "main_process_ip: 10.0.0.1\nmain_process_port: 29500\nuse_cpu: true")  # fmt: skip
+    file.write_text(
+        GOOD.replace("es: 2", "es: 4") + "  fsdp_reshard_after_forward: false\nnum_machines: 2\n"
+        "main_process_ip: 10.0.0.1\nmain_process_port: 29500\nuse_cpu: true"
+    )
     monkeypatch.setenv("MACHINE_RANK", "1")
     assert planned(str(file), monkeypatch) == Plan(
         processes=2,
@@ -256,10 +264,14 @@ def test_a_file_may_name_machines_and_the_variable_says_which_one_this_is(
         ({0: 143, 1: 2}, 2, ""),  # the others were told to end
         ({0: 1, 1: 3}, 3, ""),  # they noticed that rank 1 was gone
         ({0: 143, 1: 1}, 1, ""),
-        ({0: 1, 1: -9}, 137, "process 1 was killed by SIGKILL (the kernel does so when memory runs out); the others were ended"),
+        (
+            {0: 1, 1: -9},
+            137,
+            "process 1 was killed by SIGKILL (the kernel does so when memory runs out); the others were ended",
+        ),
         ({0: -11, 1: 1}, 139, "process 0 was killed by SIGSEGV; the others"),
     ],
-)  # fmt: skip
+)
 def test_the_cause_decides_the_exit_code(
     codes: dict[int, int], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,6 @@
-"""The product-key memory that ours is compared with: it finds the best of all n * n values, and looks at no other token."""
+"""The product-key memory that ours is compared with: it finds the best of all n * n values, and looks at no other
+token.
+"""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""Tiny random checkpoints under the names of Dream, DiffuCoder and LLaDA: every tensor finds its place, logits are a plain reference's."""
+"""Tiny random checkpoints under the names of Dream, DiffuCoder and LLaDA: every tensor finds its place, logits are a
+plain reference's.
+"""
 
 import json
 import math
@@ -17,13 +19,29 @@ from pipeline.run.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer
 
 DREAM = {
-    "model_type": "Dream", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 64, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "Dream",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 LLADA = {
-    "model_type": "llada", "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 48,
-    "max_sequence_length": 64, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "weight_tying": False,
-}  # fmt: skip
+    "model_type": "llada",
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "mlp_hidden_size": 48,
+    "max_sequence_length": 64,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "weight_tying": False,
+}
 
 
 def checkpoint(
@@ -52,11 +70,19 @@ def dream_tensors(rows: int, c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         c["hidden_size"] * c["num_key_value_heads"] // c["num_attention_heads"],
     )
     block = {
-        "input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,), "self_attn.q_proj.weight": (d, d),
-        "self_attn.q_proj.bias": (d,), "self_attn.k_proj.weight": (kv, d), "self_attn.k_proj.bias": (kv,),
-        "self_attn.v_proj.weight": (kv, d), "self_attn.v_proj.bias": (kv,), "self_attn.o_proj.weight": (d, d),
-        "mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d), "mlp.down_proj.weight": (d, f),
-    }  # fmt: skip
+        "input_layernorm.weight": (d,),
+        "post_attention_layernorm.weight": (d,),
+        "self_attn.q_proj.weight": (d, d),
+        "self_attn.q_proj.bias": (d,),
+        "self_attn.k_proj.weight": (kv, d),
+        "self_attn.k_proj.bias": (kv,),
+        "self_attn.v_proj.weight": (kv, d),
+        "self_attn.v_proj.bias": (kv,),
+        "self_attn.o_proj.weight": (d, d),
+        "mlp.gate_proj.weight": (f, d),
+        "mlp.up_proj.weight": (f, d),
+        "mlp.down_proj.weight": (d, f),
+    }
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (rows, d),
         "model.norm.weight": (d,),
@@ -104,14 +130,21 @@ def plain_dream(w: dict[str, Tensor], ids: Tensor, c: dict[str, Any]) -> Tensor:
     for n in range(c["num_hidden_layers"]):
         p = f"model.layers.{n}."
         h = norm(x, w[p + "input_layernorm.weight"], c["rms_norm_eps"])
-        q, k, v = ((h @ w[f"{p}self_attn.{m}_proj.weight"].T + w[f"{p}self_attn.{m}_proj.bias"]).unflatten(-1, (-1, size)) for m in "qkv")  # fmt: skip
+        q, k, v = (
+            (h @ w[f"{p}self_attn.{m}_proj.weight"].T + w[f"{p}self_attn.{m}_proj.bias"]).unflatten(-1, (-1, size))
+            for m in "qkv"
+        )
         x = (
             x
             + attended(turned(q, c["rope_theta"]), turned(k, c["rope_theta"]), v).flatten(1)
             @ w[p + "self_attn.o_proj.weight"].T
         )
         h = norm(x, w[p + "post_attention_layernorm.weight"], c["rms_norm_eps"])
-        x = x + (functional.silu(h @ w[p + "mlp.gate_proj.weight"].T) * (h @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T  # fmt: skip
+        x = (
+            x
+            + (functional.silu(h @ w[p + "mlp.gate_proj.weight"].T) * (h @ w[p + "mlp.up_proj.weight"].T))
+            @ w[p + "mlp.down_proj.weight"].T
+        )
     return norm(x, w["model.norm.weight"], c["rms_norm_eps"]) @ w["lm_head.weight"].T
 
 
@@ -187,10 +220,14 @@ def test_a_mask_under_another_name_is_taken_from_config_json(tmp_path: Path, byt
     assert {own.traits.mask, tokenizer.mask} <= set(own.traits.banned)  # the one that was added too
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"model_type": "qwen2"}, "expected Dream .* or llada. A causal checkpoint goes into stage_language"),
-    ({**LLADA, "d_model": None}, "d_model"), ({k: v for k, v in LLADA.items() if k != "n_heads"}, "'n_heads' is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "qwen2"}, "expected Dream .* or llada. A causal checkpoint goes into stage_language"),
+        ({**LLADA, "d_model": None}, "d_model"),
+        ({k: v for k, v in LLADA.items() if k != "n_heads"}, "'n_heads' is missing"),
+    ],
+)
 def test_another_configuration_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({k: v for k, v in values.items() if v is not None} | {"vocab_size": 64})

@@ -36,7 +36,9 @@ def test_no_weight_is_further_from_its_level_than_half_a_step() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, NARROW])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_of_few_rows_is_that_of_the_dequantised_weights_and_the_digits(rows: int, bias: bool) -> None:
-    """Against the digits' own sum, worked out in float64; and against the activations', from which a digit is half a step away."""
+    """Against the digits' own sum, worked out in float64; and against the activations', from which a digit is half a
+    step away.
+    """
     layer, x = drawn(rows, bias)
     small = Int8Linear(layer)
     peak = x.double().abs().amax(1, keepdim=True)

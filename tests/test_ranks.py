@@ -136,7 +136,9 @@ except ConfigError as error:
 
 
 def test_passes_are_dealt_so_that_a_model_that_is_cut_never_waits(alone: Ranks) -> None:
-    """Five batches for three ranks: the last round has two; the third rank makes a pass that does not count, if it must."""
+    """Five batches for three ranks: the last round has two; the third rank makes a pass that does not count, if it
+    must.
+    """
     alone.world = 3
     shares = []
     for alone.rank in range(3):
@@ -155,6 +157,8 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, str(tmp_path / "script.py"), str(tmp_path)], env=environment, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py"), str(tmp_path)], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(p.name for p in tmp_path.glob("*.ok")) == ["0.ok", "1.ok"]

@@ -1,4 +1,6 @@
-"""pipeline/tools/reference.py: docs/reference.md is up to date, whole, and says what each key means (tests/test_reference.py: the frozen policy)."""
+"""pipeline/tools/reference.py: docs/reference.md is up to date, whole, and says what each key means
+(tests/test_reference.py: the frozen policy).
+"""
 
 import re
 import sys
@@ -100,10 +102,12 @@ def test_check_says_where_the_file_differs_and_leaves_it(
 @pytest.mark.parametrize(
     ("old", "said"),
     [
-        ("a\nb\n", "line 3: expected 'c', found ''"), ("a\nb\nc", "line 4: expected '', found '(the end)'"),
-        ("a\nb\nc\n\n", "line 5: expected '(the end)', found ''"), ("", "line 1: expected 'a', found ''"),
+        ("a\nb\n", "line 3: expected 'c', found ''"),
+        ("a\nb\nc", "line 4: expected '', found '(the end)'"),
+        ("a\nb\nc\n\n", "line 5: expected '(the end)', found ''"),
+        ("", "line 1: expected 'a', found ''"),
     ],
-)  # fmt: skip
+)
 def test_a_difference_is_found_also_at_the_end(old: str, said: str) -> None:
     assert reference.difference(old, "a\nb\nc\n") == said
 
@@ -141,10 +145,17 @@ def test_keys_of_a_bare_dataclass_stand_flat_and_those_of_another_block_not_at_a
 @pytest.mark.parametrize(
     ("raw", "cell"),
     [
-        (None, "none"), (True, "true"), (0.1, "0.1"), (1e-5, "1e-5"), (1e20, "1e20"), (10.0, "10.0"), ((), "[]"),
-        (["a", 1.5e-10], "[a, 1.5e-10]"), ({"a": False}, "{a: false}"),
+        (None, "none"),
+        (True, "true"),
+        (0.1, "0.1"),
+        (1e-5, "1e-5"),
+        (1e20, "1e20"),
+        (10.0, "10.0"),
+        ((), "[]"),
+        (["a", 1.5e-10], "[a, 1.5e-10]"),
+        ({"a": False}, "{a: false}"),
     ],
-)  # fmt: skip
+)
 def test_values_are_shown_as_yaml_writes_them(raw: object, cell: str) -> None:
     assert shown(raw) == cell
 
@@ -193,7 +204,9 @@ def test_every_key_of_params_yaml_has_its_row(text: str) -> None:
 
 
 def test_sections_stand_in_the_order_of_params_yaml(text: str) -> None:
-    blocks = [name for name, values in yaml.safe_load((ROOT / "params.yaml").read_text()).items() if isinstance(values, dict)]  # fmt: skip
+    blocks = [
+        name for name, values in yaml.safe_load((ROOT / "params.yaml").read_text()).items() if isinstance(values, dict)
+    ]
     assert [name for name in sections(text) if name in blocks] == blocks
 
 

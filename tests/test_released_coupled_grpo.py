@@ -27,8 +27,16 @@ COUPLING = Coupling(seed=0, inner=2, fill=2)
 
 def filled(rows: int = 4, inner: int = 2) -> CanvasRollouts:
     """A stream between two fills."""
-    config = RolloutConfig(prompts=1, samples=rows, iterations=1, epochs=inner, minibatches=1, max_prompt=8, max_new_tokens=6,
-                           learning_rate=1e-3)  # fmt: skip
+    config = RolloutConfig(
+        prompts=1,
+        samples=rows,
+        iterations=1,
+        epochs=inner,
+        minibatches=1,
+        max_prompt=8,
+        max_new_tokens=6,
+        learning_rate=1e-3,
+    )
     nothing: Any = None
     method = Method(sample=nothing, score=nothing, annotate=nothing, estimate=nothing)
     stream = CanvasRollouts([answer().prompt], config, method, pad=1, seed=0, ranks=Ranks("fp32", "."))
@@ -39,7 +47,9 @@ def filled(rows: int = 4, inner: int = 2) -> CanvasRollouts:
 
 
 def test_1_each_inner_iteration_has_masks_of_its_own_which_accumulation_shares() -> None:
-    """There the index of the masks was the count of micro-batches: two of accumulation and two iterations used one mask twice."""
+    """There the index of the masks was the count of micro-batches: two of accumulation and two iterations used one
+    mask twice.
+    """
     stream = filled()
     whole = [stream.batch(step, 0, np.arange(4)) for step in (0, 1)]
     assert not torch.equal(whole[0].first, whole[1].first) and not torch.equal(whole[0].times, whole[1].times)
@@ -85,9 +95,15 @@ def test_6_padding_to_the_left_the_right_or_none_scores_alike() -> None:
         def padded(x: Tensor, value: int, left: int = left, right: int = right) -> Tensor:
             return torch.nn.functional.pad(x, (left, right), value=value)
 
-        wide = replace(alone, tokens=padded(alone.tokens, 9), documents=padded(alone.documents, -1),
-                       positions=padded(alone.positions, 0), canvas=padded(alone.canvas, 0), counted=padded(alone.counted, 0),
-                       first=padded(alone.first, 0))  # fmt: skip
+        wide = replace(
+            alone,
+            tokens=padded(alone.tokens, 9),
+            documents=padded(alone.documents, -1),
+            positions=padded(alone.positions, 0),
+            canvas=padded(alone.canvas, 0),
+            counted=padded(alone.counted, 0),
+            first=padded(alone.first, 0),
+        )
         torch.testing.assert_close(coupled_logprobs(model().train(False), wide), expected, atol=1e-5, rtol=0)
 
 
@@ -147,7 +163,9 @@ def test_10_each_completion_has_a_time_of_its_own() -> None:
 
 
 def test_the_first_inner_iteration_of_one_update_needs_no_old_scores() -> None:
-    """The training pass has them: the gradients of both inner iterations are those with old scores that were computed before."""
+    """The training pass has them: the gradients of both inner iterations are those with old scores that were
+    computed before.
+    """
     policy = model().train(True)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -170,8 +188,17 @@ def test_the_first_inner_iteration_of_one_update_needs_no_old_scores() -> None:
             assert (given.old is None) == (own_first and step == 2)
             told = coupled_logprobs(policy, given)
             old = told.detach() if given.old is None else given.old
-            scored_loss = group_policy(told, -told.detach(), old=old, advantages=given.arrays["advantages"], reference=None,
-                                       row_of=given.row_of, num_rows=4, method=METHOD, max_tokens=6)  # fmt: skip
+            scored_loss = group_policy(
+                told,
+                -told.detach(),
+                old=old,
+                advantages=given.arrays["advantages"],
+                reference=None,
+                row_of=given.row_of,
+                num_rows=4,
+                method=METHOD,
+                max_tokens=6,
+            )
             scored_loss.terms[0].sum.backward()
             found.append([p.grad.clone() for p in policy.parameters() if p.grad is not None])
         return found
@@ -188,8 +215,14 @@ def test_the_first_rollout_has_all_old_scores_which_its_gate_compares() -> None:
     stream = filled()
     for one in stream.rollouts:
         one.arrays = {"advantages": np.ones(4)}
-    annotate(stream.rollouts, inner=2, rollout=0, policy=lambda answers, _: [np.zeros(4)] * len(answers),
-             reference=lambda answers, _: [np.zeros(4)] * len(answers), own_first=True)  # fmt: skip
+    annotate(
+        stream.rollouts,
+        inner=2,
+        rollout=0,
+        policy=lambda answers, _: [np.zeros(4)] * len(answers),
+        reference=lambda answers, _: [np.zeros(4)] * len(answers),
+        own_first=True,
+    )
     assert set(stream.rollouts[0].arrays) == {"advantages", "old/0", "old/1", "reference/0", "reference/1"}
     assert stream.batch(0, 0, np.arange(4)).old is not None
 

@@ -55,8 +55,11 @@ def test_a_program_that_a_policy_repeats_is_run_once_and_its_verdict_is_the_same
 
 def test_what_is_asked_of_a_program_belongs_to_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     other = [{"args": "[1, 2]", "expected": "4", "visible": False}]
-    asked = [Program(source=RIGHT, entry_point="add", tests=tests, compare=compare) for tests in (ADD, other)
-             for compare in ("strict", "python")]  # fmt: skip
+    asked = [
+        Program(source=RIGHT, entry_point="add", tests=tests, compare=compare)
+        for tests in (ADD, other)
+        for compare in ("strict", "python")
+    ]
     with RememberingJudge(SandboxConfig(), 1) as judge:
         counting = Counting(judge, monkeypatch)
         assert [one.score for one in judge.judge(asked)] == [1.0, 1.0, 0.0, 0.0]

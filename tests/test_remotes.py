@@ -1,7 +1,7 @@
 """Two clones and a remote between them: what a push carries over, and that nothing trains where it is pulled.
 
-These are the commands of docs/sharing.md. The remote is a folder, or an S3-compatible server on this machine's own address
-(`rclone serve s3`; a real bucket's permissions, regions and speed are not tried).
+These are the commands of docs/sharing.md. The remote is a folder, or an S3-compatible server on this machine's own
+address (`rclone serve s3`; a real bucket's permissions, regions and speed are not tried).
 """
 
 import hashlib
@@ -191,8 +191,10 @@ def s3_server(folder: Path) -> Iterator[str]:
     pair = f"{KEYS['AWS_ACCESS_KEY_ID']},{KEYS['AWS_SECRET_ACCESS_KEY']}"
     server = subprocess.Popen(
         [RCLONE, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", pair, "--config", os.devnull, str(folder)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert server.stderr is not None
         said = server.stderr.readline()  # when it listens: "... Starting s3 server on [http://127.0.0.1:42825/]"

@@ -15,18 +15,32 @@ def run(**reads: list[str]) -> Run:
 
 
 CHAIN = run(
-    corpus=[], tasks=["data/raw"], tokenizer=["data/raw"], encode_code=["data/raw/code", "data/tokenizer"],
-    language=["data/tokens/text", "data/tokenizer"], code=["models/language", "data/tokens/code", "data/tokenizer"],
-    tools=["models/code", "data/dialogues"], deploy=["models/tools", "data/raw/text/manifest.json"],
-    mine=["models/diffusion_control", "data/own"], diffusion=["models/code"],
-)  # fmt: skip
+    corpus=[],
+    tasks=["data/raw"],
+    tokenizer=["data/raw"],
+    encode_code=["data/raw/code", "data/tokenizer"],
+    language=["data/tokens/text", "data/tokenizer"],
+    code=["models/language", "data/tokens/code", "data/tokenizer"],
+    tools=["models/code", "data/dialogues"],
+    deploy=["models/tools", "data/raw/text/manifest.json"],
+    mine=["models/diffusion_control", "data/own"],
+    diffusion=["models/code"],
+)
 
 
 def test_an_edge_is_what_a_stage_reads_without_what_another_way_implies() -> None:
     assert charts.edges(CHAIN) == {
-        "corpus": [], "tasks": ["corpus"], "tokenizer": ["corpus"], "encode_code": ["tokenizer"], "language": ["tokenizer"],
-        "code": ["encode_code", "language"], "tools": ["code", "tasks"], "deploy": ["tools"], "mine": ["diffusion"], "diffusion": ["code"],
-    }  # fmt: skip
+        "corpus": [],
+        "tasks": ["corpus"],
+        "tokenizer": ["corpus"],
+        "encode_code": ["tokenizer"],
+        "language": ["tokenizer"],
+        "code": ["encode_code", "language"],
+        "tools": ["code", "tasks"],
+        "deploy": ["tools"],
+        "mine": ["diffusion"],
+        "diffusion": ["code"],
+    }
 
 
 def test_every_stage_stands_right_of_what_it_was_made_from() -> None:

@@ -37,12 +37,21 @@ def trained(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, **changes: An
     found = handed(reward, monkeypatch, opinion)
     sandboxes = without_judge(monkeypatch, reward)
     values: dict[str, Any] = {
-        "centring": 0.01, "label_flip": 0.0, "own_prompts": 0, "calibration_answers": 4, "answer_tokens": 24,
+        "centring": 0.01,
+        "label_flip": 0.0,
+        "own_prompts": 0,
+        "calibration_answers": 4,
+        "answer_tokens": 24,
         "sandbox": SandboxConfig(),
         "fit": PairConfig(steps=1, pairs=4, max_prompt=60, max_length=120, learning_rate=1e-2),
-    }  # fmt: skip
-    reward.run(reward.Params(**(values | changes)), job(workspace.folder / "work/key"),
-               base=Path("models/tools"), pairs=Path("data/preferences"), out=Path("models/out"))  # fmt: skip
+    }
+    reward.run(
+        reward.Params(**(values | changes)),
+        job(workspace.folder / "work/key"),
+        base=Path("models/tools"),
+        pairs=Path("data/preferences"),
+        out=Path("models/out"),
+    )
     return found
 
 
@@ -188,8 +197,10 @@ def test_the_loss_has_the_weights_of_the_block_and_guesses_only_where_they_weigh
     first = found.stream.batch(0, 240, found.stream.rows(0, 240))
     terms = {term.name: term.coefficient for term in found.loss(found.model.train(), first).terms}
     assert terms == {
-        "ranking": 1.0, **({"centring": centring} if centring else {}), **({"likelihood": likelihood} if likelihood else {})
-    }  # fmt: skip
+        "ranking": 1.0,
+        **({"centring": centring} if centring else {}),
+        **({"likelihood": likelihood} if likelihood else {}),
+    }
 
 
 def test_the_sandbox_of_own_answers_is_that_of_its_block(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

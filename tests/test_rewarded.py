@@ -22,10 +22,18 @@ def said(text: str) -> list[records.Message]:
 
 
 PAIRS = [
-    Pair(id=f"p{n}", source="test", kind="code" if n % 3 else "story", prompt=[{"role": "user", "content": f"Say {n}."}],
-         chosen=said("left " * (1 + n % 4)), rejected=said("right " * (1 + n % 3)), gold_chosen=1.0, gold_rejected=0.0)
+    Pair(
+        id=f"p{n}",
+        source="test",
+        kind="code" if n % 3 else "story",
+        prompt=[{"role": "user", "content": f"Say {n}."}],
+        chosen=said("left " * (1 + n % 4)),
+        rejected=said("right " * (1 + n % 3)),
+        gold_chosen=1.0,
+        gold_rejected=0.0,
+    )
     for n in range(24)
-]  # fmt: skip
+]
 
 
 @pytest.fixture

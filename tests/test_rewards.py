@@ -90,7 +90,10 @@ def test_a_part_that_is_not_known_makes_the_whole_unknown(lost: float | None, mo
     monkeypatch.setitem(rewards.PARTS, "learned", part)
     scorer = Scorer({"length": 1.0}, PLAIN)
     scorer.weights["learned"] = 1.0
-    assert scorer([answer("a"), answer("b")]) == [Score(None, {"length": 0.0, "learned": None}), Score(1.0, {"length": 0.0, "learned": 1.0})]  # fmt: skip
+    assert scorer([answer("a"), answer("b")]) == [
+        Score(None, {"length": 0.0, "learned": None}),
+        Score(1.0, {"length": 0.0, "learned": 1.0}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +131,11 @@ def test_the_learned_part_is_the_reward_model_s_normalised(tiny_model: Transform
     assert [one.total for one in Scorer({"learned": 1.0}, resources)(given)] == [None] * 3
 
 
-DOUBLE = [{"args": "[1]", "expected": "2", "visible": True}, {"args": "[2]", "expected": "4", "visible": False},
-          {"args": "[3]", "expected": "6", "visible": False}]  # fmt: skip
+DOUBLE = [
+    {"args": "[1]", "expected": "2", "visible": True},
+    {"args": "[2]", "expected": "4", "visible": False},
+    {"args": "[3]", "expected": "6", "visible": False},
+]
 PROBLEM = Problem(
     id="1", level=1, group="easy", key="1", question="Double x.", entry_point="f", signature="f(x)", tests=DOUBLE
 )
@@ -158,8 +164,14 @@ def test_code_is_the_share_of_hidden_tests_that_pass_in_the_sandbox() -> None:
 
 def test_a_right_call_is_worth_one_and_a_prompt_without_truth_is_refused() -> None:
     call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": '{"place": "deck"}'}}
-    tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {
-        "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}  # fmt: skip
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
     right = {"role": "assistant", "content": "", "tool_calls": [call]}
     record = replace(rollouts.prompt(0).record, kind="tools", tools=[tool], truth={"right": right})
     scorer = Scorer({"tool_call": 1.0}, replace(PLAIN, call_score=call_reward))

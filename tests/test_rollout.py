@@ -1,4 +1,6 @@
-"""The stream that the policy fills: who is asked what, which answers stay, how they become batches, what stops a run."""
+"""The stream that the policy fills: who is asked what, which answers stay, how they become batches, what stops a
+run.
+"""
 
 import json
 import math
@@ -24,8 +26,16 @@ PAD = 0
 
 
 def config(**changes: Any) -> RolloutConfig:
-    values: dict[str, Any] = {"learning_rate": 1e-3, "prompts": 4, "samples": 3, "iterations": 6, "epochs": 2, "minibatches": 2,
-                              "max_prompt": 4, "max_new_tokens": 5}  # fmt: skip
+    values: dict[str, Any] = {
+        "learning_rate": 1e-3,
+        "prompts": 4,
+        "samples": 3,
+        "iterations": 6,
+        "epochs": 2,
+        "minibatches": 2,
+        "max_prompt": 4,
+        "max_new_tokens": 5,
+    }
     return RolloutConfig(**(values | changes))
 
 
@@ -60,8 +70,15 @@ def method(**changes: Any) -> Method:
     return Method(**(values | changes))
 
 
-def stream(settings: RolloutConfig | None = None, how: Method | None = None, *, prompts: int = 10, seed: int = 1,
-           ranks: Any = None, state: dict[str, Any] | None = None) -> RolloutStream:  # fmt: skip
+def stream(
+    settings: RolloutConfig | None = None,
+    how: Method | None = None,
+    *,
+    prompts: int = 10,
+    seed: int = 1,
+    ranks: Any = None,
+    state: dict[str, Any] | None = None,
+) -> RolloutStream:
     asked = [rollouts.prompt(number) for number in range(prompts)]
     group = Ranks("fp32", "unused") if ranks is None else ranks
     return RolloutStream(asked, settings or config(), how or method(), pad=PAD, seed=seed, ranks=group, state=state)
@@ -183,7 +200,9 @@ def scored_by(table: Callable[[int], float | None]) -> Callable[[Sequence[Answer
 
 
 def test_groups_whose_scores_are_all_equal_are_drawn_again() -> None:
-    """Of iteration 0 (groups 0-3) groups 1 and 3 differ; an extra round draws the two that are missing (4, 5), which do."""
+    """Of iteration 0 (groups 0-3) groups 1 and 3 differ; an extra round draws the two that are missing (4, 5), which
+    do.
+    """
     differing = {1, 3, 4, 5, 6}
     how = method(score=scored_by(lambda n: float(n % 3 if n // 3 in differing else 1)), dynamic=True)
     one = stream(how=how)
@@ -309,12 +328,25 @@ def test_numbers_by_hand() -> None:
         Rollout(rollouts.answer(rollouts.prompt(2), 4, [1] * 2), Score(3.0, {"a": 3.0, "b": 0.5})),
         Rollout(rollouts.answer(rollouts.prompt(2), 5, [1] * 6), Score(3.0, {"a": 3.0, "b": 0.5})),
     ]
-    assert numbers_of(found, 2) == pytest.approx({
-        "reward": 3.0, "reward_std": math.sqrt((4 + 1 + 9 + 0 + 0) / 4), "completions/mean_length": 4.0,
-        "completions/min_length": 1.0, "completions/max_length": 8.0, "completions/clipped_ratio": 1 / 6,
-        "unscorable": 1 / 6, "frac_reward_zero_std": 1 / 3, "rewards/a/mean": 3.0, "rewards/a/std": math.sqrt(14 / 4),
-        "rewards/b/mean": 0.5, "rewards/b/std": 0.0, "verdicts/passed": 2.0, "verdicts/wrong": 1.0, "verdicts/lost": 1.0,
-    })  # fmt: skip
+    assert numbers_of(found, 2) == pytest.approx(
+        {
+            "reward": 3.0,
+            "reward_std": math.sqrt((4 + 1 + 9 + 0 + 0) / 4),
+            "completions/mean_length": 4.0,
+            "completions/min_length": 1.0,
+            "completions/max_length": 8.0,
+            "completions/clipped_ratio": 1 / 6,
+            "unscorable": 1 / 6,
+            "frac_reward_zero_std": 1 / 3,
+            "rewards/a/mean": 3.0,
+            "rewards/a/std": math.sqrt(14 / 4),
+            "rewards/b/mean": 0.5,
+            "rewards/b/std": 0.0,
+            "verdicts/passed": 2.0,
+            "verdicts/wrong": 1.0,
+            "verdicts/lost": 1.0,
+        }
+    )
     assert "frac_reward_zero_std" not in numbers_of(found, 1)
 
 

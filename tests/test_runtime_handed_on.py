@@ -85,9 +85,14 @@ def test_the_reward_stage_judges_where_the_address_says(workspace: Workspace, mo
     judges = Judges()
     monkeypatch.setattr(models, "RememberingJudge", judges)
     params = reward.Params(
-        centring=0.0, label_flip=0.0, own_prompts=0, calibration_answers=4, answer_tokens=24, sandbox=SandboxConfig(),
+        centring=0.0,
+        label_flip=0.0,
+        own_prompts=0,
+        calibration_answers=4,
+        answer_tokens=24,
+        sandbox=SandboxConfig(),
         fit=PairConfig(steps=1, learning_rate=1e-3, pairs=4, max_prompt=60, max_length=120),
-    )  # fmt: skip
+    )
     with pytest.raises(NotHere):
         reward.run(
             params,
@@ -124,10 +129,19 @@ def test_evaluate_judges_problems_and_test_sets_where_the_address_says(
     write(empty / "problems/test.jsonl", list[Problem]())
     write_set(empty / "benchmarks/h.jsonl", [DOUBLE])
     evaluate.run(
-        replace(EVALUATE, benchmarks=["data/benchmarks/h.jsonl"]), at_work(workspace.folder / "work"),
-        model=Path("models/tools"), text=empty, code=empty, dialogues=empty / "dialogues", problems=empty / "problems",
-        facts=Path("data/facts"), benchmarks=empty / "benchmarks", summary=empty / "m.json", items=empty / "m.jsonl", curves=empty / "m.csv",
-    )  # fmt: skip
+        replace(EVALUATE, benchmarks=["data/benchmarks/h.jsonl"]),
+        at_work(workspace.folder / "work"),
+        model=Path("models/tools"),
+        text=empty,
+        code=empty,
+        dialogues=empty / "dialogues",
+        problems=empty / "problems",
+        facts=Path("data/facts"),
+        benchmarks=empty / "benchmarks",
+        summary=empty / "m.json",
+        items=empty / "m.jsonl",
+        curves=empty / "m.csv",
+    )
     assert judges.made == [ASKED, ASKED]
 
 
@@ -183,8 +197,11 @@ def test_encode_and_corpus_work_in_so_many_workers(
     monkeypatch.setattr(corpus, "pool_map", pools)
     write_corpus(tmp_path / "written", documents(4), documents(2, first=100))
     encode.run(
-        encode.Params(), at_work(tmp_path / "work"), tokenizer=tmp_path / "written/tokenizer",
-        corpus=tmp_path / "written/raw", out=tmp_path / "tokens",
-    )  # fmt: skip
+        encode.Params(),
+        at_work(tmp_path / "work"),
+        tokenizer=tmp_path / "written/tokenizer",
+        corpus=tmp_path / "written/raw",
+        out=tmp_path / "tokens",
+    )
     machine.build("built", workers=WORKERS)
     assert pools.workers == [WORKERS, WORKERS]

@@ -23,8 +23,17 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 
 CONFIG = ModelConfig(
-    vocab_size=96, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48, max_context=320, rope_theta=1e4, tied=True
-)  # fmt: skip
+    vocab_size=96,
+    width=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    max_context=320,
+    rope_theta=1e4,
+    tied=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +124,9 @@ def test_a_wide_nucleus_needs_the_whole_sort_and_gets_it() -> None:
 
 
 def by_sorting(weights: Tensor, top_p: float) -> Tensor:
-    """What a nucleus is: the likeliest until their sum (in float64) reaches the share, with all that tie with the last of them."""
+    """What a nucleus is: the likeliest until their sum (in float64) reaches the share, with all that tie with the
+    last of them.
+    """
     wanted = top_p * weights.sum(-1, keepdim=True)
     falling = weights.sort(dim=-1, descending=True).values
     end = (falling.double().cumsum(-1).to(weights.dtype) < wanted).sum(-1, keepdim=True).clamp_max(weights.shape[1] - 1)
@@ -214,9 +225,14 @@ def test_a_full_context_ends_the_row(model: Transformer) -> None:
 def test_tokens_are_streamed_as_they_come(model: Transformer) -> None:
     seen: dict[int, list[int]] = {}
     done = generate(
-        model, some_prompts(5), Sampling(20, 1.0), stop={1, 2}, seeds=[1, 2, 3, 4, 5], batch_rows=2,
+        model,
+        some_prompts(5),
+        Sampling(20, 1.0),
+        stop={1, 2},
+        seeds=[1, 2, 3, 4, 5],
+        batch_rows=2,
         on_token=lambda index, token: seen.setdefault(index, []).append(token),
-    )  # fmt: skip
+    )
     for index, completion in enumerate(done):
         assert seen[index][: len(completion.ids)] == completion.ids
         assert len(seen[index]) == len(completion.logprobs)

@@ -1,4 +1,6 @@
-"""Keys of the block `sandbox`: what a candidate may use is what its key says, a little less stops it, a little more does not."""
+"""Keys of the block `sandbox`: what a candidate may use is what its key says, a little less stops it, a little more
+does not.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +31,17 @@ OUTPUT, TIME = ("error", "output"), ("timeout", "")
 CASES = {
     "source_kib": Case(1, 4, "def f(x): return x" + "#" * 2000, OUTPUT),
     "stdout_kib": Case(1, 4, "def f(x):\n print('a' * 2000, flush=True)\n return x", OUTPUT),
-    "stderr_kib": Case(1, 4, "import sys\ndef f(x):\n print('a' * 2000, file=sys.stderr, flush=True)\n return x", OUTPUT),
+    "stderr_kib": Case(
+        1, 4, "import sys\ndef f(x):\n print('a' * 2000, file=sys.stderr, flush=True)\n return x", OUTPUT
+    ),
     "results_kib": Case(1, 16, "def f(x): return 'a' * 2000", OUTPUT),
     "memory_mib": Case(64, 256, "def f(x): return len(bytearray(100 << 20)) * x", ("memory", "")),
     "cpu_seconds": Case(0.1, 2.0, SPIN, TIME, ("0.3",)),
     "job_cpu_seconds": Case(0.3, 5.0, SPIN, TIME, ("0.2",) * 3, others=(("cpu_seconds", 1.0),)),
-    "wall_extra_seconds": Case(0.1, 10.0, "import time\ndef f(x):\n time.sleep(0.6)\n return x", TIME,
-                               others=(("cpu_seconds", 0.05),)),
-}  # fmt: skip
+    "wall_extra_seconds": Case(
+        0.1, 10.0, "import time\ndef f(x):\n time.sleep(0.6)\n return x", TIME, others=(("cpu_seconds", 0.05),)
+    ),
+}
 
 
 def judged(program: Program, **limits: Any) -> Verdict:

@@ -1,4 +1,6 @@
-"""The benchmark of scaling: its shards and clock by hand, its plot and table, and two tiny processes that train together."""
+"""The benchmark of scaling: its shards and clock by hand, its plot and table, and two tiny processes that train
+together.
+"""
 
 import json
 from pathlib import Path

@@ -196,7 +196,9 @@ def test_references_that_lead_too_deep_are_refused(byte_tokenizer: Tokenizer) ->
 
 
 def test_branches_that_only_closing_keeps_apart_are_refused(byte_tokenizer: Tokenizer) -> None:
-    """{"a": 1} is an instance of both branches as they are written; with a tag in each the branches exclude each other."""
+    """{"a": 1} is an instance of both branches as they are written; with a tag in each the branches exclude each
+    other.
+    """
     grammars = Grammars(byte_tokenizer, ROWS)
     with pytest.raises(SchemaError, match="oneOf") as error:
         grammars.json_schema({"oneOf": [A, {"type": "object", "properties": {"b": {"type": "integer"}}}]})
@@ -218,11 +220,21 @@ def test_names_of_a_literal_object_beside_properties_may_stand(
 
 LEAVES = st.sampled_from(
     [
-        {"type": "string"}, {"type": "integer"}, {"type": "number", "minimum": 0, "maximum": 9}, {"type": "boolean"}, {"type": "null"},
-        {"enum": ["é", 1, None]}, {"const": {"k": [1]}}, {"type": "string", "pattern": "^[ab]{2,4}$"}, {"type": "string", "maxLength": 3},
-        {"type": ["integer", "null"]}, {"type": "object"}, {"$ref": "#/$defs/A"}, {"type": "integer", "multipleOf": 3},
+        {"type": "string"},
+        {"type": "integer"},
+        {"type": "number", "minimum": 0, "maximum": 9},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": ["é", 1, None]},
+        {"const": {"k": [1]}},
+        {"type": "string", "pattern": "^[ab]{2,4}$"},
+        {"type": "string", "maxLength": 3},
+        {"type": ["integer", "null"]},
+        {"type": "object"},
+        {"$ref": "#/$defs/A"},
+        {"type": "integer", "multipleOf": 3},
     ]
-)  # fmt: skip
+)
 
 
 def objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
@@ -231,8 +243,10 @@ def objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[
     others = st.sampled_from([{}, {}, {"additionalProperties": False}, {"additionalProperties": {"type": "null"}}])
     return st.builds(
         lambda named, required, other: {"type": "object", "properties": named, "required": required, **other},
-        properties, st.lists(st.sampled_from("abcd"), max_size=2, unique=True), others,
-    )  # fmt: skip
+        properties,
+        st.lists(st.sampled_from("abcd"), max_size=2, unique=True),
+        others,
+    )
 
 
 def combined(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
@@ -253,7 +267,9 @@ SLOWLY = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 def answered_or_refused(tokenizer: Tokenizer, schema: dict[str, Any], seed: int) -> None:
-    """An answer of just the shortest length and one with room, both instances; or a refusal of what llguidance refuses too."""
+    """An answer of just the shortest length and one with room, both instances; or a refusal of what llguidance
+    refuses too.
+    """
     schema = {**schema, "$defs": {"A": A}}
     try:
         grammar = Grammars(tokenizer, ROWS).json_schema(schema)

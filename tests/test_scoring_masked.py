@@ -1,4 +1,6 @@
-"""Estimated likelihoods against enumeration, on a model small enough to know all about it (specs: diffusion, checks 1-3, 6-10)."""
+"""Estimated likelihoods against enumeration, on a model small enough to know all about it (specs: diffusion, checks
+1-3, 6-10).
+"""
 
 import itertools
 import math
@@ -115,17 +117,28 @@ def difference(key: str, n_t: int, n_y: int, *, shared: bool = True, stratified:
                 masks.strata(float(numbers[0]), n_t, L) if stratified else 1 + np.floor(L * numbers[:n_t]).astype(int)
             )
             rest = numbers[n_t:].reshape(n_t, n_y, L)
-            each = [L / k * sum(np.asarray(told(tuple(m.tolist())))[m]) for k, part in zip(counts, rest, strict=True)
-                    for m in (masks.subset(row, int(k)) for row in part)]  # fmt: skip
+            each = [
+                L / k * sum(np.asarray(told(tuple(m.tolist())))[m])
+                for k, part in zip(counts, rest, strict=True)
+                for m in (masks.subset(row, int(k)) for row in part)
+            ]
             estimates.append(float(np.mean(each)))
         total += (1 if side == "chosen" else -1) * (estimates[1] - estimates[0])
     return total
 
 
-@pytest.mark.parametrize(("n_t", "n_y", "shared", "stratified", "expected"), [
-    (8, 1, True, False, 0.0115), (4, 1, True, False, 0.0224), (2, 2, True, False, 0.0335), (1, 4, True, False, 0.0517),
-    (1, 1, True, False, 0.100), (4, 1, False, False, 4.76), (8, 1, True, True, 0.0068),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n_t", "n_y", "shared", "stratified", "expected"),
+    [
+        (8, 1, True, False, 0.0115),
+        (4, 1, True, False, 0.0224),
+        (2, 2, True, False, 0.0335),
+        (1, 4, True, False, 0.0517),
+        (1, 1, True, False, 0.100),
+        (4, 1, False, False, 4.76),
+        (8, 1, True, True, 0.0068),
+    ],
+)
 def test_shared_masks_and_many_numbers_of_masks_make_the_difference_vary_little(
     n_t: int, n_y: int, shared: bool, stratified: bool, expected: float
 ) -> None:

@@ -1,4 +1,6 @@
-"""Two seeds: `seed` trains other models on the same data, measured on the same items; `data_seed` makes everything anew."""
+"""Two seeds: `seed` trains other models on the same data, measured on the same items; `data_seed` makes everything
+anew.
+"""
 
 import runpy
 import sys
@@ -18,7 +20,9 @@ DATA = {"stage_corpus", "stage_tasks", "stage_tokenizer", "stage_encode@text", "
 
 @pytest.fixture(scope="module")
 def graph() -> tuple[dict[str, set[str]], "networkx.DiGraph[str]"]:
-    """The seeds that each stage of dvc.yaml depends on, and an edge from each stage to those that it needs, as DVC loads them."""
+    """The seeds that each stage of dvc.yaml depends on, and an edge from each stage to those that it needs, as DVC
+    loads them.
+    """
     with Repo(str(ROOT)) as repository:
         index = repository.index
         seeds = {
@@ -88,7 +92,13 @@ def test_every_stage_is_wired_to_the_seed_that_the_graph_tracks_for_it(
         runpy.run_module(f"stages.{stage}", run_name="__main__", alter_sys=True)
         if loaded is not None:
             sys.modules[f"stages.{stage}"] = loaded
-    assert {stage for stage, key in wired.items() if key == "data_seed"} == {"corpus", "tasks", "tokenizer", "encode", "evaluate"}  # fmt: skip
+    assert {stage for stage, key in wired.items() if key == "data_seed"} == {
+        "corpus",
+        "tasks",
+        "tokenizer",
+        "encode",
+        "evaluate",
+    }
     for stage, keys in graph[0].items():
         name = stage.removeprefix("stage_").partition("@")[0].replace("evaluate_reward", "evaluate")
         assert keys <= {wired.get(name)}, stage

@@ -17,18 +17,26 @@ DATA = {"data/problems": "d1", "data/raw/text": "t1"}
 def made(
     seed: int, right: list[int], *, base: list[int] | None = None, data: dict[str, str] | None = None, **settings: Any
 ) -> Run:
-    """A run with `tools`, which solved these of the problems, and what it was made from, `code`, which solved others."""
+    """A run with `tools`, which solved these of the problems, and what it was made from, `code`, which solved
+    others.
+    """
     stages: dict[str, dict[str, Any]] = {
         "corpus": {"params": {"data_seed": 42}, "lineage": {"inputs": {"data/own": "o1"}, "code": "c"}},
-        "tools": {"params": {"seed": seed, "steps": 10}, "lineage": {"inputs": {"models/code": f"m{seed}", "data/dialogues": "l1"}, "code": "c"}},
-    }  # fmt: skip
+        "tools": {
+            "params": {"seed": seed, "steps": 10},
+            "lineage": {"inputs": {"models/code": f"m{seed}", "data/dialogues": "l1"}, "code": "c"},
+        },
+    }
     solved = {"code": base if base is not None else [0] * len(right), "tools": right}
     numbers, items = {}, {}
     for model, each in solved.items():
         rate = sum(each) / len(each)
         easy = {"pass_at_1": rate, "pass_at_1_low": max(0.0, rate - 0.2), "pass_at_1_high": min(1.0, rate + 0.2)}
-        numbers[model] = {"problems": {"easy": easy}, "settings": {"data_seed": 42} | settings,
-                          "lineage": {"inputs": DATA | (data or {}) | {f"models/{model}": f"{model}{seed}"}}}  # fmt: skip
+        numbers[model] = {
+            "problems": {"easy": easy},
+            "settings": {"data_seed": 42} | settings,
+            "lineage": {"inputs": DATA | (data or {}) | {f"models/{model}": f"{model}{seed}"}},
+        }
         items[model] = [
             {"suite": "problems", "id": f"p{n}", "item": f"h{n}", "group": "easy", "sampled": one}
             for n, one in enumerate(each)
@@ -44,7 +52,9 @@ def row(found: dict[str, Any], model: str, measure: str) -> seeds.Spread:
 
 
 def test_mean_range_and_students_interval_are_those_worked_out_by_hand() -> None:
-    """0.5, 0.6, 0.7: s = 0.1, so 0.6 +- 4.303 x 0.1 / sqrt(3) = 0.6 +- 0.24843; of two, 0.5 and 0.6, 0.55 +- 12.706 x 0.05."""
+    """0.5, 0.6, 0.7: s = 0.1, so 0.6 +- 4.303 x 0.1 / sqrt(3) = 0.6 +- 0.24843; of two, 0.5 and 0.6, 0.55 +- 12.706
+    x 0.05.
+    """
     assert seeds.over_seeds([0.5, 0.6, 0.7]) == pytest.approx((0.35157, 0.84843), abs=1e-5)
     assert seeds.over_seeds([0.5, 0.6]) == pytest.approx((0.55 - 0.6353, 0.55 + 0.6353), abs=1e-4)
     assert seeds.over_seeds([0.5, 0.5, 0.5, 0.5]) == (0.5, 0.5)
@@ -57,7 +67,9 @@ def test_mean_range_and_students_interval_are_those_worked_out_by_hand() -> None
 
 
 def test_the_interval_over_items_is_of_the_mean_over_runs() -> None:
-    """Each of three runs solves another third of the items: every item is worth 1/3 on average, and drawing others changes nothing."""
+    """Each of three runs solves another third of the items: every item is worth 1/3 on average, and drawing others
+    changes nothing.
+    """
     thirds = [[int(n % 3 == place) for n in range(30)] for place in range(3)]
     found = seeds.measured(NAMES, [made(seed, right) for seed, right in enumerate(thirds)])
     one = row(found, "tools", "Easy problems, pass@1")
@@ -67,7 +79,8 @@ def test_the_interval_over_items_is_of_the_mean_over_runs() -> None:
         seeds.measured(NAMES, [made(seed, right) for seed, right in enumerate(same)]), "tools", "Easy problems, pass@1"
     )
     assert one.items is not None
-    # the items of all runs are the same, so three runs say no more than one: about 1/3 +- 1.96 sqrt(2/9 / 30) = +- 0.169
+    # the items of all runs are the same, so three runs say no more than one: about 1/3 +- 1.96 sqrt(2/9 / 30) = +-
+    # 0.169
     assert one.items == pytest.approx([1 / 3 - 0.169, 1 / 3 + 0.169], abs=0.02)
 
 
@@ -163,7 +176,9 @@ def test_the_command_reads_folders_prints_a_table_and_writes_its_numbers(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| model | measure | seeds 1, 2, 3 | mean |")
     (line,) = [line for line in lines if line.startswith("| tools | Easy problems, pass@1 |")]
-    assert line.startswith("| tools | Easy problems, pass@1 | 50.0%, 60.0%, 70.0% | 60.0% | 50.0% to 70.0% |") and line.endswith("| 35.2% to 84.8% | 10 |")  # fmt: skip
+    assert line.startswith(
+        "| tools | Easy problems, pass@1 | 50.0%, 60.0%, 70.0% | 60.0% | 50.0% to 70.0% |"
+    ) and line.endswith("| 35.2% to 84.8% | 10 |")
     told = json.loads(out.read_text())
     assert told["student_t"] == 4.303 and list(told["runs"].values()) == [1, 2, 3]
     assert {"model": "tools", "measure": "Easy problems, pass@1", "mean": pytest.approx(0.6)}.items() <= told["rows"][

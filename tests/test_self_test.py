@@ -20,12 +20,16 @@ REMOVED = {  # layer -> what takes it away
     "limits": (
         "kernel.fixed_limits = lambda f=kernel.fixed_limits: {} if sys._getframe(1).f_code.co_name == 'harden' else f()"
     ),
-    "memory": "kernel.limit = lambda which, value, f=kernel.limit: which == kernel.resource.RLIMIT_AS or f(which, value)",
+    "memory": (
+        "kernel.limit = lambda which, value, f=kernel.limit: which == kernel.resource.RLIMIT_AS or f(which, value)"
+    ),
     "session": "os.setsid = lambda: None",
     "prctl": "kernel.prctl = lambda option, value=0, f=kernel.prctl: f(option, value) if option in (3, 38, 39) else 0",
     "no_new_privs": "kernel.prctl = lambda option, value=0, f=kernel.prctl: f(option, value) if option != 38 else 0",
     "identity": "kernel.drop_identity = lambda: False",
-    "threads": "kernel.limit = lambda which, value, f=kernel.limit: which == kernel.resource.RLIMIT_NPROC or f(which, value)",
+    "threads": (
+        "kernel.limit = lambda which, value, f=kernel.limit: which == kernel.resource.RLIMIT_NPROC or f(which, value)"
+    ),
     "the count of threads": "kernel.num_threads = lambda pid: 0",
     "siblings": "kernel.fork_sibling = os.fork",
 }

@@ -148,9 +148,10 @@ def test_a_line_is_a_turn_and_the_end_of_input_ends(scripted: Any) -> None:
     conversation, script = scripted("Hello.", "Fine.", system="Be brief.")
     assert typed(conversation, "Hi", "How are you?") == "\n> Hello.\n> Fine.\n> \n"
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert script.prompts[1] == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
-        "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        script.prompts[1] == "<|im_start|>system\nBe"
+        " brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nHow"
+        " are you?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -271,9 +272,12 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str, keyboard: str = ""
 
 
 def test_the_command_talks_to_a_model_directory(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Transformer,
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     checkpoint.save(tmp_path, tiny_model, byte_tokenizer, {})
     assert command(monkeypatch, str(tmp_path), "--max-new-tokens", "6", keyboard="Hi\n") == 0
     out = capsys.readouterr().out

@@ -22,10 +22,19 @@ pytestmark = pytest.mark.slow  # a server of its own
 KEY = "a-key-that-nobody-guesses"
 LONG = {"model": "nano", "messages": ASK, "max_tokens": 1900, "stream": True, "ignore_eos": True}
 ROUTES = [
-    ("GET", "/v1/models"), ("GET", "/v1/models/nano"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("POST", "/apply-template"), ("POST", "/score"),
-    ("POST", "/preferences"), ("POST", "/render"),
-]  # fmt: skip
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/nano"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/apply-template"),
+    ("POST", "/score"),
+    ("POST", "/preferences"),
+    ("POST", "/render"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -153,18 +162,47 @@ def test_a_large_body_is_refused(server: Running) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"n": 9}, {"n": 0}, {"n": -1}, {"temperature": 2.1}, {"temperature": "0"}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 0},
-        {"max_tokens": -5}, {"max_tokens": 1.5}, {"max_completion_tokens": 10**9}, {"seed": 2**64}, {"logprobs": True, "top_logprobs": 21},
-        {"top_logprobs": 3}, {"stop": ["a"] * 5}, {"stop": ""}, {"stop": "a" * 300}, {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 101}},
-        {"logit_bias": {"99999": 1}}, {"logit_bias": {str(n): 1 for n in range(301)}}, {"messages": ASK * 513}, {"messages": [{"role": "robot", "content": "x"}]},
-        {"messages": [{"role": "user"}]}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(65)]}, {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-        {"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, {"tool_choice": "required"}, {"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-        {"response_format": {"type": "json_schema"}}, {"response_format": {"type": "xml"}}, {"presence_penalty": 1}, {"functions": [{"name": "f"}]},
-        {"modalities": ["audio"]}, {"stream": "yes"},
+        {"n": 9},
+        {"n": 0},
+        {"n": -1},
+        {"temperature": 2.1},
+        {"temperature": "0"},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"max_tokens": 0},
+        {"max_tokens": -5},
+        {"max_tokens": 1.5},
+        {"max_completion_tokens": 10**9},
+        {"seed": 2**64},
+        {"logprobs": True, "top_logprobs": 21},
+        {"top_logprobs": 3},
+        {"stop": ["a"] * 5},
+        {"stop": ""},
+        {"stop": "a" * 300},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"5": 101}},
+        {"logit_bias": {"99999": 1}},
+        {"logit_bias": {str(n): 1 for n in range(301)}},
+        {"messages": ASK * 513},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(65)]},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * 2},
+        {"tool_choice": "required"},
+        {"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "xml"}},
+        {"presence_penalty": 1},
+        {"functions": [{"name": "f"}]},
+        {"modalities": ["audio"]},
+        {"stream": "yes"},
     ],
     ids=lambda change: json.dumps(change)[:60],
-)  # fmt: skip
+)
 def test_what_is_out_of_range_is_a_400_that_names_its_field(server: Running, change: dict[str, Any]) -> None:
     answer = httpx.post(
         f"{server.url}/v1/chat/completions", json={"model": "nano", "messages": ASK, "max_tokens": 2} | change
@@ -256,8 +294,8 @@ def test_a_full_queue_says_when_to_come_back(keyed: Running) -> None:
 def test_a_client_that_vanishes_frees_its_row_also_without_a_stream(server: Running) -> None:
     body = json.dumps(LONG | {"stream": False}).encode()
     request = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % len(body)
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length:"
+        b" %d\r\n\r\n" % len(body)
     )
     connection = socket.create_connection(head(server.url))
     connection.sendall(request + body)

@@ -1,4 +1,6 @@
-"""How a server begins and ends: what it refuses to start with, what it does when a model dies, how it goes when asked."""
+"""How a server begins and ends: what it refuses to start with, what it does when a model dies, how it goes when
+asked.
+"""
 
 import json
 import os
@@ -45,9 +47,12 @@ def test_bad_starts_say_what_is_wrong(tmp_path: Path, byte_tokenizer: Tokenizer)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         cases = [
-            ((str(tmp_path / "empty"),), "config.json"), ((nano, "--host", "here"), "--host"), ((nano, "--port", str(taken.getsockname()[1])), "--port"),
-            ((nano, "--api-key-file", str(tmp_path / "none")), "none"), ((nano, nano, "--port", "0"), "two models are called 'nano'"),
-        ]  # fmt: skip
+            ((str(tmp_path / "empty"),), "config.json"),
+            ((nano, "--host", "here"), "--host"),
+            ((nano, "--port", str(taken.getsockname()[1])), "--port"),
+            ((nano, "--api-key-file", str(tmp_path / "none")), "none"),
+            ((nano, nano, "--port", "0"), "two models are called 'nano'"),
+        ]
         for arguments, words in cases:
             found = refused(*arguments)
             assert found.returncode == 2 and words in found.stderr and "Traceback" not in found.stderr, found.stderr
@@ -150,8 +155,8 @@ def test_a_client_that_does_not_read_is_dropped(tmp_path: Path, byte_tokenizer: 
     asked = {"model": "endless", "messages": ASK, "max_tokens": 16_000, "n": 8, "stream": True, "ignore_eos": True}
     body = json.dumps(asked | {"logprobs": True, "top_logprobs": 20}).encode()
     request = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % len(body)
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length:"
+        b" %d\r\n\r\n" % len(body)
     )
     with serving([tmp_path / "endless"], log=tmp_path / "log") as server, closing(socket.socket()) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

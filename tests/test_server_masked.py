@@ -1,4 +1,6 @@
-"""A masked-diffusion model behind the API: chat as others have it, its canvases on request, and a refusal for what it cannot do."""
+"""A masked-diffusion model behind the API: chat as others have it, its canvases on request, and a refusal for what
+it cannot do.
+"""
 
 import json
 from collections.abc import Iterator
@@ -82,10 +84,17 @@ def test_several_answers_differ_by_their_seeds(server: Running) -> None:
     assert len({one["message"]["content"] for one in choices}) == 3
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("logprobs", True), ("logit_bias", {"5": 1}), ("top_k", 5), ("ignore_eos", True), ("response_format", {"type": "json_object"}),
-    ("tool_choice", "required"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", True),
+        ("logit_bias", {"5": 1}),
+        ("top_k", 5),
+        ("ignore_eos", True),
+        ("response_format", {"type": "json_object"}),
+        ("tool_choice", "required"),
+    ],
+)
 def test_what_it_cannot_do_is_refused_by_name(server: Running, name: str, value: Any) -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
     answer = asked(server, **({"tools": tools} if name == "tool_choice" else {}), **{name: value})

@@ -28,14 +28,16 @@ PROGRAMS = [
     Program(source="def f(x): return x * x", entry_point="f", tests=[{"args": "[3]", "expected": "9"}]),
     Program(source="def f(x): return x", entry_point="f", tests=[{"args": "[3]", "expected": repr(SECRET)}]),
     Program(source="def f(x):", entry_point="f", tests=[{"args": "['é\\ud800']", "expected": "9"}]),
-    Program(source="print(input())", entry_point="", tests=[{"stdin": "ü", "stdout": "ü\n"}, {"stdin": "", "stdout": ""}]),
+    Program(
+        source="print(input())", entry_point="", tests=[{"stdin": "ü", "stdout": "ü\n"}, {"stdin": "", "stdout": ""}]
+    ),
     Program(
         source="def f(x):\n while x: pass\n return 0",
         entry_point="f",
         tests=[{"args": f"[{x}]", "expected": "0"} for x in (0, 1, 0)],
         cpu_seconds=0.1,
     ),
-]  # fmt: skip
+]
 
 
 def free_port() -> int:
@@ -181,8 +183,18 @@ def test_without_a_token_only_this_machine_is_served():
     assert done.returncode == 2 and "expected a loopback address, or a token" in done.stderr
 
 
-@pytest.mark.parametrize(("host", "is_own"), [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True),
-    ("localhost", True), ("0.0.0.0", False), ("10.0.0.1", False), ("localhost.evil.example", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("localhost.evil.example", False),
+    ],
+)
 def test_loopback_names(host: str, is_own: bool):
     assert service.is_loopback(host) is is_own
 
@@ -290,8 +302,11 @@ def test_scripts_of_other_trainers_are_answered_as_by_their_router(url: str):
     assert set(value) == {"results", "logs", "error", "execution_count"} and value["error"] is None
     assert [(r["text"], r["is_main_result"]) for r in value["results"]] == [("0.25", True)]
     assert "".join(value["logs"]["stdout"]) == "a\n"
-    assert raised["error"] == {"name": "ZeroDivisionError", "value": "division by zero",
-                               "traceback": "ZeroDivisionError: division by zero"}  # fmt: skip
+    assert raised["error"] == {
+        "name": "ZeroDivisionError",
+        "value": "division by zero",
+        "traceback": "ZeroDivisionError: division by zero",
+    }
     assert nothing["results"] == [] and nothing["error"] is None
     assert endless is None and answers[3]["exception_str"].startswith("timeout")
     assert (syntax["error"]["name"], left["error"]["name"]) == ("SyntaxError", "SystemExit")

@@ -140,9 +140,13 @@ def cell(server: str, rates: list[float], users: int = 8, prompt: int = 128) -> 
 
 def test_servers_are_compared_round_by_round() -> None:
     cells = [
-        cell(NATIVE, [20.0, 60.0, 30.0]), cell(PLAIN, [10.0, 20.0, 20.0]), cell(NATIVE, [1.0], users=1), cell(PLAIN, [9.0], users=1),
-        cell(NATIVE, [1.0], prompt=1024), cell(PLAIN, [9.0], prompt=1024),
-    ]  # fmt: skip
+        cell(NATIVE, [20.0, 60.0, 30.0]),
+        cell(PLAIN, [10.0, 20.0, 20.0]),
+        cell(NATIVE, [1.0], users=1),
+        cell(PLAIN, [9.0], users=1),
+        cell(NATIVE, [1.0], prompt=1024),
+        cell(PLAIN, [9.0], prompt=1024),
+    ]
     goal = serving.against(cells, PLAIN, 2)
     assert (goal.found, goal.verdict) == (2.0, "met")  # 2, 3 and 1.5 times; medians alone would say 1.5
     assert "2.00 times" in goal.note and "rounds: 3" in goal.note

@@ -17,7 +17,10 @@ def config(**changes: Any) -> FitConfig:
     [
         (
             {"tokens": 5},
-            r"exactly one of steps, tokens, epochs; got steps, tokens; switch off what should not count, for example tokens=none",
+            (
+                r"exactly one of steps, tokens, epochs; got steps, tokens; switch off what should not count, for"
+                r" example tokens=none"
+            ),
         ),
         ({"steps": None}, r"exactly one of steps, tokens, epochs; got none"),
         ({"steps": 0}, r"steps: expected more than 0, got 0"),

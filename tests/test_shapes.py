@@ -50,21 +50,30 @@ XLAM = {
             }
         ]
     ),
-    "answers": '[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "weather", "arguments": {"city": "Oslo"}}]',
+    "answers": (
+        '[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "weather", "arguments": {"city": "Oslo"}}]'
+    ),
 }
 GLAIVE = {
-    "system": "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
-    '{"name": "price", "description": "d", "parameters": {"type": "object", "properties": {"s": {"type": "string"}}}}\n\n'
-    '{"name": "other", "description": "", "parameters": {}}',
-    "chat": "USER: Price of Bob's?\n\n\nASSISTANT: One moment. <functioncall> "
-    '{"name": "price", "arguments": \'{"s": "Bob\\\'s"}\'} <|endoftext|>\n\n\n'
-    'FUNCTION RESPONSE: {"p": 1}\n\n\nASSISTANT: It is 1. <|endoftext|>\n\n\n',
+    "system": (
+        'SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n{"name":'
+        ' "price", "description": "d", "parameters": {"type": "object", "properties": {"s": {"type":'
+        ' "string"}}}}\n\n{"name": "other", "description": "", "parameters": {}}'
+    ),
+    "chat": (
+        "USER: Price of Bob's?\n\n\nASSISTANT: One moment. <functioncall> "
+        '{"name": "price", "arguments": \'{"s": "Bob\\\'s"}\'} <|endoftext|>\n\n\n'
+        'FUNCTION RESPONSE: {"p": 1}\n\n\nASSISTANT: It is 1. <|endoftext|>\n\n\n'
+    ),
 }
 TOOLACE = {
-    "system": "You are an expert in composing functions. The current time is 2024-05-01 10:00:00.Here is a list of functions "
-    'in JSON format that you can invoke:\n[{"name": "Market Trends API", "description": "d", "parameters": {"type": "dict", '
-    '"properties": {"kind": {"type": "float", "description": "k"}, "all": {"type": "bool"}}, "required": ["kind"]}, '
-    '"required": null}, {"name": "g", "parameters": {}}].\nPut it in the format of [func1(name=value), func2(params)]',
+    "system": (
+        "You are an expert in composing functions. The current time is 2024-05-01 10:00:00.Here is a list of functions"
+        ' in JSON format that you can invoke:\n[{"name": "Market Trends API", "description": "d", "parameters":'
+        ' {"type": "dict", "properties": {"kind": {"type": "float", "description": "k"}, "all": {"type": "bool"}},'
+        ' "required": ["kind"]}, "required": null}, {"name": "g", "parameters": {}}].\nPut it in the format of'
+        " [func1(name=value), func2(params)]"
+    ),
     "conversations": [
         {"from": "user", "value": "Trends?"},
         {"from": "assistant", "value": '[Market Trends API(kind=-1.5, all=true, note="a, (b) = [c]"), g()]'},

@@ -1,4 +1,6 @@
-"""FSDP2 and DDP in two real processes on a CPU against one: weights, states, resumes, faults. Cases share their processes."""
+"""FSDP2 and DDP in two real processes on a CPU against one: weights, states, resumes, faults. Cases share their
+processes.
+"""
 
 import copy
 import json
@@ -34,8 +36,10 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 IN_BF16: dict[str, Any] = {"micro_batch": 3, "precision": "bf16", "compile": True}
 KINDS: dict[str, dict[str, Any]] = {
-    "ddp": {}, "fsdp2": {"sharding": "true"}, "zero2 averaged": {"sharding": "false", "ema_decay": 0.9}
-}  # fmt: skip
+    "ddp": {},
+    "fsdp2": {"sharding": "true"},
+    "zero2 averaged": {"sharding": "false", "ema_decay": 0.9},
+}
 LONG: dict[str, Any] = {"optimizer": "muon", "micro_batch": 1, "steps": 9}
 
 
@@ -152,10 +156,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [case(folder, name) for name in RUNS]
     cases += [case(folder, "ddp bf16", **IN_BF16), case(folder, "fsdp2 bf16", sharding="true", **IN_BF16)]
     for kind, cut in KINDS.items():
-        cases += [case(folder, f"{kind} whole", **LONG, **cut),
-                  case(folder, f"{kind} again", **LONG, **cut, stop=(5, 1)),
-                  case(folder, f"{kind} narrowed", **LONG, **cut, stop=(2, 1)),
-                  case(folder, f"{kind} poisoned", **cut, steps=3, poison=(1, 1), save_steps=1)]  # fmt: skip
+        cases += [
+            case(folder, f"{kind} whole", **LONG, **cut),
+            case(folder, f"{kind} again", **LONG, **cut, stop=(5, 1)),
+            case(folder, f"{kind} narrowed", **LONG, **cut, stop=(2, 1)),
+            case(folder, f"{kind} poisoned", **cut, steps=3, poison=(1, 1), save_steps=1),
+        ]
     training.together(cases, folder)
     return folder
 
@@ -179,8 +185,9 @@ def close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], withi
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_end_with_the_weights_of_one(name: str, pairs: Path, tmp_path: Path, alone: None) -> None:
-    # with the micro-batches of the two: what those do alone is test_invariance's. Muon makes every direction of a step as large as any
-    # other; where the gradient has next to none, rounding decides, and that differs by processor: 1.2e-6 and 2.8e-6 were seen
+    # with the micro-batches of the two: what those do alone is test_invariance's. Muon makes every direction of a step
+    # as large as any other; where the gradient has next to none, rounding decides, and that differs by processor:
+    # 1.2e-6 and 2.8e-6 were seen
     training.run(replace(case(pairs, name), folder=str(tmp_path), sharding=""))
     assert close(weights(tmp_path), weights(pairs / name), 5e-6 if "muon" in name else 1e-6)
     ones, twos = ([row["loss"] for row in told(folder)["curve"]] for folder in (tmp_path, pairs / name))
@@ -208,8 +215,9 @@ def resumed(pairs: Path) -> Path:
                 case(pairs, f"{kind} narrowed", **LONG | KINDS[kind] | {"micro_batch": 6, "sharding": ""}, stop=(6, 0))
             )
             (pairs / f"{kind} narrowed/rank0.json").rename(pairs / f"{kind} narrowed/alone.json")
-    cases = [case(pairs, f"{kind} {name}", **LONG, **cut)
-             for kind, cut in KINDS.items() for name in ("again", "narrowed")]  # fmt: skip
+    cases = [
+        case(pairs, f"{kind} {name}", **LONG, **cut) for kind, cut in KINDS.items() for name in ("again", "narrowed")
+    ]
     training.together(cases, pairs)
     return pairs
 
@@ -244,8 +252,10 @@ def test_two_then_one_then_two_processes_see_the_same_rows_and_losses(kind: str,
         halves = [told(folder, rank)["seen"][str(step)] for rank in (0, 1)]
         assert halves == [list(range(6 * step, 6 * step + 6, 2)), list(range(6 * step + 1, 6 * step + 6, 2))]
     for name in ("loss", "val/loss", "grad_norm"):
-        ours, theirs = ([(r["step"], r[name]) for r in told(resumed / f"{kind} {run}")["curve"] if name in r]
-                        for run in ("narrowed", "whole"))  # fmt: skip
+        ours, theirs = (
+            [(r["step"], r[name]) for r in told(resumed / f"{kind} {run}")["curve"] if name in r]
+            for run in ("narrowed", "whole")
+        )
         assert [step for step, _ in ours] == [step for step, _ in theirs] and ours
         assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], abs=1e-6)
     assert close(weights(folder), weights(resumed / f"{kind} whole"))

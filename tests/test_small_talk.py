@@ -35,8 +35,10 @@ def test_the_answer_to_a_name_holds_the_name() -> None:
 
 def test_held_out_wordings_stand_in_the_test_split_alone() -> None:
     rhymes, greetings = UNSERVED[-3].split("{")[0], PLAIN[4][0].split("{")[0]
-    said = {name: "\n".join(m["content"] for t in talks for m in t.messages) for name, talks in
-            (("train", TALKS), ("test", TESTS))}  # fmt: skip
+    said = {
+        name: "\n".join(m["content"] for t in talks for m in t.messages)
+        for name, talks in (("train", TALKS), ("test", TESTS))
+    }
     for wording in (rhymes, greetings):
         assert wording in said["test"] and wording not in said["train"]
     assert UNSERVED[0].split("{")[0] in said["train"] and UNSERVED[0].split("{")[0] not in said["test"]

@@ -108,9 +108,13 @@ LISTED = {"id": "deploy", "meta": {"kind": "causal", "context": 512, "parameters
     ],
 )
 def test_wrong_answers_fail_the_gate(
-    answer: tuple[int, dict[str, Any]], message: str, model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path,
+    answer: tuple[int, dict[str, Any]],
+    message: str,
+    model: Transformer,
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(Wrong, "answer", answer)
     with HTTPServer(("127.0.0.1", 0), Wrong) as server:
         Thread(target=server.serve_forever, daemon=True).start()

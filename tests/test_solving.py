@@ -36,8 +36,17 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verdict by the text."""
 
     def verdicts(judge: Any, answers: Sequence[Answer]) -> list[Verdict]:
-        return [Verdict(verdict="passed" if one.text == "right" else "failed", reason="", passed=0, total=1, score=0.0,
-                        results=[]) for one in answers]  # fmt: skip
+        return [
+            Verdict(
+                verdict="passed" if one.text == "right" else "failed",
+                reason="",
+                passed=0,
+                total=1,
+                score=0.0,
+                results=[],
+            )
+            for one in answers
+        ]
 
     monkeypatch.setattr(solving, "judged", verdicts)
 

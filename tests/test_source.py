@@ -49,15 +49,32 @@ def server() -> Iterator[HubServer]:
     server.server_close()
 
 
-def located(server: HubServer | None, home: Path, hub: str, *, weights: bool = True, tokenizer: Path | None = None,
-            **environment: str) -> dict[str, Any]:  # fmt: skip
+def located(
+    server: HubServer | None,
+    home: Path,
+    hub: str,
+    *,
+    weights: bool = True,
+    tokenizer: Path | None = None,
+    **environment: str,
+) -> dict[str, Any]:
     """`source.located` in a process of its own: huggingface_hub reads its environment when it is imported."""
-    settings = {"HF_ENDPOINT": server.url if server else "http://127.0.0.1:9", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
-                "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip
+    settings = {
+        "HF_ENDPOINT": server.url if server else "http://127.0.0.1:9",
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     asked = json.dumps([hub, weights, str(tokenizer) if tokenizer else None])
-    done = subprocess.run([sys.executable, "-c", CHILD, asked], env=clean | settings | environment, cwd=ROOT, text=True,
-                          capture_output=True, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, asked],
+        env=clean | settings | environment,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     return json.loads(done.stdout.rpartition("REPLY")[2] or json.dumps({"crash": done.stderr}))
 
 
@@ -118,8 +135,13 @@ def test_a_revision_becomes_a_commit_once_and_the_weights_follow_it(server: HubS
 def test_shards_are_fetched_by_their_index_and_serve_without_a_network(server: HubServer, tmp_path: Path) -> None:
     pinned = f"me/sharded@{REVISION}"
     found = located(server, tmp_path, pinned)
-    assert found["files"] == ["config.json", "model-1-of-2.safetensors", "model-2-of-2.safetensors",
-                              "model.safetensors.index.json", "tokenizer.json"]  # fmt: skip
+    assert found["files"] == [
+        "config.json",
+        "model-1-of-2.safetensors",
+        "model-2-of-2.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
     assert located(None, tmp_path, pinned, HF_HUB_OFFLINE="1") == found
 
 

@@ -95,10 +95,17 @@ def test_the_standard_library_is_one_package_per_top_module(tmp_path: Path) -> N
 def test_shell_scripts_are_found_by_suffix_or_first_line_and_never_in_the_project(tmp_path: Path) -> None:
     project = tmp_path / "project"
     files = {
-        "bin/tool": "#!/bin/sh\necho", "bin/env": "#! /usr/bin/env bash\n", "bin/python": "#!/usr/bin/python3\n",
-        "lib/a.sh": "echo", "lib/b.bash": "echo", "lib/tool-1.2": "#!/bin/bash -e\n", "lib/c.txt": "#!/bin/sh\n",
-        "bin/fish": "#!/usr/bin/fish\n", "project/own.sh": "echo", "bin/data": "\0\1",
-    }  # fmt: skip
+        "bin/tool": "#!/bin/sh\necho",
+        "bin/env": "#! /usr/bin/env bash\n",
+        "bin/python": "#!/usr/bin/python3\n",
+        "lib/a.sh": "echo",
+        "lib/b.bash": "echo",
+        "lib/tool-1.2": "#!/bin/bash -e\n",
+        "lib/c.txt": "#!/bin/sh\n",
+        "bin/fish": "#!/usr/bin/fish\n",
+        "project/own.sh": "echo",
+        "bin/data": "\0\1",
+    }
     for path, content in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(content)

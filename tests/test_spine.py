@@ -1,6 +1,8 @@
-"""The spine at smoke scale, as `make` builds it, and what later edits cost. The whole graph is test_graph.py's, in `make test-all`.
+"""The spine at smoke scale, as `make` builds it, and what later edits cost. The whole graph is test_graph.py's, in
+`make test-all`.
 
-One repository is built once by the launcher; each test leaves it as it found it, so the next starts from a graph that is up to date.
+One repository is built once by the launcher; each test leaves it as it found it, so the next starts from a graph that
+is up to date.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Each gate of alignment, broken on purpose in the real stage: exit 3, a line that names it, no update, nothing published."""
+"""Each gate of alignment, broken on purpose in the real stage: exit 3, a line that names it, no update, nothing
+published.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -137,8 +139,14 @@ def test_stale_sums_of_the_reference_stop_dpo(
         return {name: sums + np.array([chosen, rejected], dtype=np.float32) for name, sums in original(*given).items()}
 
     monkeypatch.setattr(pair_losses, "reference_sums", stale)
-    assert_refused(workspace, "dpo", r"gate (preference|rewards/chosen): expected .* stale precomputed sums", loss=loss,
-                   nll_weight=0.2, precompute_reference=True)  # fmt: skip
+    assert_refused(
+        workspace,
+        "dpo",
+        r"gate (preference|rewards/chosen): expected .* stale precomputed sums",
+        loss=loss,
+        nll_weight=0.2,
+        precompute_reference=True,
+    )
     assert updates == [] == workspace.states("dpo")
 
 
@@ -184,9 +192,11 @@ def test_log_probabilities_of_another_temperature_or_another_policy_stop(
 ) -> None:
     monkeypatch.setattr(Setting, "_answers", fault(Setting._answers))
     assert_refused(
-        workspace, stage, r"gate sampling/sampling_logp_difference/max: expected 0 within 0\.0001, found .*temperature",
+        workspace,
+        stage,
+        r"gate sampling/sampling_logp_difference/max: expected 0 within 0\.0001, found .*temperature",
         temperature=0.8,
-    )  # fmt: skip
+    )
     assert updates == [] == workspace.states(stage)
 
 
@@ -207,7 +217,9 @@ def test_a_reference_that_is_not_the_policy_s_start_stops(
 def test_a_gate_waits_for_the_first_iteration_that_teaches_something(
     workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dynamic sampling may find nothing to begin with; what is wrong shows two steps later, and still before an update."""
+    """Dynamic sampling may find nothing to begin with; what is wrong shows two steps later, and still before an
+    update.
+    """
     monkeypatch.setattr(Setting, "_answers", stale(Setting._answers))
     original = RolloutStream.fill
 

@@ -24,8 +24,18 @@ from tests.handed import Handed, handed
 from tests.test_fit import job
 from tests.workspace import Workspace
 
-SHAPE = ModelConfig(vocab_size=corpora.TOKENIZER.vocab_size, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=48,
-                    max_context=256, rope_theta=1e4, tied=True)  # fmt: skip
+SHAPE = ModelConfig(
+    vocab_size=corpora.TOKENIZER.vocab_size,
+    width=32,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    d_ff=48,
+    max_context=256,
+    rope_theta=1e4,
+    tied=True,
+)
 CODE = [f"x{n} = {n}\n" * 2 for n in range(160)]
 TEXT = [f"The {n} boats. " * 3 for n in range(160)]
 
@@ -51,8 +61,13 @@ def fresh(tokens: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes
     """What stage language hands to `fit`; its model directory is `folder`/model."""
     found = handed(language, monkeypatch)
     values: dict[str, Any] = {"base": Start(), "induction_heads": False, "model": SHAPE, "fit": fitting()}
-    language.run(language.Params(**(values | changes)), job(folder / "work/key"), tokenizer=tokens / "text/tokenizer",
-                 tokens=tokens / "text/tokens", out=folder / "model")  # fmt: skip
+    language.run(
+        language.Params(**(values | changes)),
+        job(folder / "work/key"),
+        tokenizer=tokens / "text/tokenizer",
+        tokens=tokens / "text/tokens",
+        out=folder / "model",
+    )
     return found
 
 
@@ -90,8 +105,14 @@ def mixed(tokens: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes
     base, found = folder / "base", handed(code, monkeypatch)
     checkpoint.save(base, Transformer(SHAPE, torch.Generator().manual_seed(0)), corpora.TOKENIZER, {})
     values: dict[str, Any] = {"fim_rate": 0.0, "code_weight": 1, "text_weight": 1, "fit": fitting()}
-    code.run(code.Params(**(values | changes)), job(folder / "work/key"), base=base, code=tokens / "code/tokens",
-             text=tokens / "text/tokens", out=folder / "model")  # fmt: skip
+    code.run(
+        code.Params(**(values | changes)),
+        job(folder / "work/key"),
+        base=base,
+        code=tokens / "code/tokens",
+        text=tokens / "text/tokens",
+        out=folder / "model",
+    )
     return found
 
 
@@ -164,18 +185,33 @@ DIALOGUES: dict[str, Any] = {"steps": 1, "tokens_per_step": 256, "context": 128,
 def tuned(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Handed:
     """What stage tools hands to `fit`."""
     found = handed(tools, monkeypatch)
-    tools.run(tools.Params(fit=TuneConfig(**(DIALOGUES | changes))), job(workspace.folder / "work/key"),
-              base=Path("models/code"), dialogues=Path("data/dialogues"), out=Path("models/out"))  # fmt: skip
+    tools.run(
+        tools.Params(fit=TuneConfig(**(DIALOGUES | changes))),
+        job(workspace.folder / "work/key"),
+        base=Path("models/code"),
+        dialogues=Path("data/dialogues"),
+        out=Path("models/out"),
+    )
     return found
 
 
-def adapted(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, adapter: AdapterConfig, roles: tuple[str, ...] = (),
-            **changes: Any) -> Handed:  # fmt: skip
+def adapted(
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    adapter: AdapterConfig,
+    roles: tuple[str, ...] = (),
+    **changes: Any,
+) -> Handed:
     """What stage lora hands to `fit`; seen are its adapted layers, by name."""
     found = handed(lora, monkeypatch, lambda given: adapters(given.model))
     params = lora.Params(trained_roles=roles, adapter=adapter, fit=AdaptConfig(**(DIALOGUES | changes)))
-    lora.run(params, job(workspace.folder / "work/key"), base=Path("models/code"), dialogues=Path("data/dialogues"),
-             out=Path("models/out"))  # fmt: skip
+    lora.run(
+        params,
+        job(workspace.folder / "work/key"),
+        base=Path("models/code"),
+        dialogues=Path("data/dialogues"),
+        out=Path("models/out"),
+    )
     return found
 
 
@@ -242,14 +278,20 @@ def preferring(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, pairs: int
     settings: dict[str, Any] = PAIRS | {"pairs": pairs}
     values: dict[str, Any] = {"precompute_reference": False, "fit": PairConfig(**settings)}
     params = dpo.Params(**(values | changes))
-    dpo.run(params, job(workspace.folder / "work/key"), base=Path("models/tools"), pairs=Path("data/preferences"),
-            out=Path("models/out"))  # fmt: skip
+    dpo.run(
+        params,
+        job(workspace.folder / "work/key"),
+        base=Path("models/tools"),
+        pairs=Path("data/preferences"),
+        out=Path("models/out"),
+    )
     return found
 
 
 @pytest.mark.parametrize(
-    ("loss", "expected"), [(PairLoss(), 0.693147), (PairLoss(loss="ipo", beta=0.5), 1.0), (PairLoss(loss="ipo", beta=0.25), 4.0)]
-)  # fmt: skip
+    ("loss", "expected"),
+    [(PairLoss(), 0.693147), (PairLoss(loss="ipo", beta=0.5), 1.0), (PairLoss(loss="ipo", beta=0.25), 4.0)],
+)
 def test_the_loss_and_its_beta_are_those_of_the_block(
     loss: PairLoss, expected: float, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""From a pretrained checkpoint through the stages: tokenizer, encode, language, code, in a working directory of their own.
+"""From a pretrained checkpoint through the stages: tokenizer, encode, language, code, in a working directory of their
+own.
 
 The graph's own view, what DVC reruns, is in test_graph.py.
 """
@@ -23,8 +24,16 @@ from tests.workspace import Ended, command
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.oracle]
 pytest.importorskip("transformers")
-TRAINING = {"steps": 3, "tokens_per_step": 256, "context": 128, "optimizer": "adamw", "learning_rate": 1e-4,
-            "warmup_steps": 0, "eval_steps": 100, "eval_tokens": 512}  # fmt: skip
+TRAINING = {
+    "steps": 3,
+    "tokens_per_step": 256,
+    "context": 128,
+    "optimizer": "adamw",
+    "learning_rate": 1e-4,
+    "warmup_steps": 0,
+    "eval_steps": 100,
+    "eval_tokens": 512,
+}
 Stage = Callable[..., Ended]
 
 
@@ -42,8 +51,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for corpus, first in (("text", 0), ("code", 1)):
         (home / "data/raw" / corpus).mkdir(parents=True)
         for split, texts in (("train", documents[first:-4:2]), ("val", documents[-4 + first :: 2])):
-            columns = {"text": texts, "source": ["s"] * len(texts), "path": [f"{split}/{n}" for n in range(len(texts))],
-                       "licence": ["MIT"] * len(texts)}  # fmt: skip
+            columns = {
+                "text": texts,
+                "source": ["s"] * len(texts),
+                "path": [f"{split}/{n}" for n in range(len(texts))],
+                "licence": ["MIT"] * len(texts),
+            }
             pq.write_table(pa.table(columns), home / f"data/raw/{corpus}/{split}-0.parquet")
     monkeypatch.chdir(home)
     monkeypatch.setenv("STAGECOACH_WORK", str(home / ".work"))

@@ -14,8 +14,14 @@ from pipeline.run.errors import StagecoachError
 
 def save(folder: Path, step: int) -> None:
     tensors = {"w": torch.full((50, 3), float(step))}
-    states.save(folder, step, weights=tensors, optimizer={"w/exp_avg": tensors["w"] / 2}, meta={"tokens": step},
-                curve=[{"step": s, "loss": 1.0} for s in range(step)])  # fmt: skip
+    states.save(
+        folder,
+        step,
+        weights=tensors,
+        optimizer={"w/exp_avg": tensors["w"] / 2},
+        meta={"tokens": step},
+        curve=[{"step": s, "loss": 1.0} for s in range(step)],
+    )
 
 
 def test_a_saved_state_comes_back(tmp_path: Path) -> None:

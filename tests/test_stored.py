@@ -47,15 +47,33 @@ def rewrite(folder: Path, **changes: Any) -> None:
     [
         ({"num_hidden_layers": HUGE}, rf"config\.json: num_hidden_layers is {HUGE}, .*model\.safetensors has 2 layers"),
         ({"num_hidden_layers": 1}, r"num_hidden_layers is 1, .* has 2 layers"),
-        ({"hidden_size": HUGE}, rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json asks for \[320, {HUGE}\] \(vocab_size, hidden_size\)"),
-        ({"vocab_size": HUGE}, rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json asks for \[{HUGE}, 32\] \(vocab_size, hidden_size\)"),
-        ({"intermediate_size": HUGE}, r"mlp\.\w+_proj\.weight has shape .* \((hidden_size, )?intermediate_size(, hidden_size)?\)"),
-        ({"num_attention_heads": 10**9}, r"q_proj\.weight has shape .* \(num_attention_heads \* head_dim, hidden_size\)"),
+        (
+            {"hidden_size": HUGE},
+            (
+                rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json asks for \[320, {HUGE}\]"
+                r" \(vocab_size, hidden_size\)"
+            ),
+        ),
+        (
+            {"vocab_size": HUGE},
+            (
+                rf"model\.embed_tokens\.weight has shape \[320, 32\], config\.json asks for \[{HUGE}, 32\]"
+                r" \(vocab_size, hidden_size\)"
+            ),
+        ),
+        (
+            {"intermediate_size": HUGE},
+            r"mlp\.\w+_proj\.weight has shape .* \((hidden_size, )?intermediate_size(, hidden_size)?\)",
+        ),
+        (
+            {"num_attention_heads": 10**9},
+            r"q_proj\.weight has shape .* \(num_attention_heads \* head_dim, hidden_size\)",
+        ),
         ({"head_dim": 10**9}, r"q_(proj|norm)\.weight has shape .*head_dim"),
         ({"tie_word_embeddings": False, "vocab_size": 320}, r"lm_head\.weight"),
         ({"hidden_size": 10**30}, rf"config\.json asks for \[320, {10**30}\]"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("no_model")
 def test_a_config_that_asks_for_more_than_the_file_has_is_refused_before_a_model_is_built(
     folder: Path, changes: dict[str, Any], message: str

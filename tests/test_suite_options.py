@@ -1,4 +1,6 @@
-"""Keys of stage evaluate: how much each suite asks, how long it lets the model write, how it samples, how it resamples."""
+"""Keys of stage evaluate: how much each suite asks, how long it lets the model write, how it samples, how it
+resamples.
+"""
 
 import json
 from collections.abc import Sequence
@@ -72,8 +74,10 @@ def test_problems_are_answered_once_greedily_and_so_often_by_sampling_within_the
     subject = silent(samples=2, temperature=0.6, max_new_tokens=11)
     suites.solved(subject, [problem("a", "easy")], Judge([]))  # type: ignore[arg-type]
     assert [(one.sample, one.temperature, one.tokens) for one in subject.asked] == [
-        (0, 0.0, 11), (1, 0.6, 11), (2, 0.6, 11)
-    ]  # fmt: skip
+        (0, 0.0, 11),
+        (1, 0.6, 11),
+        (2, 0.6, 11),
+    ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9])
@@ -159,8 +163,12 @@ def test_intervals_are_over_so_many_resamples(silent: Any, monkeypatch: pytest.M
 def corpus(folder: Path, rows: list[tuple[str, str]]) -> Path:
     """A val split of (source, path)."""
     folder.mkdir()
-    columns = {"text": [f"{n}. " * 9 for n in range(len(rows))], "source": [s for s, _ in rows],
-               "path": [p for _, p in rows], "licence": ["MIT"] * len(rows)}  # fmt: skip
+    columns = {
+        "text": [f"{n}. " * 9 for n in range(len(rows))],
+        "source": [s for s, _ in rows],
+        "path": [p for _, p in rows],
+        "licence": ["MIT"] * len(rows),
+    }
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "val-0.parquet")
     return folder
 
@@ -195,16 +203,26 @@ def measured(
     monkeypatch.setattr(evaluation_tools, "called", taking("called"))
     monkeypatch.setattr(evaluate, "Judge", NoJudge)
     monkeypatch.setattr(measure, "known", lambda *_: SuiteResult())
-    sources = [("docs", "docs"), ("trade", "trade"), (stories.HELD_OUT[0], "unseen"), (drills.SOURCE, "drill"),
-               (synthetic_tools.SOURCE, "call")]  # fmt: skip
+    sources = [
+        ("docs", "docs"),
+        ("trade", "trade"),
+        (stories.HELD_OUT[0], "unseen"),
+        (drills.SOURCE, "drill"),
+        (synthetic_tools.SOURCE, "call"),
+    ]
     checkpoint.save(tmp_path / "model", tiny_model, byte_tokenizer, {})
     inputs: dict[str, Path] = {
-        "model": tmp_path / "model", "dialogues": tmp_path / "dialogues", "problems": tmp_path / "problems",
-        "facts": tmp_path / "facts", "text": corpus(tmp_path / "text", [(source, f"{path}/{n}") for source, path in sources for n in range(5)]),
+        "model": tmp_path / "model",
+        "dialogues": tmp_path / "dialogues",
+        "problems": tmp_path / "problems",
+        "facts": tmp_path / "facts",
+        "text": corpus(tmp_path / "text", [(source, f"{path}/{n}") for source, path in sources for n in range(5)]),
         "code": corpus(tmp_path / "code", [("package", f"code/{n}") for n in range(5)]),
-        "benchmarks": tmp_path / "benchmarks", "summary": tmp_path / "m.json", "items": tmp_path / "m.jsonl",
+        "benchmarks": tmp_path / "benchmarks",
+        "summary": tmp_path / "m.json",
+        "items": tmp_path / "m.jsonl",
         "curves": tmp_path / "m.csv",
-    }  # fmt: skip
+    }
     write(tmp_path / "dialogues/test.jsonl", [talk(n) for n in range(3)])
     write(tmp_path / "problems/test.jsonl", [problem("a", "easy")])
 
@@ -277,8 +295,17 @@ def test_the_test_sets_that_are_named_are_scored_and_no_others(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"problems": -5}, {"dialogues": -1}, {"samples": -1}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"documents": 0}]
-)  # fmt: skip
+    "wrong",
+    [
+        {"problems": -5},
+        {"dialogues": -1},
+        {"samples": -1},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"documents": 0},
+    ],
+)
 def test_counts_and_temperatures_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*: expected"):
         replace(SETTINGS, **wrong)

@@ -1,4 +1,6 @@
-"""The suites over scripted answers whose numbers are known, and the one thing they share: a sample depends on its seed."""
+"""The suites over scripted answers whose numbers are known, and the one thing they share: a sample depends on its
+seed.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +21,20 @@ from pipeline.synthetic import tools as synthetic_tools
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-SETTINGS = Settings(documents=9, stories=9, problems=9, samples=0, dialogues=40, gaps=9, max_new_tokens=20, story_tokens=20,
-                    temperature=0.8, top_p=0.95, context=64, bootstrap=200)  # fmt: skip
+SETTINGS = Settings(
+    documents=9,
+    stories=9,
+    problems=9,
+    samples=0,
+    dialogues=40,
+    gaps=9,
+    max_new_tokens=20,
+    story_tokens=20,
+    temperature=0.8,
+    top_p=0.95,
+    context=64,
+    bootstrap=200,
+)
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,14 @@ class Judge:
     def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
         for program in programs:
             passed = program.source in self.right
-            yield Verdict(verdict="passed" if passed else "failed", reason="", passed=int(passed), total=1,
-                          score=float(passed), results=[])  # fmt: skip
+            yield Verdict(
+                verdict="passed" if passed else "failed",
+                reason="",
+                passed=int(passed),
+                total=1,
+                score=float(passed),
+                results=[],
+            )
 
 
 def text(path: str, content: str) -> Text:
@@ -84,8 +104,17 @@ def text(path: str, content: str) -> Text:
 
 
 def problem(name: str, group: str) -> Problem:
-    return Problem(id=name, level=1, group=group, key=name, question=f"Write {name}.", entry_point=name,
-                   signature=f"{name}(x)", tests=[], answer=synthetic_programs.fenced(f"def {name}(x):\n    return x"))  # fmt: skip
+    return Problem(
+        id=name,
+        level=1,
+        group=group,
+        key=name,
+        question=f"Write {name}.",
+        entry_point=name,
+        signature=f"{name}(x)",
+        tests=[],
+        answer=synthetic_programs.fenced(f"def {name}(x):\n    return x"),
+    )
 
 
 def test_a_sample_depends_on_its_id_suite_and_number_and_on_nothing_else(subject: Subject) -> None:
@@ -145,8 +174,13 @@ def test_stories_are_judged_by_the_checker_with_their_opening(scripted: Any) -> 
 def test_few_openings_are_continued_several_times(scripted: Any) -> None:
     texts = [text(path, stories.story(path)) for path in ("stories/trade/50", "stories/gift/100")]
     ending = texts[0].text.removeprefix(stories.opening(texts[0].text))
-    answers = {"stories/trade/50": ending, "stories/gift/100": "", "stories/trade/50#1": "", "stories/gift/100#1": "",
-               "stories/trade/50#2": ending}  # fmt: skip
+    answers = {
+        "stories/trade/50": ending,
+        "stories/gift/100": "",
+        "stories/trade/50#1": "",
+        "stories/gift/100#1": "",
+        "stories/trade/50#2": ending,
+    }
     result = suites.sampled_stories(scripted(answers, stories=5), texts)
     assert [row["id"] for row in result.rows] == list(answers)
     assert result.numbers["story_rate"] == 0.4
@@ -223,7 +257,10 @@ def test_an_item_is_another_one_when_anything_of_it_is_though_its_id_stays(scrip
         for one in (story, story.replace(" ", "  ", 3))
     ]
     assert told[0] != told[1]
-    gaps = [items(suites.gaps(scripted({"g": "x"}), [text("g", SOURCE.replace("+ 1", end).replace("+ 2", end))])) for end in ("+ 1", "+ 3")]  # fmt: skip
+    gaps = [
+        items(suites.gaps(scripted({"g": "x"}), [text("g", SOURCE.replace("+ 1", end).replace("+ 2", end))]))
+        for end in ("+ 1", "+ 3")
+    ]
     assert gaps[0] != gaps[1]
     (talk,) = synthetic_tools.dialogues("test", 1, 1)
     turn = synthetic_tools.turns(talk)[0]

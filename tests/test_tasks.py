@@ -25,14 +25,25 @@ from pipeline.synthetic import programs as synthetic_programs
 from stages import tasks
 from stages.tasks import Params
 
-PARAMS = Params(dialogues=100, problems=60, rl_problems=8, pairs=30, services=4, test_items=10, label_noise=0.0,
-                data=DataConfig(source="machine"), sandbox=SandboxConfig())  # fmt: skip
+PARAMS = Params(
+    dialogues=100,
+    problems=60,
+    rl_problems=8,
+    pairs=30,
+    services=4,
+    test_items=10,
+    label_noise=0.0,
+    data=DataConfig(source="machine"),
+    sandbox=SandboxConfig(),
+)
 KINDS = {"dialogues": Dialogue, "problems": Problem, "preferences": Pair, "facts": Fact}
 Made = dict[str, Any]  # kind -> split -> records, and "report"
 
 
 class FakeJudge:
-    """Scores sources by their length: enough for pairs, and no process is started. It knows no single results, so each is asked for alone."""
+    """Scores sources by their length: enough for pairs, and no process is started. It knows no single results, so
+    each is asked for alone.
+    """
 
     def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
         self.config = config
@@ -63,8 +74,18 @@ def made(folder: Path, params: Params = PARAMS, *, code: Iterable[str] = (), see
     for corpus, texts in (("text", ["nothing there"]), ("code", rows)):
         table = pyarrow.table({"text": texts, "source": ["s"] * len(texts)})
         pyarrow.parquet.write_table(table, folder / corpus / "train-0.parquet")
-    job = Job(stage="tasks", item=None, key="k", seed=seed, folder=folder / "work", workers=workers, runtime=Runtime(),
-              tracker=Tracker("tasks", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+    job = Job(
+        stage="tasks",
+        item=None,
+        key="k",
+        seed=seed,
+        folder=folder / "work",
+        workers=workers,
+        runtime=Runtime(),
+        tracker=Tracker("tasks", folder, {}, {}, quiet=True),
+        lineage={},
+        stop=StopRequest(),
+    )
     outs = {
         "dialogues": folder / "out/dialogues",
         "problems": folder / "out/problems",
@@ -81,9 +102,13 @@ def made(folder: Path, params: Params = PARAMS, *, code: Iterable[str] = (), see
         **outs,
     )
     found: Made = {
-        kind: {p.stem: list(read(p, shape)) for p in sorted((folder / "out" / kind).glob("*.jsonl")) if "rejected" not in p.stem}
+        kind: {
+            p.stem: list(read(p, shape))
+            for p in sorted((folder / "out" / kind).glob("*.jsonl"))
+            if "rejected" not in p.stem
+        }
         for kind, shape in KINDS.items()
-    }  # fmt: skip
+    }
     return found | {"report": job.tracker.final}
 
 
@@ -191,13 +216,21 @@ SMALL = replace(PARAMS, dialogues=20, problems=10, rl_problems=2, pairs=20, test
 def choice(number: int, **more: Any) -> dict[str, Any]:
     """A row as the service appends it."""
     good, bad = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
-    return {"id": f"page-{number}", "prompt": [{"role": "user", "content": f"Is it {number}?"}], "chosen": [good], "rejected": [bad], **more}  # fmt: skip
+    return {
+        "id": f"page-{number}",
+        "prompt": [{"role": "user", "content": f"Is it {number}?"}],
+        "chosen": [good],
+        "rejected": [bad],
+        **more,
+    }
 
 
 def test_thousands_of_rows_that_one_person_gave_are_no_more_than_their_share_of_the_pairs(
     tmp_path: Path, fake: None
 ) -> None:
-    """5,000 poisoned rows, after them two of somebody else: a fifth of the training pairs at most, and both persons are heard."""
+    """5,000 poisoned rows, after them two of somebody else: a fifth of the training pairs at most, and both persons
+    are heard.
+    """
     (tmp_path / "feedback").mkdir()
     rows = [choice(n, given_by="key-00000001") for n in range(5000)]
     rows += [choice(n, given_by="key-00000002") for n in (5000, 5001)]
@@ -208,9 +241,14 @@ def test_thousands_of_rows_that_one_person_gave_are_no_more_than_their_share_of_
     assert (len(train), len(given)) == (25, 5)
     assert [p.given_by for p in given].count("key-00000002") == 2
     assert found["report"]["feedback"] == {
-        "rows": 5002, "kept": 5, "duplicates": 0, "rejected": 0, "not_reviewed": 0, "over_share": 4997,
+        "rows": 5002,
+        "kept": 5,
+        "duplicates": 0,
+        "rejected": 0,
+        "not_reviewed": 0,
+        "over_share": 4997,
         "kept_by": {"key-00000001": 3, "key-00000002": 2},
-    }  # fmt: skip
+    }
 
 
 def test_feedback_that_is_cut_or_no_utf8_costs_its_own_rows_and_stops_nothing(tmp_path: Path, fake: None) -> None:
@@ -242,8 +280,17 @@ def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -
 
     def row(number: int, **more: Any) -> dict[str, Any]:
         test = {"assert": f"assert f{number}(1) == 2", "visible": False}
-        return {"id": f"mine-{number}", "level": 1, "group": "own", "key": str(number), "question": f"Write f{number}.",
-                "entry_point": f"f{number}", "signature": f"f{number}(x)", "tests": [test], **more}  # fmt: skip
+        return {
+            "id": f"mine-{number}",
+            "level": 1,
+            "group": "own",
+            "key": str(number),
+            "question": f"Write f{number}.",
+            "entry_point": f"f{number}",
+            "signature": f"f{number}(x)",
+            "tests": [test],
+            **more,
+        }
 
     answers = [{"answer": synthetic_programs.fenced(f"def f{n}(x):\n    return x + 1")} for n in range(8)]
     train = [row(n, **answers[n]) for n in range(4)] + [row(8)]
@@ -257,8 +304,11 @@ def test_problems_of_the_user_take_the_place_of_generated_ones(tmp_path: Path) -
     ]  # a hash of the id holds out rows of train, too
     assert {"f4", "f5", "f6", "f7"} <= set(held_out)
     assert {split: [p.entry_point for p in rows] for split, rows in found["problems"].items()} == {
-        "train": [f"f{n}" for n in range(4) if f"f{n}" not in held_out], "val": held_out[::2], "test": held_out[1::2], "rl": ["f8"]
-    }  # fmt: skip
+        "train": [f"f{n}" for n in range(4) if f"f{n}" not in held_out],
+        "val": held_out[::2],
+        "test": held_out[1::2],
+        "rl": ["f8"],
+    }
     assert {d.kind for d in found["dialogues"]["train"]} == {"tools", "choice", "code", "copy", "story", "talk"}
     (rejected,) = map(json.loads, (tmp_path / "out/problems/rejected.jsonl").read_text().splitlines())
     assert (rejected["file"], rejected["line"]) == ("train.jsonl", 6)
@@ -272,9 +322,15 @@ FAULTY: dict[str, tuple[dict[str, Any], str]] = {
     "sleeps": (PLUS | {"answer": "def f(x):\n    while True:\n        pass"}, "answer: .*timeout"),
     "talks": (PLUS | {"answer": "Just add one."}, "answer: .*syntax"),
     "elsewhere": (PLUS | {"answer": "def g(x):\n    return x + 1"}, "the source defines no f"),
-    "unsafe": (PLUS | {"tests": ["assert f.__name__ == 'f'", "assert f(1).real == 2"], "entry_point": "f"}, "tests: none of"),
-    "unsafe_rl": ({"question": "Write f.", "tests": ["assert f(open('x')) == 1"], "entry_point": "f"}, "tests: none of"),
-}  # fmt: skip
+    "unsafe": (
+        PLUS | {"tests": ["assert f.__name__ == 'f'", "assert f(1).real == 2"], "entry_point": "f"},
+        "tests: none of",
+    ),
+    "unsafe_rl": (
+        {"question": "Write f.", "tests": ["assert f(open('x')) == 1"], "entry_point": "f"},
+        "tests: none of",
+    ),
+}
 
 
 def own_problems(folder: Path, rows: dict[str, dict[str, Any]]) -> Params:
@@ -318,8 +374,17 @@ def test_wrong_problems_of_the_hub_leave_up_to_max_rejected_and_are_written_down
 ) -> None:
     def problem(number: int, expected: int) -> Problem:
         tests = [{"assert": f"assert f({number}) == {expected}", "visible": False}]
-        return Problem(id=f"p{number}", level=1, group="easy", key=str(number), question="Q", entry_point="f",
-                       signature="", tests=tests, answer="def f(x):\n    return x")  # fmt: skip
+        return Problem(
+            id=f"p{number}",
+            level=1,
+            group="easy",
+            key=str(number),
+            question="Q",
+            entry_point="f",
+            signature="",
+            tests=tests,
+            answer="def f(x):\n    return x",
+        )
 
     def tried(bad: int) -> tuple[dict[str, list[Any]], dict[str, int]]:
         splits = {"train": [problem(n, n + (n < bad)) for n in range(20)], "test": [problem(99, 99)]}
@@ -356,7 +421,16 @@ def test_labels_of_code_are_what_the_sandbox_says(tmp_path: Path) -> None:
         problem = asked[pair.id.removeprefix("train-").rpartition("-")[0]]
         for message, gold in ((pair.chosen[0], pair.gold_chosen), (pair.rejected[0], pair.gold_rejected)):
             hidden = [test for test in problem.tests if not test["visible"]]
-            programs.append((message["content"], Program(source=synthetic_programs.unfenced(message["content"]), entry_point=problem.entry_point, tests=hidden)))  # fmt: skip
+            programs.append(
+                (
+                    message["content"],
+                    Program(
+                        source=synthetic_programs.unfenced(message["content"]),
+                        entry_point=problem.entry_point,
+                        tests=hidden,
+                    ),
+                )
+            )
             golds.append(gold)
     with Judge(SandboxConfig(), 1) as judge:
         verdicts = list(judge.judge(program for _, program in programs))

@@ -47,8 +47,11 @@ def test_without_a_miss_below_it_the_first_hit_counts() -> None:
 
 
 def test_a_verdict_is_steps_times_seconds_over_those_of_the_baseline() -> None:
-    step = {"ours": {"seconds": 0.3, "cpu_seconds": 0.2}, "nanoGPT, bf16": {"seconds": 0.3, "cpu_seconds": 0.1},
-            "nanoGPT, bf16, compiled": {"seconds": 0.1, "cpu_seconds": 0.1}}  # fmt: skip
+    step = {
+        "ours": {"seconds": 0.3, "cpu_seconds": 0.2},
+        "nanoGPT, bf16": {"seconds": 0.3, "cpu_seconds": 0.1},
+        "nanoGPT, bf16, compiled": {"seconds": 0.1, "cpu_seconds": 0.1},
+    }
     assert ratio(step, ("ours", 100), ("nanoGPT, bf16", 1000)) == {"seconds": 0.1, "cpu_seconds": 0.2}
     found = verdict(step, {"steps": 100, "compiling": 5.0}, {"steps": 1000, "compiling": 25.0})
     assert found["nanoGPT, bf16"] == {"seconds": 0.1, "cpu_seconds": 0.2, "with_compiling": 0.25, "met": True}
@@ -113,8 +116,14 @@ def test_bits_per_byte_are_those_of_a_uniform_model() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    batch = token_batch([[Piece(np.arange(1, 7), True), Piece(np.arange(7, 13), True)]], np.arange(1), packed=12, context=12, pad=0,
-                        byte_lengths=np.full(64, 3))  # fmt: skip
+    batch = token_batch(
+        [[Piece(np.arange(1, 7), True), Piece(np.arange(7, 13), True)]],
+        np.arange(1),
+        packed=12,
+        context=12,
+        pad=0,
+        byte_lengths=np.full(64, 3),
+    )
     for whole_rows in (True, False):
         assert time_to_loss_arm.bits_per_byte(model, [batch], whole_rows=whole_rows) == pytest.approx(6 / 3)
     assert time_to_loss_arm.seen_whole(batch).documents.eq(0).all() and batch.documents.max() == 1
@@ -180,8 +189,13 @@ def test_the_table_and_the_chart_show_what_was_reached_and_what_was_not(tmp_path
     }
     missed = reached | {"steps": None, "between": None, "times_longer": None, "tried": [[1200, 1.65]]}
     row = {"cpu_seconds": 0.1, "seconds": 0.2, "with_compiling": 0.15, "met": True}
-    report = {"target": 1.6, "baseline": {"steps": 1200, "best": {}}, "ours": {"steps": 125}, "verdict": {"nanoGPT": row},
-              "ablations": {"Muon": reached, "mask": missed}}  # fmt: skip
+    report = {
+        "target": 1.6,
+        "baseline": {"steps": 1200, "best": {}},
+        "ours": {"steps": 125},
+        "verdict": {"nanoGPT": row},
+        "ablations": {"Muon": reached, "mask": missed},
+    }
     text = table(report)
     assert "(goal 0.33: met)" in text and " 2.50" in text and "> 1200" in text
     run = {"points": [{"step": step, "bpb": 3.0 - step / 10} for step in (0, 1, 2)]}

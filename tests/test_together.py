@@ -69,8 +69,9 @@ def test_a_candidate_that_ends_the_child_costs_the_others_nothing(
     given = counted(judge, monkeypatch)
     candidates = Candidates([RIGHT, source, RIGHT], "up", TESTS)
     assert list(scores(judge, [Candidates([RIGHT], "up", TESTS), candidates, Candidates([], "up", TESTS)])) == [
-        [1.0], [1.0, ALONE[source], 1.0],
-    ]  # fmt: skip
+        [1.0],
+        [1.0, ALONE[source], 1.0],
+    ]
     assert len(given) == 1 + 1 + 3
 
 

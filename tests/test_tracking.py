@@ -1,4 +1,6 @@
-"""Files without a clock, the progress line, and MLflow: four first users, a resumed run, a store that does not answer."""
+"""Files without a clock, the progress line, and MLflow: four first users, a resumed run, a store that does not
+answer.
+"""
 
 import json
 import math
@@ -20,8 +22,15 @@ ROOT = Path(__file__).parents[1]
 
 def test_a_value_becomes_what_dvc_can_show() -> None:
     given = {"a": math.nan, "b": {"c": -math.inf, 3: 1 / 3}, "d": True, "e": None, "f": 7, "g": "text", "h": 1234567.89}
-    expected = {"a": "not finite", "b": {"c": "not finite", "3": 0.3333333}, "d": "true", "e": "none", "f": 7,
-                "g": "text", "h": 1234568.0}  # fmt: skip
+    expected = {
+        "a": "not finite",
+        "b": {"c": "not finite", "3": 0.3333333},
+        "d": "true",
+        "e": "none",
+        "f": 7,
+        "g": "text",
+        "h": 1234568.0,
+    }
     assert clean(given) == expected
 
 
@@ -84,8 +93,14 @@ def test_a_quiet_tracker_and_another_rank_write_nothing(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-START = "import os, sys; from pathlib import Path; from pipeline.run.tracking import Tracker; folder = Path(sys.argv[1]); folder.mkdir(exist_ok=True)\n"
-OPEN = "one = Tracker('toy', folder, {'stage': 'toy', 'dvc.exp': ''}, {'fit': {f'k{n}': n for n in range(120)}}, quiet=False)\n"
+START = (
+    "import os, sys; from pathlib import Path; from pipeline.run.tracking import Tracker; folder = Path(sys.argv[1]);"
+    " folder.mkdir(exist_ok=True)\n"
+)
+OPEN = (
+    "one = Tracker('toy', folder, {'stage': 'toy', 'dvc.exp': ''}, {'fit': {f'k{n}': n for n in range(120)}},"
+    " quiet=False)\n"
+)
 LOG = """
 def log(first, last):
     for step in range(first, last):
@@ -127,7 +142,10 @@ def test_four_first_users_of_one_store_give_no_error(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_resumed_stage_is_one_finished_run_without_a_step_twice(tmp_path: Path) -> None:
     killed = "log(1, 21); one.flush(); log(21, 41); one.flush(); log(41, 50); os._exit(9)"
-    stopped = "one.restore([{'step': s, 'loss': 1 / s} for s in range(1, 21)]); log(21, 45); one.flush(); one.abandon('KILLED')"
+    stopped = (
+        "one.restore([{'step': s, 'loss': 1 / s} for s in range(1, 21)]); log(21, 45); one.flush();"
+        " one.abandon('KILLED')"
+    )
     done = "one.restore([{'step': s, 'loss': 1 / s} for s in range(1, 45)]); log(45, 61); one.finish()"
     for code, exit_code, status in ((killed, 9, "RUNNING"), (stopped, 0, "KILLED"), (done, 0, "FINISHED")):
         process = started(tmp_path, "w", code)

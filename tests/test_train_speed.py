@@ -23,8 +23,14 @@ def test_a_ratio_is_a_median_over_rounds_against_the_faster_setting() -> None:
     ours, slow, fast = side("ours compiled", 13, 26, 39), side("trainer", 9, 9, 9), side("trainer compiled", 10, 10, 10)
     found = train_speed.compared([side("ours", 9, 9, 9), ours, slow, fast, side("bare, our model", 13, 26, 30)])
     assert found["Trainer"] == {
-        "side": "trainer compiled", "ours": "ours compiled", "ratio": 2.6, "range": [1.3, 3.9], "by_cpu_time": 2.6, "goal": 1.3, "met": True,
-    }  # fmt: skip
+        "side": "trainer compiled",
+        "ours": "ours compiled",
+        "ratio": 2.6,
+        "range": [1.3, 3.9],
+        "by_cpu_time": 2.6,
+        "goal": 1.3,
+        "met": True,
+    }
     assert found["bare loop"]["ratio"] == 1.0 and found["bare loop"]["met"]
     assert found["litgpt"] == {"left out": "it was not asked for, or its environment was not given"}
     assert not train_speed.compared([side("ours", 9.0), side("bare, our model", 10.0)])["bare loop"]["met"]

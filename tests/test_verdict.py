@@ -1,4 +1,6 @@
-"""Steps that go wrong: what a spike is, when skipping is too much, where a rollback goes, and what is not finite first."""
+"""Steps that go wrong: what a spike is, when skipping is too much, where a rollback goes, and what is not finite
+first.
+"""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,6 @@
-"""Sums of losses, metrics and extremes: parts against the whole, the state as JSON, a refusal of the whole step alone."""
+"""Sums of losses, metrics and extremes: parts against the whole, the state as JSON, a refusal of the whole step
+alone.
+"""
 
 import json
 import math
@@ -28,8 +30,13 @@ def totals(counts: dict[str, int], *losses: Loss) -> Totals:
 
 COUNTS = {"tokens": 8, "rows": 4}
 BY_HAND = {
-    "loss": 10 / 8 + 0.5 * 30 / 4, "first": 10 / 8, "second": 30 / 4, "share": 3 / 8, "min_value": 1.0, "max_value": 4.0,
-}  # fmt: skip
+    "loss": 10 / 8 + 0.5 * 30 / 4,
+    "first": 10 / 8,
+    "second": 30 / 4,
+    "share": 3 / 8,
+    "min_value": 1.0,
+    "max_value": 4.0,
+}
 
 
 def test_values_are_sums_over_counts_and_the_loss_weighs_its_terms() -> None:
@@ -46,15 +53,19 @@ def test_micro_batches_equal_one(parts: list[list[float]]) -> None:
 def test_a_loss_of_one_term_has_no_row_for_it_and_bytes_give_bits() -> None:
     found = totals({"tokens": 2, "bytes": 6}, Loss([Term("loss", torch.tensor(3.0))]))
     assert found.values() == {
-        "loss": 1.5, "bpb": pytest.approx(3 / (6 * math.log(2))), "perplexity": pytest.approx(math.exp(1.5)),
-    }  # fmt: skip
+        "loss": 1.5,
+        "bpb": pytest.approx(3 / (6 * math.log(2))),
+        "perplexity": pytest.approx(math.exp(1.5)),
+    }
     huge = totals({"tokens": 2, "bytes": 6}, Loss([Term("loss", torch.tensor(3e9))]))
     assert math.isfinite(huge.values()["perplexity"])
 
 
 def test_a_term_or_metric_without_a_count_drops_out() -> None:
-    found = totals({"tokens": 2, "rows": 0}, Loss([Term("a", torch.tensor(3.0)), Term("b", torch.tensor(1.0), "rows")],
-                                                  {"none": (torch.tensor(0.0), 0)}))  # fmt: skip
+    found = totals(
+        {"tokens": 2, "rows": 0},
+        Loss([Term("a", torch.tensor(3.0)), Term("b", torch.tensor(1.0), "rows")], {"none": (torch.tensor(0.0), 0)}),
+    )
     assert found.values() == {"loss": 1.5, "a": 1.5}
 
 
@@ -63,9 +74,16 @@ def test_a_merge_adds_counts_and_sums_so_long_steps_weigh_more() -> None:
     first = totals(COUNTS, loss([1.0, 2.0, 3.0, 4.0]))
     first.merge(totals({"tokens": 2, "rows": 1}, loss([7.0])))
     assert first.counts == {"tokens": 10, "rows": 5}
-    assert first.values() == pytest.approx({
-        "loss": 17 / 10 + 0.5 * 79 / 5, "first": 17 / 10, "second": 79 / 5, "share": 4 / 10, "min_value": 1.0, "max_value": 7.0,
-    })  # fmt: skip
+    assert first.values() == pytest.approx(
+        {
+            "loss": 17 / 10 + 0.5 * 79 / 5,
+            "first": 17 / 10,
+            "second": 79 / 5,
+            "share": 4 / 10,
+            "min_value": 1.0,
+            "max_value": 7.0,
+        }
+    )
 
 
 def test_a_merge_into_nothing_is_the_other_and_leaves_it_alone() -> None:

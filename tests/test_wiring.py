@@ -1,4 +1,6 @@
-"""What a stage reads and writes, as its module gives it to `main`, is what dvc.yaml tracks: else an edit would rerun nothing."""
+"""What a stage reads and writes, as its module gives it to `main`, is what dvc.yaml tracks: else an edit would rerun
+nothing.
+"""
 
 import runpy
 from pathlib import Path
@@ -23,7 +25,9 @@ def wiring_of(stage: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def paths(entries: list[Any]) -> set[str]:
-    """Of deps or outs in dvc.yaml: names, without their options, `${item.x}` and other parameters as `main` writes them."""
+    """Of deps or outs in dvc.yaml: names, without their options, `${item.x}` and other parameters as `main` writes
+    them.
+    """
     names = [next(iter(entry)) if isinstance(entry, dict) else entry for entry in entries]
     return {name.replace("${item.corpus}", "{item}").replace("${item.model}", "{item}") for name in names}
 

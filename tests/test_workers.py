@@ -1,4 +1,6 @@
-"""Training stages in several processes as a person starts them: STAGECOACH_LAUNCH, signals, a killed worker, two machines."""
+"""Training stages in several processes as a person starts them: STAGECOACH_LAUNCH, signals, a killed worker, two
+machines.
+"""
 
 import signal
 import subprocess
@@ -43,8 +45,14 @@ def _started(
 ) -> "subprocess.Popen[str]":
     """`python -m stages.<stage>` in a workspace."""
     variables = {"STAGECOACH_LAUNCH": launch, "STAGECOACH_WORK": str(folder / ".work"), "PYTHONPATH": ""} | variables
-    return subprocess.Popen([sys.executable, "-m", f"stages.{stage}", *arguments(stage, changes)], cwd=folder, text=True,
-                            env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", f"stages.{stage}", *arguments(stage, changes)],
+        cwd=folder,
+        text=True,
+        env=environment() | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:

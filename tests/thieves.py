@@ -103,24 +103,28 @@ def hunt():
             yield from texts(frame.f_locals, frame.f_builtins)
             frame = frame.f_back
 """,
-    "heap by a write oracle": SCAN + """
+    "heap by a write oracle": SCAN
+    + """
 def hunt():
     top = libc.sbrk(0)
     yield from region(top - (96 << 20) & ~4095, 96 << 20)
 """,
-    "arenas by a write oracle": SCAN + """
+    "arenas by a write oracle": SCAN
+    + """
 def hunt():
     gc.unfreeze()
     places = {id(one) >> 20 for one in gc.get_objects()} | {id(one) >> 20 for one in (texts, "a", 1 << 99, b"b")}
     for place in sorted({place + d for place in places for d in (-1, 0, 1)}): yield from region(place << 20, 1 << 20)
 """,
-    "mapped blocks by a write oracle": SCAN + """
+    "mapped blocks by a write oracle": SCAN
+    + """
 def hunt():
     block = bytearray(1 << 20)
     here = ctypes.addressof(ctypes.c_char.from_buffer(block)) & ~4095
     yield from region(here - (48 << 20), 96 << 20)
 """,
-    "stack by a write oracle": SCAN + """
+    "stack by a write oracle": SCAN
+    + """
 def hunt():
     here = ctypes.c_void_p.in_dll(libc, "environ").value & ~4095
     yield from region(here - (4 << 20), 5 << 20)
@@ -155,7 +159,8 @@ def hunt():
             try: yield open(f"/proc/{who}/{name}", "rb").read(1 << 20)
             except OSError: pass
 """,
-    "others' memory by process_vm_readv": SCAN + """
+    "others' memory by process_vm_readv": SCAN
+    + """
 def hunt():
     room = ctypes.create_string_buffer(1 << 16)
     top = libc.sbrk(0) - (8 << 20) & ~65535
@@ -221,7 +226,7 @@ def hunt():
     LAST[0] = now
     yield b"answer-%d-" % 0 + hashlib.sha256(repr(min(GAPS) < GAPS[-1]).encode()).hexdigest()[:16].encode()
 """,
-}  # fmt: skip
+}
 
 
 def problem(number: int, draw: random.Random) -> dict[str, Any]:
@@ -247,9 +252,7 @@ def group(number: int, draw: random.Random) -> list[dict[str, Any]]:
     honest, wrong = ("honest", asked["honest"]), ("wrong", WRONG)
     chosen = [honest, thieves[0], honest, thieves[1], honest, thieves[2], wrong, thieves[3]]
     tail = "\nprint(f(int(input())))\n" if kind == "program" else ""
-    return [
-        {"name": name, "kind": kind, "source": source + tail, "tests": asked[kind]} for name, source in chosen
-    ]  # fmt: skip
+    return [{"name": name, "kind": kind, "source": source + tail, "tests": asked[kind]} for name, source in chosen]
 
 
 def judged(groups: int, workers: int, url: str | None = None, seed: int = 0) -> list[tuple[str, str, float | None]]:

@@ -1,7 +1,8 @@
 """Runs of `fit` with a tiny transformer, in this process or in several (`python -m tests.training CASES`).
 
-CASES is a JSON file: a list of `Case` fields. Each case leaves `rank<r>.json` in its folder: exit code, the rows seen at each
-step, the curve; rank 0 leaves the weights too. Several cases share the processes, because starting those takes seconds.
+CASES is a JSON file: a list of `Case` fields. Each case leaves `rank<r>.json` in its folder: exit code, the rows seen
+at each step, the curve; rank 0 leaves the weights too. Several cases share the processes, because starting those takes
+seconds.
 """
 
 import json
@@ -73,7 +74,9 @@ class Batch:
 
 
 class Rows:
-    """Rows with a pattern, of which unequal shares are trained on. Three batches to evaluate: two processes have unequal counts."""
+    """Rows with a pattern, of which unequal shares are trained on. Three batches to evaluate: two processes have
+    unequal counts.
+    """
 
     fingerprint, tokens_per_epoch = "toy", 640
 
@@ -106,8 +109,18 @@ class Rows:
 
 def model_of(case: Case) -> Transformer:
     """The same weights in every process. 67 rows and 2 layers: nothing divides by the number of processes."""
-    shape = ModelConfig(vocab_size=VOCABULARY, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=49, max_context=64,
-                        rope_theta=1e4, tied=case.tied)  # fmt: skip
+    shape = ModelConfig(
+        vocab_size=VOCABULARY,
+        width=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        d_ff=49,
+        max_context=64,
+        rope_theta=1e4,
+        tied=case.tied,
+    )
     model = Transformer(shape, torch.Generator().manual_seed(0))
     if case.adapter:
         attached = AdapterConfig(rank=3, alpha=6.0, dropout=0.0, dora=case.adapter == "dora", trained_tokens=(1, 5))
@@ -118,10 +131,26 @@ def model_of(case: Case) -> Transformer:
 def job_of(folder: Path, case: Case) -> Job:
     """As running.py makes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    runtime = Runtime(logging_steps=1, precision=case.precision, save_steps=case.save_steps, micro_batch=case.micro_batch,
-                      keep=case.keep, compile=case.compile)  # fmt: skip
-    return Job(stage="toy", item=None, key="k", seed=1, folder=folder, workers=1, runtime=runtime,
-               tracker=Tracker("toy", folder, {}, {}, quiet=True), lineage={}, stop=StopRequest())  # fmt: skip
+    runtime = Runtime(
+        logging_steps=1,
+        precision=case.precision,
+        save_steps=case.save_steps,
+        micro_batch=case.micro_batch,
+        keep=case.keep,
+        compile=case.compile,
+    )
+    return Job(
+        stage="toy",
+        item=None,
+        key="k",
+        seed=1,
+        folder=folder,
+        workers=1,
+        runtime=runtime,
+        tracker=Tracker("toy", folder, {}, {}, quiet=True),
+        lineage={},
+        stop=StopRequest(),
+    )
 
 
 def run(case: Case) -> None:
@@ -135,8 +164,9 @@ def run(case: Case) -> None:
 
     def loss(model: Transformer, batch: Batch) -> Loss:
         chosen = batch.targets >= 0
-        total = model(batch.ids, select=chosen,
-                      head=lambda hidden, table: losses.next_token(hidden, table, batch.targets[chosen]))  # fmt: skip
+        total = model(
+            batch.ids, select=chosen, head=lambda hidden, table: losses.next_token(hidden, table, batch.targets[chosen])
+        )
         if (stream.step, device.rank()) == tuple(case.poison) and model.training:
             total = total * float("nan")
         return Loss([Term("loss", total)])
@@ -160,10 +190,16 @@ def together(cases: list[Case], folder: Path, *, processes: int = 2) -> None:
     command = [sys.executable, "-m", "tests.training", str(folder / "cases.json")]
     shared = environment() | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
-        subprocess.Popen(command, cwd=ROOT, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for rank in range(processes)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [process.communicate(timeout=300)[0] for process in started]
     finally:
@@ -196,7 +232,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Run the cases of the file that the command line names, and leave together: who leaves first breaks what the other still reads."""
+    """Run the cases of the file that the command line names, and leave together: who leaves first breaks what the
+    other still reads.
+    """
     Ranks.leave = lambda self: None  # type: ignore[method-assign]  # the processes have more cases to run
     for fields in json.loads(Path(sys.argv[1]).read_text()):
         case = Case(**fields)

@@ -2,8 +2,8 @@
 
     models/{code,tools,reward}   data/{preferences,dialogues,problems,facts}   params.yaml   conf -> ours
 
-`Workspace.command` is `python -m stages.<stage> key=value ...` in this process: the same parsing, keys, gates, exit codes and
-files.
+`Workspace.command` is `python -m stages.<stage> key=value ...` in this process: the same parsing, keys, gates, exit
+codes and files.
 """
 
 import csv
@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rlhf": ROLLOUTS | {"prompts": 6, "kinds": [], "eval_prompts": 2, "best_of_prompts": 0},
     "grpo": ROLLOUTS | {"prompts": 3, "samples": 4, "rewards": {"length": 1.0, "code_format": 0.5}, "eval_problems": 2},
     "lora": TRAINING | {"steps": 4, "tokens_per_step": 256, "context": 128, "eval_tokens": 64, "learning_rate": 1e-2},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,10 @@ def command(stage: str, argv: list[str]) -> Ended:
 def arguments(stage: str, changes: dict[str, Any]) -> list[str]:
     """The command line."""
     values = SETTINGS[stage] | {"runtime.precision": "fp32"} | changes
-    return [f"{key if '.' in key and not key.startswith('adapter.') else f'{stage}.{key}'}={json.dumps(value)}"
-            for key, value in values.items()]  # fmt: skip
+    return [
+        f"{key if '.' in key and not key.startswith('adapter.') else f'{stage}.{key}'}={json.dumps(value)}"
+        for key, value in values.items()
+    ]
 
 
 def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
@@ -174,24 +176,38 @@ def said(role: str, text: str) -> dict[str, Any]:
 def pair(number: int, **changes: Any) -> Pair:
     """Answers of unequal lengths, the better one within 24 tokens."""
     values: dict[str, Any] = {
-        "id": str(number), "source": "made", "kind": "story", "prompt": [said("user", f"Way {number}?")],
-        "chosen": [said("assistant", "left " * (1 + number % 3))], "rejected": [said("assistant", "right" + "." * (number % 7))],
+        "id": str(number),
+        "source": "made",
+        "kind": "story",
+        "prompt": [said("user", f"Way {number}?")],
+        "chosen": [said("assistant", "left " * (1 + number % 3))],
+        "rejected": [said("assistant", "right" + "." * (number % 7))],
         "truth": {},
-    }  # fmt: skip
+    }
     return Pair(**(values | changes))
 
 
 def dialogue(number: int) -> Dialogue:
     """One exchange."""
-    return Dialogue(id=str(number), kind="chat", category="talk",
-                    messages=[said("user", f"Way {number}?"), said("assistant", "left " * (1 + number % 5))])  # fmt: skip
+    return Dialogue(
+        id=str(number),
+        kind="chat",
+        category="talk",
+        messages=[said("user", f"Way {number}?"), said("assistant", "left " * (1 + number % 5))],
+    )
 
 
 def problem(number: int, **changes: Any) -> Problem:
     """Add a number."""
     tests = [{"args": "[1]", "expected": str(1 + number), "visible": False}]
     values: dict[str, Any] = {
-        "id": str(number), "level": 1, "group": "easy", "key": str(number), "question": f"Add {number}.",
-        "entry_point": "f", "signature": "f(x)", "tests": tests,
-    }  # fmt: skip
+        "id": str(number),
+        "level": 1,
+        "group": "easy",
+        "key": str(number),
+        "question": f"Add {number}.",
+        "entry_point": "f",
+        "signature": "f(x)",
+        "tests": tests,
+    }
     return Problem(**(values | changes))

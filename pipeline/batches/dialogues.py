@@ -12,8 +12,8 @@ Facts as training batches: a question, and its answer with a loss.
 
     data/facts/{train,val}.jsonl (records.Fact)  ->  E question \n | answer E, packed in rows        E: end of text
 
-The texts are plain, since a base model has never read the turns of a chat. Nothing is left out: a fact that does not fit a row is an
-error.
+The texts are plain, since a base model has never read the turns of a chat. Nothing is left out: a fact that does not
+fit a row is an error.
 """
 
 import hashlib
@@ -170,7 +170,7 @@ class DialogueStream(PackedStream):
         )
 
 
-# -- facts ----------------------------------------------------------------------------------------------------------------
+# -- facts -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,10 @@ class FactSplit:
         lengths = np.array([len(one.prompt) + len(one.answer) for one in self.asked], dtype=np.int64)
         if len(lengths) and lengths.max() > context:
             one = self.asked[int(lengths.argmax())]
-            raise DataError(f"{path}: fact {one.fact.id} has {lengths.max()} tokens, more than context ({context}); shorten it or raise context")  # fmt: skip
+            raise DataError(
+                f"{path}: fact {one.fact.id} has {lengths.max()} tokens, more than context ({context}); shorten it or"
+                " raise context"
+            )
         self._pieces = [_piece(one) for one in self.asked]
         self._members, self._row_starts = pack(lengths, context)
         self.num_rows = len(self._row_starts) - 1
@@ -230,5 +233,13 @@ class FactStream(PackedStream):
         """Raises DataError as `FactSplit`, and where the facts do not fill one batch."""
         train, val = (FactSplit(folder / f"{split}.jsonl", tokenizer, context=context) for split in ("train", "val"))
         identity = json.dumps([train.digest(), val.digest(), context, tokens_per_step, seed])
-        super().__init__("facts", train, val, tokenizer, context=context, tokens_per_step=tokens_per_step, seed=seed,
-                         fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16])  # fmt: skip
+        super().__init__(
+            "facts",
+            train,
+            val,
+            tokenizer,
+            context=context,
+            tokens_per_step=tokens_per_step,
+            seed=seed,
+            fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
+        )

@@ -2,9 +2,9 @@
 
     data/preferences/{train,val,test}.jsonl (records.Pair)  --chat.render-->  PairBatch, a pure function of (seed, step)
 
-Prompt and answers are rendered by `text/chat.py`, whose prompts are prefixes of whole conversations; the answer is what the
-assistant says behind the prompt, its end of turn included. Left out and counted: equal answers, an empty answer, what is
-longer than asked (a cut answer would lose its end). More than a tenth left out stops the stage.
+Prompt and answers are rendered by `text/chat.py`, whose prompts are prefixes of whole conversations; the answer is what
+the assistant says behind the prompt, its end of turn included. Left out and counted: equal answers, an empty answer,
+what is longer than asked (a cut answer would lose its end). More than a tenth left out stops the stage.
 """
 
 import hashlib
@@ -127,8 +127,9 @@ class PairSplit:
         if not self.pairs or self.dropped.total() > MOST_DROPPED * total:
             why = ", ".join(f"{number} {reason}" for reason, number in self.dropped.most_common())
             raise DataError(
-                f"{path}: {self.dropped.total()} of {total} pairs cannot be used ({why or 'it is empty'}); at most a tenth may "
-                f"be left out. Mend the file, or raise max_prompt ({max_prompt}) and max_length ({max_length})"
+                f"{path}: {self.dropped.total()} of {total} pairs cannot be used ({why or 'it is empty'}); at most a"
+                f" tenth may be left out. Mend the file, or raise max_prompt ({max_prompt}) and max_length"
+                f" ({max_length})"
             )
 
     def digest(self) -> str:
@@ -160,9 +161,21 @@ def batch_of(pairs: Sequence[Encoded], pad: int, reference: np.ndarray | None = 
 class PairStream:
     """Batches of pairs, shuffled anew in each epoch; the val split in its own order."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, *, max_prompt: int, max_length: int, pairs: int, seed: int,
-                 label_flip: float = 0.0, more: Sequence[Encoded] = ()) -> None:  # fmt: skip
-        """`pairs` a step. `more` join the training pairs. `label_flip` swaps the answers of that share of the training pairs, by the hash of their ids."""
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        *,
+        max_prompt: int,
+        max_length: int,
+        pairs: int,
+        seed: int,
+        label_flip: float = 0.0,
+        more: Sequence[Encoded] = (),
+    ) -> None:
+        """`pairs` a step. `more` join the training pairs. `label_flip` swaps the answers of that share of the
+        training pairs, by the hash of their ids.
+        """
         self.train = PairSplit(folder / "train.jsonl", tokenizer, max_prompt, max_length)
         self.val = PairSplit(folder / "val.jsonl", tokenizer, max_prompt, max_length)
         self._pad, self._pairs, self._seed = tokenizer.pad, pairs, seed

@@ -3,25 +3,26 @@
     CorpusStream windows              --times, bernoulli-->  NoisedBatch     adaptation, pre-training
     prompt + answer on a canvas       --times, bernoulli-->  NoisedBatch     supervised fine-tuning
 
-The loss of a row is sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:2502.09992, eq. 3 and 5), so a mean over a
-validation set is its negative ELBO per token. There the k form is used, which has less variance and never an empty mask.
-Which tokens are masked is `masking.py`'s and hangs on (seed, sample, pass) alone.
+The loss of a row is sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:2502.09992, eq. 3 and 5), so a mean
+over a validation set is its negative ELBO per token. There the k form is used, which has less variance and never an
+empty mask. Which tokens are masked is `masking.py`'s and hangs on (seed, sample, pass) alone.
 
 Pairs of answers under sampled masks, for Diffusion-DPO: each answer n times, of each time k of its tokens hidden.
 
     data/preferences/{train,val}.jsonl --PairSplit--> Drawn, a pure function of (seed, place in the passes)
 
-The masks of a pair's answer hang on (seed, pair, side, pass); policy and reference score the same batch, so they share them. The
-answer ends with the end of its turn; unlike in fine-tuning nothing fills the canvas behind it (specs: diffusion, 5).
+The masks of a pair's answer hang on (seed, pair, side, pass); policy and reference score the same batch, so they share
+them. The answer ends with the end of its turn; unlike in fine-tuning nothing fills the canvas behind it (specs:
+diffusion, 5).
 
 Programming problems with their answers on a canvas, for the fine-tuning of masked-diffusion models.
 
     data/problems/{train,val}.jsonl  --chat.render-->  prompt | answer, end of turn, fill ... up to the canvas
 
-A diffusion model writes on a canvas whose length is given, so it must learn to stop: behind the answer and its end the canvas
-is filled, and the filling is noised and predicted like the rest (LLaDA, arXiv:2502.09992, appendix B.1). How long a canvas is
-hangs on the example and the pass, never on its neighbours. The prompt stays clean. The causal control reads the same examples
-in the same order, without the filling.
+A diffusion model writes on a canvas whose length is given, so it must learn to stop: behind the answer and its end the
+canvas is filled, and the filling is noised and predicted like the rest (LLaDA, arXiv:2502.09992, appendix B.1). How
+long a canvas is hangs on the example and the pass, never on its neighbours. The prompt stays clean. The causal control
+reads the same examples in the same order, without the filling.
 """
 
 import hashlib
@@ -112,9 +113,15 @@ def evaluated_row(row: Row, u: float) -> tuple[np.ndarray, np.ndarray]:
     return masks, np.where(masks, weights, 0.0)
 
 
-def laid_out(tokens: Tensor, documents: Tensor, positions: Tensor, rows: list[Row],
-             drawn: list[tuple[np.ndarray, np.ndarray]], blocks: np.ndarray | None, sight: np.ndarray | None,
-             ) -> tuple[Noised, Tensor]:  # fmt: skip
+def laid_out(
+    tokens: Tensor,
+    documents: Tensor,
+    positions: Tensor,
+    rows: list[Row],
+    drawn: list[tuple[np.ndarray, np.ndarray]],
+    blocks: np.ndarray | None,
+    sight: np.ndarray | None,
+) -> tuple[Noised, Tensor]:
     """The input and the weights of its masked tokens; `blocks` (B, T) put the clean tokens beside the noised ones."""
     masks, weights = np.zeros(tokens.shape, dtype=bool), np.zeros(tokens.shape, dtype=np.float32)
     for number, (row, (hidden, weight)) in enumerate(zip(rows, drawn, strict=True)):
@@ -129,10 +136,20 @@ def laid_out(tokens: Tensor, documents: Tensor, positions: Tensor, rows: list[Ro
 
 
 class WindowStream:
-    """Windows of a corpus under masks: a `protocols.Stream`. The first token of a document stays clean: a state before it."""
+    """Windows of a corpus under masks: a `protocols.Stream`. The first token of a document stays clean: a state
+    before it.
+    """
 
-    def __init__(self, corpus: PackedStream, noise: Noise, *, name: str, seed: int, byte_lengths: np.ndarray,
-                 anneal_steps: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        corpus: PackedStream,
+        noise: Noise,
+        *,
+        name: str,
+        seed: int,
+        byte_lengths: np.ndarray,
+        anneal_steps: int = 0,
+    ) -> None:
         """`anneal_steps`: over so many steps attention grows from causal to full; 0: it is full at once."""
         assert not (noise.block_size and anneal_steps), "block diffusion starts from scratch"
         self._corpus, self._noise, self._name, self._seed = corpus, noise, name, seed
@@ -153,8 +170,10 @@ class WindowStream:
         base = self._corpus.batch(step, context, rows)
         per_epoch = self._corpus.rows_per_epoch * (self._corpus.context // context)
         names = [divmod(int(row), per_epoch) for row in rows]
-        trims = [diffusion_masks.trim(diffusion_masks.key(self._seed, "trim", f"{self._name}:{window}", turn), context)
-                 for turn, window in names]  # fmt: skip
+        trims = [
+            diffusion_masks.trim(diffusion_masks.key(self._seed, "trim", f"{self._name}:{window}", turn), context)
+            for turn, window in names
+        ]
         keys = [diffusion_masks.key(self._seed, "mdm", f"{self._name}:{window}", turn) for turn, window in names]
         sight = diffusion_masks.anneal(self._seed, step, context, self._anneal_steps)
         drawn = [partial(noised_row, t=float(times[place[int(row)]]), noise=self._noise) for row in rows]
@@ -175,8 +194,14 @@ class WindowStream:
             given += batch.counts["tokens"]
             yield batch
 
-    def _batch(self, base: TokenBatch, keys: list[int], trims: list[diffusion_masks.Trim],
-               draw: list[Callable[[Row], tuple[np.ndarray, np.ndarray]]], sight: np.ndarray | None) -> NoisedBatch:  # fmt: skip
+    def _batch(
+        self,
+        base: TokenBatch,
+        keys: list[int],
+        trims: list[diffusion_masks.Trim],
+        draw: list[Callable[[Row], tuple[np.ndarray, np.ndarray]]],
+        sight: np.ndarray | None,
+    ) -> NoisedBatch:
         documents, positions, size = base.documents.numpy().copy(), base.positions.numpy(), self._noise.block_size
         column = np.arange(documents.shape[1])
         rows, blocks = [], positions // size if size else np.zeros_like(positions)
@@ -189,11 +214,16 @@ class WindowStream:
             numbers = diffusion_masks.uniforms(key, more + documents.shape[1])
             rows.append(Row(places, own, np.concatenate([numbers[:more], numbers[more:][places]])))
         drawn = [one(row) for one, row in zip(draw, rows, strict=True)]
-        noised, weights = laid_out(base.input_ids, torch.from_numpy(documents), base.positions, rows, drawn,
-                                   blocks if size else None, sight)  # fmt: skip
+        noised, weights = laid_out(
+            base.input_ids, torch.from_numpy(documents), base.positions, rows, drawn, blocks if size else None, sight
+        )
         maskable = np.concatenate([base.input_ids[n].numpy()[row.places] for n, row in enumerate(rows)])
-        counts = {"tokens": len(maskable), "bytes": int(self._byte_lengths[maskable].sum()), "rows": len(rows),
-                  "positions": int((documents >= 0).sum())}  # fmt: skip
+        counts = {
+            "tokens": len(maskable),
+            "bytes": int(self._byte_lengths[maskable].sum()),
+            "rows": len(rows),
+            "positions": int((documents >= 0).sum()),
+        }
         return NoisedBatch(noised, weights, counts)
 
 
@@ -210,7 +240,7 @@ def masking_fingerprint(data: str, noise: Noise, anneal_steps: int = 0) -> str:
     return f"{data}-{diffusion_masks.key(0, 'fingerprint', repr(noise), anneal_steps):032x}"[:33]
 
 
-# -- noised_pairs ---------------------------------------------------------------------------------------------------------
+# -- noised_pairs ------------------------------------------------------------------------------------------------------
 
 
 SIDES = ("chosen", "rejected")
@@ -237,8 +267,18 @@ def check_texts(split: PairSplit, mask: int, name: str) -> PairSplit:
 class NoisedPairs:
     """Batches of pairs under masks: a `protocols.Stream`."""
 
-    def __init__(self, train: PairSplit, val: PairSplit, *, pad: int, pairs: int, max_length: int, draws: int,
-                 stratified: bool, seed: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        train: PairSplit,
+        val: PairSplit,
+        *,
+        pad: int,
+        pairs: int,
+        max_length: int,
+        draws: int,
+        stratified: bool,
+        seed: int,
+    ) -> None:
         """`pairs` a step, `draws` masks of each answer."""
         self.train, self.val = train, val
         self._pad, self._pairs, self._draws, self._stratified, self._seed = pad, pairs, draws, stratified, seed
@@ -292,9 +332,18 @@ class NoisedPairs:
             yield batch
 
     def _batch(self, name: str, split: PairSplit, chosen: list[tuple[int, int]]) -> Drawn:
-        keys = [[diffusion_masks.key(self._seed if name == "train" else 0, "elbo" if name == "train" else "eval",
-                             f"{split.pairs[number].pair.id}/{side}", turn) for number, turn in chosen]
-                for side in SIDES]  # fmt: skip
+        keys = [
+            [
+                diffusion_masks.key(
+                    self._seed if name == "train" else 0,
+                    "elbo" if name == "train" else "eval",
+                    f"{split.pairs[number].pair.id}/{side}",
+                    turn,
+                )
+                for number, turn in chosen
+            ]
+            for side in SIDES
+        ]
         reference = None
         if (name, chosen[0][1]) in self.references:
             told = np.stack([self.references[name, turn][number] for number, turn in chosen])  # (P, 2)
@@ -304,9 +353,14 @@ class NoisedPairs:
 
 
 def drawn_pairs(
-    pairs: Sequence[Encoded], keys: Sequence[Sequence[int]], pad: int, draws: int, *, stratified: bool,
+    pairs: Sequence[Encoded],
+    keys: Sequence[Sequence[int]],
+    pad: int,
+    draws: int,
+    *,
+    stratified: bool,
     reference: torch.Tensor | None = None,
-) -> Drawn:  # fmt: skip
+) -> Drawn:
     """Pairs as 2P rows under `draws` masks each; `keys` are those of the chosen answers, then of the rejected ones."""
     pieces = [encoded.chosen for encoded in pairs] + [encoded.rejected for encoded in pairs]
     laid = answered(pieces, pad)
@@ -321,7 +375,7 @@ def drawn_pairs(
     return Drawn(inputs, torch.from_numpy(scales), torch.from_numpy(lengths), counts, reference)
 
 
-# -- examples -------------------------------------------------------------------------------------------------------------
+# -- examples ----------------------------------------------------------------------------------------------------------
 
 
 UNIT = 32  # tokens by which canvases grow
@@ -359,8 +413,8 @@ class ExampleSplit:
                 self.examples.append(example)
         if not self.examples or self.dropped > MOST_DROPPED * len(problems):
             raise DataError(
-                f"{path}: {self.dropped} of {len(problems)} problems with an answer do not fit; at most a tenth may be left "
-                f"out. Raise max_prompt ({max_prompt}) and max_new_tokens ({max_new}), or mend the file"
+                f"{path}: {self.dropped} of {len(problems)} problems with an answer do not fit; at most a tenth may be"
+                f" left out. Raise max_prompt ({max_prompt}) and max_new_tokens ({max_new}), or mend the file"
             )
 
     def digest(self) -> str:
@@ -383,8 +437,19 @@ def encoded(problem: Problem, tokenizer: Tokenizer) -> Example:
 class ExampleStream:
     """Examples on canvases under masks: a `protocols.Stream`."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, traits: Traits, noise: Noise, *, rows: int, max_prompt: int,
-                 max_new: int, norm: str, seed: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        traits: Traits,
+        noise: Noise,
+        *,
+        rows: int,
+        max_prompt: int,
+        max_new: int,
+        norm: str,
+        seed: int,
+    ) -> None:
         """`norm` is what a row's loss is divided by: its canvas (answer), all canvases (tokens), nothing (batch)."""
         self.train, self.val = (
             ExampleSplit(folder / f"{split}.jsonl", tokenizer, traits, max_prompt=max_prompt, max_new=max_new)
@@ -461,13 +526,22 @@ class ExampleStream:
             blocks[n, row.places] = 1 + row.blocks
         positions = np.where(documents == 0, np.arange(longest), 0)
         noised, weights = laid_out(
-            torch.from_numpy(tokens), torch.from_numpy(documents), torch.from_numpy(positions), [row for *_, row in rows],
-            drawn, blocks if self._noise.block_size else None, None,
-        )  # fmt: skip
+            torch.from_numpy(tokens),
+            torch.from_numpy(documents),
+            torch.from_numpy(positions),
+            [row for *_, row in rows],
+            drawn,
+            blocks if self._noise.block_size else None,
+            None,
+        )
         if self._norm == "answer":
             lengths = torch.tensor([canvas for _, canvas, _ in rows], dtype=torch.float32)
             weights = weights / lengths.repeat_interleave(noised.masks.sum(1))
-        counts = {"tokens": sum(canvas for _, canvas, _ in rows), "rows": len(rows), "positions": int((documents == 0).sum())}  # fmt: skip
+        counts = {
+            "tokens": sum(canvas for _, canvas, _ in rows),
+            "rows": len(rows),
+            "positions": int((documents == 0).sum()),
+        }
         return NoisedBatch(noised, weights, counts)
 
 

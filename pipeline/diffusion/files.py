@@ -1,9 +1,10 @@
 """Directories of masked-diffusion models: those of `checkpoint.py`, with the traits in config.json.
 
-    config.json: "model_type": "stagecoach_mdm", "shift", "mask_token_id", "fill_token_id", "banned_ids", "block_size", "end_ids"
+    config.json: "model_type": "stagecoach_mdm", "shift", "mask_token_id", "fill_token_id", "banned_ids", "block_size",
+    "end_ids"
 
-The tensors carry Qwen3's names; the model_type makes causal engines refuse the directory instead of answering nonsense. No
-generation_config.json: nothing here decodes left to right.
+The tensors carry Qwen3's names; the model_type makes causal engines refuse the directory instead of answering nonsense.
+No generation_config.json: nothing here decodes left to right.
 """
 
 import json
@@ -20,15 +21,26 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer
 
-KEYS = {"mask": "mask_token_id", "fill": "fill_token_id", "banned": "banned_ids", "shift": "shift", "block_size": "block_size",
-        "ends": "end_ids"}  # fmt: skip
+KEYS = {
+    "mask": "mask_token_id",
+    "fill": "fill_token_id",
+    "banned": "banned_ids",
+    "shift": "shift",
+    "block_size": "block_size",
+    "ends": "end_ids",
+}
 REMEDY = "make one with dvc repro stage_diffusion"
 
 
 def traits(tokenizer: Tokenizer, *, shift: bool, block_size: int = 0) -> Traits:
     """Those of a model of ours: a canvas is filled with the end of turn; mask and padding are never predicted."""
-    return Traits(mask=tokenizer.mask, fill=tokenizer.turn_end, banned=(tokenizer.pad, tokenizer.mask), shift=shift,
-                  block_size=block_size)  # fmt: skip
+    return Traits(
+        mask=tokenizer.mask,
+        fill=tokenizer.turn_end,
+        banned=(tokenizer.pad, tokenizer.mask),
+        shift=shift,
+        block_size=block_size,
+    )
 
 
 def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: dict[str, Any]) -> None:
@@ -46,7 +58,8 @@ def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: dict[str,
 def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
     """The model (float32, training mode) and its tokenizer.
 
-    Raises ModelError for a causal model, one without its traits, ids that the tokenizer does not have, and as `checkpoint.load`.
+    Raises ModelError for a causal model, one without its traits, ids that the tokenizer does not have, and as
+    `checkpoint.load`.
     """
     config = read_config(folder)
     if config.attention != "bidirectional":
@@ -69,24 +82,30 @@ def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
     ids = [values["mask_token_id"], values["fill_token_id"], *values["banned_ids"], *values["end_ids"]]
     if not all(isinstance(id_, int) and 0 <= id_ < tokenizer.vocab_size for id_ in ids):
         raise ModelError(
-            f"{folder}/config.json: expected ids below {tokenizer.vocab_size}, the tokenizer's size, for mask_token_id, "
-            f"fill_token_id and banned_ids; found {ids}"
+            f"{folder}/config.json: expected ids below {tokenizer.vocab_size}, the tokenizer's size, for mask_token_id,"
+            f" fill_token_id and banned_ids; found {ids}"
         )
     if values["mask_token_id"] not in tokenizer.special_ids:
         raise ModelError(
-            f"{folder}: mask_token_id {values['mask_token_id']} is no special token of its tokenizer, so texts may hold it; use "
-            "the tokenizer that the model was trained with"
+            f"{folder}: mask_token_id {values['mask_token_id']} is no special token of its tokenizer, so texts may hold"
+            " it; use the tokenizer that the model was trained with"
         )
-    return Traits(mask=values["mask_token_id"], fill=values["fill_token_id"], banned=tuple(values["banned_ids"]),
-                  shift=values["shift"], block_size=values["block_size"], ends=tuple(values["end_ids"]))  # fmt: skip
+    return Traits(
+        mask=values["mask_token_id"],
+        fill=values["fill_token_id"],
+        banned=tuple(values["banned_ids"]),
+        shift=values["shift"],
+        block_size=values["block_size"],
+        ends=tuple(values["end_ids"]),
+    )
 
 
 @torch.no_grad()
 def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0) -> Denoiser:
     """A causal model that sees both sides from now on and keeps its shift; the mask starts as the mean embedding.
 
-    Gong et al. 2024 (DiffuLLaMA, arXiv:2410.17891), section 3. The weights are shared with nothing. Raises ModelError for a model
-    with a memory.
+    Gong et al. 2024 (DiffuLLaMA, arXiv:2410.17891), section 3. The weights are shared with nothing. Raises ModelError
+    for a model with a memory.
     """
     trunk = _seeing_both_sides(model)
     table = trunk.model.embed_tokens.weight
@@ -111,7 +130,7 @@ def _seeing_both_sides(model: Transformer) -> Transformer:
 def _both_sides(model: Transformer) -> ModelConfig:
     if model.memory is not None:
         raise ModelError(
-            "a masked-diffusion model cannot begin from a model with a memory, whose choices go from left to right; expected one without, such "
-            "as that of model: nano"
+            "a masked-diffusion model cannot begin from a model with a memory, whose choices go from left to right;"
+            " expected one without, such as that of model: nano"
         )
     return replace(model.config, attention="bidirectional")

@@ -1,7 +1,7 @@
 """Losses of masked diffusion: cross-entropy under masks, and DPO on estimated ELBOs.
 
-Symbols: l log-probabilities under masks (nats), B the ELBO of an answer, s = [B(w) - B_ref(w)] - [B(l) - B_ref(l)] of a pair with
-chosen answer w and rejected answer l. Which masks: `diffusion/masks.py`; the estimates: `scoring_masked.py`.
+Symbols: l log-probabilities under masks (nats), B the ELBO of an answer, s = [B(w) - B_ref(w)] - [B(l) - B_ref(l)] of a
+pair with chosen answer w and rejected answer l. Which masks: `diffusion/masks.py`; the estimates: `scoring_masked.py`.
 
 Coupled-GRPO has no loss of its own: its estimates go into `objectives_policy.group_policy`.
 
@@ -10,16 +10,17 @@ How likely is this text under a masked-diffusion model? Bounds and estimates fro
     masked_logprobs     log p of the tokens under one mask                          training
     elbo                mean over a sample's draws of (L / k) sum of log p          evaluation, Diffusion-DPO
     coupled_logprobs    log p of each token from two complementary masks            coupled-GRPO
-    enumerated          the ELBO by all masks, in three forms that agree            short texts: what the others are proved by
+    enumerated          the ELBO by all masks, in three forms that agree      short texts: what the others are proved by
 
-For prompt x, response y of L tokens and l_i = log p(y_i | x, y under mask M), in nats, over the ids that a text may hold:
+For prompt x, response y of L tokens and l_i = log p(y_i | x, y under mask M), in nats, over the ids that a text may
+hold:
 
     ELBO = int_0^1 (1/t) E[sum_{i in M} l_i] dt              M: each token by itself with probability t
          = E_{k ~ U{1..L}} E_{|M| = k} [(L/k) sum l_i]
          = mean over all orders of the chain-rule sum
 
--ELBO bounds the negative log-likelihood of decoding in a random order, one token a step (Ou et al. 2024, arXiv:2406.03736).
-Masks come with the batch (diffusion/masks.py): whoever scores the same batch sees the same ones.
+-ELBO bounds the negative log-likelihood of decoding in a random order, one token a step (Ou et al. 2024,
+arXiv:2406.03736). Masks come with the batch (diffusion/masks.py): whoever scores the same batch sees the same ones.
 """
 
 import itertools
@@ -44,7 +45,9 @@ REDUCTIONS = ("sum", "mean")
 
 
 def masked_cross_entropy(logprobs: Tensor, weights: Tensor, *, per: str) -> Loss:
-    """-sum of weight * l over the masked tokens (n,), divided by the count `per` of the step (LLaDA, arXiv:2502.09992, eq. 3)."""
+    """-sum of weight * l over the masked tokens (n,), divided by the count `per` of the step (LLaDA,
+    arXiv:2502.09992, eq. 3).
+    """
     num = len(logprobs)
     return Loss([Term("loss", -(logprobs * weights).sum(), per)], {"masked/nll": (-logprobs.detach().sum(), num)})
 
@@ -54,7 +57,8 @@ def diffusion_dpo(
 ) -> Loss:
     """-log sigmoid(beta s) - (sft_weight / |w|) B(w) of each pair (LLaDA 1.5, arXiv:2505.19223, eq. 4).
 
-    `reduction` mean takes each B over its answer's tokens. Metrics by TRL's names, and the quantiles' extremes of beta s.
+    `reduction` mean takes each B over its answer's tokens. Metrics by TRL's names, and the quantiles' extremes of beta
+    s.
     """
     assert reduction in REDUCTIONS, reduction
     one = torch.ones_like(policy.chosen)
@@ -81,7 +85,7 @@ def diffusion_dpo(
     return Loss(terms, metrics | policy.metrics, extremes)
 
 
-# -- scoring_masked -------------------------------------------------------------------------------------------------------
+# -- scoring_masked ----------------------------------------------------------------------------------------------------
 
 
 NORMALISED = 2 / 3  # of the estimate as it was published, whose mean is 1.5 log p
@@ -95,7 +99,9 @@ def masked_logprobs(model: nn.Module, noised: Noised) -> Tensor:
 
 
 def draw_sums(model: nn.Module, inputs: Sequence[Noised]) -> Tensor:
-    """Sums (n, B) of log p over the asked places of each draw's rows. Gradients by replay, in the memory of one draw."""
+    """Sums (n, B) of log p over the asked places of each draw's rows. Gradients by replay, in the memory of one
+    draw.
+    """
     banned = traits_of(model).banned
 
     def read(hidden: Tensor, table: Tensor, one: Noised) -> Tensor:
@@ -110,7 +116,9 @@ def elbo(model: nn.Module, batch: Drawn) -> Tensor:
 
 
 def pair_elbos(model: nn.Module, batch: Drawn) -> PairLogprobs:
-    """ELBOs of P pairs, whose rows are the P chosen, then the P rejected ones; variances over their draws as metrics."""
+    """ELBOs of P pairs, whose rows are the P chosen, then the P rejected ones; variances over their draws as
+    metrics.
+    """
     each = draw_sums(model, batch.inputs) * batch.scales  # (n, 2P)
     found = pairs_of(each.mean(0), batch.lengths)
     if len(each) == 1:
@@ -129,9 +137,9 @@ def pairs_of(sums: Tensor, lengths: Tensor) -> PairLogprobs:
 def coupled_logprobs(model: nn.Module, batch: CoupledBatch, *, released: bool = False) -> Tensor:
     """An estimate (N,) of log p of each counted token, row by row (DiffuCoder, arXiv:2506.20639, eq. 6).
 
-    1/2 [l^a + 1(first) l^b / t + 1(second) l^c / (1 - t)]: under the whole mask, and under the one of the two halves that hides
-    it. `released` as published, whose mean for a model without context is 1.5 log p; else times 2/3, so that a ratio of two is a
-    ratio of probabilities.
+    1/2 [l^a + 1(first) l^b / t + 1(second) l^c / (1 - t)]: under the whole mask, and under the one of the two halves
+    that hides it. `released` as published, whose mean for a model without context is 1.5 log p; else times 2/3, so that
+    a ratio of two is a ratio of probabilities.
     """
     banned, shape = traits_of(model).banned, batch.tokens.shape
 
@@ -169,7 +177,7 @@ def traits_of(model: nn.Module) -> Any:
     return getattr(model, "module", model).traits
 
 
-# -- by all masks ----------------------------------------------------------------------------------------------------------
+# -- by all masks ------------------------------------------------------------------------------------------------------
 
 MOST_ENUMERATED = 8
 FORMS = ("t", "k", "order")
@@ -181,8 +189,8 @@ Score = Callable[
 def enumerated(score: Score, length: int, form: str) -> float:
     """The ELBO of a text of at most 8 tokens by all its masks, in nats. Raises ValueError for a longer one.
 
-    The forms differ in how they weigh a mask of k tokens: t by a Beta integral, k by subsets of each size, order by the orders
-    in which the tokens may come.
+    The forms differ in how they weigh a mask of k tokens: t by a Beta integral, k by subsets of each size, order by the
+    orders in which the tokens may come.
     """
     if not 1 <= length <= MOST_ENUMERATED:
         raise ValueError(f"expected 1 to {MOST_ENUMERATED} tokens, found {length}: there are 2^L masks")

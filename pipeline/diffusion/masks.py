@@ -2,13 +2,14 @@
 
     key  --Philox-->  uniforms  --bernoulli | subset | coupled-->  masks  (L,) bool, True where the mask stands
 
-A sample draws one number u for its time t, or for the number k of masks, then L numbers a draw, counted from the first token
-that may be masked. So neither padding nor micro-batches, processes or a resume can move a mask, and policy, old policy and
-reference see the same ones (specs: diffusion, 2).
+A sample draws one number u for its time t, or for the number k of masks, then L numbers a draw, counted from the first
+token that may be masked. So neither padding nor micro-batches, processes or a resume can move a mask, and policy, old
+policy and reference see the same ones (specs: diffusion, 2).
 
-Streams and what a sample is: `mdm` windows `<corpus>:<window>`; `sft`, `canvas` examples; `elbo` `<pair>/chosen`; `coupled`,
-`rollout` `<problem>/<g>`; `time`, `anneal` the step; `trim` windows; `eval` whatever is measured. The iteration is the pass over
-the data, in reinforcement learning rollout * inner iterations + the inner one. Nothing here touches a global generator.
+Streams and what a sample is: `mdm` windows `<corpus>:<window>`; `sft`, `canvas` examples; `elbo` `<pair>/chosen`;
+`coupled`, `rollout` `<problem>/<g>`; `time`, `anneal` the step; `trim` windows; `eval` whatever is measured. The
+iteration is the pass over the data, in reinforcement learning rollout * inner iterations + the inner one. Nothing here
+touches a global generator.
 
 Rows under masks, as scorers of masked-diffusion models take them: n masks each, or three coupled ones.
 """
@@ -42,7 +43,7 @@ def uniforms(key: int, count: int) -> np.ndarray:
     return (words >> np.uint64(11)) * WORDS
 
 
-# -- times ---------------------------------------------------------------------------------------------------------------
+# -- times -------------------------------------------------------------------------------------------------------------
 
 
 def times(seed: int, step: int, count: int, *, shared: bool = False, stream: str = "mdm") -> np.ndarray:
@@ -56,7 +57,9 @@ def times(seed: int, step: int, count: int, *, shared: bool = False, stream: str
 
 
 def probability(t: float) -> float:
-    """The share p of masks at time t, (1 - LEAST) t + LEAST, so that 1 / p stays below 1,000 (LLaDA, arXiv:2502.09992, algorithm 1)."""
+    """The share p of masks at time t, (1 - LEAST) t + LEAST, so that 1 / p stays below 1,000 (LLaDA,
+    arXiv:2502.09992, algorithm 1).
+    """
     return (1 - LEAST) * t + LEAST
 
 
@@ -66,7 +69,7 @@ def strata(u: float, draws: int, length: int) -> np.ndarray:
     return np.minimum(found, length)
 
 
-# -- masks ---------------------------------------------------------------------------------------------------------------
+# -- masks -------------------------------------------------------------------------------------------------------------
 
 
 def bernoulli(numbers: np.ndarray, p: float) -> np.ndarray:
@@ -90,7 +93,8 @@ class Draws(NamedTuple):
 
 
 def elbo_draws(key: int, length: int, draws: int, *, stratified: bool = True) -> Draws:
-    """n masks for the ELBO of `length` tokens: k ~ U{1..L}, then a subset of that size, uniformly. Raises ValueError below 1.
+    """n masks for the ELBO of `length` tokens: k ~ U{1..L}, then a subset of that size, uniformly. Raises ValueError
+    below 1.
 
     Stratified, one number spreads the k of all draws; independent, each draw has its own. Both are unbiased.
     """
@@ -126,12 +130,14 @@ def coupled(key: int, length: int, shared: int | None = None) -> Coupled:
 
 
 def apart(key: int, length: int) -> Coupled:
-    """As `coupled`, but the second mask is drawn by itself, at rate 1 - t: what coupling is compared with, not trained by."""
+    """As `coupled`, but the second mask is drawn by itself, at rate 1 - t: what coupling is compared with, not
+    trained by.
+    """
     t, first, _ = coupled(key, length)
     return Coupled(t, first, uniforms(key, 1 + 2 * length)[1 + length :] < 1 - t)
 
 
-# -- what surrounds them -------------------------------------------------------------------------------------------------
+# -- what surrounds them -----------------------------------------------------------------------------------------------
 
 
 class Trim(NamedTuple):
@@ -142,7 +148,9 @@ class Trim(NamedTuple):
 
 
 def trim(key: int, length: int) -> Trim:
-    """1 % of windows are cut to U{1..L} tokens, another 1 % keep U{1..L} - 1 of them clean in front (LLaDA, appendix B.1)."""
+    """1 % of windows are cut to U{1..L} tokens, another 1 % keep U{1..L} - 1 of them clean in front (LLaDA, appendix
+    B.1).
+    """
     which, where = uniforms(key, 2)
     if which < 0.01:
         return Trim(1 + int(where * length), 0)
@@ -163,8 +171,8 @@ def canvas(key: int, tokens: int, longest: int, unit: int) -> int:
 def anneal(seed: int, step: int, length: int, steps: int) -> np.ndarray | None:
     """Who may see whom at `step` of an annealing over `steps`, (L, L) bool; None once all see all.
 
-    i sees j if j <= i or U_ij < r with r = min(1, (step + 1) / steps): one matrix a step for all rows and processes (DiffuLLaMA,
-    arXiv:2410.17891, section 3.2).
+    i sees j if j <= i or U_ij < r with r = min(1, (step + 1) / steps): one matrix a step for all rows and processes
+    (DiffuLLaMA, arXiv:2410.17891, section 3.2).
     """
     ratio = 1.0 if steps <= 0 else min(1.0, (step + 1) / steps)
     return None if ratio >= 1 else sight(uniforms(key(seed, "anneal", step, 0), length * length), length, ratio)
@@ -176,17 +184,19 @@ def sight(numbers: np.ndarray, length: int, ratio: float) -> np.ndarray:
 
 
 def block_sight(blocks: np.ndarray) -> np.ndarray:
-    """Who sees whom in a row of noisy and clean tokens side by side, (2T, 2T) bool; `blocks` (T,) number each token's block.
+    """Who sees whom in a row of noisy and clean tokens side by side, (2T, 2T) bool; `blocks` (T,) number each token's
+    block.
 
-    A noisy token sees its own noisy block and the clean blocks before it; the clean half is causal from block to block (BD3-LM,
-    arXiv:2503.09573, section 3.2).
+    A noisy token sees its own noisy block and the clean blocks before it; the clean half is causal from block to block
+    (BD3-LM, arXiv:2503.09573, section 3.2).
     """
     same, before = blocks[:, None] == blocks[None], blocks[:, None] > blocks[None]
     return np.block([[same, before], [np.zeros_like(same), same | before]])
 
 
 def cart_weights(masked: np.ndarray, p: float) -> np.ndarray:
-    """Weights by the clean tokens near each masked one, (L,): 1/2 sum over clean j of p (1 - p)^(|i - j| - 1), 0 where clean.
+    """Weights by the clean tokens near each masked one, (L,): 1/2 sum over clean j of p (1 - p)^(|i - j| - 1), 0 where
+    clean.
 
     Dream's context-adaptive rescheduling (Ye et al. 2025, arXiv:2508.15487, section 3.3).
     """
@@ -197,12 +207,16 @@ def cart_weights(masked: np.ndarray, p: float) -> np.ndarray:
 
 
 def balanced(masks: int, steps: int) -> np.ndarray:
-    """How many masks each step removes, (steps,): masks // steps, the remainder first. As many steps as masks: one each."""
+    """How many masks each step removes, (steps,): masks // steps, the remainder first. As many steps as masks: one
+    each.
+    """
     return masks // steps + (np.arange(steps) < masks % steps)
 
 
 def by_times(masks: int, steps: int) -> np.ndarray:
-    """Dream's counts, (steps,): int(left * (1 - s / t)) along linspace(1, 1e-3, steps + 1) in float32, all at the last."""
+    """Dream's counts, (steps,): int(left * (1 - s / t)) along linspace(1, 1e-3, steps + 1) in float32, all at the
+    last.
+    """
     line = np.linspace(1, 1e-3, steps + 1, dtype=np.float32)
     left, found = masks, []
     for step in range(steps):
@@ -218,7 +232,7 @@ def schedule(name: str, masks: int, steps: int) -> Sequence[int]:
     return (balanced(masks, steps) if name == "balanced" else by_times(masks, steps)).tolist()
 
 
-# -- drawn ----------------------------------------------------------------------------------------------------------------
+# -- drawn -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -234,8 +248,13 @@ class Drawn:
     def to(self, device: torch.device | str) -> "Drawn":
         """The same on another device."""
         reference = None if self.reference is None else self.reference.to(device)
-        return replace(self, inputs=[one.to(device) for one in self.inputs], scales=self.scales.to(device),
-                       lengths=self.lengths.to(device), reference=reference)  # fmt: skip
+        return replace(
+            self,
+            inputs=[one.to(device) for one in self.inputs],
+            scales=self.scales.to(device),
+            lengths=self.lengths.to(device),
+            reference=reference,
+        )
 
 
 @dataclass(frozen=True)
@@ -265,5 +284,7 @@ class CoupledBatch:
     def inputs(self) -> list[Noised]:
         """The three of them. The counted tokens under each mask are asked for, no others."""
         second = self.canvas & ~self.first if self.second is None else self.second
-        return [Noised(self.tokens, masks, self.documents, self.positions, asked=masks & self.counted)
-                for masks in (self.canvas, self.first, second)]  # fmt: skip
+        return [
+            Noised(self.tokens, masks, self.documents, self.positions, asked=masks & self.counted)
+            for masks in (self.canvas, self.first, second)
+        ]

@@ -1,20 +1,23 @@
-"""What a masked-diffusion model is measured by, beside the causal models: the same problems, judged alike, and its own curves.
+"""What a masked-diffusion model is measured by, beside the causal models: the same problems, judged alike, and its own
+curves.
 
-    problems   pass@k of programs written on a canvas, by group                     suites.solved, with another way to answer
+    problems   pass@k of programs written on a canvas, by group                suites.solved, with another way to answer
     code       an upper bound of bits per byte of held-out sources
     quality    pass@1 against forward passes: tokens a step, thresholds, caches
     order      how autoregressive its decoding is
 
-Canvases are uncovered by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`), which takes
-9 times fewer forward passes than a token a pass and lost nothing that 256 problems showed (docs/LOG.md, 2026-11-23); `quality`
-measures both side by side. A completion costs forward passes over prompt and canvas; `flops_per_answer` says how many operations that is, so that a model that
-decodes token by token can be given as many tries (`suites.solved` of the control has its pass@k).
+Canvases are uncovered by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`),
+which takes 9 times fewer forward passes than a token a pass and lost nothing that 256 problems showed (docs/LOG.md,
+2026-11-23); `quality` measures both side by side. A completion costs forward passes over prompt and canvas;
+`flops_per_answer` says how many operations that is, so that a model that decodes token by token can be given as many
+tries (`suites.solved` of the control has its pass@k).
 
 Bits per byte of documents under a masked-diffusion model: an upper bound, from the k form of its ELBO.
 
-The windows are those of `likelihood.py`: each token is scored once, within at most `context` tokens, after at least half as many that
-are clean (all of a shorter document's but the first window's). Tokens after a window are not seen, so the bound is that of writing a
-document from the left by windows. What it bounds is the likelihood of random-order decoding (diffusion/losses.py).
+The windows are those of `likelihood.py`: each token is scored once, within at most `context` tokens, after at least
+half as many that are clean (all of a shorter document's but the first window's). Tokens after a window are not seen, so
+the bound is that of writing a document from the left by windows. What it bounds is the likelihood of random-order
+decoding (diffusion/losses.py).
 
 What preference learning did to a masked-diffusion model, on held-out pairs: `pairs.py` with estimated likelihoods.
 
@@ -54,7 +57,9 @@ ROWS = 16  # of a batch
 
 @torch.no_grad()
 def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, context: int, draws: int) -> Likelihood:
-    """Estimated upper bounds of the documents' nats, by `draws` masks of each window. Raises ValueError as `likelihood`."""
+    """Estimated upper bounds of the documents' nats, by `draws` masks of each window. Raises ValueError as
+    `likelihood`.
+    """
     if context < 2 or context % 2 or context > model.config.max_context:
         raise ValueError(f"context: expected an even number from 2 to {model.config.max_context}, found {context}")
     places = [n for n, text in enumerate(texts) if text and tokenizer.decode(tokenizer.encode(text)) == text]
@@ -102,7 +107,7 @@ def drawn_windows(some: Sequence[Window], keys: Sequence[int], draws: int) -> Dr
     return Drawn(laid, torch.from_numpy(scales), torch.from_numpy(lengths), {})
 
 
-# -- canvases -------------------------------------------------------------------------------------------------------------
+# -- canvases ----------------------------------------------------------------------------------------------------------
 
 
 PER_STEP = (1, 2, 4, 8)  # tokens
@@ -140,7 +145,10 @@ class CanvasSettings:
     def __post_init__(self) -> None:
         numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
         if min(numbers) < 1 or self.canvas % self.canvas_block:
-            raise ValueError("canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1, and canvas_block a divisor of canvas")  # fmt: skip
+            raise ValueError(
+                "canvas, canvas_block, canvas_problems, canvas_samples, elbo_draws: expected at least 1, and"
+                " canvas_block a divisor of canvas"
+            )
         if self.canvas_threshold is not None and not 0 < self.canvas_threshold <= 1:
             raise ValueError(
                 f"canvas_threshold: expected more than 0 and at most 1, or none, got {self.canvas_threshold}"
@@ -175,8 +183,13 @@ class CanvasSubject(Subject):
         canvas, own = self.canvas, self.denoiser.traits.block_size
         if canvas.canvas_threshold is None:
             return Denoising(length=canvas.canvas, steps=canvas.canvas, block=own or None)
-        return Denoising(length=canvas.canvas, steps=canvas.canvas, block=own or canvas.canvas_block,
-                         threshold=canvas.canvas_threshold, cache=canvas.canvas_cache)  # fmt: skip
+        return Denoising(
+            length=canvas.canvas,
+            steps=canvas.canvas,
+            block=own or canvas.canvas_block,
+            threshold=canvas.canvas_threshold,
+            cache=canvas.canvas_cache,
+        )
 
     def generate(
         self, suite: str, prompts: dict[str, list[int]], settings: Denoising, sample: int = 0
@@ -195,8 +208,13 @@ class CanvasSubject(Subject):
 def documents(subject: CanvasSubject, texts: Sequence[Text]) -> SuiteResult:
     """An upper bound of bits per byte over whole documents."""
     result = SuiteResult()
-    scored = bounds(subject.denoiser, subject.tokenizer, [t.text for t in texts], draws=subject.canvas.elbo_draws,
-                                      context=subject.settings.context)  # fmt: skip
+    scored = bounds(
+        subject.denoiser,
+        subject.tokenizer,
+        [t.text for t in texts],
+        draws=subject.canvas.elbo_draws,
+        context=subject.settings.context,
+    )
     result.numbers |= {"documents": len(scored.documents), "left_out": scored.left_out}
     if scored.documents:
         bits = [d.nats / math.log(2) for d in scored.documents]
@@ -211,8 +229,11 @@ def ways(canvas: int, block: int) -> dict[str, Denoising]:
     found = {f"{n} a step": replace(plain, steps=canvas // n) for n in PER_STEP if canvas % n == 0}
     by_block = replace(plain, block=block)
     found |= {f"threshold {t}": replace(by_block, threshold=t) for t in THRESHOLDS}
-    return found | {f"threshold {t}, {cache} cache": replace(by_block, threshold=t, cache=cache)
-                    for t in CACHED for cache in ("prefix", "dual")}  # fmt: skip
+    return found | {
+        f"threshold {t}, {cache} cache": replace(by_block, threshold=t, cache=cache)
+        for t in CACHED
+        for cache in ("prefix", "dual")
+    }
 
 
 def quality(
@@ -252,8 +273,10 @@ def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[
     """The result of the problems, with the AR-ness of the last completions, how they ended, and what one costs."""
     told = [one for one in subject.told if one.steps]
     if told:
-        own: dict[str, float] = {"no_end": float(np.mean([one.stop == "length" for one in told])),
-                                 "forwards": float(np.mean([one.forwards for one in told]))}  # fmt: skip
+        own: dict[str, float] = {
+            "no_end": float(np.mean([one.stop == "length" for one in told])),
+            "forwards": float(np.mean([one.forwards for one in told])),
+        }
         for k in AR_WITHIN:
             for name, measure in (("local", local_ar), ("global", global_ar)):
                 own[f"{name}_ar_{k}"] = float(np.mean([measure(order_of(one.steps), k) for one in told]))
@@ -265,8 +288,8 @@ def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[
 def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]], forwards: float) -> float:
     """Operations of a completion of so many passes: 2 a weight for each place that a pass computes, and attention's.
 
-    Under a cache the first pass of a block computes all places, the others those from before the block to its end (dual) or to
-    the canvas's (prefix: a mean over the blocks).
+    Under a cache the first pass of a block computes all places, the others those from before the block to its end
+    (dual) or to the canvas's (prefix: a mean over the blocks).
     """
     config, way = subject.denoiser.config, subject.way
     lengths = np.array([len(prompt) + way.length for prompt in prompts], dtype=np.float64)
@@ -277,7 +300,7 @@ def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]], f
     return float((places * (2 * config.matmul_parameters + attention)).mean())
 
 
-# -- pairs_masked ---------------------------------------------------------------------------------------------------------
+# -- pairs_masked ------------------------------------------------------------------------------------------------------
 
 
 PAIRS = 32  # of a batch

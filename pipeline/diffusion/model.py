@@ -2,22 +2,24 @@
 
     tokens with some replaced by the mask  ->  logits (n, V) of the n asked places
 
-A model that was a causal one keeps its shift: the state at place i - 1 predicts token i (DiffuLLaMA, arXiv:2410.17891), so the
-first place of a text is always clean. Ids that no text may hold (the mask itself, padding) have probability 0.
+A model that was a causal one keeps its shift: the state at place i - 1 predicts token i (DiffuLLaMA, arXiv:2410.17891),
+so the first place of a text is always clean. Ids that no text may hold (the mask itself, padding) have probability 0.
 
-`forward` takes any number of inputs. In training each but an only one runs under activation checkpointing: pass one keeps ids and
-masks, the backward pass replays them one by one, so a loss over n draws needs the memory of one (specs: diffusion, 3).
+`forward` takes any number of inputs. In training each but an only one runs under activation checkpointing: pass one
+keeps ids and masks, the backward pass replays them one by one, so a loss over n draws needs the memory of one (specs:
+diffusion, 3).
 
-Published masked-diffusion checkpoints: Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local directory.
+Published masked-diffusion checkpoints: Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local
+directory.
 
     folder -> Denoiser, its tokenizer taken in (text/adoption.py)
 
-Sizes and ids come from config.json and the tokenizer, never from a literal. Dream has Qwen2's names and biases and keeps the shift of
-the causal model that it was; LLaDA names its tensors in its own way and has none. Where the two files disagree about an id the
-tokenizer wins (DiffuCoder's config.json has another padding).
+Sizes and ids come from config.json and the tokenizer, never from a literal. Dream has Qwen2's names and biases and
+keeps the shift of the causal model that it was; LLaDA names its tensors in its own way and has none. Where the two
+files disagree about an id the tokenizer wins (DiffuCoder's config.json has another padding).
 
-Not promised: their own conversation templates: a prompt is rendered as everywhere here, so fine-tune before you talk to it. Code
-that a checkpoint brings along is never run.
+Not promised: their own conversation templates: a prompt is rendered as everywhere here, so fine-tune before you talk to
+it. Code that a checkpoint brings along is never run.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -100,7 +102,9 @@ class Denoiser(nn.Module):
         self.trunk, self.traits = trunk, traits
 
     def forward(self, inputs: Iterable[Noised], read: Read) -> list[Tensor]:
-        """What `read` makes of each input's states at its asked places, in training under replay where there are several."""
+        """What `read` makes of each input's states at its asked places, in training under replay where there are
+        several.
+        """
         given = list(inputs)
         replay = self.training and torch.is_grad_enabled() and len(given) > 1
         return [self._replayed(one, read) if replay else self.read(one, read) for one in given]
@@ -185,7 +189,9 @@ def allowed_logits(hidden: Tensor, table: Tensor, banned: Collection[int]) -> Te
 
 
 def logprobs(hidden: Tensor, table: Tensor, targets: Tensor, banned: Collection[int]) -> Tensor:
-    """log p (n,) of the targets (n,), in nats; over MOST_LOGITS logits in pieces that the backward pass computes again."""
+    """log p (n,) of the targets (n,), in nats; over MOST_LOGITS logits in pieces that the backward pass computes
+    again.
+    """
     size = max(1, MOST_LOGITS // len(table))
     if len(hidden) <= size:
         return _logprobs(hidden, table, targets, banned)
@@ -203,19 +209,29 @@ def _logprobs(hidden: Tensor, table: Tensor, targets: Tensor, banned: Collection
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(-1)
 
 
-# -- published ------------------------------------------------------------------------------------------------------------
+# -- published ---------------------------------------------------------------------------------------------------------
 
 
 LLADA_SIZES = {
-    "width": "d_model", "layers": "n_layers", "heads": "n_heads", "d_ff": "mlp_hidden_size", "max_context": "max_sequence_length",
+    "width": "d_model",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "d_ff": "mlp_hidden_size",
+    "max_context": "max_sequence_length",
     "rope_theta": "rope_theta",
-}  # fmt: skip
+}
 LLADA_TOP = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
 LLADA_BLOCK = {
-    "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj", "attn_out": "self_attn.o_proj",
-    "attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm", "ff_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj", "ff_out": "mlp.down_proj",
-}  # fmt: skip
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ff_norm": "post_attention_layernorm",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
 Named = TypeVar("Named")
 
 
@@ -260,7 +276,10 @@ def read(folder: Path) -> Published:
         return Published(replace(shape, attention="bidirectional"), True, ids)
     if kind == "llada":
         return Published(_llada(values, path), False, ids)
-    raise ModelError(f"{path}: model_type {kind!r}; expected Dream (Dream, DiffuCoder) or llada. A causal checkpoint goes into stage_language: language.start=pretrained")  # fmt: skip
+    raise ModelError(
+        f"{path}: model_type {kind!r}; expected Dream (Dream, DiffuCoder) or llada. A causal checkpoint goes into"
+        " stage_language: language.start=pretrained"
+    )
 
 
 def _llada(values: dict[str, Any], path: Path) -> ModelConfig:
@@ -268,12 +287,16 @@ def _llada(values: dict[str, Any], path: Path) -> ModelConfig:
         sizes: dict[str, Any] = {name: whole(values, key) for name, key in LLADA_SIZES.items() if name != "rope_theta"}
         heads = whole(values, "n_heads")
         return ModelConfig(
-            **sizes, rope_theta=number(values, "rope_theta", 0.0),
+            **sizes,
+            rope_theta=number(values, "rope_theta", 0.0),
             vocab_size=whole(values, "embedding_size" if values.get("embedding_size") else "vocab_size"),
-            kv_heads=whole(values, "n_kv_heads", heads), head_dim=whole(values, "d_model") // heads,
-            tied=bool(values.get("weight_tying", False)), norm_eps=number(values, "rms_norm_eps", 1e-5), qk_norm=False,
+            kv_heads=whole(values, "n_kv_heads", heads),
+            head_dim=whole(values, "d_model") // heads,
+            tied=bool(values.get("weight_tying", False)),
+            norm_eps=number(values, "rms_norm_eps", 1e-5),
+            qk_norm=False,
             attention="bidirectional",
-        )  # fmt: skip
+        )
     except KeyError as error:
         raise ModelError(f"{path}: key {error} is missing; it is not a whole llada configuration") from error
     except ModelError:
@@ -283,7 +306,9 @@ def _llada(values: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def renamed(state: Mapping[str, Named]) -> dict[str, Named]:
-    """LLaDA's tensors, or their shapes, under our names: its ff_proj is the gate. Raises ModelError for a name that it does not have."""
+    """LLaDA's tensors, or their shapes, under our names: its ff_proj is the gate. Raises ModelError for a name that
+    it does not have.
+    """
     found = {}
     for name, tensor in state.items():
         parts = name.removeprefix("model.transformer.").split(".")
@@ -311,7 +336,9 @@ def original(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def traits(folder: Path, told: Published, tokenizer: Tokenizer, fresh: tuple[int, ...]) -> Traits:
-    """Mask, fill, ends and banned ids, by the tokenizer's own tokens, then by config.json. Raises ModelError without a mask."""
+    """Mask, fill, ends and banned ids, by the tokenizer's own tokens, then by config.json. Raises ModelError without
+    a mask.
+    """
     own = {text: id_ for text, id_ in tokenizer.control_ids.items() if id_ not in fresh}
 
     def known(names: tuple[str, ...]) -> int | None:

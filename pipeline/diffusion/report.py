@@ -64,8 +64,15 @@ def figures(evaluations: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
                 series.append(charts.Series(title, points))
         if not series:
             continue
-        rows = [[name, f"{one['forwards']:.1f}", f"{one['pass_at_1']:.3f}",
-                 f"{one['pass_at_1_low']:.3f} to {one['pass_at_1_high']:.3f}"] for name, one in told.items()]  # fmt: skip
+        rows = [
+            [
+                name,
+                f"{one['forwards']:.1f}",
+                f"{one['pass_at_1']:.3f}",
+                f"{one['pass_at_1_low']:.3f} to {one['pass_at_1_high']:.3f}",
+            ]
+            for name, one in told.items()
+        ]
         title = f"Quality against forward passes: {model}"
         svg = charts.lines(title, series, x="forward passes an answer", y="pass@1")
         found.append({"title": title, "svg": svg, "head": ["", "passes", "pass@1", "95 %"], "rows": rows})

@@ -2,15 +2,16 @@
 
     prompts --denoise--> CanvasAnswer --three masks an inner iteration--> old and reference scores --> CoupledBatch
 
-A completion is a whole canvas; what stands behind its first end of turn stays in the input and leaves the loss. Each of the inner
-iterations over a rollout has masks of its own, by (seed, problem, sample, rollout * inner iterations + inner), and the old and the
-reference scores of all of them come before the first update (coupled-GRPO; Gong et al. 2025, arXiv:2506.20639, section 4). Where the
-first inner iteration is one update its old scores are the training pass's own: another pass would give them again.
+A completion is a whole canvas; what stands behind its first end of turn stays in the input and leaves the loss. Each of
+the inner iterations over a rollout has masks of its own, by (seed, problem, sample, rollout * inner iterations +
+inner), and the old and the reference scores of all of them come before the first update (coupled-GRPO; Gong et al.
+2025, arXiv:2506.20639, section 4). Where the first inner iteration is one update its old scores are the training pass's
+own: another pass would give them again.
 
 The models of a reinforcement-learning run of masked diffusion on their device: `setting.py` for canvases.
 
-What sampling, scoring and measuring need, as functions of completions. Divergences are estimates: they are formed from the coupled
-scores of policy and reference under the same masks.
+What sampling, scoring and measuring need, as functions of completions. Divergences are estimates: they are formed from
+the coupled scores of policy and reference under the same masks.
 """
 
 import copy
@@ -84,10 +85,18 @@ class Coupling:
     apart: bool = False  # two masks that know nothing of each other, to compare with
 
     def batch(
-        self, answers: Sequence[CanvasAnswer], iteration: int, *, old: Sequence[np.ndarray] | None = (), rows: int = 0,
-        arrays: dict[str, list[np.ndarray]] | None = None, fresh: bool = False,
-    ) -> CoupledBatch:  # fmt: skip
-        """Completions under the masks of an iteration; rows of padding up to `rows`. `old` None: the training pass's own."""
+        self,
+        answers: Sequence[CanvasAnswer],
+        iteration: int,
+        *,
+        old: Sequence[np.ndarray] | None = (),
+        rows: int = 0,
+        arrays: dict[str, list[np.ndarray]] | None = None,
+        fresh: bool = False,
+    ) -> CoupledBatch:
+        """Completions under the masks of an iteration; rows of padding up to `rows`. `old` None: the training pass's
+        own.
+        """
         count = max(rows, len(answers))
         width = max((len(answer.prompt.ids) + len(answer.canvas) for answer in answers), default=2)
         shape = (count, width)
@@ -107,10 +116,16 @@ class Coupling:
         return CoupledBatch(
             *(torch.from_numpy(x) for x in (tokens, documents, positions, canvas, counted, first, times)),
             row_of=torch.repeat_interleave(torch.arange(count), torch.from_numpy(lengths)),
-            old=None if old is None else _line(old), arrays={name: _line(values) for name, values in (arrays or {}).items()},
-            counts={"tokens": int(lengths.sum()), "sequences": len(answers), "positions": 3 * int((documents >= 0).sum())},
-            fresh=fresh, second=torch.from_numpy(second) if self.apart else None,
-        )  # fmt: skip
+            old=None if old is None else _line(old),
+            arrays={name: _line(values) for name, values in (arrays or {}).items()},
+            counts={
+                "tokens": int(lengths.sum()),
+                "sequences": len(answers),
+                "positions": 3 * int((documents >= 0).sum()),
+            },
+            fresh=fresh,
+            second=torch.from_numpy(second) if self.apart else None,
+        )
 
     def masks(self, answer: CanvasAnswer, iteration: int) -> diffusion_masks.Coupled:
         """The two masks of a completion's canvas, each token under exactly one (unless they are to be `apart`)."""
@@ -120,7 +135,9 @@ class Coupling:
             return diffusion_masks.apart(key, len(answer.canvas))
         return diffusion_masks.coupled(key, len(answer.canvas), shared)
 
-    def scores(self, model: nn.Module, answers: Sequence[CanvasAnswer], iteration: int, where: torch.device) -> list[np.ndarray]:  # fmt: skip
+    def scores(
+        self, model: nn.Module, answers: Sequence[CanvasAnswer], iteration: int, where: torch.device
+    ) -> list[np.ndarray]:
         """Estimated log-probabilities of each completion's counted tokens, (L,) each, by the operations of training."""
         found: list[np.ndarray] = []
         was_training = model.training
@@ -148,8 +165,8 @@ def annotate(
 ) -> None:
     """Old and reference scores for every inner iteration of a rollout, before its first update.
 
-    `own_first`: the first inner iteration is one update, whose pass gives its old scores itself. The first rollout has them all
-    the same: the gate of the first step compares them with the training pass.
+    `own_first`: the first inner iteration is one update, whose pass gives its old scores itself. The first rollout has
+    them all the same: the gate of the first step compares them with the training pass.
     """
     answers: Any = [one.answer for one in rollouts]
     for number in range(inner):
@@ -188,10 +205,13 @@ class CanvasRollouts(RolloutStream):
             arrays["reference"] = [one.arrays[f"reference/{inner}"] for one in chosen]
         known = not self.rollouts or f"old/{inner}" in self.rollouts[0].arrays
         return self.coupling.batch(
-            answers, iteration * self.coupling.inner + inner,
+            answers,
+            iteration * self.coupling.inner + inner,
             old=[one.arrays[f"old/{inner}"] for one in chosen] if known else None,
-            rows=len(rows), arrays=arrays, fresh=within == 0,
-        )  # fmt: skip
+            rows=len(rows),
+            arrays=arrays,
+            fresh=within == 0,
+        )
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs besides the weights; where the reference follows, which one it was."""
@@ -221,7 +241,7 @@ def _line(arrays: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(np.float32))
 
 
-# -- canvas_setting -------------------------------------------------------------------------------------------------------
+# -- canvas_setting ----------------------------------------------------------------------------------------------------
 
 
 COMPARED, DRAWS = 32, 8  # completions, and masks of each, from which `variances` tells
@@ -259,7 +279,9 @@ class CanvasSetting:
         """The policy's completions."""
         return self._answers(self.policy, asked, self.seed)
 
-    def held_out(self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False, purpose: str = "held out") -> list[Any]:  # fmt: skip
+    def held_out(
+        self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False, purpose: str = "held out"
+    ) -> list[Any]:
         """Completions of held-out prompts by seeds of their own: the policy's, or the reference's."""
         seed = device.stable_hash(purpose, self.seed) % 2**62
         if not of_reference:
@@ -296,7 +318,9 @@ class CanvasSetting:
         return float(np.mean([float(gap.sum()) for gap in gaps])), float(np.mean(k3))
 
     def variances(self, given: Sequence[CanvasAnswer]) -> dict[str, dict[str, float]]:
-        """The variance of a completion's summed estimate over its masks, coupled and drawn apart; a mean over some completions."""
+        """The variance of a completion's summed estimate over its masks, coupled and drawn apart; a mean over some
+        completions.
+        """
         found, some = dict[str, float](), given[:COMPARED]
         for name, coupling in (
             ("coupled", replace(self.coupling, shared_time=False)),

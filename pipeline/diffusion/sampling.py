@@ -1,28 +1,33 @@
-"""Sampling from a masked-diffusion model: a canvas of masks behind a prompt, from which tokens are uncovered step by step.
+"""Sampling from a masked-diffusion model: a canvas of masks behind a prompt, from which tokens are uncovered step by
+step.
 
-    forward -> a token for each masked place -> the surest ones are committed -> forward ...        (specs: diffusion, 7)
+    forward -> a token for each masked place -> the surest ones are committed -> forward ...       (specs: diffusion, 7)
 
-`order` says which are surest, `schedule` how many a step commits, `threshold` commits all that are sure enough instead (Fast-dLLM,
-arXiv:2505.22618), `block` goes through the canvas in blocks from the left, `remask: p2` lets committed tokens go again (Peng et al.
-2025, arXiv:2502.03540), `cache` keeps keys and values between the steps of a block (approximate: see canvas_cache.py).
+`order` says which are surest, `schedule` how many a step commits, `threshold` commits all that are sure enough instead
+(Fast-dLLM, arXiv:2505.22618), `block` goes through the canvas in blocks from the left, `remask: p2` lets committed
+tokens go again (Peng et al. 2025, arXiv:2502.03540), `cache` keeps keys and values between the steps of a block
+(approximate: see canvas_cache.py).
 
-A token is chosen by the inverse of the cumulative distribution (sampling.choose), which has Gumbel's law without its float64. A row
-draws from its own Philox stream, keyed by its seed: a completion hangs neither on its batch nor on the order of the rows. At
-temperature 0 nothing is drawn, except by order `random`.
+A token is chosen by the inverse of the cumulative distribution (sampling.choose), which has Gumbel's law without its
+float64. A row draws from its own Philox stream, keyed by its seed: a completion hangs neither on its batch nor on the
+order of the rows. At temperature 0 nothing is drawn, except by order `random`.
 
 Keys and values of whole canvases, kept between the steps of a block (Wu et al. 2025, Fast-dLLM, arXiv:2505.22618).
 
     CanvasCache.refresh(...)   a pass over all places, whose keys and values are kept
     CanvasCache.window(...)    a pass over some places of each row; the others are as they were
 
-Tokens of a masked-diffusion model see both sides, so what is kept is exact only until a token changes: at a block's first step,
-where nothing lies outside the window, and in a block-diffusion model, whose earlier tokens never see later ones.
+Tokens of a masked-diffusion model see both sides, so what is kept is exact only until a token changes: at a block's
+first step, where nothing lies outside the window, and in a block-diffusion model, whose earlier tokens never see later
+ones.
 
 In which order a canvas was uncovered: how far from left to right (DiffuCoder, arXiv:2506.20639, section 3.1).
 
-How a masked-diffusion model writes: for a few held-out prompts, which tokens each step uncovered, and how sure it was of them.
+How a masked-diffusion model writes: for a few held-out prompts, which tokens each step uncovered, and how sure it was
+of them.
 
-    models/<stage>/trace.json     settings, and for each prompt its canvas and its steps: [place, id, text, probability] each
+    models/<stage>/trace.json     settings, and for each prompt its canvas and its steps: [place, id, text, probability]
+                                  each
 
 At temperature 0, so a trace is a function of the weights. The report shows it, and the web page plays it.
 """
@@ -94,7 +99,7 @@ class _Window:
         return out.transpose(1, 2).reshape(q.shape)
 
 
-# -- denoising ------------------------------------------------------------------------------------------------------------
+# -- denoising ---------------------------------------------------------------------------------------------------------
 
 
 ORDERS = ("low_confidence", "margin", "entropy", "random")
@@ -125,8 +130,13 @@ class Denoising:
             raise ValueError(f"steps: expected 1 to the canvas of {self.length} tokens, got {self.steps}")
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ValueError(f"expected temperature >= 0 and 0 < top_p <= 1, got {self.temperature} and {self.top_p}")
-        options = {"order": ORDERS, "schedule": ("balanced", "dream"), "confidence": ("raw", "tempered"),
-                   "remask": ("none", "p2"), "cache": CACHES}  # fmt: skip
+        options = {
+            "order": ORDERS,
+            "schedule": ("balanced", "dream"),
+            "confidence": ("raw", "tempered"),
+            "remask": ("none", "p2"),
+            "cache": CACHES,
+        }
         for name, known in options.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -196,8 +206,8 @@ def denoise(
 ) -> list[Generation]:
     """A completion of each prompt, in their order.
 
-    Raises ValueError for an empty prompt, one that leaves no room for the canvas, unequal numbers of seeds, or other blocks than
-    the model was trained on.
+    Raises ValueError for an empty prompt, one that leaves no room for the canvas, unequal numbers of seeds, or other
+    blocks than the model was trained on.
     """
     _check(model, prompts, settings, seeds)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # alike in length, little padding
@@ -231,8 +241,10 @@ def _check(model: Denoiser, prompts: Sequence[Sequence[int]], settings: Denoisin
     context = model.config.max_context
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= context - settings.length:
-            raise ValueError(f"prompt {index} has {len(prompt)} tokens; expected 1 to {context - settings.length}: the context "
-                             f"of {context} less the canvas")  # fmt: skip
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; expected 1 to {context - settings.length}: the context "
+                f"of {context} less the canvas"
+            )
 
 
 @dataclass(frozen=True)
@@ -246,7 +258,9 @@ class Progress:
 
 
 def stepwise(model: Denoiser, prompt: Sequence[int], settings: Denoising, seed: int) -> Iterator[Progress]:
-    """One canvas behind a prompt, a step at a time; at the end it is `denoise`'s. Raises as `denoise`; `model` is not training."""
+    """One canvas behind a prompt, a step at a time; at the end it is `denoise`'s. Raises as `denoise`; `model` is
+    not training.
+    """
     _check(model, [prompt], settings, [seed])
     row = _row(0, list(prompt), seed, settings.length, model.traits.mask)
     sure = [0.0] * settings.length
@@ -364,7 +378,9 @@ class _Batch:
     def _cached(
         self, cache: CanvasCache, rows: list[_Row], tokens: Tensor, where: Tensor, begin: int, end: int, fresh: bool
     ) -> Tensor:
-        """Logits from the block's window, or at its begin from all places; a shifted model needs the place before it."""
+        """Logits from the block's window, or at its begin from all places; a shifted model needs the place before
+        it.
+        """
         numbers = self._numbers(rows)
         starts = torch.tensor([len(row.prompt) + begin - 1 for row in rows], device=self.device)
         if fresh:
@@ -447,7 +463,7 @@ def _ended(row: _Row, traits: Traits) -> bool:
     return len(ends) > 0 and not row.masked[: ends[0]].any()
 
 
-# -- arness ---------------------------------------------------------------------------------------------------------------
+# -- arness ------------------------------------------------------------------------------------------------------------
 
 
 def order_of(steps: Sequence[Step]) -> list[int]:
@@ -459,9 +475,11 @@ def order_of(steps: Sequence[Step]) -> list[int]:
 
 
 def local_ar(order: Sequence[int], k: int) -> float:
-    """AR-ness local@k: the share of tokens p before which p - 1, ..., p - k were uncovered, each one step before the last.
+    """AR-ness local@k: the share of tokens p before which p - 1, ..., p - k were uncovered, each one step before the
+    last.
 
-    Places before the completion count as uncovered in time (DiffuCoder, arXiv:2506.20639, section 3.1). `order` is a permutation.
+    Places before the completion count as uncovered in time (DiffuCoder, arXiv:2506.20639, section 3.1). `order` is a
+    permutation.
     """
     hits = 0
     for at, place in enumerate(order):
@@ -478,7 +496,7 @@ def global_ar(order: Sequence[int], k: int) -> float:
     return hits / len(order)
 
 
-# -- traces ---------------------------------------------------------------------------------------------------------------
+# -- traces ------------------------------------------------------------------------------------------------------------
 
 
 PROMPTS = 8
@@ -494,9 +512,18 @@ class Asked:
     ids: list[int]
 
 
-def write(paths: Sequence[Path], model: Denoiser, tokenizer: Tokenizer, asked: Sequence[Asked], *, length: int = CANVAS,
-          block: int | None = None) -> None:  # fmt: skip
-    """Uncover a canvas behind each of the first prompts that leave room for it, a token a step, and write what happened."""
+def write(
+    paths: Sequence[Path],
+    model: Denoiser,
+    tokenizer: Tokenizer,
+    asked: Sequence[Asked],
+    *,
+    length: int = CANVAS,
+    block: int | None = None,
+) -> None:
+    """Uncover a canvas behind each of the first prompts that leave room for it, a token a step, and write what
+    happened.
+    """
     settings = Denoising(length=length, steps=length, block=block)
     fitting = [one for one in asked if len(one.ids) <= model.config.max_context - length][:PROMPTS]
     found = denoise(model, [one.ids for one in fitting], settings, [0] * len(fitting))
@@ -515,7 +542,19 @@ def row(asked: Asked, done: Generation, tokenizer: Tokenizer) -> dict[str, Any]:
     def text(id_: int) -> str:
         return tokenizer.decode([id_], skip_special=False)
 
-    steps = [{"committed": [[place, id_, text(id_), round(sure, 4)] for place, id_, sure in step.committed],
-              "remasked": step.remasked} for step in done.steps]  # fmt: skip
-    return {"id": asked.id, "prompt": asked.text, "answer": tokenizer.decode(done.ids), "forwards": done.forwards,
-            "canvas": [text(id_) for id_ in done.canvas], "length": len(done.ids), "steps": steps}  # fmt: skip
+    steps = [
+        {
+            "committed": [[place, id_, text(id_), round(sure, 4)] for place, id_, sure in step.committed],
+            "remasked": step.remasked,
+        }
+        for step in done.steps
+    ]
+    return {
+        "id": asked.id,
+        "prompt": asked.text,
+        "answer": tokenizer.decode(done.ids),
+        "forwards": done.forwards,
+        "canvas": [text(id_) for id_ in done.canvas],
+        "length": len(done.ids),
+        "steps": steps,
+    }

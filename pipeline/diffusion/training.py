@@ -9,8 +9,9 @@ Gates of masked diffusion: what the first step must show before its update. Besi
 
 `reference.begin` for masked-diffusion models: the model to be trained, and the frozen one that it starts from.
 
-A `Following` reference moves towards the policy every so many steps (TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656, eq. 6). Its
-weights are then part of a run's state: they lie beside the states, and a resumed run takes those that its state names.
+A `Following` reference moves towards the policy every so many steps (TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656,
+eq. 6). Its weights are then part of a run's state: they lie beside the states, and a resumed run takes those that its
+state names.
 """
 
 import math
@@ -67,7 +68,8 @@ class ExampleConfig(ValidatedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig(ValidatedConfig):
-    """Two runs, one after the other: adaptation (or pre-training) on windows of code, fine-tuning on problems with answers.
+    """Two runs, one after the other: adaptation (or pre-training) on windows of code, fine-tuning on problems with
+    answers.
 
     What is not said otherwise for one of them is the same for both.
     """
@@ -107,7 +109,8 @@ class DiffusionConfig(ValidatedConfig):
             raise ValueError(f"sft_learning_rate: expected at least 0, got {self.sft_learning_rate}")
         if self.control_steps is not None and self.control_steps < 1:
             raise ValueError(
-                f"control_steps: expected at least 1, or none for as many as the masked model's, got {self.control_steps}"
+                "control_steps: expected at least 1, or none for as many as the masked model's, got"
+                f" {self.control_steps}"
             )
         _ = self.adapting  # its own checks
 
@@ -127,17 +130,27 @@ class DiffusionConfig(ValidatedConfig):
     @property
     def adapting(self) -> FitConfig:
         """The run over windows. Raises ValueError."""
-        return FitConfig(**self._common(), steps=max(1, self.adapt_steps), context=self.context, tokens_per_step=self.tokens_per_step)  # fmt: skip
+        return FitConfig(
+            **self._common(), steps=max(1, self.adapt_steps), context=self.context, tokens_per_step=self.tokens_per_step
+        )
 
     @property
     def tuning(self) -> ExampleConfig:
         """The run over problems."""
         common = self._common()
-        own = {"learning_rate": self.sft_learning_rate, "learning_rates": self.sft_learning_rates,
-               "warmup_steps": self.sft_warmup_steps}  # fmt: skip
+        own = {
+            "learning_rate": self.sft_learning_rate,
+            "learning_rates": self.sft_learning_rates,
+            "warmup_steps": self.sft_warmup_steps,
+        }
         common |= {name: value for name, value in own.items() if value is not None}
-        return ExampleConfig(**common, epochs=self.sft_epochs, examples=self.sft_examples, max_prompt=self.max_prompt,
-                             max_new_tokens=self.max_new_tokens)  # fmt: skip
+        return ExampleConfig(
+            **common,
+            epochs=self.sft_epochs,
+            examples=self.sft_examples,
+            max_prompt=self.max_prompt,
+            max_new_tokens=self.max_new_tokens,
+        )
 
     @property
     def control_adapting(self) -> FitConfig:
@@ -164,7 +177,7 @@ class DiffusionConfig(ValidatedConfig):
         return {field.name: getattr(self, field.name) for field in fields(ValidatedConfig)}
 
 
-# -- first_steps_masked ---------------------------------------------------------------------------------------------------
+# -- first_steps_masked ------------------------------------------------------------------------------------------------
 
 
 CAUSE = "old scores and training differ: other masks, another precision, dropout, or a policy that moved"
@@ -185,7 +198,9 @@ def first_policy(precision: str) -> Callable[[dict[str, float]], None]:
 
 
 def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
-    """An untrained model finds every token as likely: -log p of a masked one is ln V. (The loss weighs tokens, and is noisy.)"""
+    """An untrained model finds every token as likely: -log p of a masked one is ln V. (The loss weighs tokens, and
+    is noisy.)
+    """
 
     def check(values: dict[str, float]) -> None:
         gates.value(values, "masked/nll", math.log(vocab_size), 0.5, "the initialisation, or what is predicted where")
@@ -193,11 +208,12 @@ def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
     return check
 
 
-# -- reference_masked -----------------------------------------------------------------------------------------------------
+# -- reference_masked --------------------------------------------------------------------------------------------------
 
 
 def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device.Hardware) -> tuple[Denoiser, Start]:
-    """The model, and its start: the trunk as policy, with its adapter where there is to be one; the reference is a `Denoiser`.
+    """The model, and its start: the trunk as policy, with its adapter where there is to be one; the reference is a
+    `Denoiser`.
 
     Raises ModelError for a causal model; ConfigError for an adapter with dropout, or a model that denoises by blocks.
     """
@@ -208,8 +224,9 @@ def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device
     model, tokenizer = files.load(base)
     if model.traits.block_size:
         raise ConfigError(
-            f"{base} is a block-diffusion model (block_size {model.traits.block_size}); its likelihood needs clean tokens beside "
-            "the noised ones, which preference and reinforcement learning do not have here: expected block_size 0"
+            f"{base} is a block-diffusion model (block_size {model.traits.block_size}); its likelihood needs clean"
+            " tokens beside the noised ones, which preference and reinforcement learning do not have here: expected"
+            " block_size 0"
         )
     if adapter is not None:
         lora.attach(model.trunk, adapter, device.generator("adapter", seed))

@@ -3,10 +3,10 @@
     HumanEval  task_id, prompt, entry_point, canonical_solution, test with `def check(candidate)`     (arXiv:2107.03374)
     MBPP       task_id, text, code, test_list, test_setup_code; sanitized: prompt, test_imports       (arXiv:2108.07732)
 
-Two forms of the same exercise. A model that has never seen a conversation completes: HumanEval's prompt as it stands, cut
-at the first of STOPS; MBPP's text and tests after three worked examples (ids 2-4 of the file), up to `[DONE]`. A model
-that has is asked, in a chat turn, and its one block of code counts. Of MBPP the ids 11-510 are scored, the paper's test
-split; a file that holds none of them is scored whole. `challenge_test_list` is not used.
+Two forms of the same exercise. A model that has never seen a conversation completes: HumanEval's prompt as it stands,
+cut at the first of STOPS; MBPP's text and tests after three worked examples (ids 2-4 of the file), up to `[DONE]`. A
+model that has is asked, in a chat turn, and its one block of code counts. Of MBPP the ids 11-510 are scored, the
+paper's test split; a file that holds none of them is scored whole. `challenge_test_list` is not used.
 
 Not promised: that numbers of the two forms can be compared with each other.
 
@@ -17,14 +17,15 @@ Public test sets that a person brought by path, known by their content and score
     BFCL        a category's JSON lines, v3 or v4             accuracy of calls; truth in possible_answer/ beside it
 
 `evaluate.benchmarks` lists files of data/benchmarks/, whose numbers stand under `benchmarks.<file stem>`; a file from
-elsewhere is scored by `python -m pipeline.evaluation.benchmarks MODEL_DIR FILE...`, which prints the numbers and keeps them in MLflow.
+elsewhere is scored by `python -m pipeline.evaluation.benchmarks MODEL_DIR FILE...`, which prints the numbers and keeps
+them in MLflow.
 
 A model named in COMPLETES has never seen a conversation, so it completes HumanEval and MBPP; the others are asked in a
 chat turn (`exercises.py`); `form` says which it was. A model's calls are always asked for in the chat format.
 
 Every reference must pass first. A problem whose reference does not pass here, or none of whose asserts can be judged
-safely, is left out and counted (`reference_fails`, `unjudged`); one some of whose asserts cannot is judged by the others
-(`partly_judged`). All three are named among the items.
+safely, is left out and counted (`reference_fails`, `unjudged`); one some of whose asserts cannot is judged by the
+others (`partly_judged`). All three are named among the items.
 
 Not promised: the numbers of another harness; time limits, prompts and the length of answers are ours.
 
@@ -32,8 +33,9 @@ Finished suites of an evaluation, kept so that none is measured twice.
 
     .work/evaluate@<model>/suites/<digest>.json        numbers and rows of one suite
 
-The digest covers the suite's name, the model, the data, the settings and the code, but of the files in `data/benchmarks` only the
-one that the suite scores, by its contents. A damaged file is measured again. Files that nobody used for 30 days are removed.
+The digest covers the suite's name, the model, the data, the settings and the code, but of the files in
+`data/benchmarks` only the one that the suite scores, by its contents. A damaged file is measured again. Files that
+nobody used for 30 days are removed.
 """
 
 import ast
@@ -168,7 +170,10 @@ def _task(row: Row) -> str:
     """A task in the paper's words, its tests included."""
     text = row.text("text" if row.has("text") else "prompt").strip()
     tests = "\n".join(test.strip() for test in row.texts("test_list"))
-    return f"You are an expert Python programmer, and here is your task: {text} Your code should pass these tests:\n\n{tests}"
+    return (
+        f"You are an expert Python programmer, and here is your task: {text} Your code should pass these"
+        f" tests:\n\n{tests}"
+    )
 
 
 def _code(row: Row) -> str:
@@ -191,7 +196,7 @@ def _distinct(rows: Sequence[Row], exercises: list[Exercise]) -> list[Exercise]:
     return exercises
 
 
-# -- benchmarks -----------------------------------------------------------------------------------------------------------
+# -- benchmarks --------------------------------------------------------------------------------------------------------
 
 
 COMPLETES = ("language", "code", "memory")  # folders of models/ that were trained on documents alone
@@ -237,8 +242,8 @@ def _kind(row: Row) -> str:
     if bfcl.is_question(row):
         return "bfcl"
     raise DataError(
-        f"{row.where}: expected a row of HumanEval ({', '.join(HUMANEVAL)}), MBPP ({', '.join(MBPP)}, text or prompt) or "
-        f"BFCL (id, question, function), found the keys {_keys(row)}; take the file off evaluate.benchmarks"
+        f"{row.where}: expected a row of HumanEval ({', '.join(HUMANEVAL)}), MBPP ({', '.join(MBPP)}, text or prompt)"
+        f" or BFCL (id, question, function), found the keys {_keys(row)}; take the file off evaluate.benchmarks"
     )
 
 
@@ -287,8 +292,12 @@ def solved(subject: Subject, suite: str, asked: Sequence[Exercise], judge: Judge
             for sample, done in enumerate(answers, start=first):
                 text = subject.tokenizer.decode(done[exercise.id].ids)
                 source = exercise.completed(text) if completes else exercise.answered(text)
-                program = Program(source=source, entry_point=exercise.entry_point, tests=problems[exercise.id].tests,
-                                  cpu_seconds=CPU_SECONDS)  # fmt: skip
+                program = Program(
+                    source=source,
+                    entry_point=exercise.entry_point,
+                    tests=problems[exercise.id].tests,
+                    cpu_seconds=CPU_SECONDS,
+                )
                 programs.append((exercise.id, sample, text, program))
         return code.judge_sources(judge, programs)
 
@@ -301,9 +310,16 @@ def solved(subject: Subject, suite: str, asked: Sequence[Exercise], judge: Judge
     for exercise, one in zip(chosen, greedy, strict=True):
         done = attempts.greedy[exercise.id]
         shown = (exercise.continued if completes else exercise.asked)[-CUT:]
-        result.item(suite, exercise.id, done, subject.tokenizer.decode(done.ids),
-                    asked=[exercise.asked, exercise.continued, exercise.reference], prompt=shown, verdict=one.verdict,
-                    score=one.score)  # fmt: skip
+        result.item(
+            suite,
+            exercise.id,
+            done,
+            subject.tokenizer.decode(done.ids),
+            asked=[exercise.asked, exercise.continued, exercise.reference],
+            prompt=shown,
+            verdict=one.verdict,
+            score=one.score,
+        )
     return result
 
 
@@ -311,10 +327,19 @@ def _judged(result: SuiteResult, suite: str, asked: Sequence[Exercise], judge: J
     """The exercises that can be judged and whose reference passes, by id; the others are counted and named."""
     protected = unrolling.protect(judge, [exercise.check for exercise in asked])
     problems = [
-        Problem(id=e.id, level=3, group="benchmark", key=e.id, question=e.asked, entry_point=e.entry_point, signature="",
-                tests=tests.tests, answer=e.reference)
+        Problem(
+            id=e.id,
+            level=3,
+            group="benchmark",
+            key=e.id,
+            question=e.asked,
+            entry_point=e.entry_point,
+            signature="",
+            tests=tests.tests,
+            answer=e.reference,
+        )
         for e, tests in zip(asked, protected, strict=True)
-    ]  # fmt: skip
+    ]
     found = code.faults(judge, ((p, p.answer) for p in problems), CPU_SECONDS)
     counts = {"unjudged": 0, "reference_fails": 0, "partly_judged": 0}
     kept = {}
@@ -325,8 +350,16 @@ def _judged(result: SuiteResult, suite: str, asked: Sequence[Exercise], judge: J
             place, reason = "partly", f"{len(tests.unprotected)} of its asserts cannot be judged safely"
         if reason:
             counts[{"tests": "unjudged", "answer": "reference_fails", "partly": "partly_judged"}[place]] += 1
-            result.rows.append({"suite": f"{suite}/tests", "id": problem.id, "output": "\n".join(tests.unprotected)[:CUT],
-                                "stop": "", "tokens": 0, "verdict": reason})  # fmt: skip
+            result.rows.append(
+                {
+                    "suite": f"{suite}/tests",
+                    "id": problem.id,
+                    "output": "\n".join(tests.unprotected)[:CUT],
+                    "stop": "",
+                    "tokens": 0,
+                    "verdict": reason,
+                }
+            )
     result.numbers |= counts | {
         "asserts": sum(len(tests.tests) + len(tests.unprotected) for tests in protected),
         "asserts_unprotected": sum(len(tests.unprotected) for tests in protected),
@@ -386,7 +419,7 @@ def keep(model: Path, files: Sequence[Path], settings: Settings, result: SuiteRe
     tracker.finish()
 
 
-# -- kept -----------------------------------------------------------------------------------------------------------------
+# -- kept --------------------------------------------------------------------------------------------------------------
 
 
 BENCHMARKS = "data/benchmarks"

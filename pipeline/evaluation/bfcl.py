@@ -19,12 +19,12 @@ a list too. Not promised: types deeper than one level; Java and JavaScript.
 
 Files of the Berkeley Function Calling Leaderboard, v3 and v4 -> scores by category, under the rules of `bfcl.py`.
 
-    BFCL_v3_simple.json                    a row a line: id, question [[messages]], function [{name, description, parameters}]
+    BFCL_v3_simple.json              a row a line: id, question [[messages]], function [{name, description, parameters}]
     possible_answer/BFCL_v3_simple.json    a row a line: id, ground_truth [{name: {parameter: [accepted values]}}]
 
 The category is in the name. Scored are the single turns in Python, `live_` ones too: simple (`simple_python` in v4),
-multiple, parallel, parallel_multiple by their calls -> `ast_<category>`; irrelevance (no call is right) and relevance (any
-call is), which have no truth. Names of functions stay as they are, dots included.
+multiple, parallel, parallel_multiple by their calls -> `ast_<category>`; irrelevance (no call is right) and relevance
+(any call is), which have no truth. Names of functions stay as they are, dots included.
 
 Not promised: the leaderboard's own prompts; the model is asked in its chat format with the functions as its tools.
 """
@@ -58,7 +58,8 @@ class Row:
         """The error to raise for a field."""
         found = repr(self.fields[field])[:80] if field in self.fields else "nothing"
         return DataError(
-            f"{self.where}: {field}: expected {expected}, found {found}; repair the file or take it off evaluate.benchmarks"
+            f"{self.where}: {field}: expected {expected}, found {found}; repair the file or take it off"
+            " evaluate.benchmarks"
         )
 
     def text(self, field: str) -> str:
@@ -128,7 +129,7 @@ def _row(where: str, value: Any) -> Row:
     return Row(where, value)
 
 
-# -- bfcl -----------------------------------------------------------------------------------------------------------------
+# -- bfcl --------------------------------------------------------------------------------------------------------------
 
 
 Value = Any
@@ -342,7 +343,7 @@ def _value_error(kind: str, name: str, value: Value, accepted: list[Value]) -> C
     return _wrong(f"value_error:{kind}", f"parameter {name!r}: found {value!r}, accepted {accepted!r:.200}")
 
 
-# -- bfcl_files -----------------------------------------------------------------------------------------------------------
+# -- bfcl_files --------------------------------------------------------------------------------------------------------
 
 
 NAME = re.compile(r"(?:BFCL_v\d+_)?(?P<category>\w+?)\.jsonl?(?:\.gz)?")
@@ -415,9 +416,16 @@ def score(subject: Subject, suite: str, questions: Questions) -> SuiteResult:
             continue
         text = subject.tokenizer.decode(done[question.id].ids)
         verdicts.append(_check(kind, question, chat.parse(text)))
-        result.item(suite, question.id, done[question.id], text, asked=[question.messages, question.tools],
-                    prompt=question.messages[-1]["content"][:CUT],
-                    category=name, verdict="right" if verdicts[-1].valid else verdicts[-1].error)  # fmt: skip
+        result.item(
+            suite,
+            question.id,
+            done[question.id],
+            text,
+            asked=[question.messages, question.tools],
+            prompt=question.messages[-1]["content"][:CUT],
+            category=name,
+            verdict="right" if verdicts[-1].valid else verdicts[-1].error,
+        )
     if verdicts:
         measure = f"ast_{name}" if kind in BY_CALLS else name
         result.measure(measure, wilson(sum(verdict.valid for verdict in verdicts), len(verdicts)))
@@ -443,7 +451,7 @@ def _question(row: Row, truths: dict[str, list[Truth]] | None) -> Question:
             or message.get("role") not in ROLES
             or not isinstance(message.get("content"), str)
         ):
-            raise row.wrong("question", "messages with a role of system or user and a content")  # fmt: skip
+            raise row.wrong("question", "messages with a role of system or user and a content")
     try:
         tools = tool_calls.tools(row.fields.get("function"), "function")
     except RowError as error:

@@ -12,9 +12,9 @@ A source that does not parse gets 0 in parts 3 and 4. Without an edge in any ref
 
 Is a problem that somebody brought in order: can one of its tests be judged, does its own solution pass them all?
 
-In: `Problem`s; their solutions are code of strangers and run in the sandbox, as every candidate does. Out: what is wrong
-with each, in words, or nothing. Generated problems are right by construction (tests/test_programs.py proves it), so
-nobody asks here about them.
+In: `Problem`s; their solutions are code of strangers and run in the sandbox, as every candidate does. Out: what is
+wrong with each, in words, or nothing. Generated problems are right by construction (tests/test_programs.py proves it),
+so nobody asks here about them.
 
 Not promised: that the tests are strong, or that a problem without a solution has one.
 """
@@ -136,7 +136,7 @@ def rates(judged: Sequence[Judged]) -> dict[str, float]:
     }
 
 
-# -- codebleu -------------------------------------------------------------------------------------------------------------
+# -- codebleu ----------------------------------------------------------------------------------------------------------
 
 
 OTHER_WEIGHT = 0.2  # of unigrams that are no keyword
@@ -317,7 +317,7 @@ def _names(statement: ast.AST, bound: set[str]) -> tuple[list[str], list[str]]:
     return writes, reads
 
 
-# -- references -----------------------------------------------------------------------------------------------------------
+# -- references --------------------------------------------------------------------------------------------------------
 
 
 NOT_ONE = "none of its tests can be judged safely; expected `assert f(...) == literal`, or {args, expected}"
@@ -331,7 +331,9 @@ def solution(problem: Problem) -> str | None:
 def faults(
     judge: Judge, asked: Iterable[tuple[Problem, str | None]], cpu_seconds: float | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(field, what is wrong) of each problem with the source of its solution, in order; both empty where all is well."""
+    """(field, what is wrong) of each problem with the source of its solution, in order; both empty where all is
+    well.
+    """
     waiting: list[tuple[str, str | None]] = []
 
     def programs() -> Iterator[Program]:

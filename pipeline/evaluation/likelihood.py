@@ -180,7 +180,7 @@ def _nats(logits: Tensor, targets: Tensor) -> Tensor:
     return wide.logsumexp(-1) - wide.gather(1, targets[:, None]).squeeze(1)
 
 
-# -- text -----------------------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -210,10 +210,11 @@ def text_scores(answers: Sequence[str], references: Sequence[str]) -> dict[str, 
 def bertscore(
     answers: Sequence[str], references: Sequence[str], folder: str | None, layer: int | None
 ) -> dict[str, float | str]:
-    """`bertscore_f1` (Zhang et al. 2020, arXiv:1904.09675), the mean over answers of the bert-score package with the BERT in `folder`.
+    """`bertscore_f1` (Zhang et al. 2020, arXiv:1904.09675), the mean over answers of the bert-score package with the
+    BERT in `folder`.
 
-    Comparable between equal weights and layers alone. Without a folder it says "skipped: no local weights". Raises ConfigError for a folder
-    that holds no model, and where the package is missing.
+    Comparable between equal weights and layers alone. Without a folder it says "skipped: no local weights". Raises
+    ConfigError for a folder that holds no model, and where the package is missing.
     """
     if folder is None:
         return {"bertscore_f1": "skipped: no local weights"}

@@ -1,9 +1,9 @@
 """Pairs of a model's own answers, ordered by truth: what a reward model must rank when a policy is trained against it.
 
-Pairs of made-up mistakes alone leave it blind to the mistakes that the policy makes, and a policy finds such blind spots within
-a few hundred answers (docs/LOG.md). So some prompts are answered a few times by the model itself, the known-truth functions of
-`gold.py` say how good each answer is, and the best and the worst that differ enough make a pair, as do the next best and the
-next worst.
+Pairs of made-up mistakes alone leave it blind to the mistakes that the policy makes, and a policy finds such blind
+spots within a few hundred answers (docs/LOG.md). So some prompts are answered a few times by the model itself, the
+known-truth functions of `gold.py` say how good each answer is, and the best and the worst that differ enough make a
+pair, as do the next best and the next worst.
 
 Not here: answers to prompts whose truth nobody knows; those are left out.
 
@@ -11,14 +11,15 @@ Gold: the true worth of an answer, by the functions that ordered the preference 
 
     code 0.2 parses + 0.8 hidden tests passed    tools `synthesis.tools.gold`    story mean of the checker's clauses
 
-`curve_row` is one point of gold against proxy (Gao et al. 2022, arXiv:2210.10760); `best_of_n` is the line beside it: what
-choosing the best of n answers by the proxy would give, at KL = ln n - (n - 1) / n nats.
+`curve_row` is one point of gold against proxy (Gao et al. 2022, arXiv:2210.10760); `best_of_n` is the line beside it:
+what choosing the best of n answers by the proxy would give, at KL = ln n - (n - 1) / n nats.
 
 Gold against proxy: is what the reward model likes really better, and at what divergence does that end?
 
-Every evaluation answers the same held-out prompts with the same seeds; a row says proxy, gold with its interval, the divergence
-from the reference (k1 and k3, nats an answer) and the length (Gao et al. 2022, arXiv:2210.10760). At the end the policy is
-compared with its reference answer by answer (paired bootstrap), and best-of-n of the reference stands beside it.
+Every evaluation answers the same held-out prompts with the same seeds; a row says proxy, gold with its interval, the
+divergence from the reference (k1 and k3, nats an answer) and the length (Gao et al. 2022, arXiv:2210.10760). At the end
+the policy is compared with its reference answer by answer (paired bootstrap), and best-of-n of the reference stands
+beside it.
 """
 
 import json
@@ -77,9 +78,14 @@ def gold(answers: Sequence[Answer], judge: Judge | None) -> list[float | None]:
 def message_of(text: str) -> Message:
     """An answer as an assistant message in the OpenAI form."""
     reply = chat.parse(text)
-    made = [{"id": f"call_{n}", "type": "function",
-             "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])}}
-            for n, call in enumerate(reply.tool_calls)]  # fmt: skip
+    made = [
+        {
+            "id": f"call_{n}",
+            "type": "function",
+            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+        }
+        for n, call in enumerate(reply.tool_calls)
+    ]
     content = reply.content if reply.error is None else text
     return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})
 
@@ -103,8 +109,8 @@ def mean(values: Sequence[float | None]) -> float:
 def best_of_n(proxies: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
     """For n = 1, 2, 4, ...: KL, mean proxy and mean gold of the answer that the proxy likes best among n.
 
-    `proxies` and `scores` (P, N) of N answers to each prompt. The mean over all choices of n of the N (Nakano et al. 2021,
-    arXiv:2112.09332, appendix I): the i-th worst is the best of n with chance C(i - 1, n - 1) / C(N, n).
+    `proxies` and `scores` (P, N) of N answers to each prompt. The mean over all choices of n of the N (Nakano et al.
+    2021, arXiv:2112.09332, appendix I): the i-th worst is the best of n with chance C(i - 1, n - 1) / C(N, n).
     """
     total = proxies.shape[1]
     order = np.argsort(proxies, axis=1, kind="stable")
@@ -112,13 +118,19 @@ def best_of_n(proxies: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
     rows, n = [], 1
     while n <= total:
         chance = np.array([math.comb(i, n - 1) for i in range(total)]) / math.comb(total, n)
-        rows.append({"n": n, "kl": math.log(n) - (n - 1) / n, "proxy": float((sorted_proxies @ chance).mean()),
-                     "gold": float((sorted_scores @ chance).mean())})  # fmt: skip
+        rows.append(
+            {
+                "n": n,
+                "kl": math.log(n) - (n - 1) / n,
+                "proxy": float((sorted_proxies @ chance).mean()),
+                "gold": float((sorted_scores @ chance).mean()),
+            }
+        )
         n *= 2
     return rows
 
 
-# -- own_answers ----------------------------------------------------------------------------------------------------------
+# -- own_answers -------------------------------------------------------------------------------------------------------
 
 
 SAMPLES = 4  # answers to each prompt
@@ -165,13 +177,19 @@ def _encoded(best: tuple[float, Answer], worst: tuple[float, Answer], number: in
     pair = best[1].prompt.record
     assert isinstance(pair, Pair)
     mine = replace(
-        pair, id=f"own-{pair.id}-{number}", source="own answers", kind=f"own {pair.kind}", gold_chosen=best[0],
-        gold_rejected=worst[0], chosen=[message_of(best[1].text)], rejected=[message_of(worst[1].text)],
-    )  # fmt: skip
+        pair,
+        id=f"own-{pair.id}-{number}",
+        source="own answers",
+        kind=f"own {pair.kind}",
+        gold_chosen=best[0],
+        gold_rejected=worst[0],
+        chosen=[message_of(best[1].text)],
+        rejected=[message_of(worst[1].text)],
+    )
     return Encoded(mine, rl_answers.piece_of(best[1]), rl_answers.piece_of(worst[1]))
 
 
-# -- overoptimisation -----------------------------------------------------------------------------------------------------
+# -- overoptimisation --------------------------------------------------------------------------------------------------
 
 
 SHOWN = 16  # sample answers that are kept
@@ -194,8 +212,9 @@ class HeldOutConfig:
 class HeldOut:
     """Held-out prompts and what their answers are worth."""
 
-    def __init__(self, prompts: list[Prompt], setting: Setting, judge: Judge | None, scorer: Scorer,
-                 config: HeldOutConfig) -> None:  # fmt: skip
+    def __init__(
+        self, prompts: list[Prompt], setting: Setting, judge: Judge | None, scorer: Scorer, config: HeldOutConfig
+    ) -> None:
         """`scorer` is the one that training asks: its totals are the proxy."""
         order = sorted(prompts, key=lambda prompt: stable_hash("held out", prompt.id))
         self.prompts = order[: config.eval_prompts]
@@ -219,8 +238,14 @@ class HeldOut:
                 continue
             first, last = (column[told].tolist() for column in columns)
             moved = paired_difference((first, None), (last, None), generator=generator("gold", kind))
-            part = {"gold_before": float(np.mean(first)), "gold": float(np.mean(last)), "gain": moved.value,
-                    "gain_low": moved.low, "gain_high": moved.high, "n": int(told.sum())}  # fmt: skip
+            part = {
+                "gold_before": float(np.mean(first)),
+                "gold": float(np.mean(last)),
+                "gain": moved.value,
+                "gain_low": moved.low,
+                "gain_high": moved.high,
+                "n": int(told.sum()),
+            }
             report["held_out"] |= {kind: part} if kind else part
         row = self._row(after)
         report["held_out"] |= {name: row[name] for name in ("kl", "kl_k3", "length", "proxy")}
@@ -238,9 +263,18 @@ class HeldOut:
             scores = gold([before, after], self.judge)
             record = before.prompt.record
             shown = chat.render_text(record.prompt, record.tools) if hasattr(record, "prompt") else record.question  # type: ignore[union-attr]
-            lines.append({"id": before.prompt.id, "kind": before.prompt.kind, "prompt": shown, "before": before.text,
-                          "after": after.text, "gold_before": scores[0], "gold_after": scores[1],
-                          "finished": after.finished})  # fmt: skip
+            lines.append(
+                {
+                    "id": before.prompt.id,
+                    "kind": before.prompt.kind,
+                    "prompt": shown,
+                    "before": before.text,
+                    "after": after.text,
+                    "gold_before": scores[0],
+                    "gold_after": scores[1],
+                    "finished": after.finished,
+                }
+            )
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
     def _row(self, answers: list[Answer]) -> dict[str, float]:

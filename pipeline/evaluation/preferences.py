@@ -12,11 +12,11 @@ A row for each pair says whether it was told right, and by how much.
 
 What preference learning did to held-out pairs: does the policy now find the better answer likelier?
 
-    accuracy       the log-ratio against the model before training is larger for the better answer (DPO's implicit reward)
+    accuracy     the log-ratio against the model before training is larger for the better answer (DPO's implicit reward)
     likelihood     the log-probability itself is larger for the better answer, before and after: needs no reference
 
-Per kind of pair, with Wilson's intervals; the gain in `likelihood` by a paired bootstrap over pairs. `chosen_nats` is how far
-the better answers' log-probability per token moved: a large fall means that the policy unlearnt both.
+Per kind of pair, with Wilson's intervals; the gain in `likelihood` by a paired bootstrap over pairs. `chosen_nats` is
+how far the better answers' log-probability per token moved: a large fall means that the policy unlearnt both.
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else 0.0
 
 
-# -- rewarded -------------------------------------------------------------------------------------------------------------
+# -- rewarded ----------------------------------------------------------------------------------------------------------
 
 
 REWARD = "ForSequenceClassification"  # how the architecture of a reward model ends
@@ -109,15 +109,27 @@ def pairs_told(folder: Path, pairs: Path) -> SuiteResult:
     margins = rewards[:, 0] - rewards[:, 1]
     for number, (encoded, margin) in enumerate(zip(split.pairs, margins.tolist(), strict=True)):
         told = -margin if truly_swapped(encoded) else margin
-        result.rows.append({"suite": "reward", "id": f"{encoded.pair.kind}/{number}", "group": encoded.pair.kind,
-                            "item": canonical_hash(asdict(encoded.pair)),
-                            "margin": round(told, 4), "right": int(told > 0), "verdict": "right" if told > 0 else "wrong"})  # fmt: skip
-    spread = {"margin_mean": float(abs(margins).mean()), "margin_std": float(margins.std()), "ties": int((margins == 0).sum())}  # fmt: skip
+        result.rows.append(
+            {
+                "suite": "reward",
+                "id": f"{encoded.pair.kind}/{number}",
+                "group": encoded.pair.kind,
+                "item": canonical_hash(asdict(encoded.pair)),
+                "margin": round(told, 4),
+                "right": int(told > 0),
+                "verdict": "right" if told > 0 else "wrong",
+            }
+        )
+    spread = {
+        "margin_mean": float(abs(margins).mean()),
+        "margin_std": float(margins.std()),
+        "ties": int((margins == 0).sum()),
+    }
     result.numbers |= spread
     return result
 
 
-# -- pairs ----------------------------------------------------------------------------------------------------------------
+# -- pairs -------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

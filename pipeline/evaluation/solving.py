@@ -1,15 +1,17 @@
-"""What reinforcement learning from executed code did to held-out problems: pass@1 before and after, and at what divergence.
+"""What reinforcement learning from executed code did to held-out problems: pass@1 before and after, and at what
+divergence.
 
-Every evaluation answers the same problems with the same seeds. At the end policy and reference are compared problem by problem
-(paired bootstrap). The problems are those that no training and no test sees (`data/problems/val.jsonl`).
+Every evaluation answers the same problems with the same seeds. At the end policy and reference are compared problem by
+problem (paired bootstrap). The problems are those that no training and no test sees (`data/problems/val.jsonl`).
 
 Which problems a policy learns most from: those that it solves sometimes.
 
-A group whose completions all pass, or all fail, has no advantages. `frontier` measures how often the policy solves each problem
-before training and keeps those between 20 and 80 % of 8 samples. A problem whose first 4 samples all pass, or all fail, is asked no
-further and counts as solved always, or never: of the problems that 8 samples would keep, this leaves out 3 to 21 % (those solved 4
-times, and 2 or 6 times), and it spares half the samples of all that are too easy or too hard. What is kept is what 8 samples
-would keep. The measurement is kept in the work folder: a resumed run asks nothing again.
+A group whose completions all pass, or all fail, has no advantages. `frontier` measures how often the policy solves each
+problem before training and keeps those between 20 and 80 % of 8 samples. A problem whose first 4 samples all pass, or
+all fail, is asked no further and counts as solved always, or never: of the problems that 8 samples would keep, this
+leaves out 3 to 21 % (those solved 4 times, and 2 or 6 times), and it spares half the samples of all that are too easy
+or too hard. What is kept is what 8 samples would keep. The measurement is kept in the work folder: a resumed run asks
+nothing again.
 """
 
 import json
@@ -86,8 +88,14 @@ class HeldOut:
             places = [n for n, own in enumerate(groups) if group in ("", own)]
             before, after = ([side[n] for n in places] for side in sides)
             moved = paired_difference((before, None), (after, None), generator=generator("solving", group))
-            part = {"pass_at_1_before": float(np.mean(before)), "pass_at_1": float(np.mean(after)), "gain": moved.value,
-                    "gain_low": moved.low, "gain_high": moved.high, "n": len(places)}  # fmt: skip
+            part = {
+                "pass_at_1_before": float(np.mean(before)),
+                "pass_at_1": float(np.mean(after)),
+                "gain": moved.value,
+                "gain_low": moved.low,
+                "gain_high": moved.high,
+                "n": len(places),
+            }
             found |= {group: part} if group else part
         return told | {"held_out": found}
 
@@ -119,7 +127,7 @@ class HeldOut:
         return ["no_code" if verdict is None else verdict.verdict for verdict in judged(self.judge, answers)]
 
 
-# -- frontier -------------------------------------------------------------------------------------------------------------
+# -- frontier ----------------------------------------------------------------------------------------------------------
 
 
 FIRST, SAMPLES = 4, 8
@@ -127,7 +135,9 @@ LOW, HIGH = 0.2, 0.8
 AT_ONCE = 32  # problems
 
 
-def chosen(prompts: Sequence[Prompt], difficulty: str, most: int, setting: Any, judge: Judge | None, folder: Path) -> list[Prompt]:  # fmt: skip
+def chosen(
+    prompts: Sequence[Prompt], difficulty: str, most: int, setting: Any, judge: Judge | None, folder: Path
+) -> list[Prompt]:
     """The prompts of a difficulty: all, frontier (of the first `most` by hash), or one of the problems' groups.
 
     Raises DataError where none is left, or there is no sandbox to tell the frontier.
@@ -137,7 +147,10 @@ def chosen(prompts: Sequence[Prompt], difficulty: str, most: int, setting: Any, 
     if difficulty != "frontier":
         groups = {getattr(prompt.record, "group", "") for prompt in prompts}
         if difficulty not in groups:
-            raise DataError(f"difficulty: expected frontier, all, or a group of the problems ({', '.join(sorted(groups))}), got {difficulty!r}")  # fmt: skip
+            raise DataError(
+                f"difficulty: expected frontier, all, or a group of the problems ({', '.join(sorted(groups))}), got"
+                f" {difficulty!r}"
+            )
         return [prompt for prompt in prompts if getattr(prompt.record, "group", "") == difficulty]
     if judge is None:
         raise DataError(
@@ -148,7 +161,10 @@ def chosen(prompts: Sequence[Prompt], difficulty: str, most: int, setting: Any, 
     found = [prompt for prompt in some if LOW <= rates[prompt.id] <= HIGH]
     told = f"{len(found)} of {len(some)} problems are solved by {LOW:.0%} to {HIGH:.0%} of {SAMPLES} samples"
     if not found:
-        raise DataError(f"difficulty: {told}, none to learn from (mean {np.mean(list(rates.values())):.2f}); use easier or harder problems, or difficulty=all")  # fmt: skip
+        raise DataError(
+            f"difficulty: {told}, none to learn from (mean {np.mean(list(rates.values())):.2f}); use easier or harder"
+            " problems, or difficulty=all"
+        )
     say(f"frontier: {told}")
     return found
 
@@ -184,7 +200,9 @@ def _rates(prompts: Sequence[Prompt], setting: Any, judge: Judge, kept: Path) ->
 
 
 def _passed(prompts: Sequence[Prompt], numbers: range, setting: Any, judge: Judge) -> np.ndarray:
-    """Whether the samples of these numbers pass: (P, len(numbers)) bool. A sample hangs on its prompt and number alone."""
+    """Whether the samples of these numbers pass: (P, len(numbers)) bool. A sample hangs on its prompt and number
+    alone.
+    """
     if not prompts:
         return np.zeros((0, len(numbers)), dtype=bool)
     given = setting.held_out([(prompt, n) for prompt in prompts for n in numbers], purpose="frontier")

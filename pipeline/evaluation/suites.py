@@ -5,16 +5,17 @@
     tools                   tool calls, in suites_tools.py
     answers                 BLEU, chrF, ROUGE of answers in words
 
-Each suite gives its numbers (with `_low`, `_high`) and a row per item; `*left_out` counts the items whose prompt leaves no
-room in the context. A sample's seed is hashed from (seed, suite, id, sample), so batch size, order and processes change
-nothing.
+Each suite gives its numbers (with `_low`, `_high`) and a row per item; `*left_out` counts the items whose prompt leaves
+no room in the context. A sample's seed is hashed from (seed, suite, id, sample), so batch size, order and processes
+change nothing.
 
 Which suites a causal model is measured by: those that say something about what it is for.
 
-A model that learnt conversations has left stories and drills behind, and one that only read documents answers no questions: measuring
-every model by everything took longer than many a stage trains. A model that is not named here, one of a person's own stage, is measured
-by everything; so are all with `evaluate.every_suite`. What a comparison or a claim of the report reads must stand in both of its models
-(tests/test_purposes.py). A suite that is left out is absent from metrics/eval/<model>.json, never 0.
+A model that learnt conversations has left stories and drills behind, and one that only read documents answers no
+questions: measuring every model by everything took longer than many a stage trains. A model that is not named here, one
+of a person's own stage, is measured by everything; so are all with `evaluate.every_suite`. What a comparison or a claim
+of the report reads must stand in both of its models (tests/test_purposes.py). A suite that is left out is absent from
+metrics/eval/<model>.json, never 0.
 """
 
 import math
@@ -113,7 +114,9 @@ class SuiteResult:
         self.numbers |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
 
     def item(self, suite: str, name: str, completion: Completion, output: str, *, asked: Any, **more: Any) -> None:
-        """Keep what was answered to one item; `asked` is all that makes the item, so that two runs know whether it is the same."""
+        """Keep what was answered to one item; `asked` is all that makes the item, so that two runs know whether it
+        is the same.
+        """
         row = {
             "suite": suite,
             "id": name,
@@ -211,9 +214,12 @@ def gaps(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
         place = places[stable_hash(subject.seed, "gap", document.path) % len(places)]
         before, after = "".join(lines[max(0, place - 15) : place]), "".join(lines[place + 1 : place + 11])
         prompts[document.path] = [
-            tokenizer.fim_prefix, *tokenizer.encode(before), tokenizer.fim_suffix, *tokenizer.encode(after),
+            tokenizer.fim_prefix,
+            *tokenizer.encode(before),
+            tokenizer.fim_suffix,
+            *tokenizer.encode(after),
             tokenizer.fim_middle,
-        ]  # fmt: skip
+        ]
         wanted[document.path], asked[document.path] = lines[place], [before, lines[place], after]
     if not prompts:
         return result
@@ -225,8 +231,16 @@ def gaps(subject: Subject, texts: Sequence[Text]) -> SuiteResult:
         filled = tokenizer.decode(completion.ids)
         right = filled.strip("\n") == wanted[path].strip("\n")
         verdict = "exact" if right else "differs"
-        result.item("gaps", path, completion, filled, asked=asked[path], reference=wanted[path], verdict=verdict,
-                    right=int(right))  # fmt: skip
+        result.item(
+            "gaps",
+            path,
+            completion,
+            filled,
+            asked=asked[path],
+            reference=wanted[path],
+            verdict=verdict,
+            right=int(right),
+        )
     result.measure("fim_exact_match", wilson(sum(r["verdict"] == "exact" for r in result.rows), len(result.rows)))
     return result
 
@@ -290,10 +304,20 @@ def solved(subject: Subject, problems: Sequence[Problem], judge: Judge) -> Suite
     shares = code.pass_rows(sampled, 1)
     for problem, one in zip(problems, judged, strict=True):
         more = {"sampled": shares[problem.id]} if problem.id in shares else {}
-        result.item("problems", problem.id, greedy[problem.id], answers[problem.id],
-                    asked=asdict(problem), prompt=problem.question,
-                    verdict=one.verdict, score=one.score, group=problem.group, right=int(one.verdict == "passed"),
-                    parses=int(one.parses), **more)  # fmt: skip
+        result.item(
+            "problems",
+            problem.id,
+            greedy[problem.id],
+            answers[problem.id],
+            asked=asdict(problem),
+            prompt=problem.question,
+            verdict=one.verdict,
+            score=one.score,
+            group=problem.group,
+            right=int(one.verdict == "passed"),
+            parses=int(one.parses),
+            **more,
+        )
     return result
 
 
@@ -327,8 +351,15 @@ def answered(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
         if name in done:
             given.append(chat.parse(subject.tokenizer.decode(done[name].ids)).content)
             references.append(dialogue.messages[turn]["content"])
-            result.item("answers", name, done[name], given[-1], asked=[dialogue.messages[: turn + 1], dialogue.tools],
-                        prompt=last(dialogue.messages[:turn]), reference=references[-1])  # fmt: skip
+            result.item(
+                "answers",
+                name,
+                done[name],
+                given[-1],
+                asked=[dialogue.messages[: turn + 1], dialogue.tools],
+                prompt=last(dialogue.messages[:turn]),
+                reference=references[-1],
+            )
     if given:
         result.numbers |= likelihood.text_scores(given, references) | {"n": len(given)}
         result.numbers |= likelihood.bertscore(
@@ -347,7 +378,7 @@ def last(messages: Sequence[dict[str, Any]]) -> str:
     return str(messages[-1]["content"])[:CUT]
 
 
-# -- purposes -------------------------------------------------------------------------------------------------------------
+# -- purposes ----------------------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ denominator is empty is left out. Turns come from `synthesis.tools.turns`; the r
     irrelevance, relevance                             nothing / something decodes to a call
     false_call_rate                                    a call although none fits or none is asked for
     ask_back_rate                                      no call and a question, where a required value is missing
-    multi_turn                                         dialogues whose replies together leave the world as the truth does
-    json_valid schema_valid name_accuracy              of the turns that need calls: every call is JSON / fits its schema,
+    multi_turn                                        dialogues whose replies together leave the world as the truth does
+    json_valid schema_valid name_accuracy            of the turns that need calls: every call is JSON / fits its schema,
                                                        the names are right
     argument_f1                                        micro, over (call, parameter, value), without defaults
     hallucinated_parameter_rate                        given parameters that the schema does not know
@@ -19,10 +19,12 @@ denominator is empty is left out. Turns come from `synthesis.tools.turns`; the r
 
 Not promised: that another call could not have served the wish as well.
 
-The suite of tool calls: every scored turn of the test dialogues, given the true conversation before it, scored as BFCL scores them.
+The suite of tool calls: every scored turn of the test dialogues, given the true conversation before it, scored as BFCL
+scores them.
 
     ast, ast_*, schema_valid, argument_f1, ...     greedy (evaluation/tools.py)
-    ast_constrained, schema_valid_constrained      the same turns when a call can only be one of the tools' schemas (generation/constrain.py)
+    ast_constrained, schema_valid_constrained      the same turns when a call can only be one of the tools' schemas
+                                                   (generation/constrain.py)
 
 Intervals are a bootstrap over whole dialogues.
 """
@@ -162,9 +164,11 @@ def _triples(schemas: dict[str, Any], made: list[tuple[str, Any]]) -> Counter[tu
 
 
 def call_reward(pair: Pair, text: str) -> float:
-    """How right an answer is to a prompt whose right answer is known: the reward `tool_call` (alignment spec, section 9).
+    """How right an answer is to a prompt whose right answer is known: the reward `tool_call` (alignment spec, section
+    9).
 
-    1 if BFCL's rules accept it (no call where none is right), else 0.1 * its calls parse + 0.4 * (names right) * F1 of values.
+    1 if BFCL's rules accept it (no call where none is right), else 0.1 * its calls parse + 0.4 * (names right) * F1 of
+    values.
     """
     assert pair.truth is not None
     dialogue = Dialogue(
@@ -240,7 +244,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-# -- suites_tools ---------------------------------------------------------------------------------------------------------
+# -- suites_tools ------------------------------------------------------------------------------------------------------
 
 
 def called(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
@@ -270,16 +274,29 @@ def called(subject: Subject, dialogues: Sequence[Dialogue]) -> SuiteResult:
     for (dialogue, turn), row, reply in zip(kept, rows, replies, strict=True):
         name = f"{dialogue.id}#{turn}"
         wanted = "call" if row["needs"] else "question" if row["category"] == "missing" else "nothing"
-        result.item("tools", name, done[name], reply, asked=[dialogue.messages[: turn + 1], dialogue.tools],
-                    prompt=last(dialogue.messages[:turn]), category=row["category"], tool=row["tool"], wanted=wanted,
-                    constrained=int(dialogue.id in narrowed), verdict="right" if row["valid"] else row["error"], right=int(row["valid"]))  # fmt: skip
+        result.item(
+            "tools",
+            name,
+            done[name],
+            reply,
+            asked=[dialogue.messages[: turn + 1], dialogue.tools],
+            prompt=last(dialogue.messages[:turn]),
+            category=row["category"],
+            tool=row["tool"],
+            wanted=wanted,
+            constrained=int(dialogue.id in narrowed),
+            verdict="right" if row["valid"] else row["error"],
+            right=int(row["valid"]),
+        )
     return result
 
 
 def _under_grammars(
     subject: Subject, asked: Sequence[tuple[Dialogue, int]], prompts: dict[str, list[int]], ids: Sequence[str]
 ) -> dict[str, float]:
-    """`ast_constrained` and `schema_valid_constrained`: turns of the dialogues `ids` when a call can only be one of the schemas."""
+    """`ast_constrained` and `schema_valid_constrained`: turns of the dialogues `ids` when a call can only be one of
+    the schemas.
+    """
     if not ids:
         return {}
     known = Grammars(subject.tokenizer, subject.model.config.vocab_size)

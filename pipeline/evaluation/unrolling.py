@@ -1,9 +1,10 @@
 """A check that was written as code -> asserts about literals, which the judge can decide without trusting anybody.
 
-HumanEval's `check(candidate)` and MBPP's asserts must not run beside a candidate: it could patch whatever they use. Most
-of their asserts are `assert f(1) == 2` already and are taken as they stand. The rest, in loops or with names computed on
-the way, is unrolled: the check runs alone in the sandbox, with the reference's helpers and with a candidate that only
-says that it was called. Every assert it meets is written down, each part of it without the candidate replaced by its value:
+HumanEval's `check(candidate)` and MBPP's asserts must not run beside a candidate: it could patch whatever they use.
+Most of their asserts are `assert f(1) == 2` already and are taken as they stand. The rest, in loops or with names
+computed on the way, is unrolled: the check runs alone in the sandbox, with the reference's helpers and with a candidate
+that only says that it was called. Every assert it meets is written down, each part of it without the candidate replaced
+by its value:
 
     for x in range(2, 4):
         assert candidate(x, x + 1) == str(x)      ->      assert f((2), (3)) == ('2') and f((3), (4)) == ('3')

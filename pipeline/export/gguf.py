@@ -3,19 +3,22 @@
     model, tokenizer  --write-->  <name>-<kind>.gguf      kind: f32, f16, bf16 or q8_0
     file  --read-->  Contents: the weights as numbers again, the vocabulary, all keys
 
-llama.cpp's converter refuses tokenizers that it does not know, so the file is written here, by the `gguf` package. Queries and
-keys are not permuted: Qwen's rotation pairs halves in both worlds, and a `llama` file, whose rotation pairs neighbours, is
-refused. Matrices are in the kind's type, q8_0 where a row divides by its block of 32 and f16 elsewhere; vectors stay f32.
+llama.cpp's converter refuses tokenizers that it does not know, so the file is written here, by the `gguf` package.
+Queries and keys are not permuted: Qwen's rotation pairs halves in both worlds, and a `llama` file, whose rotation pairs
+neighbours, is refused. Matrices are in the kind's type, q8_0 where a row divides by its block of 32 and f16 elsewhere;
+vectors stay f32.
 
-Not here: what another program computes from the file (`benchmarks/exports.py`). Only files written here are meant to be read.
+Not here: what another program computes from the file (`benchmarks/exports.py`). Only files written here are meant to be
+read.
 
 Ollama's Modelfile: the model's file, its context, where to stop, and its template in Go's words.
 
     ollama create mine -f models/deploy/ollama/Modelfile
 
-Ollama runs no Jinja. TEMPLATE says in Go's text/template what `text/tokenizer.py` says in Jinja, and the insertion of code between
-a prefix and a suffix. What Ollama gives it: `.System` the system messages joined, `.Messages` all of them, `.Tools`, `.Prompt` and
-`.Suffix` of a completion; a tool's `.Function` prints as JSON, and `json` prints what it is given so.
+Ollama runs no Jinja. TEMPLATE says in Go's text/template what `text/tokenizer.py` says in Jinja, and the insertion of
+code between a prefix and a suffix. What Ollama gives it: `.System` the system messages joined, `.Messages` all of them,
+`.Tools`, `.Prompt` and `.Suffix` of a completion; a tool's `.Function` prints as JSON, and `json` prints what it is
+given so.
 
 Not promised: the spaces of JSON; Ollama's has none after commas and colons, the model was trained on those with one.
 """
@@ -41,26 +44,31 @@ from pipeline.text.tokenizer import PATTERN, SPECIAL, TEMPLATE, Tokenizer
 
 TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0}
 FILE_TYPES = {
-    "f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16, "bf16": gguf.LlamaFileType.MOSTLY_BF16,
+    "f32": gguf.LlamaFileType.ALL_F32,
+    "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-}  # fmt: skip
+}
 ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2}
-# llama.cpp's name of a split pattern (src/llama-vocab.cpp), by the pattern itself, for a near miss would split some text
-# otherwise, and by `ignore_merges`, which the name decides there too
+# llama.cpp's name of a split pattern (src/llama-vocab.cpp), by the pattern itself, for a near miss would split some
+# text otherwise, and by `ignore_merges`, which the name decides there too
 SPLITS = {(PATTERN, False): "qwen2", (PATTERN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"), True): "llama-bpe"}
 FILLER = "<|unused_"
 BLOCK = 32  # numbers that share a scale in q8_0
 
 
 def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str, name: str) -> None:
-    """Write a causal model; `serialized` is the text of its tokenizer.json. Raises ModelError for what llama.cpp would read otherwise than it is."""
+    """Write a causal model; `serialized` is the text of its tokenizer.json. Raises ModelError for what llama.cpp
+    would read otherwise than it is.
+    """
     config = model.config
     if kind not in TYPES:
         raise ModelError(f"gguf: expected one of {', '.join(TYPES)}, got {kind!r}")
     if config.attention != "causal" or config.family not in ARCHITECTURES:
         found = config.family if config.attention == "causal" else "bidirectional"
         raise ModelError(
-            f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {found}; set deploy.gguf to []"
+            f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {found}; set deploy.gguf"
+            " to []"
         )
     if model.memory is not None:
         raise ModelError(
@@ -68,8 +76,8 @@ def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str,
         )
     if config.family == "qwen2" and config.heads * config.head_dim != config.width:
         raise ModelError(
-            f"gguf: llama.cpp reads qwen2 only where heads * head_dim is the width, found {config.heads} * {config.head_dim} and "
-            f"{config.width}; set deploy.gguf to []"
+            f"gguf: llama.cpp reads qwen2 only where heads * head_dim is the width, found {config.heads} *"
+            f" {config.head_dim} and {config.width}; set deploy.gguf to []"
         )
     writer = gguf.GGUFWriter(path, config.family)
     try:
@@ -115,11 +123,18 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, found: "Vocabu
 
 
 def roles(tokenizer: Tokenizer) -> dict[str, int]:
-    """The ids that llama.cpp must know by what they do: it stops at the end of a turn, and fills in code by the fim tokens."""
+    """The ids that llama.cpp must know by what they do: it stops at the end of a turn, and fills in code by the fim
+    tokens.
+    """
     ids = {
-        "eos": tokenizer.turn_end, "eot": tokenizer.turn_end, "padding": tokenizer.pad, "fim_pre": tokenizer.fim_prefix,
-        "fim_suf": tokenizer.fim_suffix, "fim_mid": tokenizer.fim_middle, "fim_pad": tokenizer.fim_pad,
-    }  # fmt: skip
+        "eos": tokenizer.turn_end,
+        "eot": tokenizer.turn_end,
+        "padding": tokenizer.pad,
+        "fim_pre": tokenizer.fim_prefix,
+        "fim_suf": tokenizer.fim_suffix,
+        "fim_mid": tokenizer.fim_middle,
+        "fim_pad": tokenizer.fim_pad,
+    }
     return {f"tokenizer.ggml.{role}_token_id": id_ for role, id_ in ids.items()}
 
 
@@ -146,8 +161,9 @@ def vocabulary(serialized: str, rows: int) -> Vocabulary:
     split = SPLITS.get((splits[0], whole)) if len(splits) == 1 else None
     if split is None or state["normalizer"] is not None:
         raise ModelError(
-            f"gguf: expected a split pattern that llama.cpp has a name for and no normaliser, found {splits}, ignore_merges "
-            f"{whole} and {state['normalizer']}; add its name to SPLITS in pipeline/export/gguf.py, or set deploy.gguf to []"
+            f"gguf: expected a split pattern that llama.cpp has a name for and no normaliser, found {splits},"
+            f" ignore_merges {whole} and {state['normalizer']}; add its name to SPLITS in pipeline/export/gguf.py, or"
+            " set deploy.gguf to []"
         )
     tokens = [f"{FILLER}{id_}|>" for id_ in range(rows)]
     types = [int(TokenType.UNUSED)] * rows
@@ -219,7 +235,9 @@ def verify(
 
 
 def rounded(values: Tensor, kind: str) -> Tensor:
-    """What a weight is once it was stored. q8_0: blocks of 32 of integers up to 127, times an f16 (ggml, quantize_row_q8_0)."""
+    """What a weight is once it was stored. q8_0: blocks of 32 of integers up to 127, times an f16 (ggml,
+    quantize_row_q8_0).
+    """
     if values.ndim == 1 or kind == "f32":
         return values
     if kind == "bf16":
@@ -243,7 +261,9 @@ class Contents:
 
 
 def read(path: Path) -> Contents:
-    """Read a file that `write` made. Raises ModelError where a key or a weight is missing, or does not fit the shape."""
+    """Read a file that `write` made. Raises ModelError where a key or a weight is missing, or does not fit the
+    shape.
+    """
     try:
         reader = gguf.GGUFReader(path)
     except (OSError, ValueError) as error:
@@ -252,8 +272,13 @@ def read(path: Path) -> Contents:
     try:
         model = _model(keys, {tensor.name: tensor for tensor in reader.tensors}, path)
         ggml = "tokenizer.ggml."
-        words = Vocabulary(keys[f"{ggml}tokens"], keys[f"{ggml}token_type"], keys[f"{ggml}merges"], keys[f"{ggml}pre"],
-                           keys["tokenizer.chat_template"])  # fmt: skip
+        words = Vocabulary(
+            keys[f"{ggml}tokens"],
+            keys[f"{ggml}token_type"],
+            keys[f"{ggml}merges"],
+            keys[f"{ggml}pre"],
+            keys["tokenizer.chat_template"],
+        )
     except KeyError as error:
         raise ModelError(f"{path}: {error} is missing") from error
     return Contents(model, words, keys)
@@ -291,24 +316,55 @@ def _model(keys: dict[str, Any], stored: dict[str, Any], path: Path) -> Transfor
     return model.train(False)
 
 
-# -- ollama ---------------------------------------------------------------------------------------------------------------
+# -- ollama ------------------------------------------------------------------------------------------------------------
 
 
 _PREFIX, _SUFFIX, _MIDDLE = (SPECIAL[name] for name in ("fim_prefix", "fim_suffix", "fim_middle"))
-OLLAMA_TEMPLATE = "".join((
-    "{{ if .Suffix }}", _PREFIX, "{{ .Prompt }}", _SUFFIX, "{{ .Suffix }}", _MIDDLE,
-    "{{ else }}",
-    "{{ if or .System .Tools }}", START, "system\n{{ .System }}",
-    "{{ if .Tools }}{{ if .System }}\n\n{{ end }}Tools you can call:\n<tools>\n",
-    "{{ range .Tools }}{{ .Function }}\n{{ end }}</tools>{{ end }}", END, "\n{{ end }}",
-    "{{ range .Messages }}",
-    '{{ if eq .Role "user" }}', START, "user\n{{ .Content }}", END, "\n",
-    '{{ else if eq .Role "assistant" }}', START, "assistant\n{{ .Content }}{{ $said := .Content }}",
-    "{{ range $number, $call := .ToolCalls }}{{ if or $number $said }}\n{{ end }}", CALL,
-    '\n{"name": "{{ .Function.Name }}", "arguments": {{ .Function.Arguments }}}\n', CALL_END, "{{ end }}", END, "\n",
-    '{{ else if eq .Role "tool" }}', START, "tool\n", RESPONSE, "\n{{ .Content }}\n", RESPONSE_END, END, "\n",
-    "{{ end }}{{ end }}", START, "assistant\n{{ end }}",
-))  # fmt: skip
+OLLAMA_TEMPLATE = "".join(
+    (
+        "{{ if .Suffix }}",
+        _PREFIX,
+        "{{ .Prompt }}",
+        _SUFFIX,
+        "{{ .Suffix }}",
+        _MIDDLE,
+        "{{ else }}",
+        "{{ if or .System .Tools }}",
+        START,
+        "system\n{{ .System }}",
+        "{{ if .Tools }}{{ if .System }}\n\n{{ end }}Tools you can call:\n<tools>\n",
+        "{{ range .Tools }}{{ .Function }}\n{{ end }}</tools>{{ end }}",
+        END,
+        "\n{{ end }}",
+        "{{ range .Messages }}",
+        '{{ if eq .Role "user" }}',
+        START,
+        "user\n{{ .Content }}",
+        END,
+        "\n",
+        '{{ else if eq .Role "assistant" }}',
+        START,
+        "assistant\n{{ .Content }}{{ $said := .Content }}",
+        "{{ range $number, $call := .ToolCalls }}{{ if or $number $said }}\n{{ end }}",
+        CALL,
+        '\n{"name": "{{ .Function.Name }}", "arguments": {{ .Function.Arguments }}}\n',
+        CALL_END,
+        "{{ end }}",
+        END,
+        "\n",
+        '{{ else if eq .Role "tool" }}',
+        START,
+        "tool\n",
+        RESPONSE,
+        "\n{{ .Content }}\n",
+        RESPONSE_END,
+        END,
+        "\n",
+        "{{ end }}{{ end }}",
+        START,
+        "assistant\n{{ end }}",
+    )
+)
 
 
 def write_modelfile(path: Path, weights: str, context: int, *, temperature: float) -> None:

@@ -5,14 +5,16 @@
 The directory is what transformers, vLLM and the converters read. `verify` loads it again and compares log-probabilities
 and greedy tokens (of a reward model its rewards) with the model it was made from: the difference must be exactly 0.
 
-`check` is for who loads a directory from elsewhere. It refuses what could run code, or is not as it was sealed; that the
-weights are harmless to ask is not promised.
+`check` is for who loads a directory from elsewhere. It refuses what could run code, or is not as it was sealed; that
+the weights are harmless to ask is not promised.
 
-The model card of an export: what it is, how each program runs it, how far each export is from its model, where it comes from.
+The model card of an export: what it is, how each program runs it, how far each export is from its model, where it comes
+from.
 
     model, proofs, lineage, manifests of the data  --write-->  README.md
 
-Every number in it was measured or counted by the run that wrote it. Commands of other programs are marked as not run here.
+Every number in it was measured or counted by the run that wrote it. Commands of other programs are marked as not run
+here.
 """
 
 import json
@@ -95,8 +97,8 @@ def _check_sums(folder: Path) -> None:
         found = sha256(path) if path.is_file() else "nothing"
         if found != expected:
             raise ModelError(
-                f"{path}: expected sha256 {expected[:12]}... as {SUMS} says, found {found[:12]}; fetch or export the model "
-                f"again, or delete {SUMS} if you changed it on purpose"
+                f"{path}: expected sha256 {expected[:12]}... as {SUMS} says, found {found[:12]}; fetch or export the"
+                f" model again, or delete {SUMS} if you changed it on purpose"
             )
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".safetensors", ".jinja") and path.name not in named:
@@ -155,14 +157,17 @@ def verify(model: Exportable, tokenizer: Tokenizer, out: Path) -> dict[str, floa
     return parity.check(parity.compare(model, parity.Ours(again), ids), "huggingface", out)
 
 
-# -- card -----------------------------------------------------------------------------------------------------------------
+# -- card --------------------------------------------------------------------------------------------------------------
 
 
 HERE = Path(__file__).parent  # card.md, and what it says of other programs, by the kind of export
 Numbers = Mapping[str, float | int]
 
 NOT_RUN_BY_OTHERS = "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`."
-SERVE = "```\npython -m pipeline.serve models/deploy          # our server: http://127.0.0.1:8000, OpenAI's API and a page\n```\n"
+SERVE = (
+    "```\npython -m pipeline.serve models/deploy          # our server: http://127.0.0.1:8000, OpenAI's API and a"
+    " page\n```\n"
+)
 GGUF = """\
 llama-cli -m models/deploy/@GGUF@ --jinja            # llama.cpp
 ollama create @NAME@ -f models/deploy/ollama/Modelfile && ollama run @NAME@
@@ -228,16 +233,22 @@ def _reward(model: RewardModel) -> str:
 
 def _proof(reward: bool) -> str:
     if reward:
-        return "The directory was read back and its rewards compared with the model's on a text of prose, code and many scripts."
+        return (
+            "The directory was read back and its rewards compared with the model's on a text of prose, code and many"
+            " scripts."
+        )
     return (
-        "Every export was read back and compared with the model on a text of prose, code and many scripts, most of which a small "
-        "model has never seen the like of. The mean divergence, KL(model || export), is by how much the export's log-perplexity is "
-        "worse on text that the model itself writes; the perplexity is that of the probe."
+        "Every export was read back and compared with the model on a text of prose, code and many scripts, most of"
+        " which a small model has never seen the like of. The mean divergence, KL(model || export), is by how much the"
+        " export's log-perplexity is worse on text that the model itself writes; the perplexity is that of the probe."
     )
 
 
 def _parity(proofs: Mapping[str, Numbers]) -> str:
-    head = "| export | mean divergence (nats) | largest difference of a log-probability | perplexity | greedy tokens equal | fails above |"
+    head = (
+        "| export | mean divergence (nats) | largest difference of a log-probability | perplexity | greedy tokens equal"
+        " | fails above |"
+    )
     return "\n".join([head, "|---|---|---|---|---|---|", *(_row(kind, found) for kind, found in proofs.items())])
 
 
@@ -290,5 +301,8 @@ def _lineage(exported: Exported) -> str:
 
 def _limits(reward: bool) -> str:
     if reward:
-        return "It ranks by what its pairs taught it, surface included: a policy trained against it for long will find that out."
+        return (
+            "It ranks by what its pairs taught it, surface included: a policy trained against it for long will find"
+            " that out."
+        )
     return "It is as small as its data; it invents facts, and code it writes must not be run outside a sandbox."

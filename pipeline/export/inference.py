@@ -2,11 +2,11 @@
 
     Fused(model)     q, k and v are one matrix product, gate and up are one; rotary angles come from a table
 
-At batch 1 a layer of a small model takes longer to be asked for than to be computed, so the number of operations counts. Sums are
-added up in another order, so logits agree to rounding, not to the bit.
+At batch 1 a layer of a small model takes longer to be asked for than to be computed, so the number of operations
+counts. Sums are added up in another order, so logits agree to rounding, not to the bit.
 
-Not promised: training, adapters that are not merged, torch.compile. Fused weights are copies, the others are shared: drop the first
-model to free its own. Shapes as in `model/attention.py`.
+Not promised: training, adapters that are not merged, torch.compile. Fused weights are copies, the others are shared:
+drop the first model to free its own. Shapes as in `model/attention.py`.
 
 int8 weights for decoding on a CPU: half of what a token reads in bf16, a quarter of what it reads in float32.
 
@@ -15,20 +15,24 @@ int8 weights for decoding on a CPU: half of what a token reads in bf16, a quarte
 
     w[i, :] ~ scale[i] q[i, :],   scale[i] = max |w[i, :]| / 127,   q = round(w / scale)
 
-Decoding is bound by reading weights. For a few rows FBGEMM reads q once and multiplies whole numbers. It takes activations of eight
-bits, which is too coarse, so each row x is given to it as two rows of digits, a coarse one and what that leaves:
+Decoding is bound by reading weights. For a few rows FBGEMM reads q once and multiplies whole numbers. It takes
+activations of eight bits, which is too coarse, so each row x is given to it as two rows of digits, a coarse one and
+what that leaves:
 
     x ~ peak / D (a + b / 2D),   peak = max |x|,   a = round(D x / peak),   b = round(2D (D x / peak - a)),   |a|, |b| <= D = 63
 
-so x is off by at most peak / 15,876, and sums are exact: what a row gets depends on no neighbour. D is not 127 because without VNNI the
-CPU adds two products in 16 bits, and 2 (2D) 127 must fit there. That takes 0.5 to 0.8 of the time of torch's own product of int8
-weights and bf16 activations (docs/LOG.md). Above NARROW rows the work is bound by arithmetic, and q is widened first, which is exact,
-to bf16 where the CPU multiplies it. The embedding stays as it is for looking up.
+so x is off by at most peak / 15,876, and sums are exact: what a row gets depends on no neighbour. D is not 127 because
+without VNNI the CPU adds two products in 16 bits, and 2 (2D) 127 must fit there. That takes 0.5 to 0.8 of the time of
+torch's own product of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows the work is bound by
+arithmetic, and q is widened first, which is exact, to bf16 where the CPU multiplies it. The embedding stays as it is
+for looking up.
 
-How far a log-probability moves depends on how sure the model is of itself. On the probe text: perplexity within 0.5 %; the demo's models,
-of 2.4 M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of divergence in the mean (docs/LOG.md).
+How far a log-probability moves depends on how sure the model is of itself. On the probe text: perplexity within 0.5 %;
+the demo's models, of 2.4 M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of divergence in the
+mean (docs/LOG.md).
 
-Not promised: equal bits between few and many rows; other devices than x86 CPUs; training; quantising in two threads at a time.
+Not promised: equal bits between few and many rows; other devices than x86 CPUs; training; quantising in two threads at
+a time.
 """
 
 import sys
@@ -51,7 +55,9 @@ FEW, MANY = 5, 64  # rows of a step of several users, or of a draft and its toke
 
 
 class Fused(Transformer):
-    """A `Transformer` in evaluation mode with fused layers; `head` is a linear layer also where the embedding is tied."""
+    """A `Transformer` in evaluation mode with fused layers; `head` is a linear layer also where the embedding is
+    tied.
+    """
 
     def __init__(self, model: Transformer) -> None:
         """Raises ValueError for a model that holds adapters."""
@@ -86,7 +92,8 @@ class Fused(Transformer):
 
     @torch.no_grad()
     def trace(self) -> "Fused":
-        """Make steps of fewer than FEW rows faster, in int8 1.4 times (docs/LOG.md). From now on the model can only be run.
+        """Make steps of fewer than FEW rows faster, in int8 1.4 times (docs/LOG.md). From now on the model can only be
+        run.
 
         Not where Python is 3.14, which torch cannot trace, nor off the CPU, where what is fused is rounded otherwise.
         """
@@ -148,7 +155,9 @@ class FusedBlock(nn.Module):
         return x + self.down(functional.silu(gate).mul_(up))
 
     def trace(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Run fewer than FEW rows without Python between two operations from now on; examples as of `forward`, of one row."""
+        """Run fewer than FEW rows without Python between two operations from now on; examples as of `forward`, of
+        one row.
+        """
         attended = x.new_zeros(1, self.heads * self.size)
         with warnings.catch_warnings():
             # deprecated: but torch is pinned, and torch.compile wants a C++ compiler and half a minute
@@ -192,7 +201,9 @@ class _FusedBody(Body):
 
 
 class Product(Linear):
-    """A linear layer that multiplies from FEW rows on from the left: on a CPU's float32 that takes 0.6 of the time (docs/LOG.md)."""
+    """A linear layer that multiplies from FEW rows on from the left: on a CPU's float32 that takes 0.6 of the time
+    (docs/LOG.md).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -222,7 +233,7 @@ def _around(weight: Tensor) -> Product:
     return made
 
 
-# -- quantize -------------------------------------------------------------------------------------------------------------
+# -- quantize ----------------------------------------------------------------------------------------------------------
 
 
 FROM_PARAMETERS = 50_000_000  # smaller models lie in a CPU's cache, and what they wait for is not their weights
@@ -244,7 +255,9 @@ def has_fbgemm() -> bool:
 
 
 def for_serving(model: Transformer, weights: Literal["int8", "native"] | None = None) -> Fused:
-    """The model as an engine runs it: in int8 or with its own weights; None: in int8 where that `pays`. Raises as `quantize`."""
+    """The model as an engine runs it: in int8 or with its own weights; None: in int8 where that `pays`. Raises as
+    `quantize`.
+    """
     return (quantize(model) if weights == "int8" or (weights is None and pays(model)) else Fused(model)).trace()
 
 
@@ -265,7 +278,9 @@ def quantize(model: Transformer) -> Fused:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer that holds (out, in) int8 and a scale for each output, once as they are and once as FBGEMM packs them."""
+    """A linear layer that holds (out, in) int8 and a scale for each output, once as they are and once as FBGEMM
+    packs them.
+    """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -295,7 +310,9 @@ class Int8Linear(nn.Module):
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`weight` (out, in) as levels (out, in) int8 from -127 to 127 and scales (out,) float32: levels * scales is near it."""
+    """`weight` (out, in) as levels (out, in) int8 from -127 to 127 and scales (out,) float32: levels * scales is
+    near it.
+    """
     wide = weight.float()
     scales = wide.abs().amax(1).clamp_min(TINY) / LEVELS
     return (wide / scales[:, None]).round_().to(torch.int8), scales

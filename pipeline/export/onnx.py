@@ -1,13 +1,14 @@
-"""ONNX, what onnxruntime-genai runs: its own builder makes it from the exported directory, and its own runtime proves it.
+"""ONNX, what onnxruntime-genai runs: its own builder makes it from the exported directory, and its own runtime proves
+it.
 
     models/deploy  --build-->  models/deploy/onnx: model.onnx, model.onnx.data, genai_config.json, tokenizer      fp32 or int4
 
-Needs the extra: pip install 'stagecoach[onnx]'. The builder is a program (`python -m onnxruntime_genai.models.builder`) that is
-run within this process, without a network. It imports transformers; nothing of ours does. int4 is the builder's own rounding,
-blocks of 32 with a scale each.
+Needs the extra: pip install 'stagecoach[onnx]'. The builder is a program (`python -m onnxruntime_genai.models.builder`)
+that is run within this process, without a network. It imports transformers; nothing of ours does. int4 is the builder's
+own rounding, blocks of 32 with a scale each.
 
-Not here: serving the directory (`serve/`). Not promised: int4 as exact as anything, its distance is only reported; equal bytes
-from another version of the builder.
+Not here: serving the directory (`serve/`). Not promised: int4 as exact as anything, its distance is only reported;
+equal bytes from another version of the builder.
 """
 
 import contextlib
@@ -48,7 +49,9 @@ def need() -> None:
 
 
 def build(model: Path, out: Path, *, kind: str) -> None:
-    """Build `out` from the model directory `model`. Raises InputError without the extra, ModelError where the builder fails."""
+    """Build `out` from the model directory `model`. Raises InputError without the extra, ModelError where the
+    builder fails.
+    """
     need()
     assert kind in KINDS, kind
     with tempfile.TemporaryDirectory() as cache:

@@ -2,13 +2,15 @@
 
     model, a program that reads its export  --compare-->  Found  --check-->  GateError where it is too far
 
-What rounds nothing must be equal. Where weights are rounded, how far a log-probability moves depends on how sure the model is of
-itself: f16 moves the demo's by up to 0.03 nats on this probe, most of which it has never seen the like of, and the probe's
-perplexity goes up or down by a percent as it happens. So the limit is on the mean divergence KL(model || export), which is by
-how much the export's log-perplexity is worse on text that the model itself would write: q8_0 may lose 0.5 %. That the weights
-are the model's, rounded, is proved by itself (`gguf.verify`). A merged adapter is proved where it is merged (`model/lora.py`).
+What rounds nothing must be equal. Where weights are rounded, how far a log-probability moves depends on how sure the
+model is of itself: f16 moves the demo's by up to 0.03 nats on this probe, most of which it has never seen the like of,
+and the probe's perplexity goes up or down by a percent as it happens. So the limit is on the mean divergence KL(model
+|| export), which is by how much the export's log-perplexity is worse on text that the model itself would write: q8_0
+may lose 0.5 %. That the weights are the model's, rounded, is proved by itself (`gguf.verify`). A merged adapter is
+proved where it is merged (`model/lora.py`).
 
-`Program` is the seam: the exports are read by our own model here, and by other programs in `onnx.py` and `benchmarks/exports.py`.
+`Program` is the seam: the exports are read by our own model here, and by other programs in `onnx.py` and
+`benchmarks/exports.py`.
 """
 
 import math

@@ -2,8 +2,8 @@
 
     models/deploy  --python -m pipeline.serve-->  six answers, or GateError with the server's last words
 
-The server is a process of its own on a free port of this machine, with a key made for it, and is gone afterwards. What an
-answer says is not judged: its shape is, and that ids, the same text twice and rewards are the model's.
+The server is a process of its own on a free port of this machine, with a key made for it, and is gone afterwards. What
+an answer says is not judged: its shape is, and that ids, the same text twice and rewards are the model's.
 
 Not here: everything else about the server (`tests/test_server.py`), and its speed.
 """
@@ -34,8 +34,13 @@ READY_SECONDS, ANSWER_SECONDS = 600, 300
 TEXT = "def f(x): return x  # 你好 🙂"
 TALK = [{"role": "user", "content": "Say hi"}]
 ANSWERED = [*TALK, {"role": "assistant", "content": "hi"}]
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {
-    "type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}}}  # fmt: skip
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]},
+    },
+}
 SAID = 16  # tokens of an answer
 
 
@@ -161,8 +166,12 @@ def _said(door: Door) -> str:
     path = "/v1/chat/completions"
     found = door.ask(path, {"messages": TALK, "max_completion_tokens": SAID, "temperature": 0})
     choice, used = found["choices"][0], found["usage"]
-    _expect(choice["message"]["role"] == "assistant" and choice["finish_reason"] in ("stop", "length", "tool_calls"), path,
-            "an assistant's message that ended", choice)  # fmt: skip
+    _expect(
+        choice["message"]["role"] == "assistant" and choice["finish_reason"] in ("stop", "length", "tool_calls"),
+        path,
+        "an assistant's message that ended",
+        choice,
+    )
     asked = len(chat.render(door.tokenizer, TALK, generation_prompt=True).ids)
     _expect(
         used["prompt_tokens"] == asked and 0 < used["completion_tokens"] <= SAID,
@@ -211,8 +220,12 @@ def _called(door: Door) -> None:
     _expect(answer.status_code == 200, path, "status 200 or 400", f"{answer.status_code} {answer.text:.300}")
     function = found["choices"][0]["message"]["tool_calls"][0]["function"]
     given = json.loads(function["arguments"])
-    _expect(function["name"] == "look" and isinstance(given, dict) and list(map(type, given.values())) == [bool], path,
-            'look({"deep": true or false})', function)  # fmt: skip
+    _expect(
+        function["name"] == "look" and isinstance(given, dict) and list(map(type, given.values())) == [bool],
+        path,
+        'look({"deep": true or false})',
+        function,
+    )
 
 
 def _reward_calls(door: Door, model: RewardModel) -> int:

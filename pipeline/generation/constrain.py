@@ -1,23 +1,26 @@
-"""Constrained output: tool calls and JSON that are complete and valid whatever the weights, within their budget of tokens.
+"""Constrained output: tool calls and JSON that are complete and valid whatever the weights, within their budget of
+tokens.
 
     grammars = Grammars(tokenizer, rows)                      one for a model; threads may share it
     grammar = grammars.tool_calls(tools, choice="required")   or json_schema(schema), json_object(): compiled, and kept
-    constraint = grammar.constraint(budget)                   a request's own state; SchemaError where the shortest does not fit
+    constraint = grammar.constraint(budget)           a request's own state; SchemaError where the shortest does not fit
     constraint.allowed(remaining) -> mask; constraint.take(sampled, remaining) -> the token to say
 
-llguidance says which tokens the grammar allows (`grammars.py`). Against an answer that runs out of budget stands the closing plan (`closing.py`): tokens that end the output
-from here. A sampled token is said if a plan behind it still fits what remains; if none does, the plan's next token is said instead.
-So the invariant holds at every token: the rest of the plan fits the rest of the budget.
+llguidance says which tokens the grammar allows (`grammars.py`). Against an answer that runs out of budget stands the
+closing plan (`closing.py`): tokens that end the output from here. A sampled token is said if a plan behind it still
+fits what remains; if none does, the plan's next token is said instead. So the invariant holds at every token: the rest
+of the plan fits the rest of the budget.
 
-Where the grammar gives out on the way (llguidance's limits on hostile patterns), the plan is said to its end. Not promised: that a
-number is small enough for a float; that names which the schema does not list are said once.
+Where the grammar gives out on the way (llguidance's limits on hostile patterns), the plan is said to its end. Not
+promised: that a number is small enough for a float; that names which the schema does not list are said once.
 
-Greedy decoding of many prompts, each under a grammar of its own: what tool calls are worth when their form cannot be wrong.
+Greedy decoding of many prompts, each under a grammar of its own: what tool calls are worth when their form cannot be
+wrong.
 
     prompts + grammars -> a Completion each
 
-The server holds its answers to grammars in the same way, in its engine; here all rows go step by step together. Log-probabilities are not
-kept: a constrained choice has none that means anything.
+The server holds its answers to grammars in the same way, in its engine; here all rows go step by step together.
+Log-probabilities are not kept: a constrained choice has none that means anything.
 """
 
 import threading
@@ -104,7 +107,9 @@ class Constraint:
         return torch.from_numpy(mask)
 
     def take(self, token: int, remaining: int) -> int:
-        """Count a sampled token in; returns the token to say: the same, or the plan's next one where its own end would not fit."""
+        """Count a sampled token in; returns the token to say: the same, or the plan's next one where its own end
+        would not fit.
+        """
         if self._free:
             if token == self._plan[0]:
                 self._free = False
@@ -148,8 +153,8 @@ class Grammars:
     def tool_calls(self, tools: Sequence[dict[str, Any]], *, choice: str = "auto", parallel: bool = True) -> Grammar:
         """Calls of the tools, in the form in which `text/chat.py` renders them.
 
-        `choice`: "auto" lets free text stand before the calls or instead of them, "required" demands a call, a tool's name a
-        call of that tool. `parallel` lets more calls follow. Raises SchemaError.
+        `choice`: "auto" lets free text stand before the calls or instead of them, "required" demands a call, a tool's
+        name a call of that tool. `parallel` lets more calls follow. Raises SchemaError.
         """
         return self.take(generation_grammars.tool_calls(self.tokenizer, tools, choice=choice, parallel=parallel))
 
@@ -162,7 +167,9 @@ class Grammars:
         return self.json_schema(generation_grammars.ANY_OBJECT)
 
     def take(self, written: Written, plan: tuple[int, ...] | None = None) -> Grammar:
-        """Compile a grammar, or find the one that was kept. `plan`: its shortest output, where that is known. Raises SchemaError."""
+        """Compile a grammar, or find the one that was kept. `plan`: its shortest output, where that is known. Raises
+        SchemaError.
+        """
         text = written.text
         with self._lock:
             if known := self._kept.get(text):
@@ -187,7 +194,9 @@ def _weight(text: str) -> int:
 
 
 def reply(tokenizer: Tokenizer, ids: Sequence[int]) -> chat.Reply:
-    """A turn taken apart by its control tokens, so that text which spells a tag stays text (`chat.parse` reads the tags)."""
+    """A turn taken apart by its control tokens, so that text which spells a tag stays text (`chat.parse` reads the
+    tags).
+    """
     content: list[int] = []
     calls: list[dict[str, Any]] = []
     error: str | None = None
@@ -203,16 +212,22 @@ def reply(tokenizer: Tokenizer, ids: Sequence[int]) -> chat.Reply:
     return chat.Reply(tokenizer.decode(content + rest).strip(), calls, error)
 
 
-# -- guided ---------------------------------------------------------------------------------------------------------------
+# -- guided ------------------------------------------------------------------------------------------------------------
 
 
 def guided(
-    model: Transformer, prompts: Sequence[list[int]], grammars: Sequence[Grammar], *, max_new_tokens: int, stop: Collection[int],
+    model: Transformer,
+    prompts: Sequence[list[int]],
+    grammars: Sequence[Grammar],
+    *,
+    max_new_tokens: int,
+    stop: Collection[int],
     batch_rows: int = 32,
-) -> list[Completion]:  # fmt: skip
+) -> list[Completion]:
     """The most likely token that the grammar allows, until one of `stop`, `max_new_tokens` or the end of the context.
 
-    Raises ValueError for an empty prompt or one that fills the context, SchemaError where a grammar's shortest output does not fit.
+    Raises ValueError for an empty prompt or one that fills the context, SchemaError where a grammar's shortest output
+    does not fit.
     """
     if len(prompts) != len(grammars):
         raise ValueError(f"expected a grammar for each of the {len(prompts)} prompts, found {len(grammars)}")

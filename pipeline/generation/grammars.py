@@ -1,27 +1,31 @@
-"""The grammar of a request as a text, and what is compiled of it. Without torch: a process that only compiles starts at once.
+"""The grammar of a request as a text, and what is compiled of it. Without torch: a process that only compiles starts at
+once.
 
     tool_calls(tokenizer, tools, choice="required") -> Written      or json_schema(schema): a text that llguidance reads
-    Compiler(tokenizer).matcher(text) -> LLMatcher                  at its beginning; shortest(matcher) -> the closing plan
+    Compiler(tokenizer).matcher(text) -> LLMatcher               at its beginning; shortest(matcher) -> the closing plan
 
-llguidance (guidance-ai, MIT) says which tokens a grammar allows: byte for byte the form in which `text/chat.py` renders what the
-model is trained on. Everything here raises SchemaError for what cannot be promised.
+llguidance (guidance-ai, MIT) says which tokens a grammar allows: byte for byte the form in which `text/chat.py` renders
+what the model is trained on. Everything here raises SchemaError for what cannot be promised.
 
 Not promised: that a text compiles in time, or in the memory there is (`bounds.py`).
 
 The closing plan: tokens that end a constrained output from where it stands, in as few tokens as can be found.
 
-    Closer(tokenizer).follow(matcher, place, plan, token, most)   the plan behind a sampled token: what is left, or a new one
-    Closer(tokenizer).close(matcher, place, most)   a greedy plan; what sampling asks for after a token that leaves the plan
-    Closer(tokenizer).shortest(matcher)             the best of a search; what decides whether a request fits its budget at all
+    Closer(tokenizer).follow(matcher, place, plan, token, most)   the plan behind a sampled token: what is left, or a
+                                                                  new one
+    Closer(tokenizer).close(matcher, place, most)   a greedy plan; what sampling asks for after a token that leaves the
+                                                    plan
+    Closer(tokenizer).shortest(matcher)      the best of a search; what decides whether a request fits its budget at all
 
-Both walk a copy of the matcher byte by byte: forced bytes; in a string its quotation mark, outside the closing bracket, else the
-cheapest value; where none of those may stand, the longest token of those that begin with the byte used least, so that `minLength`
-is met in few tokens and a pattern such as `x*y` comes to its end. The text is then cut into the fewest tokens that spell it.
+Both walk a copy of the matcher byte by byte: forced bytes; in a string its quotation mark, outside the closing bracket,
+else the cheapest value; where none of those may stand, the longest token of those that begin with the byte used least,
+so that `minLength` is met in few tokens and a pattern such as `x*y` comes to its end. The text is then cut into the
+fewest tokens that spell it.
 
-`shortest` is a best-first search over bytes: a prefix is valued by its greedy plan, and dropped where the tokens that cover it
-already are as many as the best plan's. Not promised: the minimum everywhere. Prefixes that look like one state (equal mask, equal
-greedy rest) are taken for one; of more than FEW next bytes with equal masks and forced bytes only the first is followed, none but
-the quotation mark where a string may end; and the search ends with its probes or time.
+`shortest` is a best-first search over bytes: a prefix is valued by its greedy plan, and dropped where the tokens that
+cover it already are as many as the best plan's. Not promised: the minimum everywhere. Prefixes that look like one state
+(equal mask, equal greedy rest) are taken for one; of more than FEW next bytes with equal masks and forced bytes only
+the first is followed, none but the quotation mark where a string may end; and the search ends with its probes or time.
 """
 
 import heapq
@@ -112,7 +116,9 @@ class Closer:
         return None if steps is None else self._cutter.cut(steps)
 
     def follow(self, matcher: LLMatcher, place: Place, plan: list[int], token: int, most: int) -> list[int] | None:
-        """A plan from behind `token`: none if the end stands there, what is left of `plan`, or a new one; None if there is none."""
+        """A plan from behind `token`: none if the end stands there, what is left of `plan`, or a new one; None if
+        there is none.
+        """
         if plan and token == plan[0]:
             return plan[1:]
         end = int(self.ends[0])
@@ -126,7 +132,9 @@ class Closer:
         return self.close(after, place.after(self.step(token)), most)
 
     def shortest(self, matcher: LLMatcher) -> list[int] | None:
-        """The shortest output of a grammar at its beginning that the search finds; None where it finds no end at all."""
+        """The shortest output of a grammar at its beginning that the search finds; None where it finds no end at
+        all.
+        """
         deadline = time.thread_time() + MAX_SECONDS
         best: list[int] | None = None
         longest_walk, probes = MAX_STEPS, MAX_PROBES
@@ -154,7 +162,9 @@ class Closer:
             children = self._children(heapq.heappop(heap))
 
     def _children(self, node: _Node) -> Iterator[tuple[list[Step], LLMatcher, Place]]:
-        """What a prefix may be continued to, the way of the walk first; nothing where the output may end: longer is not shorter."""
+        """What a prefix may be continued to, the way of the walk first; nothing where the output may end: longer is
+        not shorter.
+        """
         if node.state.is_accepting():
             return
         steps = list(self._steps(node.state, node.place))
@@ -261,7 +271,9 @@ class Cutter:
         )  # a text and its paths: the next begins like it
 
     def cut(self, said: list[Step]) -> list[int]:
-        """The fewest tokens that spell a text with control tokens; of several ways the one whose last tokens are longest."""
+        """The fewest tokens that spell a text with control tokens; of several ways the one whose last tokens are
+        longest.
+        """
         ids: list[int] = []
         for text, control in _runs(said):
             _, lengths = self._paths(text)
@@ -333,7 +345,7 @@ def _characters(text: bytes) -> int:
         return 0
 
 
-# -- grammars -------------------------------------------------------------------------------------------------------------
+# -- grammars ----------------------------------------------------------------------------------------------------------
 
 
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes
@@ -354,8 +366,8 @@ def tool_calls(
 ) -> Written:
     """Calls of the tools, in the form in which `text/chat.py` renders them.
 
-    `choice`: "auto" lets free text stand before the calls or instead of them, "required" demands a call, a tool's name a
-    call of that tool. `parallel` lets more calls follow. Raises SchemaError.
+    `choice`: "auto" lets free text stand before the calls or instead of them, "required" demands a call, a tool's name
+    a call of that tool. `parallel` lets more calls follow. Raises SchemaError.
     """
     functions = {}
     for tool in tools:
@@ -376,8 +388,10 @@ def tool_calls(
     calls = [_call(name, _arguments(name, parameters)) for name, parameters in functions.items()]
     lines = [
         'start: call ("\\n" call)*' if parallel else "start: call",
-        f'call: <[{tokenizer.tool_call}]> "\\n" ({" | ".join(f"call{n}" for n in range(len(calls)))}) "\\n" '
-        f"<[{tokenizer.tool_call_end}]>",
+        (
+            f'call: <[{tokenizer.tool_call}]> "\\n" ({" | ".join(f"call{n}" for n in range(len(calls)))}) "\\n" '
+            f"<[{tokenizer.tool_call_end}]>"
+        ),
         *(f"call{number}: {call}" for number, call in enumerate(calls)),
     ]
     return Written("\n".join(lines), free=choice == "auto")
@@ -435,8 +449,19 @@ def _arguments(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     kinds = parameters.get("type", "object")
     if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         raise SchemaError("schema_refused", f"tool {name}: its parameters must be an object, found type {kinds!r}")
-    if not set(parameters) & {"properties", "required", "additionalProperties", "patternProperties", "minProperties",
-                              "allOf", "anyOf", "oneOf", "$ref", "const", "enum"}:  # fmt: skip
+    if not set(parameters) & {
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "minProperties",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "$ref",
+        "const",
+        "enum",
+    }:
         parameters = {**parameters, "properties": {}}
     return {**parameters, "type": "object"}
 

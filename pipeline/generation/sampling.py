@@ -1,9 +1,10 @@
 """Left-to-right decoding: prompts in, completions out. RL, evaluation and the server share the `Decoder`.
 
 A token is chosen by one uniform number, a hash of (seed, token index), through the inverse of the cumulative
-distribution: float32 weights, summed in blocks, the blocks in float64. So a sample depends only on (model, prompt, sampling, its seed): not on its neighbours in the
-batch, their number or their order. What remains is float arithmetic: a matmul of another height may round the logits
-differently (about 1e-6), which moves a sample only where a number falls that close to a border.
+distribution: float32 weights, summed in blocks, the blocks in float64. So a sample depends only on (model, prompt,
+sampling, its seed): not on its neighbours in the batch, their number or their order. What remains is float arithmetic:
+a matmul of another height may round the logits differently (about 1e-6), which moves a sample only where a number falls
+that close to a border.
 
 Cached and uncached logits agree to 1e-5, the log-probabilities equal teacher forcing. Not here: grammars
 (`constrain.py`), tool execution (`tools.py`), the server's queue and threads (`serve/engine.py`).
@@ -60,7 +61,7 @@ def uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
     return ((words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))).astype(np.float64) * 2.0**-53
 
 
-# -- sampling -------------------------------------------------------------------------------------------------------------
+# -- sampling ----------------------------------------------------------------------------------------------------------
 
 
 PREFILL_TOKENS = 8192  # prompt tokens that one forward takes; bounds memory
@@ -186,7 +187,9 @@ def _inverse(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _place(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first place (R, 1) whose sum exceeds `target`; where rounding leaves none, the last one that adds anything."""
+    """The first place (R, 1) whose sum exceeds `target`; where rounding leaves none, the last one that adds
+    anything.
+    """
     found = torch.searchsorted(cumulative, target, right=True)
     return torch.minimum(found, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
 

@@ -1,27 +1,30 @@
-"""A user's JSON schema, before it becomes a grammar: its limits, the objects that it leaves open, a check of what was said.
+"""A user's JSON schema, before it becomes a grammar: its limits, the objects that it leaves open, a check of what was
+said.
 
     check(schema) -> None        the limits below and those of bounds.py, each a SchemaError that says which
     strict(schema) -> schema     objects that name their properties are closed, numbers without bounds get some
     mistake(schema, text)        what is wrong with a JSON text, numbers read exactly; None for an instance
 
-`strict` only narrows: whatever it allows, the schema allows. Where a schema is an intersection (`allOf`, or `anyOf` or `$ref` beside
-properties), closing each part would forbid the other part's names, so the whole is closed over all their names and the parts stay
-open. An object that names no property at all may hold any, as JSON Schema says. Unbounded numbers stay where every reader reads
-them alike (RFC 8259, 6): a model can say 1e999, which is no number to the program that reads it.
+`strict` only narrows: whatever it allows, the schema allows. Where a schema is an intersection (`allOf`, or `anyOf` or
+`$ref` beside properties), closing each part would forbid the other part's names, so the whole is closed over all their
+names and the parts stay open. An object that names no property at all may hold any, as JSON Schema says. Unbounded
+numbers stay where every reader reads them alike (RFC 8259, 6): a model can say 1e999, which is no number to the program
+that reads it.
 
-Not promised: that `strict` keeps every instance of an `anyOf` intersection apart (a name of one branch may stand in another); that
-`mistake` tries patterns: the grammar holds them, and `re` can be made to hang.
+Not promised: that `strict` keeps every instance of an `anyOf` intersection apart (a name of one branch may stand in
+another); that `mistake` tries patterns: the grammar holds them, and `re` can be made to hang.
 
-What one JSON schema may ask for: the sizes from which a small schema becomes a large automaton, read before it is compiled.
+What one JSON schema may ask for: the sizes from which a small schema becomes a large automaton, read before it is
+compiled.
 
     measures(schema) -> (what, found, most), ...        of the schema itself, not of those inside it
 
-A grammar is compiled to automata, and their size follows numbers that cost a client a few bytes: `multipleOf` has a state for each
-remainder (9,999,991 took 38 s and 851 MiB), a range of numbers one for each digit, a repetition one for each time. Values of a
-wrong type are passed over here: the meta-schema refuses them.
+A grammar is compiled to automata, and their size follows numbers that cost a client a few bytes: `multipleOf` has a
+state for each remainder (9,999,991 took 38 s and 851 MiB), a range of numbers one for each digit, a repetition one for
+each time. Values of a wrong type are passed over here: the meta-schema refuses them.
 
-Not promised: that a schema within these bounds compiles in time. What several of them make together is only known by compiling
-(the server does so in a process that it can end, `serve/workshop.py`).
+Not promised: that a schema within these bounds compiles in time. What several of them make together is only known by
+compiling (the server does so in a process that it can end, `serve/workshop.py`).
 """
 
 import json
@@ -121,7 +124,7 @@ def _end_of_set(pattern: str, place: int) -> int:
     return min(place, len(pattern) - 1)
 
 
-# -- schemas --------------------------------------------------------------------------------------------------------------
+# -- schemas -----------------------------------------------------------------------------------------------------------
 
 
 MAX_BYTES = 64 * 1024  # of a request's schemas as JSON
@@ -155,7 +158,9 @@ class SchemaError(InputError):
 
 
 def check(*schemas: Schema) -> None:
-    """The limits on the schemas of one request together. Raises SchemaError, its code `schema_too_large` or `schema_invalid`."""
+    """The limits on the schemas of one request together. Raises SchemaError, its code `schema_too_large` or
+    `schema_invalid`.
+    """
     alternatives = 0
     for schema in schemas:
         if not isinstance(schema, dict):
@@ -188,7 +193,9 @@ def _limit(what: str, found: int, most: int) -> None:
 
 
 def subschemas(schema: Schema) -> Iterator[dict[str, Any]]:
-    """Every schema inside a schema, itself first; not what `enum` or `default` hold. Raises SchemaError beyond MAX_DEPTH."""
+    """Every schema inside a schema, itself first; not what `enum` or `default` hold. Raises SchemaError beyond
+    MAX_DEPTH.
+    """
     stack: list[tuple[Schema, int]] = [(schema, 1)]
     while stack:
         node, depth = stack.pop()
@@ -273,7 +280,8 @@ class _Closing:
         return value
 
     def names(self, node: Schema, seen: set[str]) -> dict[str, None] | None:
-        """The names that a schema and its parts give to properties, in order; None where a part says itself what else may stand.
+        """The names that a schema and its parts give to properties, in order; None where a part says itself what else
+        may stand.
 
         `seen` holds the references that were followed: each once, or a chain of doubled ones would take for ever.
         """
@@ -325,8 +333,9 @@ def _bounded(node: dict[str, Any]) -> dict[str, Any]:
 def refuse(schema: dict[str, Any], closed: dict[str, Any]) -> None:
     """What the grammar of `closed` would take and could not hold. Raises SchemaError `schema_refused`.
 
-    Names that are not listed may repeat in the grammar's objects, and a repeated name counts once. The branches of `oneOf` must
-    exclude each other as the user wrote them: closed ones may do so where an instance of one is an instance of both.
+    Names that are not listed may repeat in the grammar's objects, and a repeated name counts once. The branches of
+    `oneOf` must exclude each other as the user wrote them: closed ones may do so where an instance of one is an
+    instance of both.
     """
     known: dict[str, int] = {}
     for node in subschemas(closed):
@@ -375,8 +384,8 @@ def reason(problem: str) -> str:
 def mistake(schema: dict[str, Any], text: str) -> str | None:
     """What is wrong with `text` as an instance of the schema, or None. Numbers are compared as written, not as floats.
 
-    A second opinion on what the grammar held, and no more: it looks at MAX_LOOKS subschemas, since a small schema can ask for
-    more than a lifetime of them, and no deeper than Python's stack.
+    A second opinion on what the grammar held, and no more: it looks at MAX_LOOKS subschemas, since a small schema can
+    ask for more than a lifetime of them, and no deeper than Python's stack.
     """
     with localcontext(EXACT) as context:
         try:

@@ -117,7 +117,9 @@ def check_size(text: str, config: DataConfig) -> None:
 
 
 def check_lines(text: str) -> None:
-    """Raise Dropped for what is data rather than writing: long lines, few letters and digits, tables of `\\x` escapes."""
+    """Raise Dropped for what is data rather than writing: long lines, few letters and digits, tables of `\\x`
+    escapes.
+    """
     raw = text.encode()
     lines = raw.rstrip(b"\n").split(b"\n")
     if max(map(len, lines)) > LONGEST_LINE or len(raw) > MEAN_LINE * len(lines):
@@ -259,7 +261,9 @@ def shell_file(found: Found, config: DataConfig) -> Document:
 
 
 def own_record(record: Text, split: str, kind: str, config: DataConfig) -> Document:
-    """A record of the user's files or of the hub. Text passes encoding, size and secrets; code all checks of its suffix."""
+    """A record of the user's files or of the hub. Text passes encoding, size and secrets; code all checks of its
+    suffix.
+    """
     num_bytes = len(record.text.encode("utf-8", "surrogatepass"))
     try:
         # What a user brings is the user's to train on; the hub's rows carry their authors' licences.

@@ -2,8 +2,9 @@
 
 In: lists of role/content or from/value, and whole transcripts (Glaive's, hh-rlhf's). Out: messages of the roles system,
 user, assistant, tool, with calls as `tool_calls` numbered from call_0, arguments as JSON text, and each result tied to
-its call: by the id it names, else to the first call without a result; a JSON list as long as the open calls is one result
-each. Text and a call that follow one another become one turn of the assistant. What cannot be read raises `RowError`.
+its call: by the id it names, else to the first call without a result; a JSON list as long as the open calls is one
+result each. Text and a call that follow one another become one turn of the assistant. What cannot be read raises
+`RowError`.
 
 Not promised: that every call has a result, or that user and assistant take turns.
 """

@@ -16,8 +16,8 @@ Keeps test items out of training text, and test items out that training text alr
     data/benchmarks/* -> items (every string of every row) -> Index -> which items does this document hold?
 
 On words after NFKC and lower case, a document hits an item when it shares 13 words in a row with it or, for an item of
-fewer words, holds all of them in a row (items of 40 characters or more; a shorter one is no evidence). Runs of words are
-compared as 64-bit hashes.
+fewer words, holds all of them in a row (items of 40 characters or more; a shorter one is no evidence). Runs of words
+are compared as 64-bit hashes.
 
 `stage_corpus` drops the training text, `stage_tasks` the generated test item. Not promised: finding a translation or a
 paraphrase, or a solution with other names.
@@ -101,7 +101,9 @@ def signature(text: str) -> bytes:
 
 
 def similarity(a: bytes, b: bytes) -> float:
-    """The estimated Jaccard similarity of two signatures' shingle sets; about 0 for unrelated ones, 1 for equal ones."""
+    """The estimated Jaccard similarity of two signatures' shingle sets; about 0 for unrelated ones, 1 for equal
+    ones.
+    """
     return float(_estimate(np.frombuffer(a, np.uint8)[None], np.frombuffer(b, np.uint8))[0])
 
 
@@ -178,7 +180,7 @@ class NearDuplicates:
             self._insert(np.arange(first, min(first + 4096, self.count)))
 
 
-# -- decontamination ------------------------------------------------------------------------------------------------------
+# -- decontamination ---------------------------------------------------------------------------------------------------
 
 
 RUN, SHORTEST = 13, 40  # words in a row; characters of an item that counts as a whole
@@ -288,7 +290,8 @@ def _rows(path: Path) -> Iterator[Any]:
         yield from _json_rows(path, text)
     else:
         raise DataError(
-            f"{path}: expected .jsonl, .json, .csv, .tsv, .parquet (or .gz of these) or text; convert it or take it away"
+            f"{path}: expected .jsonl, .json, .csv, .tsv, .parquet (or .gz of these) or text; convert it or take it"
+            " away"
         )
 
 
@@ -309,7 +312,7 @@ def _json_rows(path: Path, text: str) -> Iterator[Any]:
         yield from whole if isinstance(whole, list) else [whole]
 
 
-# -- screening ------------------------------------------------------------------------------------------------------------
+# -- screening ---------------------------------------------------------------------------------------------------------
 
 
 GENERATED = frozenset({"generated"})

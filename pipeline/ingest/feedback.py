@@ -2,12 +2,13 @@
 
     feedback/preferences.jsonl --a row at a time--> Pair --accept--> --share--> pairs to train on, counts, rejected rows
 
-Anybody who may ask the server may give pairs, so they are believed with measure. A row that cannot be read is written down and
-costs no other. Of the others at most `share` of all training pairs are taken: those that a person reviewed first, then by turns
-one of each giver, so that thousands of rows of one key leave room for two of another. Whose turn it is, and which of their rows,
-goes by hashes of the ids: a new row displaces one at most.
+Anybody who may ask the server may give pairs, so they are believed with measure. A row that cannot be read is written
+down and costs no other. Of the others at most `share` of all training pairs are taken: those that a person reviewed
+first, then by turns one of each giver, so that thousands of rows of one key leave room for two of another. Whose turn
+it is, and which of their rows, goes by hashes of the ids: a new row displaces one at most.
 
-Not promised: that a kept pair is right. Without API keys all rows are of one giver, and who has many keys has many turns.
+Not promised: that a kept pair is right. Without API keys all rows are of one giver, and who has many keys has many
+turns.
 """
 
 from collections import Counter
@@ -50,7 +51,8 @@ class Given:
 
 
 def pairs(path: Path, config: FeedbackConfig, others: int, rejected: Path) -> tuple[list[Pair], dict[str, Any]]:
-    """The pairs to train on beside `others`, in the order of the file, and what became of every row; none without the file.
+    """The pairs to train on beside `others`, in the order of the file, and what became of every row; none without the
+    file.
 
     `rejected`: the JSONL file for what cannot be read (file, line, field, reason).
     """
@@ -60,13 +62,19 @@ def pairs(path: Path, config: FeedbackConfig, others: int, rejected: Path) -> tu
     kept = _chosen(accepted, int(config.share * others / (1 - config.share) + 1e-9))
     by = Counter(pair.given_by or "nobody named" for pair in kept)
     told = {
-        "rows": counts.total() + len(given), "kept": len(kept), "duplicates": counts["duplicates"], "rejected": counts["rejected"],
-        "not_reviewed": len(given) - len(accepted), "over_share": len(accepted) - len(kept), "kept_by": dict(sorted(by.items())),
-    }  # fmt: skip
+        "rows": counts.total() + len(given),
+        "kept": len(kept),
+        "duplicates": counts["duplicates"],
+        "rejected": counts["rejected"],
+        "not_reviewed": len(given) - len(accepted),
+        "over_share": len(accepted) - len(kept),
+        "kept_by": dict(sorted(by.items())),
+    }
     if told["rows"]:
         say(
-            f"feedback: {told['kept']} of {told['rows']} rows are trained on, of {len(by)} givers; {told['rejected']} cannot be read, "
-            f"{told['not_reviewed']} are not reviewed, {told['over_share']} are over {config.share:.0%} of the pairs"
+            f"feedback: {told['kept']} of {told['rows']} rows are trained on, of {len(by)} givers; {told['rejected']}"
+            f" cannot be read, {told['not_reviewed']} are not reviewed, {told['over_share']} are over"
+            f" {config.share:.0%} of the pairs"
         )
     return kept, told
 

@@ -12,12 +12,12 @@ The rows of a parquet file that somebody brought, in bounded memory.
 
     rows(path, most) -> (number, row); a row over `most` bytes, and a row group that expands like a bomb, is a RowError
 
-A kilobyte of parquet can mean gigabytes: a text is stored once and repeated by number, zeros and nulls are stored as a count, and
-compression does the rest. So texts stay numbers into their dictionary until a single row is made of them, whose size is added up
-before; and a row group whose footer tells of columns that expand is not read at all.
+A kilobyte of parquet can mean gigabytes: a text is stored once and repeated by number, zeros and nulls are stored as a
+count, and compression does the rest. So texts stay numbers into their dictionary until a single row is made of them,
+whose size is added up before; and a row group whose footer tells of columns that expand is not read at all.
 
-Not promised: protection from a footer that lies about the sizes of pages (2 GB a page is the format's most), nor speed: texts
-through dictionaries are read at about 100 MB/s.
+Not promised: protection from a footer that lies about the sizes of pages (2 GB a page is the format's most), nor speed:
+texts through dictionaries are read at about 100 MB/s.
 """
 
 import codecs
@@ -117,7 +117,7 @@ def _bytes_of(array: Any) -> int:
     return array.nbytes
 
 
-# -- formats --------------------------------------------------------------------------------------------------------------
+# -- formats -----------------------------------------------------------------------------------------------------------
 
 
 ROW_BYTES = 64 * 1024 * 1024  # a longer row is a mistake (a quote left open, a file without line feeds)
@@ -173,7 +173,9 @@ def document(path: Path, encoding: str) -> Rows:
 
 
 def unzipped(path: Path) -> bytes:
-    """What a gzip file holds. Raises DataError for one that expands to more than 256 MB, and what `gzip` raises for a damaged one."""
+    """What a gzip file holds. Raises DataError for one that expands to more than 256 MB, and what `gzip` raises for
+    a damaged one.
+    """
     with gzip.open(path) as file:
         raw = file.read(UNZIPPED_BYTES + 1)
     if len(raw) > UNZIPPED_BYTES:
@@ -214,7 +216,8 @@ def _codec(path: Path, encoding: str) -> tuple[str, int]:
                 return codec, len(mark)
         if name == "utf-8":
             return name, 0
-        # Valid UTF-8 with letters beyond ASCII is hardly ever anything else, so `encoding` is for the files that are not.
+        # Valid UTF-8 with letters beyond ASCII is hardly ever anything else, so `encoding` is for the files that are
+        # not.
         decoder = codecs.getincrementaldecoder("utf-8")()
         file.seek(0)
         try:
@@ -249,7 +252,9 @@ def _byte_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, 
 
 
 def _decoded_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, str | RowError]]:
-    """Where a line feed is more than one byte: decode first. An error ends the file, for the lines after it are lost."""
+    """Where a line feed is more than one byte: decode first. An error ends the file, for the lines after it are
+    lost.
+    """
     decoder = codecs.getincrementaldecoder(codec)()
     number, pending, too_long = 1, "", False
     failure: RowError | None = None

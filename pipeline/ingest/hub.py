@@ -1,21 +1,23 @@
 """Public data sets of the Hugging Face hub (`data=hub`) -> records. conf/data/hub.yaml names them.
 
 In: the data sets of one kind, and a folder that survives a kill. Each file of a data set is streamed by `datasets` into
-<set>/<split>/part-N.parquet.tmp (one column, the row as JSON) and renamed when it is done, so that a restart skips
-the finished parts and ends with the same bytes. Out: (split, record); `streams.shapes` reads the rows, AceCode is read by
+<set>/<split>/part-N.parquet.tmp (one column, the row as JSON) and renamed when it is done, so that a restart skips the
+finished parts and ends with the same bytes. Out: (split, record); `streams.shapes` reads the rows, AceCode is read by
 `streams.acecode`, and `streams.intake` keeps the books, with the rejected rows in <set>/rejected.jsonl.
 
-A revision is 40 hex digits; where none is given `main` is resolved once, printed, and kept in <set>/revision.txt.
-A file that breaks off is tried again from its beginning, five times, besides the retries of huggingface_hub inside a file.
+A revision is 40 hex digits; where none is given `main` is resolved once, printed, and kept in <set>/revision.txt. A
+file that breaks off is tried again from its beginning, five times, besides the retries of huggingface_hub inside a
+file.
 
-Not promised: that a set which changed under another revision still has the columns its mapping reads. HF_ENDPOINT, HF_HOME
-and HF_TOKEN are those of huggingface_hub. The folder belongs to one configuration: other row caps need another folder.
+Not promised: that a set which changed under another revision still has the columns its mapping reads. HF_ENDPOINT,
+HF_HOME and HF_TOKEN are those of huggingface_hub. The folder belongs to one configuration: other row caps need another
+folder.
 
 TIGER-Lab/AceCode-89K -> problems of a chosen difficulty, as DiffuCoder's coupled-GRPO takes them.
 
-In: rows {id, question, test_cases: [assert, ...], inferences: [{model_name, completion, pass_rate}, ...]}. Difficulty comes
-from how often two models solved a question (apple/ml-diffucoder, recipes/process_data.py): mean and standard deviation of
-`pass_rate` over `qwen_coder_2.5` and `llama3_instruct`.
+In: rows {id, question, test_cases: [assert, ...], inferences: [{model_name, completion, pass_rate}, ...]}. Difficulty
+comes from how often two models solved a question (apple/ml-diffucoder, recipes/process_data.py): mean and standard
+deviation of `pass_rate` over `qwen_coder_2.5` and `llama3_instruct`.
 
     hard     mean <= 20th percentile, and standard deviation >= 40th percentile of the full set
     medium   25th to 75th percentile of the mean, both ends in
@@ -163,7 +165,7 @@ def _as_docstring(signature: str, question: str) -> str:
     return f'```python\n{signature}\n    """\n{indented}\n    """\n```'
 
 
-# -- hub ------------------------------------------------------------------------------------------------------------------
+# -- hub ---------------------------------------------------------------------------------------------------------------
 
 
 NUM_RETRIES = 5

@@ -1,24 +1,25 @@
-"""The user's own files (`data=files`) -> records: what `data/own/` holds of text, code, dialogues, problems, preferences.
+"""The user's own files (`data=files`) -> records: what `data/own/` holds of text, code, dialogues, problems,
+preferences.
 
 In: globs below a root folder, one list per kind. A `.jsonl`, `.json`, `.csv` or `.parquet` file is a table, read by
-`streams.formats` and put into records by `streams.shapes`; its shape is the one that fits most of its first 100 rows. Any
-other file is one text. A folder that a glob names is a folder of sources: every text file in it is one document, whatever
-its suffix. Out: (split, record), and the rejected rows in a file; `streams.intake` keeps the books.
+`streams.formats` and put into records by `streams.shapes`; its shape is the one that fits most of its first 100 rows.
+Any other file is one text. A folder that a glob names is a folder of sources: every text file in it is one document,
+whatever its suffix. Out: (split, record), and the rejected rows in a file; `streams.intake` keeps the books.
 
-Hidden files and `__pycache__` are never read. A link is followed as long as it stays below the root; one that leaves it is an
-error, for a repository from elsewhere may link to anything on this machine. Links that lead nowhere or to a folder above them
-are left out, and so are binary files; how many there are is said. An empty file is warned of; a glob that matches nothing is an
-error.
+Hidden files and `__pycache__` are never read. A link is followed as long as it stays below the root; one that leaves it
+is an error, for a repository from elsewhere may link to anything on this machine. Links that lead nowhere or to a
+folder above them are left out, and so are binary files; how many there are is said. An empty file is warned of; a glob
+that matches nothing is an error.
 
 Not promised: cleaning. Secrets, generated files and near duplicates leave later, in `stage_corpus`.
 
 What becomes of each row: accepted, a counted duplicate, or rejected with file, line, field and reason.
 
-In: records and `RowError`s with the place they come from. Out: (split, record) for each accepted row, a file of rejected
-rows (JSONL: file, line, field, reason), the first five printed as `file:line: field: reason`, and three counts whose sum is
-the number of rows. A row without an id is named by the blake2b hash of its content. The same id with the same content is a
-duplicate, with other content it is rejected. Held out (`val`): files so called; where a source has none, blake2b(id)
-mod 50 = 0; a problem goes by its key, so that two versions of one problem stay together.
+In: records and `RowError`s with the place they come from. Out: (split, record) for each accepted row, a file of
+rejected rows (JSONL: file, line, field, reason), the first five printed as `file:line: field: reason`, and three counts
+whose sum is the number of rows. A row without an id is named by the blake2b hash of its content. The same id with the
+same content is a duplicate, with other content it is rejected. Held out (`val`): files so called; where a source has
+none, blake2b(id) mod 50 = 0; a problem goes by its key, so that two versions of one problem stay together.
 
 Not promised: near duplicates; `streams.duplicates` finds those among texts.
 """
@@ -51,11 +52,13 @@ _LINE_FEED = re.compile(r"\n")
 
 
 class Intake:
-    """The books of one source. A context manager: on leaving without an error it checks them, else only closes the file."""
+    """The books of one source. A context manager: on leaving without an error it checks them, else only closes the
+    file.
+    """
 
     def __init__(self, rejected: Path, max_rejected: float | None, name: str, *, has_val: bool = False) -> None:
-        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows, None where any number may be rejected, all
-        of them too; `name`: of the source, for messages.
+        """`rejected`: the JSONL file to write; `max_rejected`: share of all rows, None where any number may be
+        rejected, all of them too; `name`: of the source, for messages.
 
         `has_val`: the source brings held-out rows of its own, so no id is held out here.
         """
@@ -176,7 +179,9 @@ def cut(document: Text) -> list[Text]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Paragraphs with the blank lines after them; a longer one by lines, a longer line by characters (4 bytes at most)."""
+    """Paragraphs with the blank lines after them; a longer one by lines, a longer line by characters (4 bytes at
+    most).
+    """
     for paragraph in _split_after(_BLANK_LINES, text):
         if _num_bytes(paragraph) <= TEXT_BYTES:
             yield paragraph
@@ -202,7 +207,7 @@ def _split_after(pattern: re.Pattern[str], text: str) -> Iterator[str]:
         yield text[start:]
 
 
-# -- readers --------------------------------------------------------------------------------------------------------------
+# -- readers -----------------------------------------------------------------------------------------------------------
 
 
 TEXT_KINDS = ("text", "code")
@@ -291,7 +296,8 @@ def find(root: Path, patterns: Sequence[str], kind: str) -> list[Source]:
         matched = _match(root, pattern, links)
         if not matched:
             raise DataError(
-                f"no file matches {root / pattern}: put files there, or write data.{kind}=[] if there are none of this kind"
+                f"no file matches {root / pattern}: put files there, or write data.{kind}=[] if there are none of this"
+                " kind"
             )
         for path in matched:
             name = path.relative_to(root).as_posix()
@@ -303,7 +309,8 @@ def find(root: Path, patterns: Sequence[str], kind: str) -> list[Source]:
                 sources[name] = _source(path, name, name, kind, direct=True)
     if links.lost:
         say(
-            f"{kind}: {len(links.lost)} links lead nowhere or to a folder above them, the first {min(links.lost)}; they are not read"
+            f"{kind}: {len(links.lost)} links lead nowhere or to a folder above them, the first {min(links.lost)}; they"
+            " are not read"
         )
     binary = [name for name, source in sources.items() if not source.is_table and ingest_files.is_binary(source.path)]
     if binary:
@@ -329,7 +336,9 @@ def _walk(folder: Path, links: "_Links") -> Iterator[Path]:
 
 
 class _Links:
-    """Which links below a root are followed. A path is judged by where it leads in the end, whatever it passes on the way."""
+    """Which links below a root are followed. A path is judged by where it leads in the end, whatever it passes on
+    the way.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root

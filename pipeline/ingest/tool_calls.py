@@ -1,11 +1,12 @@
 """Tools and tool calls in the dialects of public data sets -> the OpenAI form of `streams.records`.
 
 In: tool lists (OpenAI, bare functions, xLAM's flat `{"city": {"type": "str, optional"}}`, BFCL's `"type": "dict"`), and
-calls written as JSON, as Glaive's `{"name": "f", "arguments": '{"a": 1}'}` (an object in single quotes), or as ToolACE's
-`[Name of it(a=1, b=[True]), g()]`. Out: JSON Schema and (name, arguments) pairs. Python is read as a syntax tree only,
-never run. What cannot be read raises `RowError`, which names the field.
+calls written as JSON, as Glaive's `{"name": "f", "arguments": '{"a": 1}'}` (an object in single quotes), or as
+ToolACE's `[Name of it(a=1, b=[True]), g()]`. Out: JSON Schema and (name, arguments) pairs. Python is read as a syntax
+tree only, never run. What cannot be read raises `RowError`, which names the field.
 
-Not promised: that arguments fit the tool's schema. Public sets often break their own schemas; whoever needs that checks it.
+Not promised: that arguments fit the tool's schema. Public sets often break their own schemas; whoever needs that checks
+it.
 """
 
 import ast
@@ -220,7 +221,9 @@ def _union(options: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def json_calls(value: Any, field: str) -> list[Call]:
-    """Calls as JSON text or values: one or a list of `{"name", "arguments" | "parameters"}`, OpenAI's wrapping allowed."""
+    """Calls as JSON text or values: one or a list of `{"name", "arguments" | "parameters"}`, OpenAI's wrapping
+    allowed.
+    """
     if isinstance(value, str):
         value = from_json(value, field)
     entries = value if isinstance(value, list) else [value]

@@ -2,12 +2,13 @@
 
     fit(model, stream, loss, config, job)       trains in place; the model ends with the published weights
 
-One step (specs: training, 1): a control reduce of stop request, save request and the terms' counts; per micro-batch seed,
-forward, backward; global gradient norm; a verdict; clip; update. What a batch holds is a pure function of (seed, step), so
-the state is weights, moments, one integer and the curve, and a killed run ends with the bits of an uninterrupted one (CPU,
-same threads and world size). Not promised: equal bits across world sizes or devices (same data order, loss within 1e-6).
-Beside it: `course.py` what is saved of a run, `keeping.py` when and where, `verdict.py` steps that go wrong, `averages.py`, `scaling.py`,
-`compiling.py`, `profiling.py`, `lr_finder.py`, `speed.py` each what its name says.
+One step (specs: training, 1): a control reduce of stop request, save request and the terms' counts; per micro-batch
+seed, forward, backward; global gradient norm; a verdict; clip; update. What a batch holds is a pure function of (seed,
+step), so the state is weights, moments, one integer and the curve, and a killed run ends with the bits of an
+uninterrupted one (CPU, same threads and world size). Not promised: equal bits across world sizes or devices (same data
+order, loss within 1e-6). Beside it: `course.py` what is saved of a run, `keeping.py` when and where, `verdict.py` steps
+that go wrong, `averages.py`, `scaling.py`, `compiling.py`, `profiling.py`, `lr_finder.py`, `speed.py` each what its
+name says.
 
 What the loop asks of a batch, a stream and a stage: the shapes that `fit` works with.
 
@@ -62,7 +63,9 @@ class Stream(Protocol):
 
 
 class Rolling(Stream, Protocol):
-    """A stream that the policy itself fills, once every `steps_per_rollout` steps; states are saved between fills only."""
+    """A stream that the policy itself fills, once every `steps_per_rollout` steps; states are saved between fills
+    only.
+    """
 
     steps_per_rollout: int
 
@@ -91,7 +94,7 @@ class Watchers:
     gradients_at: int | None = 0  # the step whose gradients must reach every group; a zero head lets none through at 0
 
 
-# -- fit ------------------------------------------------------------------------------------------------------------------
+# -- fit ---------------------------------------------------------------------------------------------------------------
 
 
 def fit(
@@ -105,10 +108,12 @@ def fit(
     watchers: Watchers | None = None,
     last: bool = True,
 ) -> None:
-    """Train `model` in place and leave it with the best (or last) weights. After the `last` run of a stage rank 0 goes on alone.
+    """Train `model` in place and leave it with the best (or last) weights. After the `last` run of a stage rank 0 goes
+    on alone.
 
-    Raises ConfigError for a batch that cannot be formed or read, GateError when a health gate fails, SystemExit(128 + signal) when
-    asked to stop (a state is saved first), SystemExit(0) after looking for a learning rate (`runtime.find_lr`).
+    Raises ConfigError for a batch that cannot be formed or read, GateError when a health gate fails, SystemExit(128 +
+    signal) when asked to stop (a state is saved first), SystemExit(0) after looking for a learning rate
+    (`runtime.find_lr`).
     """
     run = Run(model, stream, loss, config, job, from_scratch, watchers or Watchers())
     try:
@@ -123,9 +128,15 @@ class Run:
     """One call of fit: the pieces it works with, and the steps of the loop as methods."""
 
     def __init__(
-        self, model: nn.Module, stream: Stream, loss: LossFunction, config: TrainingConfig, job: Job,
-        from_scratch: bool, watchers: Watchers,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        stream: Stream,
+        loss: LossFunction,
+        config: TrainingConfig,
+        job: Job,
+        from_scratch: bool,
+        watchers: Watchers,
+    ) -> None:
         self.stream, self.loss, self.config, self.job = stream, loss, config, job
         self.from_scratch, self.watchers = from_scratch, watchers
         self.rolling: Any = stream if hasattr(stream, "fill") else None
@@ -149,9 +160,22 @@ class Run:
         self.tried = footprint.of(self)  # sizes of micro-batches, of which the last one serves
         self.micro_batch = self.tried[-1]
         self.profile = Profile(job.runtime.profile, job.folder, self.ranks.rank, self.hardware.device)
-        self.keeper = Keeper(job, self.ranks, self.plain, self.optimizers, self.averages, stream.fingerprint, {
-            "micro_batch": self.micro_batch, "threads": torch.get_num_threads(), "world": self.ranks.world,
-            "precision": self.hardware.precision, "compile": compiled}, config)  # fmt: skip
+        self.keeper = Keeper(
+            job,
+            self.ranks,
+            self.plain,
+            self.optimizers,
+            self.averages,
+            stream.fingerprint,
+            {
+                "micro_batch": self.micro_batch,
+                "threads": torch.get_num_threads(),
+                "world": self.ranks.world,
+                "precision": self.hardware.precision,
+                "compile": compiled,
+            },
+            config,
+        )
 
     def _settle(self, model: nn.Module) -> bool:
         """Tell the model the settings of this run; returns whether its layers are compiled."""
@@ -257,7 +281,9 @@ class Run:
         return totals
 
     def _check_step(self, totals: Totals, norm: float, filled: dict[str, float]) -> None:
-        """The gates of the first steps, before their update. A policy's first iterations may give nothing to learn from."""
+        """The gates of the first steps, before their update. A policy's first iterations may give nothing to learn
+        from.
+        """
         overflow = self.hardware.precision == "fp16" and not math.isfinite(norm)  # the scale is still being found
         if self.course.step == 0 and len(totals.terms) == 1:  # a sum of things has no ln V
             gates.first_loss(totals.values()["loss"], self.plain, from_scratch=self.from_scratch)
@@ -269,7 +295,9 @@ class Run:
             self.watchers.first(filled | totals.values())
 
     def _update(self, totals: Totals, norm: float, rows: np.ndarray, batches: list[Any]) -> bool:
-        """Apply the step's gradients, or do what the settings say about a step that went wrong; False after a rollback."""
+        """Apply the step's gradients, or do what the settings say about a step that went wrong; False after a
+        rollback.
+        """
         course, value = self.course, totals.value
         if risen := update.risen(course, value, self.config.on_spike):
             raise self._ended(value, norm, risen, rows)
@@ -373,7 +401,8 @@ class Run:
         return batches * self.config.rows * self.config.row_length / self.stream.tokens_per_epoch
 
     def _evaluate(self) -> None:
-        """Loss over the fixed slice of the validation split, which moves `best` and the anchor; the stage's own numbers.
+        """Loss over the fixed slice of the validation split, which moves `best` and the anchor; the stage's own
+        numbers.
 
         Of the averaged weights where there are some. Exits when all ranks agree on a signal between two batches.
         """

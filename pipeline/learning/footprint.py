@@ -4,35 +4,44 @@
 
 The parts are those of this code, checked against the measured peak (tests/test_footprint.py), not a textbook's:
 
-- trained weights, gradients and moments are float32: 4 + 4 + 8 bytes a parameter with AdamW, 4 + 4 + 4 with Muon; EMA 4;
-  frozen weights as they are stored (frozen.py); `copies`: half-precision ones, 2 a parameter of a matrix product, until the backward pass
-- activations a token and layer: what `Block` saves for the backward pass (`layer_bytes`), and one layer more that is being
+- trained weights, gradients and moments are float32: 4 + 4 + 8 bytes a parameter with AdamW, 4 + 4 + 4 with Muon; EMA
+  4;
+  frozen weights as they are stored (frozen.py); `copies`: half-precision ones, 2 a parameter of a matrix product, until
+  the backward pass
+- activations a token and layer: what `Block` saves for the backward pass (`layer_bytes`), and one layer more that is
+  being
   worked on. Checkpointed layers keep their input alone, 4d bytes: the residual stream is float32 also under autocast
-- logits of `objectives.next_token`: those that exist at once, the gradient of the hidden states, and what is as large as the head's
+- logits of `objectives.next_token`: those that exist at once, the gradient of the hidden states, and what is as large
+  as the head's
   matrix (`head_bytes`). Log-probabilities of answers: four float32 arrays of V at each position that the head computes
 - update: what Muon stacks and multiplies besides its momentum; AdamW needs nothing
 
-An update begins when a pass is over, so the total has the greater of a pass (copies, activations, logits) and the update. Gradients
-are counted beside the activations even where one pass makes them: glibc, told to keep what is freed (device.keep_freed_memory),
-finds an aligned block again only when its neighbours are free too, so on a CPU hardly anything of another size is used again.
-The heap grows by a margin there, of which a quarter is touched at its peak, Muon's stacks of different shapes and the head's several
-gradients add up, a layer that is computed again finds only a part of the place that the layer before it had (LOST, measured), and
-what an adapter makes on its way leaves holes between what is kept (LEFT, measured).
+An update begins when a pass is over, so the total has the greater of a pass (copies, activations, logits) and the
+update. Gradients are counted beside the activations even where one pass makes them: glibc, told to keep what is freed
+(device.keep_freed_memory), finds an aligned block again only when its neighbours are free too, so on a CPU hardly
+anything of another size is used again. The heap grows by a margin there, of which a quarter is touched at its peak,
+Muon's stacks of different shapes and the head's several gradients add up, a layer that is computed again finds only a
+part of the place that the layer before it had (LOST, measured), and what an adapter makes on its way leaves holes
+between what is kept (LEFT, measured).
 
 A memory's reads are counted (`reading_bytes`), within a fifth on a CPU.
 
-Not counted: the interpreter and its libraries (0.3 to 0.5 GB), CUDA's context, the caches of sampling. Not measured: CUDA.
+Not counted: the interpreter and its libraries (0.3 to 0.5 GB), CUDA's context, the caches of sampling. Not measured:
+CUDA.
 
-`runtime.micro_batch: auto`: how many rows go through the model at once. It changes the sums' order, so it is part of a run.
+`runtime.micro_batch: auto`: how many rows go through the model at once. It changes the sums' order, so it is part of a
+run.
 
     kept        what the run's newest state was trained with: a resumed run stays exact
-    planned     else all rows, or the largest power of two that the plan (footprint.py) puts within 80 % of a GPU's memory, or 30 %
+    planned     else all rows, or the largest power of two that the plan (footprint.py) puts within 80 % of a GPU's
+                memory, or 30 %
                 of a machine's, which belongs to other programs too
     proved      on a GPU a dry step of that size follows, a real forward and backward pass; out of memory: half of it
 
-The total and not what is free, so that equal runs choose alike. The dry step leaves weights, moments and generators as they
-were. On a CPU a pass that exhausts the memory is killed by the system instead of raising, so there the plan alone decides; so
-it does where the batches do not exist yet (a rollout). Out of memory later ends the run with what can be done about it.
+The total and not what is free, so that equal runs choose alike. The dry step leaves weights, moments and generators as
+they were. On a CPU a pass that exhausts the memory is killed by the system instead of raising, so there the plan alone
+decides; so it does where the batches do not exist yet (a rollout). Out of memory later ends the run with what can be
+done about it.
 """
 
 import json
@@ -65,8 +74,8 @@ from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 
 ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
-# Measured on a CPU: of what is computed again, the share that finds no place that was freed; and the bytes that an adapted
-# projection leaves for each number of its result, in places too small for what comes next.
+# Measured on a CPU: of what is computed again, the share that finds no place that was freed; and the bytes that an
+# adapted projection leaves for each number of its result, in places too small for what comes next.
 LOST = {"fp32": 0.4, "bf16": 0.15, "fp16": 0.15}
 LEFT = {"fp32": 4, "bf16": 3, "fp16": 3}  # bf16: none on Zen 5, 6 with AMX
 
@@ -108,9 +117,13 @@ class Weights:
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(
-            trained=self.trained + other.trained, frozen=self.frozen + other.frozen, cast=self.cast + other.cast,
-            twice=self.twice + other.twice, head=self.head + other.head, hidden=self.hidden + other.hidden,
-        )  # fmt: skip
+            trained=self.trained + other.trained,
+            frozen=self.frozen + other.frozen,
+            cast=self.cast + other.cast,
+            twice=self.twice + other.twice,
+            head=self.head + other.head,
+            hidden=self.hidden + other.hidden,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +259,9 @@ def mlp_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def by_hand(config: ModelConfig, work: Work, names: Sequence[str]) -> bool:
-    """Whether the operators of half.py run these projections: bf16 on a CPU, no adapters; attention to lines of whole documents."""
+    """Whether the operators of half.py run these projections: bf16 on a CPU, no adapters; attention to lines of
+    whole documents.
+    """
     plain = work.adapted is None or not work.adapted & set(names)
     whole = names != ATTENTION or not (config.bias or work.answers)
     return work.kind == "cpu" and work.precision == "bf16" and plain and whole
@@ -279,7 +294,9 @@ def reaches(work: Work) -> tuple[float, float]:
 
 
 def scores(config: ModelConfig, work: Work) -> float:
-    """What attention on a CPU keeps besides q, k, v and its result: probabilities of short documents, repeated keys for long ones."""
+    """What attention on a CPU keeps besides q, k, v and its result: probabilities of short documents, repeated keys
+    for long ones.
+    """
     seen = min(work.context, KEPT_PROBABILITIES)
     short = 4 * config.heads * (seen + min(seen, QUERY_BLOCK)) / 2
     if work.context <= KEPT_PROBABILITIES:
@@ -304,7 +321,9 @@ def token_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def reading_bytes(config: ModelConfig, work: Work) -> float:
-    """What the reads of a memory keep of one token: norm, queries and result; on a CPU the shares of all rows; keys and values of its unit."""
+    """What the reads of a memory keep of one token: norm, queries and result; on a CPU the shares of all rows; keys
+    and values of its unit.
+    """
     memory = config.memory
     if memory is None:
         return 0.0
@@ -318,7 +337,9 @@ def reading_bytes(config: ModelConfig, work: Work) -> float:
 
 
 def product_bytes(config: ModelConfig, work: Work) -> float:
-    """What selective checkpointing keeps of one token in one layer: its matrix products and, on a GPU, what attention gives."""
+    """What selective checkpointing keeps of one token in one layer: its matrix products and, on a GPU, what
+    attention gives.
+    """
     q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
     numbers = q + 2 * k + 2 * config.width + 2 * config.d_ff + (0 if work.kind == "cpu" else q)
     return (4 if work.precision == "fp32" else 2) * numbers
@@ -327,7 +348,9 @@ def product_bytes(config: ModelConfig, work: Work) -> float:
 def one_pass(
     configs: Sequence[ModelConfig], weights: Weights, work: Work, micro_batch: int
 ) -> tuple[float, float, float]:
-    """Bytes of (copies, activations, logits) of a micro-batch. Of several models (an actor and its critic) the first has a head."""
+    """Bytes of (copies, activations, logits) of a micro-batch. Of several models (an actor and its critic) the first
+    has a head.
+    """
     tokens, chosen, first = micro_batch * work.row, micro_batch * work.selected, configs[0]
     half, rows = work.precision != "fp32", max(EVEN_ROWS, MOST_LOGITS // first.vocab_size)
     activations = tokens * sum(token_bytes(config, work) for config in configs)
@@ -344,11 +367,14 @@ def one_pass(
 
 
 def head_bytes(weights: Weights, work: Work, several: bool) -> float:
-    """What is as large as the head's matrix in `next_token`, beside its gradient. `several`: the logits come in more than one part."""
+    """What is as large as the head's matrix in `next_token`, beside its gradient. `several`: the logits come in more
+    than one part.
+    """
     standing = 4 if work.accumulates else 0  # the sum of the micro-batches before is not the new gradient
     if work.kind != "cpu":  # the gradient, and what the backward pass makes of it
         return (4.0 + standing) * weights.head
-    # nothing is used again: the gradient; in bf16 the head, a part and that in float32; a further part; the embedding's gradient
+    # nothing is used again: the gradient; in bf16 the head, a part and that in float32; a further part; the embedding's
+    # gradient
     added = (8 if work.precision == "fp32" else 12) + (4 if several else 0)
     return float(added + standing) * weights.head
 
@@ -357,11 +383,14 @@ def head_bytes(weights: Weights, work: Work, several: bool) -> float:
 
 
 def update_bytes(hidden: Counter[Shape], work: Work) -> float:
-    """What Muon's update holds besides its states: the directions of all matrices of a shape, stacked, and their products."""
+    """What Muon's update holds besides its states: the directions of all matrices of a shape, stacked, and their
+    products.
+    """
     if work.optimizer != "muon":
         return 0.0
-    # bf16: the updates and their stack 4 bytes each, then x and the next x 2 each; two Gram matrices. fp32 (on CPUs): all 4,
-    # of which a part comes out of what was freed: between 14 and 24 bytes were measured where 16 + 8 are held at once
+    # bf16: the updates and their stack 4 bytes each, then x and the next x 2 each; two Gram matrices. fp32 (on CPUs):
+    # all 4, of which a part comes out of what was freed: between 14 and 24 bytes were measured where 16 + 8 are held at
+    # once
     fixed, gram = (14, 6) if work.precision == "fp32" else (12, 4)
     at_once = {(r, c): min(n, max(1, MOST_GATHERED // (r * c))) for (r, c), n in hidden.items()}
     stacks = [r * c * n * (fixed + gram * min(r, c) / max(r, c)) for (r, c), n in at_once.items()]
@@ -381,7 +410,7 @@ def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micr
         logits=logits,
         update=update_bytes(weights.hidden, work),
         margin=device.TOP_PAD / 4 if work.kind == "cpu" else 0.0,
-    )  # fmt: skip
+    )
 
 
 def data_parallel(one: Footprint, weights: Weights) -> Footprint:
@@ -390,18 +419,25 @@ def data_parallel(one: Footprint, weights: Weights) -> Footprint:
 
 
 def sharded(one: Footprint, config: ModelConfig, work: Work, processes: int) -> Footprint:
-    """The states of FSDP2 divided over the processes; whole are the block that computes, embedding and head, and what Muon gathers."""
+    """The states of FSDP2 divided over the processes; whole are the block that computes, embedding and head, and
+    what Muon gathers.
+    """
     block = sum(r * c * n for (r, c), n in matrices(config).items()) / config.layers
     table = config.vocab_size * config.width * (1 if config.tied else 2)
     whole = block + table
     return replace(
-        one, weights=one.weights / processes + 4.0 * whole, gradients=one.gradients / processes + 4.0 * whole,
-        optimizer=one.optimizer / processes, copies=0.0 if work.precision == "fp32" else 2.0 * whole,
-    )  # fmt: skip
+        one,
+        weights=one.weights / processes + 4.0 * whole,
+        gradients=one.gradients / processes + 4.0 * whole,
+        optimizer=one.optimizer / processes,
+        copies=0.0 if work.precision == "fp32" else 2.0 * whole,
+    )
 
 
 def largest(limit: float, total: Callable[[int], float], most: int) -> int:
-    """The largest power of two, or all `most` rows, whose `total` is within `limit` bytes; 0 where not even one row is."""
+    """The largest power of two, or all `most` rows, whose `total` is within `limit` bytes; 0 where not even one row
+    is.
+    """
     if total(most) <= limit:
         return most
     found = 0
@@ -410,7 +446,7 @@ def largest(limit: float, total: Callable[[int], float], most: int) -> int:
     return found
 
 
-# -- micro_batch ----------------------------------------------------------------------------------------------------------
+# -- micro_batch -------------------------------------------------------------------------------------------------------
 
 
 SHARE = 0.8  # of a GPU's total memory that a plan may fill
@@ -418,9 +454,12 @@ CPU_SHARE = 0.3  # of a machine's: other programs run there, and more rows at on
 
 
 def of(run: Any) -> list[int]:
-    """The micro-batches tried for a fit.Run, the last of which serves. Raises ConfigError for fewer rows than processes."""
+    """The micro-batches tried for a fit.Run, the last of which serves. Raises ConfigError for fewer rows than
+    processes.
+    """
     config, ranks = run.config, run.ranks
-    # One rank that runs out inside of a collective would leave the others waiting: a model that is cut is planned alone.
+    # One rank that runs out inside of a collective would leave the others waiting: a model that is cut is planned
+    # alone.
     provable = run.hardware.device.type == "cuda" and not run.rolling and not ranks.sharding
     rows = ranks.share_of(config.rows, run.job.stage)
     return chosen(run.plain, config, run.job, run.hardware, ranks, rows, partial(dry_step, run) if provable else None)
@@ -438,10 +477,16 @@ def dry_step(run: Any, micro: int) -> None:
 
 
 def chosen(
-    model: nn.Module, config: TrainingConfig, job: Job, hardware: device.Hardware, ranks: Ranks, rows: int,
+    model: nn.Module,
+    config: TrainingConfig,
+    job: Job,
+    hardware: device.Hardware,
+    ranks: Ranks,
+    rows: int,
     dry: Callable[[int], object] | None,
-) -> list[int]:  # fmt: skip
-    """The micro-batches tried for the `rows` of this process's share of a step; the last one is taken, by all processes.
+) -> list[int]:
+    """The micro-batches tried for the `rows` of this process's share of a step; the last one is taken, by all
+    processes.
 
     `dry` runs forward and backward of so many rows; None: the plan alone decides. Raises InputError where none fits.
     """
@@ -468,7 +513,9 @@ def kept(folder: Path, world: int) -> int | None:
 
 
 def planned(plan: Callable[[int], Footprint], hardware: device.Hardware, rows: int) -> int:
-    """All `rows`, or the largest power of two that the plan puts within the share of the total memory that it may fill; at least 1."""
+    """All `rows`, or the largest power of two that the plan puts within the share of the total memory that it may
+    fill; at least 1.
+    """
     total = device.total_memory(hardware.device)
     beside = max(0.0, device.held_memory(hardware.device) - plan(1).weights)  # a reward model that is there already
     share = CPU_SHARE if hardware.device.type == "cpu" else SHARE
@@ -494,10 +541,17 @@ def plan_of(
         config.trained_length if hasattr(parts(model)[0], "logits") else 0
     )  # a reward model has no head for tokens
     work = Work(
-        row=config.row_length, context=config.longest, selected=selected, kind=hardware.device.type, precision=hardware.precision,
-        optimizer=config.optimizer, checkpointing=runtime.gradient_checkpointing, answers=not isinstance(config, FitConfig),
-        adapted=adapted, dropped=dropped,
-    )  # fmt: skip
+        row=config.row_length,
+        context=config.longest,
+        selected=selected,
+        kind=hardware.device.type,
+        precision=hardware.precision,
+        optimizer=config.optimizer,
+        checkpointing=runtime.gradient_checkpointing,
+        answers=not isinstance(config, FitConfig),
+        adapted=adapted,
+        dropped=dropped,
+    )
 
     def plan(micro_batch: int) -> Footprint:
         one = footprint(weights, configs, replace(work, accumulates=micro_batch < rows), micro_batch)
@@ -518,8 +572,8 @@ def proved(
 ) -> list[int]:
     """The micro-batches tried, the last of which `dry` (forward and backward of so many rows) had memory for.
 
-    `reserve` bytes stand for moments that the first update will make. Gradients are dropped and the generators put back.
-    Raises torch.OutOfMemoryError where a single row finds no room.
+    `reserve` bytes stand for moments that the first update will make. Gradients are dropped and the generators put
+    back. Raises torch.OutOfMemoryError where a single row finds no room.
     """
     tried = [first]
     while not _has_room(model, where, tried[-1], dry, reserve):
@@ -555,8 +609,9 @@ def explained(job: Job, config: TrainingConfig, step: int, tried: list[int]) -> 
     except torch.OutOfMemoryError as error:
         first = str(error).splitlines()[0] if str(error) else "no more is known"
         raise InputError(
-            f"{job.stage}: out of memory in step {step}, at rows of {config.row_length} tokens; micro-batches tried: "
-            f"{', '.join(map(str, tried))} ({first}). Recompute activations (runtime.gradient_checkpointing=full), ask for fewer "
-            f"rows at once (runtime.micro_batch={max(1, tried[-1] // 2)}), take a smaller model (model: a file of conf/model/), or "
-            "divide the states over processes (STAGECOACH_LAUNCH=conf/launch/fsdp2.yaml). What fits: python -m pipeline.tools.plan"
+            f"{job.stage}: out of memory in step {step}, at rows of {config.row_length} tokens; micro-batches tried:"
+            f" {', '.join(map(str, tried))} ({first}). Recompute activations (runtime.gradient_checkpointing=full), ask"
+            f" for fewer rows at once (runtime.micro_batch={max(1, tried[-1] // 2)}), take a smaller model (model: a"
+            " file of conf/model/), or divide the states over processes (STAGECOACH_LAUNCH=conf/launch/fsdp2.yaml)."
+            " What fits: python -m pipeline.tools.plan"
         ) from error

@@ -4,8 +4,8 @@ Each raises GateError (exit 3) or, where it is only suspicious, says a warning.
 
 Gates of alignment, from fine-tuning to reinforcement: what the first step must show before its update.
 
-Each compares a number with what the mathematics says it must be when nothing has been learnt yet. A miss raises GateError
-(exit 3) and names the gate, what was expected, what was found, and the likely cause.
+Each compares a number with what the mathematics says it must be when nothing has been learnt yet. A miss raises
+GateError (exit 3) and names the gate, what was expected, what was found, and the likely cause.
 """
 
 import math
@@ -50,20 +50,22 @@ def causal(model: nn.Module, longest: int = 24) -> None:
     model.train(True)
     if not torch.equal(first[0, : length - 1], second[0, : length - 1]):
         raise GateError(
-            "a later token changes earlier logits: the attention mask leaks the future; look at pipeline/model/attention.py"
+            "a later token changes earlier logits: the attention mask leaks the future; look at"
+            " pipeline/model/attention.py"
         )
 
 
 def repeated(passes: float, model: nn.Module, name: str) -> None:
-    """Warn when a causal model reads its data more often than pays (Muennighoff et al. 2023, arXiv:2305.16264: up to four times).
+    """Warn when a causal model reads its data more often than pays (Muennighoff et al. 2023, arXiv:2305.16264: up to
+    four times).
 
     Masked diffusion gains from many more passes (Prabhudesai et al. 2025, arXiv:2507.15857).
     """
     config: Any = getattr(model, "config", None)
     if passes > MOST_PASSES and (config is None or config.attention != "bidirectional"):
         say(
-            f"warning: {name}: the run reads its data {passes:.1f} times; beyond {MOST_PASSES} times repeated text gains little: add "
-            "data, or take fewer steps"
+            f"warning: {name}: the run reads its data {passes:.1f} times; beyond {MOST_PASSES} times repeated text"
+            " gains little: add data, or take fewer steps"
         )
 
 
@@ -99,8 +101,8 @@ def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> 
     for group, total in totals.items():
         if total == 0.0:
             raise GateError(
-                f"group {group}: no gradient arrives at {next(iter(members[group]))}; it would never train. Use it in the "
-                "loss, or freeze it (requires_grad_(False))"
+                f"group {group}: no gradient arrives at {next(iter(members[group]))}; it would never train. Use it in"
+                " the loss, or freeze it (requires_grad_(False))"
             )
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter.grad is not None:
@@ -114,12 +116,12 @@ def falling(rows: list[dict[str, Any]], steps: int, name: str) -> None:
     before = losses[-2][0] if len(losses) > 1 else 0
     if before < steps // 10 <= step and loss > 0.98 * losses[0][1]:
         say(
-            f"warning: {name}: the loss fell by under 2 % in the first tenth of the run; look for another learning_rate: the same "
-            "command with runtime.find_lr=true"
+            f"warning: {name}: the loss fell by under 2 % in the first tenth of the run; look for another"
+            " learning_rate: the same command with runtime.find_lr=true"
         )
 
 
-# -- first_steps ----------------------------------------------------------------------------------------------------------
+# -- first_steps -------------------------------------------------------------------------------------------------------
 
 
 KL = ("objective/kl", "kl/rollout")  # of the first answers from the reference: PPO's, the group methods'
@@ -136,7 +138,8 @@ def value(values: dict[str, float], name: str, expected: float, tolerance: float
 
 
 def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
-    """Raise GateError unless a batch of conversations trains what the assistant says and the ends of its turns, no more.
+    """Raise GateError unless a batch of conversations trains what the assistant says and the ends of its turns, no
+    more.
 
     What that is is told from the ids alone, so that the mask is compared with something that made it not.
     """
@@ -149,8 +152,8 @@ def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
             )
             found = tokenizer.decode([token for token in targets if token >= 0], skip_special=False)
             raise GateError(
-                f"gate mask: expected the first batch to train what the assistant says: {expected!r:.200}; found {found!r:.200}. "
-                "Likely cause: the trained-on mask of text/chat.py, or the shift of batches/batch.py"
+                f"gate mask: expected the first batch to train what the assistant says: {expected!r:.200}; found"
+                f" {found!r:.200}. Likely cause: the trained-on mask of text/chat.py, or the shift of batches/batch.py"
             )
 
 
@@ -164,14 +167,17 @@ def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
     return check
 
 
-ROUNDED = 0.2  # nats by which the sums of a batch's answers may differ on average in half precision; another model is off by more than one
+# nats by which the sums of a batch's answers may differ on average in half precision; another model is off by more than
+# one
+ROUNDED = 0.2
 
 
 def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[dict[str, float]], None]:
     """The policy equals its reference: the loss is known, and no answer is preferred (strictly).
 
-    In half precision a pass that keeps gradients rounds otherwise than one that does not, and an answer's sum has many terms: 0.04 nats
-    were seen in a batch of 16 pairs. Rewards are `beta` times these, and the loss moves by a reward, or by its own size.
+    In half precision a pass that keeps gradients rounds otherwise than one that does not, and an answer's sum has many
+    terms: 0.04 nats were seen in a batch of 16 pairs. Rewards are `beta` times these, and the loss moves by a reward,
+    or by its own size.
     """
     near = 1e-4 if precision == "fp32" else ROUNDED * beta
 
@@ -188,9 +194,11 @@ def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[
 
 
 def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> Callable[[dict[str, float]], None]:
-    """Nothing has moved since the rollout: ratio 1, no divergence, nothing clipped, sampling agrees with teacher forcing.
+    """Nothing has moved since the rollout: ratio 1, no divergence, nothing clipped, sampling agrees with teacher
+    forcing.
 
-    The names are those of the method's metrics. In float32 the divergence from the reference is 0 too, where one is loaded.
+    The names are those of the method's metrics. In float32 the divergence from the reference is 0 too, where one is
+    loaded.
     """
     narrow = precision == "fp32"
 

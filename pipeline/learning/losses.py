@@ -4,8 +4,8 @@ A loss is a list of terms c_k * S_k / G_k, S and G taken over all micro-batches 
 accumulation and ragged ranks change nothing. What a sum is divided by is named (`per`), and the batch knows the counts
 before the forward pass (`counts`). A term with G = 0 drops out.
 
-Here: the terms and cross-entropy. `objectives_pairs.py`: reward models and the DPO family. `objectives_policy.py`: clipped
-policy gradients. They are files of their own so that a change in one method retrains no stage of another.
+Here: the terms and cross-entropy. `objectives_pairs.py`: reward models and the DPO family. `objectives_policy.py`:
+clipped policy gradients. They are files of their own so that a change in one method retrains no stage of another.
 
 How likely is this text under the model? Autoregressive: exact token log-probabilities.
 
@@ -53,15 +53,18 @@ class Loss:
 def next_token(hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in nats of softmax(hidden table^T), summed over the N trained positions: a scalar in float32.
 
-    hidden (N, D), the head's matrix `table` (V, D), targets (N,). The products run in the precision of autocast, all else in
-    float32: with a large vocabulary the softmax of bf16 logits loses the small probabilities. Never more than 2^23 logits exist
-    at once (Wijmans et al. 2024, arXiv:2411.09009, have the idea): their gradient is formed beside the loss, so none are kept.
+    hidden (N, D), the head's matrix `table` (V, D), targets (N,). The products run in the precision of autocast, all
+    else in float32: with a large vocabulary the softmax of bf16 logits loses the small probabilities. Never more than
+    2^23 logits exist at once (Wijmans et al. 2024, arXiv:2411.09009, have the idea): their gradient is formed beside
+    the loss, so none are kept.
     """
     return _NextToken.apply(hidden, table, targets)  # pyright: ignore[reportReturnType]
 
 
 class _NextToken(Function):
-    """With e = exp(z - max z) and s its sum: loss = log s + max z - z_t, dh = (e W) / s - W_t, dW = e^T (h / s) - sum h at t."""
+    """With e = exp(z - max z) and s its sum: loss = log s + max z - z_t, dh = (e W) / s - W_t, dW = e^T (h / s) -
+    sum h at t.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
@@ -106,7 +109,7 @@ def _precision(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
 
 
-# -- scoring --------------------------------------------------------------------------------------------------------------
+# -- scoring -----------------------------------------------------------------------------------------------------------
 
 
 def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
@@ -121,13 +124,20 @@ def read_out(
 ) -> Tensor:
     """`loss` of the hidden states (N, D) at the N trained positions, the head's matrix (V, D) and the targets (N,).
 
-    `reading` is for a model with a memory, and tells what it chose. It runs within the model's forward pass, in place of the head: a loss that forms logits piece by piece never holds them all.
+    `reading` is for a model with a memory, and tells what it chose. It runs within the model's forward pass, in place
+    of the head: a loss that forms logits piece by piece never holds them all.
     """
     chosen = batch.targets >= 0
     targets = batch.targets[chosen]
     told = {} if reading is None else {"reading": reading}
-    return model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen,
-                 head=lambda hidden, table: loss(hidden, table, targets), **told)  # fmt: skip
+    return model(
+        batch.input_ids,
+        positions=batch.positions,
+        documents=batch.documents,
+        select=chosen,
+        head=lambda hidden, table: loss(hidden, table, targets),
+        **told,
+    )
 
 
 def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,12 @@
 
     100 steps, the rates multiplied by factors from 1e-4 to 1e3, geometrically       (Smith 2017, arXiv:1506.01186; fastai's finder)
 
-The ratios between groups are kept, clipping stays on, and the same 8 batches come in rotation, so that the loss changes with the rate
-and not with the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); at four times its least the search ends.
-Suggested are the rate of the steepest fall (against the logarithm of the rate), the middle of the longest valley (fastai's), and a tenth
-of the rate of the least loss; `breaks_at` is where the loss as it is, unsmoothed, began to grow for good: 2 / lambda for plain gradient
-descent on a quadratic of curvature lambda. Weights and moments are put back: a hash proves it.
+The ratios between groups are kept, clipping stays on, and the same 8 batches come in rotation, so that the loss changes
+with the rate and not with the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); at four times
+its least the search ends. Suggested are the rate of the steepest fall (against the logarithm of the rate), the middle
+of the longest valley (fastai's), and a tenth of the rate of the least loss; `breaks_at` is where the loss as it is,
+unsmoothed, began to grow for good: 2 / lambda for plain gradient descent on a quadratic of curvature lambda. Weights
+and moments are put back: a hash proves it.
 
 Not promised: the best rate. One hundred steps say where training breaks; which rate ends lowest takes runs.
 """
@@ -134,17 +135,20 @@ def suggest(trials: list[Trial], *, broke: bool) -> Found:
     first, last = longest_fall(losses)
     least = min(range(len(losses)), key=losses.__getitem__)
     return Found(
-        trials=trials, steepest=trials[min(range(len(slopes)), key=slopes.__getitem__)].rate,
-        valley=trials[(first + last) // 2].rate, tenth_of_least=trials[least].rate / 10,
+        trials=trials,
+        steepest=trials[min(range(len(slopes)), key=slopes.__getitem__)].rate,
+        valley=trials[(first + last) // 2].rate,
+        tenth_of_least=trials[least].rate / 10,
         breaks_at=turn([t.rate for t in trials], [t.raw for t in trials], broke=broke),
-    )  # fmt: skip
+    )
 
 
 def turn(rates: list[float], losses: list[float], *, broke: bool) -> float | None:
-    """The rate from which on the loss grew at every step, between two trials: the zero of log(next loss / loss) in log(rate).
+    """The rate from which on the loss grew at every step, between two trials: the zero of log(next loss / loss) in
+    log(rate).
 
-    With noise no last stretch grows at every step: then the rate from which on the loss stays above its first value; None where it
-    does not.
+    With noise no last stretch grows at every step: then the rate from which on the loss stays above its first value;
+    None where it does not.
     """
 
     def growth(at: int) -> float:
@@ -197,9 +201,9 @@ def write(found: Found, folder: Path, stage: str) -> None:
     plot(found, folder / "curve.svg")
     ends = f"{found.breaks_at:.2g}" if found.breaks_at else f"above {found.trials[-1].rate:.2g}"
     say(
-        f"learning rates from {found.trials[0].rate:.2g}: steepest fall at {found.steepest:.2g}, valley {found.valley:.2g}, a tenth "
-        f"of the least {found.tenth_of_least:.2g}, broken at {ends}\n  curve and plot: {folder}\n"
-        f"  params.yaml:\n    {stage}:\n      learning_rate: {found.tenth_of_least:.1e}"
+        f"learning rates from {found.trials[0].rate:.2g}: steepest fall at {found.steepest:.2g}, valley"
+        f" {found.valley:.2g}, a tenth of the least {found.tenth_of_least:.2g}, broken at {ends}\n  curve and plot:"
+        f" {folder}\n  params.yaml:\n    {stage}:\n      learning_rate: {found.tenth_of_least:.1e}"
     )
 
 

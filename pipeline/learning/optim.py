@@ -1,21 +1,21 @@
 """Parameter groups by rule, and the optimisers: AdamW for all, or Muon for the hidden matrices and AdamW for the rest.
 
-First match wins (`group_of`): `critic` (all of PPO's value model), `bank`, `router`, `memory` (of a memory-augmented model), `lora`,
-`embedding` (tied too; rows of it that an adapter trains), `head`, `norm_bias` (fewer than two dimensions), `hidden`. Beside adapters, or
-a memory that was added to it, what is trained of the base model is one group, `base`. No weight decay on `norm_bias`, `bank`, `router`, and on
-nothing else of fewer than two dimensions.
+First match wins (`group_of`): `critic` (all of PPO's value model), `bank`, `router`, `memory` (of a memory-augmented
+model), `lora`, `embedding` (tied too; rows of it that an adapter trains), `head`, `norm_bias` (fewer than two
+dimensions), `hidden`. Beside adapters, or a memory that was added to it, what is trained of the base model is one
+group, `base`. No weight decay on `norm_bias`, `bank`, `router`, and on nothing else of fewer than two dimensions.
 
-Layer l of L (from 1) has its rate times gamma^(L-l) (`layer_decay`), an untied embedding gamma^L, head and tied embedding 1
-(ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146, 3.2, with a geometric rule).
+Layer l of L (from 1) has its rate times gamma^(L-l) (`layer_decay`), an untied embedding gamma^L, head and tied
+embedding 1 (ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146, 3.2, with a geometric rule).
 
-Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) is torch.optim.Muon's rule with `match_rms_adamw`, so AdamW's rates hold. It
-takes the matrices of `hidden`, of adapters, and of a memory with its bank: in a bank all rows would else move together for long, since
-each has a like share of the first reads. Ours differs
-in two ways that leave the rule alone: matrices of one shape are orthogonalised together, and the iteration runs in fp32
-where bf16 is emulated (50 times slower there).
+Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) is torch.optim.Muon's rule with `match_rms_adamw`, so AdamW's
+rates hold. It takes the matrices of `hidden`, of adapters, and of a memory with its bank: in a bank all rows would else
+move together for long, since each has a like share of the first reads. Ours differs in two ways that leave the rule
+alone: matrices of one shape are orthogonalised together, and the iteration runs in fp32 where bf16 is emulated (50
+times slower there).
 
-Under FSDP2 each matrix is gathered once per step, in the dtype of the iteration, which then runs on every rank as it would
-alone; torch's own Muon on DTensors talks at every product. AdamW works on the rows that lie here.
+Under FSDP2 each matrix is gathered once per step, in the dtype of the iteration, which then runs on every rank as it
+would alone; torch's own Muon on DTensors talks at every product. AdamW works on the rows that lie here.
 """
 
 import re
@@ -198,13 +198,20 @@ class Optimizers:
                 by_muon = config.optimizer == "muon" and group in BY_MUON and parameter.ndim == 2
                 decays = group not in NO_DECAY and parameter.ndim >= 2
                 factor = layer_factor(name, layers=layers, tied=tied, gamma=config.layer_decay)
-                fresh: dict[str, Any] = {"params": [], "lr": self.rates[group], "rate": self.rates[group] * factor,
-                                         "weight_decay": config.weight_decay if decays else 0.0, "name": group}  # fmt: skip
+                fresh: dict[str, Any] = {
+                    "params": [],
+                    "lr": self.rates[group],
+                    "rate": self.rates[group] * factor,
+                    "weight_decay": config.weight_decay if decays else 0.0,
+                    "name": group,
+                }
                 made.setdefault((by_muon, group, factor, decays), fresh)["params"].append(parameter)
         return [made[key] for key in made if key[0]], [made[key] for key in made if not key[0]]
 
     def iteration_flops(self) -> float:
-        """Of Muon's iterations in one update: of each, three products over the smaller side m of its matrices; 0 without Muon."""
+        """Of Muon's iterations in one update: of each, three products over the smaller side m of its matrices; 0
+        without Muon.
+        """
         flops = 0.0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups if isinstance(optimizer, Muon) else []:

@@ -1,7 +1,8 @@
 """Losses of pairs, a better answer against a worse one: Bradley-Terry reward models and the DPO family.
 
-Symbols of the papers: beta scales the log-ratio, u = log pi(y) - log ref(y) of a whole answer, d = u_chosen - u_rejected,
-#c and #r are the answers' token counts. Each pair weighs 1; the loop divides by the number of pairs of the whole step.
+Symbols of the papers: beta scales the log-ratio, u = log pi(y) - log ref(y) of a whole answer, d = u_chosen -
+u_rejected, #c and #r are the answers' token counts. Each pair weighs 1; the loop divides by the number of pairs of the
+whole step.
 
 Not here: the log-probabilities (`scoring.py`). Not promised: losses that need more than two answers of a prompt.
 
@@ -106,7 +107,9 @@ class PairLoss:
 
     @property
     def at_start(self) -> float | None:
-        """The loss of a policy that equals its reference, without the likelihood term; None where it depends on the data."""
+        """The loss of a policy that equals its reference, without the likelihood term; None where it depends on the
+        data.
+        """
         if self.loss == "simpo" or self.reference_free:
             return None
         if self.loss == "ipo":
@@ -182,9 +185,16 @@ def _apo_down(x: _Ratios, c: PairLoss) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[_Ratios, PairLoss], Tensor]] = {
-    "sigmoid": _sigmoid, "cdpo": _cdpo, "robust": _robust, "ipo": _ipo, "hinge": _hinge, "norm": _norm, "simpo": _simpo,
-    "apo_zero": _apo_zero, "apo_down": _apo_down,
-}  # fmt: skip
+    "sigmoid": _sigmoid,
+    "cdpo": _cdpo,
+    "robust": _robust,
+    "ipo": _ipo,
+    "hinge": _hinge,
+    "norm": _norm,
+    "simpo": _simpo,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+}
 
 
 def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) -> Loss:
@@ -219,13 +229,14 @@ def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) 
     return Loss(terms, metrics | policy.metrics)
 
 
-# -- scoring_pairs --------------------------------------------------------------------------------------------------------
+# -- scoring_pairs -----------------------------------------------------------------------------------------------------
 
 
 def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
     """Summed log-probabilities of the answers of P pairs, whose rows are the P chosen, then the P rejected ones.
 
-    With TRL's metrics of the single tokens: mean logits of both sides, entropy of both, accuracy over the chosen answers.
+    With TRL's metrics of the single tokens: mean logits of both sides, entropy of both, accuracy over the chosen
+    answers.
     """
     logits, targets = trained_logits(model, batch)
     logprobs, entropy = target_logprobs(logits, targets)
@@ -250,7 +261,9 @@ def pairs_of(sums: Tensor, chosen: Tensor) -> PairLogprobs:
 
 @torch.no_grad()
 def reference_sums(model: nn.Module, stream: PairStream, where: torch.device) -> dict[str, np.ndarray]:
-    """Sums (n, 2) of the chosen and rejected answers of each split's pairs, in their order: computed once, the reference goes."""
+    """Sums (n, 2) of the chosen and rejected answers of each split's pairs, in their order: computed once, the
+    reference goes.
+    """
     found = {}
     with progress(total=len(stream.train.pairs) + len(stream.val.pairs), desc="reference", unit="pair") as bar:
         for name in ("train", "val"):

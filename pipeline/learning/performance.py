@@ -1,11 +1,12 @@
 """What is compiled of a model's layers, where it pays.
 
-On a CPU in bf16, where the layers are written by hand, it is the pieces between their matrix products, in C++ (`model/cpu/primitives.cpp`): two
-seconds, so `auto` does it wherever there is a compiler. Anywhere else, and for layers with adapters or biases, it is torch.compile:
-each block in place (`layer.compile()`), so all layers share one compilation and no name in the state dict changes. There `auto` is a
-rule without a clock, so that equal runs choose alike: a run of more than 1e14 training FLOPs on a CPU, 5e16 on a GPU, in rows of one
-length: pairs and a policy's own answers have another shape in every batch. Sampling never runs compiled layers. Both are kept in
-`.work/compile` between runs. A compiled step rounds otherwise than an eager one, and a state says which it was.
+On a CPU in bf16, where the layers are written by hand, it is the pieces between their matrix products, in C++
+(`model/cpu/primitives.cpp`): two seconds, so `auto` does it wherever there is a compiler. Anywhere else, and for layers
+with adapters or biases, it is torch.compile: each block in place (`layer.compile()`), so all layers share one
+compilation and no name in the state dict changes. There `auto` is a rule without a clock, so that equal runs choose
+alike: a run of more than 1e14 training FLOPs on a CPU, 5e16 on a GPU, in rows of one length: pairs and a policy's own
+answers have another shape in every batch. Sampling never runs compiled layers. Both are kept in `.work/compile` between
+runs. A compiled step rounds otherwise than an eager one, and a state says which it was.
 
 Not promised: that torch.compile is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
 
@@ -14,14 +15,15 @@ Where the time of a step goes: `runtime.profile: true` records a few steps with 
     <work folder>/profile/trace-rank0.json      for chrome://tracing or ui.perfetto.dev
     <work folder>/profile/top-rank0.txt         the twenty operations that take longest
 
-The first steps of a run are left out: they compile, allocate and warm up. Recording costs time itself, so the speed that such a run
-reports is not its own.
+The first steps of a run are left out: they compile, allocate and warm up. Recording costs time itself, so the speed
+that such a run reports is not its own.
 
-How fast a run is and how well it uses the machine. These numbers go to MLflow and `speed.json` only: they are no result.
+How fast a run is and how well it uses the machine. These numbers go to MLflow and `speed.json` only: they are no
+result.
 
 `mfu`, model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): training FLOPs of the tokens, as
-`ModelConfig.flops_per_token` counts them, over what the device could do: by its data sheet where it stands in `device.DATA_SHEET`, and
-as `mfu_measured` by a large matrix product in the run's precision, timed after the run.
+`ModelConfig.flops_per_token` counts them, over what the device could do: by its data sheet where it stands in
+`device.DATA_SHEET`, and as `mfu_measured` by a large matrix product in the run's precision, timed after the run.
 """
 
 import os
@@ -101,7 +103,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _fails(device: torch.device) -> str:
-    """Why a trivial function cannot be compiled and run here (a header that is missing, for example); empty when it can."""
+    """Why a trivial function cannot be compiled and run here (a header that is missing, for example); empty when it
+    can.
+    """
     try:
         torch.compile(torch.sin, dynamic=False)(torch.ones(8, device=device))
     except Exception as error:  # the backends raise many types, and the run can go on without them
@@ -119,7 +123,7 @@ def _prepare(name: str) -> None:
     say(f"{name}: compiling the layers (torch.compile, kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
 
 
-# -- profiling ------------------------------------------------------------------------------------------------------------
+# -- profiling ---------------------------------------------------------------------------------------------------------
 
 
 SKIPPED, WARM_UP, RECORDED = 2, 1, 3
@@ -160,7 +164,7 @@ class Profile:
         say(f"{table}\nprofile of at most {RECORDED} steps: {self.folder}")
 
 
-# -- speed ----------------------------------------------------------------------------------------------------------------
+# -- speed -------------------------------------------------------------------------------------------------------------
 
 
 def headline(run: Any) -> str:
@@ -192,10 +196,13 @@ def report(run: Any, seconds: float, steps: int, targets: int) -> None:
     per_token: Any = getattr(run.plain, "flops_per_token", None)
     flops = tokens * per_token(run.config.row_length) / seconds if per_token else 0.0
     values: dict[str, Any] = {
-        "tokens_per_second": tokens / seconds, "targets_per_second": targets / seconds,
-        "samples_per_second": steps * run.config.rows / seconds, "step_seconds": seconds / steps,
-        "gflops": flops / 1e9, "memory_gb": run_device.peak_memory(where) / 1e9,
-    }  # fmt: skip
+        "tokens_per_second": tokens / seconds,
+        "targets_per_second": targets / seconds,
+        "samples_per_second": steps * run.config.rows / seconds,
+        "step_seconds": seconds / steps,
+        "gflops": flops / 1e9,
+        "memory_gb": run_device.peak_memory(where) / 1e9,
+    }
     values |= utilisation(flops / run.ranks.world, run.hardware) | run_device.describe(run.job.runtime.precision)
     run.job.tracker.speed.update(values)
     share = f", {100 * values['mfu_measured']:.0f} % of a matrix product's" if "mfu_measured" in values else ""
@@ -203,7 +210,9 @@ def report(run: Any, seconds: float, steps: int, targets: int) -> None:
 
 
 def utilisation(flops: float, hardware: run_device.Hardware) -> dict[str, float]:
-    """`mfu` where the data sheet is known, `mfu_measured`, and the GPU's own `gpu_utilisation`; empty without `flops` per second."""
+    """`mfu` where the data sheet is known, `mfu_measured`, and the GPU's own `gpu_utilisation`; empty without
+    `flops` per second.
+    """
     if not flops:
         return {}
     found = {"mfu_measured": flops / (1e9 * run_device.matmul_gflops(hardware.precision))}

@@ -4,9 +4,9 @@
     fit(model, ..., phases.begin("adapt"), last=False)      steps 0 .. n of the stage's curve
     fit(model, ..., phases.begin("sft"))                    steps n .. of it
 
-A killed stage resumes in the phase that it was in: a phase that has ended is found ended, and gives the weights that it published.
-The stage's curve holds the phases one after another, their steps counted on, so that they are one run in DVC and MLflow. A phase
-that is given a prefix logs under it (`control/loss`), beside the others.
+A killed stage resumes in the phase that it was in: a phase that has ended is found ended, and gives the weights that it
+published. The stage's curve holds the phases one after another, their steps counted on, so that they are one run in DVC
+and MLflow. A phase that is given a prefix logs under it (`control/loss`), beside the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Phases:
 
 
 class PhaseTracker:
-    """A `Tracker` for `fit`: it keeps the phase's own rows, and gives them to the stage's with their steps counted on."""
+    """A `Tracker` for `fit`: it keeps the phase's own rows, and gives them to the stage's with their steps counted
+    on.
+    """
 
     def __init__(self, whole: Tracker, name: str, offset: int, prefix: str) -> None:
         self._whole, self._name, self._offset, self._prefix = whole, name, offset, prefix
@@ -68,8 +70,11 @@ class PhaseTracker:
 
     def _give(self) -> None:
         """The stage's curve: the phases before, then this one."""
-        named = [{"step": self._offset + int(row["step"]), "phase": self._name}
-                 | {self._prefix + name: value for name, value in row.items() if name != "step"} for row in self.rows]  # fmt: skip
+        named = [
+            {"step": self._offset + int(row["step"]), "phase": self._name}
+            | {self._prefix + name: value for name, value in row.items() if name != "step"}
+            for row in self.rows
+        ]
         if self._before and named and named[0]["step"] == self._before[-1]["step"]:  # where the phases meet
             named[0] = self._before[-1] | {k: v for k, v in named[0].items() if k not in self._before[-1]}
             self._whole.rows = self._before[:-1] + named

@@ -1,8 +1,8 @@
 """Policy gradients: PPO with a critic, and the group methods GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++.
 
-Symbols: l, o, f are log-probabilities of a token under the policy, at rollout time, under the reference (nats, float32, all
-at the sampling temperature); m is 1 where the policy chose the token; A its advantage; rho = exp(l - o). Tensors are (B, T)
-with a mask where order matters (GAE), else (N,): the policy's tokens, row by row.
+Symbols: l, o, f are log-probabilities of a token under the policy, at rollout time, under the reference (nats, float32,
+all at the sampling temperature); m is 1 where the policy chose the token; A its advantage; rho = exp(l - o). Tensors
+are (B, T) with a mask where order matters (GAE), else (N,): the policy's tokens, row by row.
 
 Not here: sampling (`generation/`), scores (`rl/rewards.py`). Not promised: off-policy data more than one rollout
 old.
@@ -35,7 +35,9 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def adapted(beta: float, kl: float, *, target: float, num: int, horizon: int) -> float:
-    """The next KL coefficient after `num` episodes whose mean KL is `kl` (Ziegler et al. 2019, arXiv:1909.08593, 2.2)."""
+    """The next KL coefficient after `num` episodes whose mean KL is `kl` (Ziegler et al. 2019, arXiv:1909.08593,
+    2.2).
+    """
     return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * num / horizon)
 
 
@@ -82,8 +84,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
     """R - mean of the group, over its standard deviation (unbiased) + 1e-4 where `scaled`. (P, G) -> (P, G).
 
-    Shao et al. 2024 (GRPO, arXiv:2402.03300), eq. 3; unscaled: Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783). Answers that
-    are not `valid` (P, G) get 0 and leave mean and deviation.
+    Shao et al. 2024 (GRPO, arXiv:2402.03300), eq. 3; unscaled: Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783). Answers
+    that are not `valid` (P, G) get 0 and leave mean and deviation.
     """
     num = valid.sum(1, keepdim=True)
     kept = rewards.where(valid, 0.0)
@@ -107,7 +109,9 @@ def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the rewards from each policy token to the end, 0 where the mask is (Hu 2025, REINFORCE++, arXiv:2501.03262)."""
+    """Sum of the rewards from each policy token to the end, 0 where the mask is (Hu 2025, REINFORCE++,
+    arXiv:2501.03262).
+    """
     return (rewards * mask).flip(1).cumsum(1).flip(1) * mask
 
 
@@ -137,9 +141,18 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tup
 
 
 def ppo(
-    logprobs: Tensor, entropy: Tensor, values: Tensor, *, old: Tensor, advantages: Tensor, old_values: Tensor,
-    returns: Tensor, clip: Clip, value_clip: float, value_weight: float,
-) -> Loss:  # fmt: skip
+    logprobs: Tensor,
+    entropy: Tensor,
+    values: Tensor,
+    *,
+    old: Tensor,
+    advantages: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    clip: Clip,
+    value_clip: float,
+    value_weight: float,
+) -> Loss:
     """PPO's loss over the policy's tokens, all (N,): clipped policy term + `value_weight` * clipped value term."""
     policy, ratio = surrogate(logprobs, old, advantages, clip)
     value, value_clipped = value_loss(values, old_values, returns, value_clip)
@@ -194,13 +207,21 @@ METHODS = {
 
 
 def group_policy(
-    logprobs: Tensor, entropy: Tensor, *, old: Tensor, advantages: Tensor, reference: Tensor | None, row_of: Tensor,
-    num_rows: int, method: GroupMethod, max_tokens: int,
-) -> Loss:  # fmt: skip
+    logprobs: Tensor,
+    entropy: Tensor,
+    *,
+    old: Tensor,
+    advantages: Tensor,
+    reference: Tensor | None,
+    row_of: Tensor,
+    num_rows: int,
+    method: GroupMethod,
+    max_tokens: int,
+) -> Loss:
     """The loss of a group method over the policy's tokens (N,); `row_of` (N,) says whose of `num_rows` answers each is.
 
-    `reference` is f where the method's KL is in the loss, else None. The sums stand by their counts, so a batch may be cut
-    anywhere between answers.
+    `reference` is f where the method's KL is in the loss, else None. The sums stand by their counts, so a batch may be
+    cut anywhere between answers.
     """
     num = len(logprobs)
     lengths = torch.bincount(row_of, minlength=num_rows)
@@ -247,7 +268,9 @@ def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[T
 
 
 def with_agreement(loss: Loss, logprobs: Tensor, old: Tensor) -> Loss:
-    """The loss with the difference between teacher forcing and sampling, where the policy has not moved since it sampled."""
+    """The loss with the difference between teacher forcing and sampling, where the policy has not moved since it
+    sampled.
+    """
     difference = (logprobs.detach() - old).abs()
     name = "sampling/sampling_logp_difference"
     metrics = loss.metrics | {f"{name}/mean": (difference.sum(), len(difference))}
@@ -258,6 +281,8 @@ def with_agreement(loss: Loss, logprobs: Tensor, old: Tensor) -> Loss:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - mean (R - V)^2 / Var(R), so a critic that is off by a constant explains less; 0 where all returns are equal."""
+    """1 - mean (R - V)^2 / Var(R), so a critic that is off by a constant explains less; 0 where all returns are
+    equal.
+    """
     spread = float(returns.var()) if len(returns) > 1 else 0.0
     return 1 - float((returns - values).square().mean()) / spread if spread > 0 and math.isfinite(spread) else 0.0

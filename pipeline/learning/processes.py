@@ -1,25 +1,28 @@
 """The processes of one training run: who works on what, and what they tell each other. One process needs none of it.
 
-Accelerate forms the process group; it wraps the model for averaged gradients (DDP), or `sharding.py` cuts it (FSDP2). Control
-values travel on a gloo side group, so that they never wait behind a GPU queue. What else differs between the two is here: a
-forward pass of a model that is cut is a conversation of all ranks, so all make as many passes (`evened`, `dealt`), and nobody
-but rank 0 has a whole model in the end (`finish`).
+Accelerate forms the process group; it wraps the model for averaged gradients (DDP), or `sharding.py` cuts it (FSDP2).
+Control values travel on a gloo side group, so that they never wait behind a GPU queue. What else differs between the
+two is here: a forward pass of a model that is cut is a conversation of all ranks, so all make as many passes (`evened`,
+`dealt`), and nobody but rank 0 has a whole model in the end (`finish`).
 
 Not promised: that a rank which dies alone on its machine is noticed by the others before gloo or NCCL does.
 
-FSDP2: every weight, gradient and moment is cut by rows over the processes (Zhao et al. 2023, arXiv:2304.11277, version 2).
+FSDP2: every weight, gradient and moment is cut by rows over the processes (Zhao et al. 2023, arXiv:2304.11277, version
+2).
 
     shard(model, ...)       in place: each block a group, the rest the root's; weights are gathered for each pass
     whole_again(...)        in place back to a plain model, on rank 0 alone, one tensor at a time
     local, full, rows       what of a weight lies here, all of it, and which rows these are
 
-One call of torch's `fully_shard` for CPU (gloo) and CUDA (NCCL). It is asked for by the variables that `accelerate launch`
-sets from conf/launch/fsdp2.yaml, and launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The mathematics is that of one process: weights
-travel in float32 and autocast casts them where it would, so there is no MixedPrecisionPolicy: with one, norms and embeddings
-would compute in half precision. Frozen models apart (a reference) are not cut: each process holds them whole.
+One call of torch's `fully_shard` for CPU (gloo) and CUDA (NCCL). It is asked for by the variables that `accelerate
+launch` sets from conf/launch/fsdp2.yaml, and launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The mathematics is that of one
+process: weights travel in float32 and autocast casts them where it would, so there is no MixedPrecisionPolicy: with
+one, norms and embeddings would compute in half precision. Frozen models apart (a reference) are not cut: each process
+holds them whole.
 
-Not promised: fp16 (the scaler is lost, huggingface/accelerate #4289: refused), streams that the policy fills itself, models
-that run other methods than `forward`. Tried on a CPU with gloo; CUDA, NCCL and `fsdp_offload_params` are untested.
+Not promised: fp16 (the scaler is lost, huggingface/accelerate #4289: refused), streams that the policy fills itself,
+models that run other methods than `forward`. Tried on a CPU with gloo; CUDA, NCCL and `fsdp_offload_params` are
+untested.
 """
 
 import contextlib
@@ -45,9 +48,19 @@ from pipeline.model.layers import Block
 from pipeline.run import device as run_device
 from pipeline.run.errors import ConfigError, GateError
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-         "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-         "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")  # fmt: skip
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +74,9 @@ class Sharding:
 
     @property
     def reduces_each_pass(self) -> bool:
-        """Whether gradients are cut after every micro-batch. Where memory is no matter they are summed whole and cut once."""
+        """Whether gradients are cut after every micro-batch. Where memory is no matter they are summed whole and cut
+        once.
+        """
         return self.reshard
 
 
@@ -90,7 +105,9 @@ class Plain:
 
 
 def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Plain]:
-    """Cut the weights of `model` in place, block by block, so that no device ever holds all; what `whole_again` needs."""
+    """Cut the weights of `model` in place, block by block, so that no device ever holds all; what `whole_again`
+    needs.
+    """
     owners = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert len(owners) == len(list(model.named_parameters())), (
         "a weight under two names would be cut twice: tie by reading"
@@ -109,7 +126,9 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Pl
 
 
 def _put_back(model: nn.Module, _inputs: Any, _output: Any) -> None:
-    """No backward pass frees what a pass without gradients has gathered, and the next one would compute with old weights."""
+    """No backward pass frees what a pass without gradients has gathered, and the next one would compute with old
+    weights.
+    """
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -173,11 +192,17 @@ def like(part: Tensor, parameter: Tensor) -> Tensor:
     """This rank's rows of something that has the shape of `parameter`, as it is cut."""
     if not isinstance(parameter, DTensor):
         return part
-    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                              stride=parameter.stride())  # fmt: skip
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
-# -- ranks ----------------------------------------------------------------------------------------------------------------
+# -- ranks -------------------------------------------------------------------------------------------------------------
 
 
 Batch = TypeVar("Batch")
@@ -206,9 +231,9 @@ class Ranks:
         if set(keys) != {key}:
             other = next(rank for rank, theirs in enumerate(keys) if theirs != key)
             raise ConfigError(
-                f"rank {self.rank} computes the key {key}, rank {other} {keys[other]}: expected the same parameters, code and "
-                "input files for all processes. On several machines use one checkout on a shared file system, and start "
-                "the others when the inputs of the stage are there"
+                f"rank {self.rank} computes the key {key}, rank {other} {keys[other]}: expected the same parameters,"
+                " code and input files for all processes. On several machines use one checkout on a shared file"
+                " system, and start the others when the inputs of the stage are there"
             )
 
     def share_of(self, rows: int, stage: str) -> int:
@@ -239,7 +264,9 @@ class Ranks:
         return self.accelerator.no_sync(model)
 
     def evened(self, batches: list[Batch]) -> list[tuple[Batch, bool]]:
-        """The micro-batches of a step, and whether each counts: a model that is cut wants as many passes of every rank."""
+        """The micro-batches of a step, and whether each counts: a model that is cut wants as many passes of every
+        rank.
+        """
         counted = [(batch, True) for batch in batches]
         if self.sharding is None:
             return counted
@@ -249,7 +276,8 @@ class Ranks:
     def dealt(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch | None, bool]]:
         """An evaluation in rounds of `world` batches: this rank's batch of each, and whether it counts.
 
-        Where the last round has none for this rank it is None, or one of another rank's, for a pass that does not count.
+        Where the last round has none for this rank it is None, or one of another rank's, for a pass that does not
+        count.
         """
         remaining = iter(batches)
         while hand := list(itertools.islice(remaining, self.world)):
@@ -309,7 +337,9 @@ class Ranks:
             dist.barrier(group=self.side)
 
     def check_equal_weights(self, model: nn.Module) -> None:
-        """Raise GateError when the ranks do not start from the same weights. One that is cut was looked at before (`place`)."""
+        """Raise GateError when the ranks do not start from the same weights. One that is cut was looked at before
+        (`place`).
+        """
         if self.world == 1 or any(is_sharded(p) for p in model.parameters()):
             return
         mine = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()])
@@ -327,14 +357,16 @@ class Ranks:
             for row in rows:
                 if seen.setdefault(row, rank) != rank:
                     raise GateError(
-                        f"ranks {seen[row]} and {rank} both read row {row}: was each process launched with a rank of its own?"
+                        f"ranks {seen[row]} and {rank} both read row {row}: was each process launched with a rank of"
+                        " its own?"
                     )
 
     def finish(self, model: nn.Module, where: torch.device, *, last: bool = True) -> None:
-        """After training only rank 0 goes on, with a whole model: it alone measures and writes outs. The others end here.
+        """After training only rank 0 goes on, with a whole model: it alone measures and writes outs. The others end
+        here.
 
-        A model that was cut comes to rank 0's machine memory, and where it takes less than half of the device to the device.
-        Before the `last` run of a stage all ranks go on, each with a whole model.
+        A model that was cut comes to rank 0's machine memory, and where it takes less than half of the device to the
+        device. Before the `last` run of a stage all ranks go on, each with a whole model.
         """
         if self.sharding:
             keep = self.rank == 0 or not last

@@ -3,17 +3,19 @@
     start = begin(base, adapter, seed)      start.policy trains, start.reference never moves
     finish(start)                           the reference is as it was; an adapter is merged under its gate
 
-The copy is made in memory from the weights that were loaded, never read again by name, and stored as `frozen.py` says. Not
-promised: that a copy fits beside the policy; with an adapter there is none.
+The copy is made in memory from the weights that were loaded, never read again by name, and stored as `frozen.py` says.
+Not promised: that a copy fits beside the policy; with an adapter there is none.
 
-How the weights of models that only compute are stored: the reference of preference and reinforcement learning, the reward model.
+How the weights of models that only compute are stored: the reference of preference and reinforcement learning, the
+reward model.
 
-Under bf16 autocast a linear layer's weight is rounded to bf16 in every pass anyhow. Where that is so on a GPU, these layers are
-stored rounded, 2 bytes for 4, and every output keeps its bits. What autocast does not round stays float32: embeddings (they are
-looked up, also where the head is tied to them), norms, the reward's row. A narrowed model runs under that autocast only.
+Under bf16 autocast a linear layer's weight is rounded to bf16 in every pass anyhow. Where that is so on a GPU, these
+layers are stored rounded, 2 bytes for 4, and every output keeps its bits. What autocast does not round stays float32:
+embeddings (they are looked up, also where the head is tied to them), norms, the reward's row. A narrowed model runs
+under that autocast only.
 
-Not narrowed: the base below an adapter. The health gates and the evaluation of pairs run it without autocast, and what is published
-is the base plus its update: rounding it would be in every model that leaves the stage.
+Not narrowed: the base below an adapter. The health gates and the evaluation of pairs run it without autocast, and what
+is published is the base plus its update: rounding it would be in every model that leaves the stage.
 """
 
 import copy
@@ -40,7 +42,9 @@ KEPT = "score"  # of the reward model: computed in float32 also under autocast
 
 
 def narrows(kind: str, precision: str) -> bool:
-    """Whether frozen linear layers are stored in bf16: on a GPU whose passes are. On a CPU memory is seldom what is short."""
+    """Whether frozen linear layers are stored in bf16: on a GPU whose passes are. On a CPU memory is seldom what is
+    short.
+    """
     return kind == "cuda" and precision == "bf16"
 
 
@@ -58,7 +62,7 @@ def narrow(model: Model) -> Model:
     return model
 
 
-# -- reference ------------------------------------------------------------------------------------------------------------
+# -- reference ---------------------------------------------------------------------------------------------------------
 
 
 GATE_TOKENS = 32  # of each row that the merge gate looks at
@@ -67,7 +71,8 @@ GATE_TOKENS = 32  # of each row that the merge gate looks at
 class Reference:
     """The frozen weights. `model()` gives something to run them with, `release()` lets them go.
 
-    `parked`: between uses they lie in the machine's memory, not on the device (where training itself reads no reference).
+    `parked`: between uses they lie in the machine's memory, not on the device (where training itself reads no
+    reference).
     """
 
     def __init__(self, policy: Transformer, *, adapted: bool, hardware: device.Hardware | None = None) -> None:

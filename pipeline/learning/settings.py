@@ -53,13 +53,23 @@ def factor(
     return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * p)) / 2
 
 
-# -- settings -------------------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 LEAST = {
-    "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "min_ratio": 0, "cycles": 1, "decay_ratio": 0, "warmup_steps": 0,
-    "warmup_ratio": 0, "eval_steps": 1, "eval_tokens": 0, "patience": 0, "threshold": 0,
-}  # fmt: skip
+    "learning_rate": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "min_ratio": 0,
+    "cycles": 1,
+    "decay_ratio": 0,
+    "warmup_steps": 0,
+    "warmup_ratio": 0,
+    "eval_steps": 1,
+    "eval_tokens": 0,
+    "patience": 0,
+    "threshold": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +121,12 @@ class TrainingConfig(OptimizerConfig):
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("at most one of warmup_steps and warmup_ratio may be set")
         choices = {
-            "optimizer": ("adamw", "muon"), "schedule": SCHEDULES, "publish": ("best", "last"),
-            "on_nonfinite": update.ON_NONFINITE, "on_spike": update.ON_SPIKE,
-        }  # fmt: skip
+            "optimizer": ("adamw", "muon"),
+            "schedule": SCHEDULES,
+            "publish": ("best", "last"),
+            "on_nonfinite": update.ON_NONFINITE,
+            "on_spike": update.ON_SPIKE,
+        }
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}: expected one of {', '.join(allowed)}, got {getattr(self, key)!r}")
@@ -149,8 +162,8 @@ class TrainingConfig(OptimizerConfig):
             shape = getattr(one, "config", None)
             if shape is not None and self.longest > shape.max_context:
                 raise ConfigError(
-                    f"{self.length_key}: expected at most {shape.max_context}, the model's context, got {self.longest}; make it "
-                    "smaller"
+                    f"{self.length_key}: expected at most {shape.max_context}, the model's context, got {self.longest};"
+                    " make it smaller"
                 )
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
@@ -161,9 +174,14 @@ class TrainingConfig(OptimizerConfig):
         """The schedule at `step` of `steps`."""
         warmup = self.warmup_steps or round(self.warmup_ratio * steps)
         return factor(
-            step, name=self.schedule, steps=steps, warmup=warmup, min_ratio=self.min_ratio, cycles=self.cycles,
+            step,
+            name=self.schedule,
+            steps=steps,
+            warmup=warmup,
+            min_ratio=self.min_ratio,
+            cycles=self.cycles,
             decay_ratio=self.decay_ratio,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,21 +7,21 @@
 Under FSDP2 each process writes a file of each kind, and the manifest says which rows it holds (slices.py).
 
 Files go into `step-N.part`, each fsynced, the manifest last; then fsync of the folder, rename, fsync of the parent, and
-only then are older states dropped. `newest` gives the newest state whose every hash holds, so a damaged one costs the steps
-since the one before it. Not promised: survival of a disk that lies about fsync.
+only then are older states dropped. `newest` gives the newest state whose every hash holds, so a damaged one costs the
+steps since the one before it. Not promised: survival of a disk that lies about fsync.
 
 Tensors on disk, cut by rows over files: each process writes the rows it holds, and any process reads the rows it needs.
 
     weights.safetensors                     one process, or copies of one: whole tensors
     weights-00001-of-00002.safetensors      FSDP2: rank 1's rows, and where they begin in each tensor: {name: first row}
 
-The offsets stand in the state's manifest, beside sizes and hashes. So a run of 2 processes goes on with 1, with 8, or cut
-otherwise, and a plain model reads what 8 processes wrote. No process ever holds what it does not need.
+The offsets stand in the state's manifest, beside sizes and hashes. So a run of 2 processes goes on with 1, with 8, or
+cut otherwise, and a plain model reads what 8 processes wrote. No process ever holds what it does not need.
 
 What a run keeps on disk: its states, how many of them, which one it resumes from, and which weights it publishes.
 
-`states.py` is the format on disk; here is what goes into it. All ranks call these methods together. Rank 0 writes, or each
-rank its share of a model that is cut (FSDP2); rank 0 alone decides which state is the newest good one.
+`states.py` is the format on disk; here is what goes into it. All ranks call these methods together. Rank 0 writes, or
+each rank its share of a model that is cut (FSDP2); rank 0 alone decides which state is the newest good one.
 """
 
 import copy
@@ -57,7 +57,9 @@ def file_name(kind: str, rank: int, world: int, *, cut: bool) -> str:
 
 
 def write_rows(path: Path, tensors: Mapping[str, Tensor], *, first: bool) -> Offsets:
-    """Write the rows that lie here; tensors that lie whole on all ranks only where `first`. Returns where the rows begin."""
+    """Write the rows that lie here; tensors that lie whole on all ranks only where `first`. Returns where the rows
+    begin.
+    """
     offsets: Offsets = {}
     held: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -124,7 +126,7 @@ class Stored:
         return processes.like(self.read(name, *processes.rows(parameter)), parameter)
 
 
-# -- states ---------------------------------------------------------------------------------------------------------------
+# -- states ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,14 +165,18 @@ def save(
     meta: dict[str, Any],
     curve: list[dict[str, Any]],
 ) -> Path:
-    """Write a state that lies here whole. Raises StagecoachError before writing when the disk has not 1.2 times its size left."""
+    """Write a state that lies here whole. Raises StagecoachError before writing when the disk has not 1.2 times its
+    size left.
+    """
     tensors = {"weights": weights, "optimizer": optimizer}
     part = begin(folder, step, tensors)
     return complete(part, step, write(part, tensors), meta=meta, curve=curve)
 
 
 def begin(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> Path:
-    """An empty folder for a state of these tensors, of which shares may lie elsewhere. Raises StagecoachError as `save`."""
+    """An empty folder for a state of these tensors, of which shares may lie elsewhere. Raises StagecoachError as
+    `save`.
+    """
     need = sum(t.numel() * t.element_size() for kind in tensors.values() for t in kind.values())
     need_space(folder, int(1.2 * need) + 1_000_000)
     part = part_of(folder, step)
@@ -248,7 +254,8 @@ def newest(folder: Path) -> State | None:
         wrong = fault(path)
         if wrong:
             say(
-                f"{path.parent.parent.name}: state {path.name} is damaged ({wrong}); it is dropped, trying the one before"
+                f"{path.parent.parent.name}: state {path.name} is damaged ({wrong}); it is dropped, trying the one"
+                " before"
             )
             continue
         return opened(path)
@@ -292,7 +299,7 @@ def retain(folder: Path, *, keep: int, protect: Collection[int]) -> None:
         shutil.rmtree(part)
 
 
-# -- keeping --------------------------------------------------------------------------------------------------------------
+# -- keeping -----------------------------------------------------------------------------------------------------------
 
 
 AVERAGE = "average"  # `<parameter>/average` among the optimiser's states
@@ -302,16 +309,24 @@ class Keeper:
     """The states of one run. `settings` are facts of this process that a bit-exact resume needs unchanged."""
 
     def __init__(
-        self, job: Job, ranks: Ranks, model: nn.Module, optimizers: Optimizers, averages: Averages | None,
-        fingerprint: str, settings: dict[str, Any], config: TrainingConfig,
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        ranks: Ranks,
+        model: nn.Module,
+        optimizers: Optimizers,
+        averages: Averages | None,
+        fingerprint: str,
+        settings: dict[str, Any],
+        config: TrainingConfig,
+    ) -> None:
         self.job, self.ranks, self.model, self.optimizers, self.averages = job, ranks, model, optimizers, averages
         self.fingerprint, self.settings = fingerprint, settings
         self.publishes_best = config.publish == "best"
         self.rolls_back = "rollback" in (config.on_nonfinite, config.on_spike)
         if job.runtime.async_save and ranks.sharding:
             raise ConfigError(
-                "runtime.async_save: a model that is cut (FSDP2) is written by all its processes together; set it to false"
+                "runtime.async_save: a model that is cut (FSDP2) is written by all its processes together; set it to"
+                " false"
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._writing: Future[None] | None = None
@@ -319,7 +334,8 @@ class Keeper:
     def save(self, course: Course, window: Window, rest: dict[str, Any]) -> None:
         """Write a state, then drop all but the `runtime.keep` newest, the best, and those that a rollback may load.
 
-        With `runtime.async_save` a thread writes a copy; one at a time, so the next save waits for it, and so does the end.
+        With `runtime.async_save` a thread writes a copy; one at a time, so the next save waits for it, and so does the
+        end.
         """
         self.wait()
         optimizer = self.optimizers.state_tensors()
@@ -383,7 +399,8 @@ class Keeper:
         self._thread.shutdown(wait=True)
 
     def resume(self) -> tuple[Course, Window, dict[str, Any]] | None:
-        """Put the newest whole state into model, optimisers, averages and tracker; returns the rest of it, None without one.
+        """Put the newest whole state into model, optimisers, averages and tracker; returns the rest of it, None without
+        one.
 
         Raises ConfigError for a state of other data, or one that not all ranks see.
         """
@@ -432,7 +449,9 @@ class Keeper:
         return Course(**known), Window.of(state.meta["window"]), state.meta
 
     def _moments(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The optimiser's states, and the averaged weights by their names: of each what this rank holds of the parameter."""
+        """The optimiser's states, and the averaged weights by their names: of each what this rank holds of the
+        parameter.
+        """
         stored, parameters = state.optimizer(), dict(self.model.named_parameters())
         tensors = {name: stored.like(name, parameters[name.rpartition("/")[0]]) for name in sorted(stored.names())}
         end = f"/{AVERAGE}"
@@ -450,8 +469,14 @@ class Keeper:
     def load_weights(self, step: int) -> None:
         """Load the weights of that step's state into the model, averaged ones where there are some."""
         self.wait()
-        state = at(self.job.folder, step, remedy="the best weights are lost: publish the last ones "
-                          f"({self.job.stage}.publish=last), or start over (runtime.fresh=true)")  # fmt: skip
+        state = at(
+            self.job.folder,
+            step,
+            remedy=(
+                "the best weights are lost: publish the last ones "
+                f"({self.job.stage}.publish=last), or start over (runtime.fresh=true)"
+            ),
+        )
         if self.averages:
             self.averages.restore(self._moments(state)[1], self.averages.updates)
             self.averages.load()

@@ -1,35 +1,37 @@
 """Sums of what a run has seen since it last wrote a row: loss terms, metrics, extremes.
 
-`Totals` are those of one step (or one evaluation), from `Loss` objects and the counts that the step's sums are divided by.
-`Window` adds steps up. Both are plain numbers, so a window travels in a state and a resumed curve has no seam.
+`Totals` are those of one step (or one evaluation), from `Loss` objects and the counts that the step's sums are divided
+by. `Window` adds steps up. Both are plain numbers, so a window travels in a state and a resumed curve has no seam.
 
 Whether a step's update may be made, and what ends a run.
 
-    finite?  spike?  risen?   ->   apply, skip, stop, or roll back          (one verdict on all ranks: the numbers are global)
+    finite?  spike?  risen?   ->   apply, skip, stop, or roll back    (one verdict on all ranks: the numbers are global)
 
-A spike is a loss above mean + 6 max(std, 1 % of |mean|) of the last 128 applied steps, and at least 0.1 nats above it (PaLM restarts before
-a spike and skips the batches around it: Chowdhery et al. 2022, arXiv:2204.02311, 5.1). A skipped step changes no weight and no moment. A
-spike is rare: the third in a row, or the tenth in a thousand steps, is the run's new level, and its update is made. So a spike never
-ends a run. A gradient norm is no reason by itself: clipping bounds it, and a model that knows its data by heart has norms near 0 with
-rare jumps.
+A spike is a loss above mean + 6 max(std, 1 % of |mean|) of the last 128 applied steps, and at least 0.1 nats above it
+(PaLM restarts before a spike and skips the batches around it: Chowdhery et al. 2022, arXiv:2204.02311, 5.1). A skipped
+step changes no weight and no moment. A spike is rare: the third in a row, or the tenth in a thousand steps, is the
+run's new level, and its update is made. So a spike never ends a run. A gradient norm is no reason by itself: clipping
+bounds it, and a model that knows its data by heart has norms near 0 with rare jumps.
 
-Two things end a run: three steps in a row, or ten in a thousand, that are not finite; and a loss that has risen and stays: 100 steps in a
-row more than 1 nat above the lowest median that 128 steps ever had. A policy's loss is not measured in nats, so with `on_spike: ignore`
-only what is not finite counts.
+Two things end a run: three steps in a row, or ten in a thousand, that are not finite; and a loss that has risen and
+stays: 100 steps in a row more than 1 nat above the lowest median that 128 steps ever had. A policy's loss is not
+measured in nats, so with `on_spike: ignore` only what is not finite counts.
 
-A rollback goes back to the newest evaluated state at least 16 steps old, but never behind the rollback before, and never reads the batches
-from there to here again. Where there is none yet, or after three rollbacks, a spike is skipped; numbers that are not finite then stop the run.
+A rollback goes back to the newest evaluated state at least 16 steps old, but never behind the rollback before, and
+never reads the batches from there to here again. Where there is none yet, or after three rollbacks, a spike is skipped;
+numbers that are not finite then stop the run.
 
 Loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740): small gradients would be zero in half precision.
 
-torch's GradScaler keeps the scale: twice as large after 2,000 steps without overflow, half as large after one. An overflow costs an
-update and is not counted among the skipped ones as long as the scale can still fall.
+torch's GradScaler keeps the scale: twice as large after 2,000 steps without overflow, half as large after one. An
+overflow costs an update and is not counted among the skipped ones as long as the scale can still fall.
 
 An exponential moving average of the weights: what is evaluated and published when `ema_decay` is on.
 
     average <- d average + (1 - d) weights,   d = min(ema_decay, (1 + s) / (10 + s)) after s applied steps
 
-in float32, over the trained parameters (Polyak & Juditsky 1992; the warm-up of the decay as in TensorFlow's ExponentialMovingAverage).
+in float32, over the trained parameters (Polyak & Juditsky 1992; the warm-up of the decay as in TensorFlow's
+ExponentialMovingAverage).
 
 Where a training run is: everything besides weights and moments that a resumed run needs. Plain numbers, saved as JSON.
 """
@@ -105,7 +107,9 @@ class Totals:
 
     @property
     def veto(self) -> str:
-        """Why no update may be made from this step; empty where it may. Read it after `reduce`: a limit binds the whole step."""
+        """Why no update may be made from this step; empty where it may. Read it after `reduce`: a limit binds the
+        whole step.
+        """
         self.settle()
         for name, limit in self.limits.items():
             total, count = self.metrics[name]
@@ -189,7 +193,7 @@ class Window:
         return cls(Totals(**state["totals"]), state["norm"], state["steps"])
 
 
-# -- course ---------------------------------------------------------------------------------------------------------------
+# -- course ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -245,7 +249,7 @@ class Course:
         return found
 
 
-# -- verdict --------------------------------------------------------------------------------------------------------------
+# -- verdict -----------------------------------------------------------------------------------------------------------
 
 
 HISTORY = 128  # applied steps that a spike is measured against
@@ -288,7 +292,10 @@ def risen(course: Course, loss: float, on_spike: str) -> str:
     course.risen = course.risen + 1 if loss > course.lowest + RISEN else 0
     if course.risen < STAYED:
         return ""
-    return f"the loss rose and stayed: {STAYED} steps in a row more than {RISEN:g} nat above {course.lowest:.4g}, the lowest median so far"
+    return (
+        f"the loss rose and stayed: {STAYED} steps in a row more than {RISEN:g} nat above {course.lowest:.4g}, the"
+        " lowest median so far"
+    )
 
 
 def applied(course: Course, loss: float, *, new_level: bool = False) -> None:
@@ -305,7 +312,9 @@ def in_row(steps: list[int], step: int) -> int:
 
 
 def too_many(steps: list[int], step: int) -> bool:
-    """Whether `step` is one too many to be left out like `steps` before it: the third in a row, or the tenth in a thousand."""
+    """Whether `step` is one too many to be left out like `steps` before it: the third in a row, or the tenth in a
+    thousand.
+    """
     recent = [earlier for earlier in steps if earlier > step - WITHIN]
     return in_row(steps, step) >= IN_ROW or len(recent) + 1 >= IN_ALL
 
@@ -379,7 +388,7 @@ def culprit(model: nn.Module, forward: Callable[[], None]) -> str:
     return NOTHING
 
 
-# -- scaling --------------------------------------------------------------------------------------------------------------
+# -- scaling -----------------------------------------------------------------------------------------------------------
 
 
 LEAST_SCALE = 1.0
@@ -407,7 +416,9 @@ class Scaler:
                 self.torch.unscale_(optimizer)
 
     def update(self) -> bool:
-        """Adapt the scale after a step; whether it fell, that is, whether an overflow was met that it may still cure."""
+        """Adapt the scale after a step; whether it fell, that is, whether an overflow was met that it may still
+        cure.
+        """
         if not self.torch.is_enabled():
             return False
         before = self.scale_now
@@ -424,7 +435,7 @@ class Scaler:
             self.torch.load_state_dict(state)
 
 
-# -- averages -------------------------------------------------------------------------------------------------------------
+# -- averages ----------------------------------------------------------------------------------------------------------
 
 
 class Averages:

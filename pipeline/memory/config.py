@@ -48,7 +48,8 @@ class MemoryConfig:
             raise ValueError(f"memory.shared: expected at least 0, got {self.shared}")
         if self.rows % (self.shared + self.chapters):
             raise ValueError(
-                f"memory.rows: expected a multiple of the {self.shared + self.chapters} chapters (shared and routed), got {self.rows}"
+                f"memory.rows: expected a multiple of the {self.shared + self.chapters} chapters (shared and routed),"
+                f" got {self.rows}"
             )
         if self.top_k > self.chapters:
             raise ValueError(
@@ -56,13 +57,17 @@ class MemoryConfig:
             )
         if self.top_k == 1:
             raise ValueError(
-                "memory.top_k: expected at least 2; the weight of one chapter is always 1, the router would learn nothing"
+                "memory.top_k: expected at least 2; the weight of one chapter is always 1, the router would learn"
+                " nothing"
             )
         for name, known in (("storage", STORAGES), ("routing", ROUTINGS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"memory.{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
         if (self.bank_rank is None) != (self.storage == "full") or (self.bank_rank or 1) < 1:
-            raise ValueError(f"memory.bank_rank: expected a number with factorised and reduced storage alone, got {self.bank_rank} with {self.storage}")  # fmt: skip
+            raise ValueError(
+                f"memory.bank_rank: expected a number with factorised and reduced storage alone, got {self.bank_rank}"
+                f" with {self.storage}"
+            )
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"memory.rank: expected at least 1, got {self.rank}")
         if self.share not in ("all", "each") and not re.fullmatch(r"every_[1-9]\d*", self.share):
@@ -91,7 +96,11 @@ class MemoryConfig:
             word, number = found[1], int(found[2])
             if not 1 <= number <= num_layers:
                 raise ValueError(f"memory.layers: expected {word}_1 to {word}_{num_layers}, got {self.layers}")
-            every = {"first": range(number), "last": range(num_layers - number, num_layers), "every": range(number - 1, num_layers, number)}  # fmt: skip
+            every = {
+                "first": range(number),
+                "last": range(num_layers - number, num_layers),
+                "every": range(number - 1, num_layers, number),
+            }
             return list(every[word])
         outside = [layer for layer in self.layers if not 0 <= layer < num_layers]
         if outside or len(set(self.layers)) < len(self.layers):

@@ -11,7 +11,8 @@ Banks in 8 or 4 bits, after training: numbers and one scale a row.
 
     s = max |row| / 127 (int4: / 7)      q = round(row / s), within +-127 (+-7; two to a byte)      |row - s q| <= s / 2
 
-Rows are gathered first and made floats again after. Of a factorised bank the rows' factor is quantised, the other stays.
+Rows are gathered first and made floats again after. Of a factorised bank the rows' factor is quantised, the other
+stays.
 """
 
 import json
@@ -90,7 +91,7 @@ def quantised(memory: Memory, bits: int) -> None:
         memory.bank[number] = QuantisedBank(bank, bits)
 
 
-# -- memory_files ---------------------------------------------------------------------------------------------------------
+# -- memory_files ------------------------------------------------------------------------------------------------------
 
 
 WEIGHTS, SHAPE = "memory.safetensors", "memory.json"
@@ -140,15 +141,22 @@ def save(folder: Path, beside: nn.Module, weights: dict[str, Tensor], base: str)
 
 
 def load(model: Transformer, folder: Path, base: str) -> None:
-    """Attach the memory of a directory to its loaded base, whose digest is `base`. Raises ModelError naming file and reason."""
+    """Attach the memory of a directory to its loaded base, whose digest is `base`. Raises ModelError naming file and
+    reason.
+    """
     told = described(folder)
     if told["base"] != base:
         raise ModelError(
-            f"{folder / SHAPE}: this memory was trained on another base (digest {told['base'][:12]}, found {base[:12]}); put it beside "
-            "the model.safetensors that it came with, or train it anew: dvc repro stage_memory"
+            f"{folder / SHAPE}: this memory was trained on another base (digest {told['base'][:12]}, found"
+            f" {base[:12]}); put it beside the model.safetensors that it came with, or train it anew: dvc repro"
+            " stage_memory"
         )
     try:
-        config = MemoryConfig.from_json(told["config"]) if told["kind"] == "memory" else WiderConfig(width=told["config"]["width"], layers=tuple(told["config"]["layers"]))  # fmt: skip
+        config = (
+            MemoryConfig.from_json(told["config"])
+            if told["kind"] == "memory"
+            else WiderConfig(width=told["config"]["width"], layers=tuple(told["config"]["layers"]))
+        )
         _compare(config, model.config, told["bits"], folder)
         beside = attach(model, config)
     except ModelError:
@@ -163,7 +171,9 @@ def load(model: Transformer, folder: Path, base: str) -> None:
 
 
 def _compare(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: int | None, folder: Path) -> None:
-    """Raise ModelError unless the header of memory.safetensors has the tensors of this memory; none of them is allocated."""
+    """Raise ModelError unless the header of memory.safetensors has the tensors of this memory; none of them is
+    allocated.
+    """
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
@@ -182,8 +192,9 @@ def _compare(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: int |
     if expected != found:
         wrong = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise ModelError(
-            f"{folder / WEIGHTS}: its tensors are not those that {SHAPE} describes ({wrong}: expected "
-            f"{list(expected.get(wrong, ())) or 'nothing'}, found {list(found.get(wrong, ())) or 'nothing'}); build it again: dvc repro stage_memory"
+            f"{folder / WEIGHTS}: its tensors are not those that {SHAPE} describes ({wrong}: expected"
+            f" {list(expected.get(wrong, ())) or 'nothing'}, found {list(found.get(wrong, ())) or 'nothing'}); build it"
+            " again: dvc repro stage_memory"
         )
 
 

@@ -5,8 +5,8 @@
     auxiliary     sum_i (f_i - 1/C)^2            its gradient is that of P: 2/C times load balance's
     z             mean of (ln sum_j e^z_j)^2     ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5)
 
-f is taken over all ranks and over the micro-batches of a step so far (`Choices`); P stays local, since the loop divides each term by
-the units of the whole step. Shared chapters do not count: what nobody can choose cannot be balanced.
+f is taken over all ranks and over the micro-batches of a step so far (`Choices`); P stays local, since the loop divides
+each term by the units of the whole step. Shared chapters do not count: what nobody can choose cannot be balanced.
 
 Shapes: U units, C routed chapters, k chosen.
 """
@@ -89,11 +89,19 @@ def z_loss(routed: Routed) -> Tensor:
 def router_terms(routed: Mapping[int, Routed], shares: Mapping[int, Tensor], weights: RouterWeights) -> list[Term]:
     """The mean over the layers of each of the losses that count; nothing without layers. `shares` are f by layer."""
     found = []
-    for name, coefficient in (("load_balance", weights.load_balance), ("auxiliary", weights.auxiliary), ("z", weights.z)):  # fmt: skip
+    for name, coefficient in (
+        ("load_balance", weights.load_balance),
+        ("auxiliary", weights.auxiliary),
+        ("z", weights.z),
+    ):
         if not coefficient or not routed:
             continue
         sums = []
         for layer, one in routed.items():
-            sums.append(z_loss(one) if name == "z" else {"load_balance": load_balance, "auxiliary": auxiliary}[name](one, shares[layer]))  # fmt: skip
+            sums.append(
+                z_loss(one)
+                if name == "z"
+                else {"load_balance": load_balance, "auxiliary": auxiliary}[name](one, shares[layer])
+            )
         found.append(Term(name, torch.stack(sums).mean(), "units", coefficient))
     return found

@@ -2,9 +2,11 @@
 
     chapters, top_k
     use      per layer and source: the share of its choices that fell on each chapter
-    maps     per source, of the last layer that reads: the text in pieces, one of each unit, with its chapters and their weights
+    maps     per source, of the last layer that reads: the text in pieces, one of each unit, with its chapters and their
+             weights
 
-Chapters that all sources use alike know nothing of sources. Written once by the stage that trained the memory; the report draws it.
+Chapters that all sources use alike know nothing of sources. Written once by the stage that trained the memory; the
+report draws it.
 
 What a model knows by heart: exact match of greedy answers to questions about invented facts.
 
@@ -57,7 +59,13 @@ def routing(model: Transformer, tokenizer: Tokenizer, sources: Mapping[str, Sequ
         if readings and readings[0].routed:
             maps.append(mapped(memory, tokenizer, source, batches[0], readings[0]))
     model.train(was_training)
-    return {"chapters": memory.config.chapters, "top_k": memory.config.top_k, "routing": memory.config.routing, "use": use, "maps": maps}  # fmt: skip
+    return {
+        "chapters": memory.config.chapters,
+        "top_k": memory.config.top_k,
+        "routing": memory.config.routing,
+        "use": use,
+        "maps": maps,
+    }
 
 
 def read(model: Transformer, batch: TokenBatch) -> Reading:
@@ -71,8 +79,13 @@ def read(model: Transformer, batch: TokenBatch) -> Reading:
 def mapped(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBatch, reading: Reading) -> dict[str, Any]:
     """The first tokens of a batch, by units."""
     config, layer = memory.config, max(reading.routed)
-    units = cut(batch.positions.flatten(), routing=config.routing, window=config.window,
-                padding=batch.documents.flatten() < 0, trained=batch.targets.flatten() >= 0)  # fmt: skip
+    units = cut(
+        batch.positions.flatten(),
+        routing=config.routing,
+        window=config.window,
+        padding=batch.documents.flatten() < 0,
+        trained=batch.targets.flatten() >= 0,
+    )
     unit_of = (units.back // units.places.shape[1]).tolist()
     ids, routed = batch.input_ids.flatten().tolist(), reading.routed[layer]
     chosen, weights = routed.chosen.tolist(), routed.log_weights.float().exp().tolist()
@@ -80,11 +93,13 @@ def mapped(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBatch,
     pieces = []
     for unit, places in groupby(kept, key=lambda place: unit_of[place]):
         text = tokenizer.decode([ids[place] for place in places], skip_special=False)
-        pieces.append({"text": text, "chapters": chosen[unit], "weights": [round(weight, 3) for weight in weights[unit]]})  # fmt: skip
+        pieces.append(
+            {"text": text, "chapters": chosen[unit], "weights": [round(weight, 3) for weight in weights[unit]]}
+        )
     return {"layer": layer, "source": source, "pieces": pieces}
 
 
-# -- recall ---------------------------------------------------------------------------------------------------------------
+# -- recall ------------------------------------------------------------------------------------------------------------
 
 
 MORE = 4  # tokens that an answer may be longer than the right one
@@ -103,7 +118,12 @@ class Recall:
         share = wilson(int(self.right.sum()), len(self.right))
         attributes = np.array([one.fact.attribute for one in self.asked])
         each = {str(name): float(self.right[attributes == name].mean()) for name in np.unique(attributes)}
-        return {"n": len(self.right), "exact_match": share.value, "exact_match_low": share.low, "exact_match_high": share.high} | each  # fmt: skip
+        return {
+            "n": len(self.right),
+            "exact_match": share.value,
+            "exact_match_low": share.low,
+            "exact_match_high": share.high,
+        } | each
 
 
 def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[Asked]:
@@ -138,6 +158,12 @@ def known(subject: Subject, folder: Path) -> SuiteResult:
 def recall(model: Transformer, tokenizer: Tokenizer, asked: Sequence[Asked]) -> Recall:
     """Ask each question. The model is in evaluation mode."""
     longest = max((len(one.answer) for one in asked), default=1) + MORE
-    said = generate(model, [one.prompt for one in asked], Sampling(max_new_tokens=longest), stop={tokenizer.end_of_text}, seeds=[0] * len(asked))  # fmt: skip
+    said = generate(
+        model,
+        [one.prompt for one in asked],
+        Sampling(max_new_tokens=longest),
+        stop={tokenizer.end_of_text},
+        seeds=[0] * len(asked),
+    )
     right = [one.ids == asked[n].answer[:-1] and one.stop == "stop" for n, one in enumerate(said)]
     return Recall(list(asked), said, np.array(right, dtype=bool))

@@ -2,37 +2,41 @@
 
     u = mean of the normed states of a span that the unit may know      z = W u + b      p = softmax(z)
     w_c = top_k p_c / (sum of p over the chosen) for chosen chapters, 1 for shared ones
-    x <- x + W_o attention(q = W_q norm(x), k = W_k m, v = W_v m), with ln w_c added to the logits of the rows of chapter c
+    x <- x + W_o attention(q = W_q norm(x), k = W_k m, v = W_v m), with ln w_c added to the logits of the rows of
+    chapter c
     qk_norm: q and k divided by their root mean square      gated: W_o (read * silu(W_g norm(x)))
 
-One softmax runs over all rows of the chosen and the shared chapters, so with all chapters chosen and equal p this is attention over
-the whole bank. W_o is zero at the start: the first step is the base model's. The idea is that of Tasmay-Tibrewal/Memory; there a
-text chooses from all of its positions, later ones too, so what it gains over a causal model cannot be told. Here a unit chooses from
-what stands before it (`memory_units.py`); the losses that spread the choice are in `memory/losses.py`.
+One softmax runs over all rows of the chosen and the shared chapters, so with all chapters chosen and equal p this is
+attention over the whole bank. W_o is zero at the start: the first step is the base model's. The idea is that of
+Tasmay-Tibrewal/Memory; there a text chooses from all of its positions, later ones too, so what it gains over a causal
+model cannot be told. Here a unit chooses from what stands before it (`memory_units.py`); the losses that spread the
+choice are in `memory/losses.py`.
 
 Not promised: positions in the bank (no RoPE), or an order of its rows. `top_k` chapters per unit, never per head.
 
-Shapes: N tokens, U units, L tokens of a unit, D width, M numbers of a bank's row, H query heads, K key heads, h head size, C routed
-and S shared chapters of T rows, k chosen.
+Shapes: N tokens, U units, L tokens of a unit, D width, M numbers of a bank's row, H query heads, K key heads, h head
+size, C routed and S shared chapters of T rows, k chosen.
 
 Which tokens choose chapters together, and from what: the units of a line of tokens.
 
     chunk     W tokens of one document; the mean of the chunk before it, zeros for the first
-    prompt    an answer (positions with loss) and the block before it; the mean of that block. Text without one goes by chunks
+    prompt    an answer (positions with loss) and the block before it; the mean of that block. Text without one goes by
+              chunks
     token     each token by itself
     sequence  a whole document, the mean of all of it: a position learns of later ones
 
-Here are places and numbers alone; `memory.py` has the states. A unit never crosses documents, and padding belongs to none.
+Here are places and numbers alone; `memory.py` has the states. A unit never crosses documents, and padding belongs to
+none.
 
 Decoding with a memory: what new tokens of a cache's rows choose from.
 
-Beside keys and values the cache keeps, of each layer that reads, the normed states that units choose from, and the mean that a row's
-current unit chose from: it is computed anew when a unit begins, and where a row was rewound. Running sums would be smaller, but a
-row of a server is cut back to any length (drafts, prompts that begin alike), and a sum does not know what its parts were. The keys and
-values of the bank are projected once for a cache.
+Beside keys and values the cache keeps, of each layer that reads, the normed states that units choose from, and the mean
+that a row's current unit chose from: it is computed anew when a unit begins, and where a row was rewound. Running sums
+would be smaller, but a row of a server is cut back to any length (drafts, prompts that begin alike), and a sum does not
+know what its parts were. The keys and values of the bank are projected once for a cache.
 
-With routing by prompt, what a row gets first is the block before the answer, all but its last token, which has a loss already. It must
-come at once.
+With routing by prompt, what a row gets first is the block before the answer, all but its last token, which has a loss
+already. It must come at once.
 """
 
 import math
@@ -105,8 +109,11 @@ def units(readers: list[np.ndarray], sources: list[np.ndarray], num: int, where:
     places = _padded(readers, num)
     back = np.full(num + 1, places.size)
     back[places.reshape(-1)] = np.arange(places.size)
-    return Units(torch.from_numpy(places).to(where), torch.from_numpy(_padded(sources, num)).to(where),
-                 torch.from_numpy(back[:num]).to(where))  # fmt: skip
+    return Units(
+        torch.from_numpy(places).to(where),
+        torch.from_numpy(_padded(sources, num)).to(where),
+        torch.from_numpy(back[:num]).to(where),
+    )
 
 
 def _by_chunk(begins: np.ndarray, window: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -151,7 +158,7 @@ def _padded(spans: list[np.ndarray], fill: int) -> np.ndarray:
     return found
 
 
-# -- memory_state ---------------------------------------------------------------------------------------------------------
+# -- memory_state ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,8 @@ class Unit:
 
 
 def going_on(memory: Any, layout: Any) -> Callable[[int, Tensor], Tensor]:
-    """How the line of a growing cache reads a `Memory`; `layout` has `cache`, `rows`, `counts` and `past`, and the tokens are counted in.
+    """How the line of a growing cache reads a `Memory`; `layout` has `cache`, `rows`, `counts` and `past`, and the
+    tokens are counted in.
 
     Raises ValueError for routing by sequence: a text that is still to come cannot choose.
     """
@@ -237,12 +245,21 @@ def _cuts(memory: Any, layout: Any) -> list[Unit]:
         else:
             for number in range(past // window, (past + count - 1) // window + 1):
                 inside = (past + np.arange(count)) // window == number
-                found.append(Unit(row, number, max(0, number - 1) * window, number * window, line[inside], begun=past > number * window))  # fmt: skip
+                found.append(
+                    Unit(
+                        row,
+                        number,
+                        max(0, number - 1) * window,
+                        number * window,
+                        line[inside],
+                        begun=past > number * window,
+                    )
+                )
         first += count
     return found
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 Reads = Callable[[int, Tensor], Tensor]  # of a layer and the stream (N, D) behind it: the stream
@@ -312,8 +329,10 @@ class Memory(nn.Module):
         reading.routed[layer] = routed
         out = reader.out(normed, reader.attend(normed, units, routed, bank))
         if reading.watch:
-            reading.measured[layer] = {"read_share": float(out.float().norm() / x.float().norm()),
-                                       "row_entropy": reader.row_entropy(normed, units, routed, bank)}  # fmt: skip
+            reading.measured[layer] = {
+                "read_share": float(out.float().norm() / x.float().norm()),
+                "row_entropy": reader.row_entropy(normed, units, routed, bank),
+            }
         return x + out
 
     def of(self, layer: int) -> tuple["Reader", nn.Module]:
@@ -327,7 +346,9 @@ class Memory(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self) -> int:
-        """FLOPs of training one token's reading, counted as `ModelConfig.flops_per_token` does; keys and values are a batch's, not a token's."""
+        """FLOPs of training one token's reading, counted as `ModelConfig.flops_per_token` does; keys and values are
+        a batch's, not a token's.
+        """
         total, rows = 0, (self.config.shared + self.config.top_k) * self.config.chapter_rows
         for reader in self.readers.values():
             assert isinstance(reader, Reader)
@@ -340,8 +361,8 @@ class Memory(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         """Fresh weights, drawn in the order of `state_dict()` on the generator's device.
 
-        Rows normal with deviation `bank_std`, routers with 0.02, the second factor of a bank 1/sqrt(r), projections as the model's own, the way
-        out zero (of two factors the second), norms one, biases zero.
+        Rows normal with deviation `bank_std`, routers with 0.02, the second factor of a bank 1/sqrt(r), projections as
+        the model's own, the way out zero (of two factors the second), norms one, biases zero.
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2 or name.endswith(("o_proj.weight", "o_proj.up.weight")):
@@ -422,8 +443,17 @@ class Reader(nn.Module):
         own = logits.gather(1, chosen)  # ln w = ln k + ln p - ln (sum of p over the chosen)
         return Routed(logits, chosen, own.log_softmax(-1) + math.log(chosen.shape[1]))
 
-    def attend(self, normed: Tensor, units: Units, routed: Routed, bank: nn.Module, projected: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
-        """What the tokens (N, D) read, (N, H * h): zeros for padding. `projected` keys and values of the whole bank (rows, K, h)."""
+    def attend(
+        self,
+        normed: Tensor,
+        units: Units,
+        routed: Routed,
+        bank: nn.Module,
+        projected: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """What the tokens (N, D) read, (N, H * h): zeros for padding. `projected` keys and values of the whole bank
+        (rows, K, h).
+        """
         config = self.config
         num, each = len(units.places), config.chapter_rows
         q = self.queries(normed)
@@ -488,7 +518,9 @@ class Reader(nn.Module):
         return functional.rms_norm(x, (self.head_dim,), eps=self.norm.eps) if self.config.qk_norm else x
 
     def _joint(self, q: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
-        """One softmax over all rows: q (U, L, H, h), keys and values (U, rows, K, h), ln w (U, rows) -> (U, L, H, h)."""
+        """One softmax over all rows: q (U, L, H, h), keys and values (U, rows, K, h), ln w (U, rows) -> (U, L, H,
+        h).
+        """
         return (self._products if q.device.type == "cpu" else self._kernel)(q, keys, values, weights)
 
     def _products(self, q: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
@@ -509,12 +541,16 @@ class Reader(nn.Module):
         return scaled_dot_product_attention(q, keys, values, scale=size**-0.5)[..., :size].transpose(1, 2)
 
     def _masked(self, q: Tensor, routed: Routed, keys: Tensor, values: Tensor) -> Tensor:
-        """The same for units of one token: q (U, H, h) and the whole bank (rows, K, h), not chosen rows left out -> (U, H, h)."""
+        """The same for units of one token: q (U, H, h) and the whole bank (rows, K, h), not chosen rows left out ->
+        (U, H, h).
+        """
         mask = self._dense(routed)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         with torch.autocast(q.device.type, enabled=False):
             q, keys, values = (x.to(wide)[None] for x in (q, keys, values))
-            out = scaled_dot_product_attention(q.transpose(1, 2), self._grouped(keys), self._grouped(values), attn_mask=mask[None, None].to(wide))  # fmt: skip
+            out = scaled_dot_product_attention(
+                q.transpose(1, 2), self._grouped(keys), self._grouped(values), attn_mask=mask[None, None].to(wide)
+            )
         return out[0].transpose(0, 1)
 
     def _grouped(self, x: Tensor) -> Tensor:

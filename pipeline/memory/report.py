@@ -1,7 +1,8 @@
 """The report's part on a memory: whether its chapters are used, by what, and whether it is read for a reason.
 
 metrics/memory.csv             -> evenness of use and what the memory is worth, at each evaluation
-metrics/routing/memory.json    -> chapters against sources, and a text of each source by what its parts chose (memory/measure.py)
+metrics/routing/memory.json    -> chapters against sources, and a text of each source by what its parts chose
+                               (memory/measure.py)
 """
 
 from collections.abc import Callable
@@ -36,7 +37,9 @@ def figures(
         series = [one for column, name in columns.items() if (one := points(rows, column, name)).points]
         if series:
             svg = charts.lines(title, series, x="step", y=unit)
-            found.append({"title": title, "svg": svg, "head": ["step", *(one.name for one in series)], "rows": thinned(series)})  # fmt: skip
+            found.append(
+                {"title": title, "svg": svg, "head": ["step", *(one.name for one in series)], "rows": thinned(series)}
+            )
     return found
 
 
@@ -47,22 +50,34 @@ def points(rows: list[dict[str, str]], column: str, name: str) -> charts.Series:
 
 
 def shown(told: dict[str, Any]) -> dict[str, Any]:
-    """The tables and maps as the page shows them. Of each piece of a text the heaviest chapter gives number and colour."""
+    """The tables and maps as the page shows them. Of each piece of a text the heaviest chapter gives number and
+    colour.
+    """
     num = told["chapters"]
     even = 1 / num
     tables = []
     for layer in sorted({one["layer"] for one in told["use"]}):
         rows = [
-            {"source": one["source"], "cells": [{"text": f"{100 * share:.0f}", "strength": strength(share, even)} for share in one["shares"]]}
-            for one in told["use"] if one["layer"] == layer
-        ]  # fmt: skip
+            {
+                "source": one["source"],
+                "cells": [{"text": f"{100 * share:.0f}", "strength": strength(share, even)} for share in one["shares"]],
+            }
+            for one in told["use"]
+            if one["layer"] == layer
+        ]
         tables.append({"layer": layer, "rows": rows})
     maps = [
         {"source": one["source"], "layer": one["layer"], "pieces": [piece(p, num) for p in one["pieces"]]}
         for one in told["maps"]
     ]
-    return {"chapters": list(range(num)), "even": f"{100 * even:.0f}", "tables": tables, "maps": maps,
-            "top_k": told["top_k"], "routing": told["routing"]}  # fmt: skip
+    return {
+        "chapters": list(range(num)),
+        "even": f"{100 * even:.0f}",
+        "tables": tables,
+        "maps": maps,
+        "top_k": told["top_k"],
+        "routing": told["routing"],
+    }
 
 
 def strength(share: float, even: float) -> int:
@@ -74,4 +89,9 @@ def piece(one: dict[str, Any], num: int) -> dict[str, Any]:
     """A part of a text with its chapters."""
     by_weight = sorted(zip(one["weights"], one["chapters"], strict=True), key=lambda pair: (-pair[0], pair[1]))
     told = ", ".join(f"{chapter} ({weight:.2f})" for weight, chapter in by_weight)
-    return {"text": one["text"], "chapter": by_weight[0][1], "hue": round(360 * by_weight[0][1] / num), "title": f"chapters {told}"}  # fmt: skip
+    return {
+        "text": one["text"],
+        "chapter": by_weight[0][1],
+        "hue": round(360 * by_weight[0][1] / num),
+        "title": f"chapters {told}",
+    }

@@ -1,18 +1,20 @@
 """Is the memory used, and does its router know what it does? Measured on the validation slice, at each evaluation.
 
-Per layer: the share of each chapter, `chapter_entropy` (of the mean share, 1 is even), `chapter_cv` (deviation over mean of the
-shares), `chapters_unused`, `largest_share`, `logit_rms`, `read_share` (norm of what is read over the stream's), `row_entropy` (of
-attention over the rows that were chosen, 1 is even). Ablations, in bits per byte: `gain_bpb` of the memory against none, and what
-is lost where chapters are drawn at random or are always the most used ones. A router no better than chance is said to be useless.
+Per layer: the share of each chapter, `chapter_entropy` (of the mean share, 1 is even), `chapter_cv` (deviation over
+mean of the shares), `chapters_unused`, `largest_share`, `logit_rms`, `read_share` (norm of what is read over the
+stream's), `row_entropy` (of attention over the rows that were chosen, 1 is even). Ablations, in bits per byte:
+`gain_bpb` of the memory against none, and what is lost where chapters are drawn at random or are always the most used
+ones. A router no better than chance is said to be useless.
 
 A stream whose batches know how many units of a memory they hold: what the router's losses are divided by.
 
-A batch knows its counts before the forward pass, so that the loop can divide by those of the whole step (specs: training, 1).
+A batch knows its counts before the forward pass, so that the loop can divide by those of the whole step (specs:
+training, 1).
 
 Next tokens, learnt by a model that may have a memory: then its router is trained too, and watched.
 
-What the stages language, code and memory have in common. A model without a memory is trained as ever, and refuses the router's weights,
-which would change nothing.
+What the stages language, code and memory have in common. A model without a memory is trained as ever, and refuses the
+router's weights, which would change nothing.
 """
 
 import math
@@ -79,7 +81,9 @@ def bits_per_byte(model: Transformer, batches: Sequence[TokenBatch], told: Calla
     return nats / math.log(2) / max(1, size)
 
 
-def diagnostics(model: Transformer, batches: Sequence[TokenBatch], hardware: device.Hardware, *, seed: int) -> dict[str, float]:  # fmt: skip
+def diagnostics(
+    model: Transformer, batches: Sequence[TokenBatch], hardware: device.Hardware, *, seed: int
+) -> dict[str, float]:
     """All of it, by name: `memory/4/chapter_entropy`, `memory/gain_bpb`."""
     memory = model.memory
     assert isinstance(memory, Memory)
@@ -134,7 +138,8 @@ def verdicts(numbers: dict[str, float], chapters: int) -> list[str]:
     for name, value in numbers.items():
         if name.endswith("/chapters_unused") and value > UNUSED * chapters:
             found.append(
-                f"layer {name.split('/')[1]}: {value:.0f} of {chapters} chapters are never chosen; raise load_balance, or take fewer chapters"
+                f"layer {name.split('/')[1]}: {value:.0f} of {chapters} chapters are never chosen; raise load_balance,"
+                " or take fewer chapters"
             )
     if numbers.get("memory/random_costs_bpb", 1.0) <= 0:
         found.append("the router is useless: chapters drawn at random read as well")
@@ -148,7 +153,7 @@ def summary(numbers: dict[str, float]) -> dict[str, Any]:
     return {name.removeprefix("memory/"): value for name, value in numbers.items() if "/chapter/" not in name}
 
 
-# -- units ----------------------------------------------------------------------------------------------------------------
+# -- units -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -188,24 +193,32 @@ class UnitStream:
 
 def counted(batch: TokenBatch, config: MemoryConfig) -> UnitBatch:
     """The batch with its units, which lie on the CPU still."""
-    units = cut(batch.positions.flatten(), routing=config.routing, window=config.window,
-                padding=batch.documents.flatten() < 0, trained=batch.targets.flatten() >= 0)  # fmt: skip
+    units = cut(
+        batch.positions.flatten(),
+        routing=config.routing,
+        window=config.window,
+        padding=batch.documents.flatten() < 0,
+        trained=batch.targets.flatten() >= 0,
+    )
     tensors = {name: getattr(batch, name) for name in ("input_ids", "targets", "documents", "positions")}
     return UnitBatch(**tensors, num_bytes=batch.num_bytes, num_units=len(units.places))
 
 
-# -- remembering ----------------------------------------------------------------------------------------------------------
+# -- remembering -------------------------------------------------------------------------------------------------------
 
 
 WATCHED = 8  # batches of the validation split whose choices are measured at each evaluation
 
 
-def next_tokens(model: Transformer, stream: Any, weights: RouterWeights, job: Job, *, tokens: int) -> tuple[Any, Any, Watchers]:  # fmt: skip
+def next_tokens(
+    model: Transformer, stream: Any, weights: RouterWeights, job: Job, *, tokens: int
+) -> tuple[Any, Any, Watchers]:
     """The stream, the loss and what is looked at. `tokens` are those of an evaluation. Raises ConfigError."""
     if not isinstance(model.memory, Memory):
         if weights != RouterWeights():
             raise ConfigError(
-                "load_balance, auxiliary, z: expected their defaults, since the model has no memory; give its file in conf/model/ a key memory"
+                "load_balance, auxiliary, z: expected their defaults, since the model has no memory; give its file in"
+                " conf/model/ a key memory"
             )
         return stream, plain_loss, Watchers()
     units = UnitStream(stream, model.memory.config)
@@ -213,7 +226,9 @@ def next_tokens(model: Transformer, stream: Any, weights: RouterWeights, job: Jo
     return units, *watched_loss(model, batches, weights, job)
 
 
-def watched_loss(model: Transformer, batches: Sequence[UnitBatch], weights: RouterWeights, job: Job) -> tuple[Any, Watchers]:  # fmt: skip
+def watched_loss(
+    model: Transformer, batches: Sequence[UnitBatch], weights: RouterWeights, job: Job
+) -> tuple[Any, Watchers]:
     """The loss of a model with a memory, and what is looked at: the choices of `batches` at each evaluation."""
     choices = Choices()
     loss = partial(memory_loss, choices=choices, weights=weights)

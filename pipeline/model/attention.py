@@ -154,7 +154,8 @@ class Line:
 
     @classmethod
     def of(cls, documents: Tensor, causal: bool, ids: Tensor | None = None) -> "Line":
-        """Cut ids of documents (B, T) into documents; negative ones are padding, left out. Runs of equal ids are documents.
+        """Cut ids of documents (B, T) into documents; negative ones are padding, left out. Runs of equal ids are
+        documents.
 
         Given the tokens `ids` (B, T) too, rows of one causal document each that begin alike share that beginning.
         Raises ValueError where a row returns to an earlier id: that is not a row of documents one after another.
@@ -201,11 +202,13 @@ class Line:
 
 
 def begin_alike(rows: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
-    """(row, other, number) of each row: it agrees with the other one in its first `number` tokens; 0 and 0 where with none.
+    """(row, other, number) of each row: it agrees with the other one in its first `number` tokens; 0 and 0 where with
+    none.
 
-    The other one comes first in the list, and no row before it agrees in more. In the order of their tokens each row stands
-    behind the one that it agrees with most, so what all rows have in common is counted once: answers share their prompt, and
-    prompts share how they begin. A row keeps at least its last token, and fewer than `LEAST_SHARED` do not count.
+    The other one comes first in the list, and no row before it agrees in more. In the order of their tokens each row
+    stands behind the one that it agrees with most, so what all rows have in common is counted once: answers share their
+    prompt, and prompts share how they begin. A row keeps at least its last token, and fewer than `LEAST_SHARED` do not
+    count.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
     found = [(order[0], 0, 0)] if order else []

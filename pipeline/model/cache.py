@@ -1,13 +1,15 @@
 """The key-value cache of decoding, and how new tokens attend to what it holds.
 
-Rows that go on from the same prompt hold it once: a cache of rows has a second cache, `prompts`, whose rows they point at. A
-decoding step then reads each prompt's keys once for all its rows, and a long prompt of one row makes no other row longer
-(Hydragen, Juravsky et al. 2024, arXiv:2402.05099). The two parts of an attention are joined by their log-sum-exps:
+Rows that go on from the same prompt hold it once: a cache of rows has a second cache, `prompts`, whose rows they point
+at. A decoding step then reads each prompt's keys once for all its rows, and a long prompt of one row makes no other row
+longer (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). The two parts of an attention are joined by their
+log-sum-exps:
 
     out = w out_prompt + (1 - w) out_own,    w = sigmoid(lse_prompt - lse_own)
 
-Shapes: N tokens of the line, R rows, H query heads, K key heads, G = H/K, h head size, S cached positions, P prompts, M rows of
-one prompt. Keys are stored as (R, K, h, S): decoding is bound by reading them, and twice as fast along S (docs/LOG.md).
+Shapes: N tokens of the line, R rows, H query heads, K key heads, G = H/K, h head size, S cached positions, P prompts, M
+rows of one prompt. Keys are stored as (R, K, h, S): decoding is bound by reading them, and twice as fast along S
+(docs/LOG.md).
 """
 
 from collections.abc import Sequence
@@ -25,8 +27,9 @@ PROMPT_BLOCK = 64  # and by which the cache of prompts grows: it is filled once
 class KVCache:
     """Keys and values of `rows` growing rows, and how many positions each holds.
 
-    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`. Of a model with
-    a memory also the normed states (R, S, D) of each layer that reads, and the mean (R, D) that a row's unit chose from (memory_state.py).
+    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`. Of
+    a model with a memory also the normed states (R, S, D) of each layer that reads, and the mean (R, D) that a row's
+    unit chose from (memory_state.py).
     """
 
     def __init__(
@@ -38,8 +41,10 @@ class KVCache:
         self.prompts: KVCache | None = None
         shape = (rows, config.kv_heads, config.head_dim, 0)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values = [torch.zeros(rows, config.kv_heads, 0, config.head_dim, dtype=dtype, device=device)
-                       for _ in range(config.layers)]  # fmt: skip
+        self.values = [
+            torch.zeros(rows, config.kv_heads, 0, config.head_dim, dtype=dtype, device=device)
+            for _ in range(config.layers)
+        ]
         reading = [] if config.memory is None else config.memory.placed(config.layers)
         self.states = {layer: torch.zeros(rows, 0, config.width, dtype=dtype, device=device) for layer in reading}
         self.chose = {layer: torch.zeros(rows, config.width, dtype=dtype, device=device) for layer in reading}
@@ -80,9 +85,13 @@ class KVCache:
         self.states = {layer: pad(tensor, (0, 0, 0, more)) for layer, tensor in self.states.items()}
 
     def room_for_prompts(self, count: int) -> list[int]:
-        """Rows of `prompts` for `count` new ones: those that no row goes on from any more, and as many new ones as need be."""
+        """Rows of `prompts` for `count` new ones: those that no row goes on from any more, and as many new ones as
+        need be.
+        """
         if self.prompts is None:
-            self.prompts = KVCache(self.config, 0, dtype=self.keys[0].dtype, device=self.keys[0].device, block=PROMPT_BLOCK)  # fmt: skip
+            self.prompts = KVCache(
+                self.config, 0, dtype=self.keys[0].dtype, device=self.keys[0].device, block=PROMPT_BLOCK
+            )
         store, used = self.prompts, set(self.prompt_of)
         free = [prompt for prompt in range(len(store.own)) if prompt not in used]
         more = max(0, count - len(free))
@@ -246,13 +255,17 @@ class _Shared:
 
 
 def _future(lengths: Tensor, longest: int) -> Tensor:
-    """What is added to the scores of `longest` positions of which each row sees its first `lengths`: (R, 1, 1, longest)."""
+    """What is added to the scores of `longest` positions of which each row sees its first `lengths`: (R, 1, 1,
+    longest).
+    """
     seen = torch.arange(longest, device=lengths.device) < lengths[:, None]
     return torch.zeros(seen.shape, device=lengths.device).masked_fill_(~seen, float("-inf"))[:, None, None]
 
 
 def _part(q: Tensor, keys: Tensor, values: Tensor, future: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of scaled queries (R, K, n, h) to keys (R, K, h, S), and its log-sum-exp (R, K, n, 1), both in float32 at least."""
+    """Attention of scaled queries (R, K, n, h) to keys (R, K, h, S), and its log-sum-exp (R, K, n, 1), both in
+    float32 at least.
+    """
     scores = torch.matmul(q, keys)
     scores = (scores if scores.dtype == torch.float64 else scores.float()).add_(future)
     most = scores.amax(-1, keepdim=True)

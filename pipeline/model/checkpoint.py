@@ -10,14 +10,16 @@ Weights are float32, or what `save_precision` of their stage says; `load` gives 
 
 What the safetensors of a model directory say of themselves, and whether its config.json asks for the same.
 
-    folder -> headers(folder): name -> shape, no tensor read;  check(config, found, ...): raises ModelError, allocates nothing
+    folder -> headers(folder): name -> shape, no tensor read;  check(config, found, ...): raises ModelError, allocates
+                                                               nothing
 
-config.json is text that anybody can edit, and a model of its shape is built before weights are read: a hundred million layers
-fill the memory of any machine. So every name and shape that the configuration asks for is compared with the headers first;
-safetensors itself refuses a header that speaks of more bytes than its file has. A checked model needs no more numbers than
-the files hold.
+config.json is text that anybody can edit, and a model of its shape is built before weights are read: a hundred million
+layers fill the memory of any machine. So every name and shape that the configuration asks for is compared with the
+headers first; safetensors itself refuses a header that speaks of more bytes than its file has. A checked model needs no
+more numbers than the files hold.
 
-Not promised: that the numbers in the files are sensible; a directory's links are followed, as huggingface_hub's cache needs.
+Not promised: that the numbers in the files are sensible; a directory's links are followed, as huggingface_hub's cache
+needs.
 
 Weights in and out of Hugging Face directories: Qwen3, Qwen2 and LLaMA, from local safetensors.
 
@@ -54,14 +56,21 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 DERIVED = "rotary_emb.inv_freq"  # of old checkpoints: a buffer that follows from the base
 KEYS = {  # fields of ModelConfig under Hugging Face's names
-    "vocab_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "d_ff": "intermediate_size",
-}  # fmt: skip
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "d_ff": "intermediate_size",
+}
 Shape = tuple[int, ...]
 
 
 def files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of the files that hold the weights, and the file of each tensor where an index says it. Raises ModelError."""
+    """Names of the files that hold the weights, and the file of each tensor where an index says it. Raises
+    ModelError.
+    """
     index = folder / INDEX
     if not index.exists() or (folder / WHOLE).exists():  # of both, transformers takes the whole file too
         return [WHOLE], {}
@@ -76,7 +85,9 @@ def files(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def opened(folder: Path) -> Iterator[tuple[Path, str, Any]]:
-    """(path, tensor's name, its open file) of every tensor. Raises ModelError for what is missing, damaged, or in two places."""
+    """(path, tensor's name, its open file) of every tensor. Raises ModelError for what is missing, damaged, or in
+    two places.
+    """
     names, places = files(folder)
     seen: set[str] = set()
     for name in names:
@@ -104,7 +115,9 @@ def headers(folder: Path) -> dict[str, Shape]:
 
 
 def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[Shape, str]]]:
-    """The model's parameters, one after the other: name, shape, and the fields that ask for it ("heads * head_dim, width")."""
+    """The model's parameters, one after the other: name, shape, and the fields that ask for it ("heads * head_dim,
+    width").
+    """
     sizes = {
         "heads * head_dim": config.heads * config.head_dim,
         "kv_heads * head_dim": config.kv_heads * config.head_dim,
@@ -137,14 +150,15 @@ def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[Shape, str]]]:
 def check(config: ModelConfig, folder: Path, found: Mapping[str, Shape], keys: Mapping[str, str] = KEYS) -> None:
     """Raise ModelError unless the tensors `found` are those that the configuration of `folder` asks for.
 
-    `keys`: what config.json calls the fields of ModelConfig. A stored copy of a tied head and rotary buffers may be there too.
+    `keys`: what config.json calls the fields of ModelConfig. A stored copy of a tied head and rotary buffers may be
+    there too.
     """
     weights = folder / WHOLE if (folder / WHOLE).exists() else folder / INDEX
     numbers = {int(match[1]) for match in map(LAYER.match, found) if match}
     if config.layers != len(numbers):
         raise ModelError(
-            f"{folder}/config.json: {keys['layers']} is {config.layers}, but {weights} has {len(numbers)} layers; expected the "
-            "config.json and the weights of one model"
+            f"{folder}/config.json: {keys['layers']} is {config.layers}, but {weights} has {len(numbers)} layers;"
+            " expected the config.json and the weights of one model"
         )
     asked = dict(expected(config))  # of no more layers than the header names
     missing = sorted(asked.keys() - found.keys())
@@ -160,7 +174,9 @@ def check(config: ModelConfig, folder: Path, found: Mapping[str, Shape], keys: M
 
 
 def need_keys(config: ModelConfig, missing: list[str], extra: list[str], *, source: str) -> None:
-    """Raise ModelError, with the first of them, unless no key of the configuration's tensors is `missing` and none is `extra`."""
+    """Raise ModelError, with the first of them, unless no key of the configuration's tensors is `missing` and none
+    is `extra`.
+    """
     if missing or extra:
         said = [
             f"{len(names)} keys {what} ({', '.join(names[:3])})"
@@ -170,7 +186,7 @@ def need_keys(config: ModelConfig, missing: list[str], extra: list[str], *, sour
         raise ModelError(f"{source}: {' and '.join(said)}; config.json says {config.family}, {config.layers} layers")
 
 
-# -- convert --------------------------------------------------------------------------------------------------------------
+# -- convert -----------------------------------------------------------------------------------------------------------
 
 
 def load_causal(folder: Path, *, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -191,7 +207,9 @@ def load_weights(model: Transformer, folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of `model.safetensors`, where it is not there of the shards that its index names. Raises ModelError."""
+    """All tensors of `model.safetensors`, where it is not there of the shards that its index names. Raises
+    ModelError.
+    """
     return {key: file.get_tensor(key) for _, key, file in opened(folder)}
 
 
@@ -227,7 +245,7 @@ def _without_derived(state: Mapping[str, Tensor], config: ModelConfig, source: s
     return kept
 
 
-# -- checkpoint -----------------------------------------------------------------------------------------------------------
+# -- checkpoint --------------------------------------------------------------------------------------------------------
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -307,13 +325,13 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 def load(folder: Path) -> tuple[Transformer, Tokenizer]:
     """The causal model (float32, training mode) and its tokenizer.
 
-    Raises ModelError for a masked-diffusion model, and for a directory that is not whole: a missing file, a tensor too many, too
-    few or of another shape, a tokenizer with more ids than the embedding has rows.
+    Raises ModelError for a masked-diffusion model, and for a directory that is not whole: a missing file, a tensor too
+    many, too few or of another shape, a tokenizer with more ids than the embedding has rows.
     """
     if read_config(folder).attention != "causal":
         raise ModelError(
-            f"{folder}: expected a causal model, found a masked-diffusion one; take models/code, models/tools or one that was "
-            "trained from them"
+            f"{folder}: expected a causal model, found a masked-diffusion one; take models/code, models/tools or one"
+            " that was trained from them"
         )
     return load_any(folder)
 
@@ -353,7 +371,8 @@ def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
     found = found[0] if isinstance(found, list) else found
     if found != _classifier(config):
         raise ModelError(
-            f"{folder}: expected a reward model ({_classifier(config)}), found {found}; make one with dvc repro stage_reward"
+            f"{folder}: expected a reward model ({_classifier(config)}), found {found}; make one with dvc repro"
+            " stage_reward"
         )
     trunk = {name: shape for name, shape in headers(folder).items() if name != "score.weight"}
     check(replace(config, tied=True), folder, trunk)  # it has no head over the vocabulary
@@ -396,8 +415,8 @@ def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, folder: Path) ->
     """Raise ModelError when the tokenizer can give an id that the embedding has no row for."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size} embedding rows; "
-            "use the tokenizer the model was trained with (dvc repro stage_tokenizer follows the model file's vocab_size)"
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size} embedding rows; use"
+            " the tokenizer the model was trained with (dvc repro stage_tokenizer follows the model file's vocab_size)"
         )
 
 

@@ -85,7 +85,9 @@ class ModelConfig:
 
     @property
     def initializer_range(self) -> float:
-        """Standard deviation of fresh weights, 1/sqrt(2 * width) and at most 0.05: tied logits start with one of 0.7."""
+        """Standard deviation of fresh weights, 1/sqrt(2 * width) and at most 0.05: tied logits start with one of
+        0.7.
+        """
         return min(0.05, (2 * self.width) ** -0.5)
 
     @property
@@ -96,7 +98,9 @@ class ModelConfig:
         return self.matmul_parameters + norms + biases + (0 if self.tied else self.vocab_size * self.width)
 
     def flops_per_token(self, context: int) -> int:
-        """FLOPs of training one token at this context, as karpathy/nanochat counts: 6 a weight, 12 an attention cell."""
+        """FLOPs of training one token at this context, as karpathy/nanochat counts: 6 a weight, 12 an attention
+        cell.
+        """
         return 6 * self.matmul_parameters + 12 * self.layers * self.heads * self.head_dim * context
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:

@@ -7,11 +7,11 @@ The head is one row without bias, zero at the start. `save_reward` and `load_rew
 
 A reward model that is also taught to say, at each token of an answer, how likely the base model found it.
 
-Whether an answer is right shows in how likely it was: of a small policy's own programs their likelihood ranks 89 % of pairs
-rightly. But a language model says at a token which one comes next; it never looks back at how expected this one was, and from
-some thousand pairs a reward model does not learn to (61 %; docs/LOG.md). Told the likelihood of every token it does, and the
-reward reads it. The guesses are an auxiliary task (Jaderberg et al. 2017, arXiv:1611.05397): the row that makes them is not part
-of the published model.
+Whether an answer is right shows in how likely it was: of a small policy's own programs their likelihood ranks 89 % of
+pairs rightly. But a language model says at a token which one comes next; it never looks back at how expected this one
+was, and from some thousand pairs a reward model does not learn to (61 %; docs/LOG.md). Told the likelihood of every
+token it does, and the reward reads it. The guesses are an auxiliary task (Jaderberg et al. 2017, arXiv:1611.05397): the
+row that makes them is not part of the published model.
 """
 
 from dataclasses import replace
@@ -35,7 +35,9 @@ class RewardModel(nn.Module):
     """
 
     def __init__(self, trunk: Transformer) -> None:
-        """Raises ValueError for a bidirectional trunk, or one with dropout: scores would depend on more than the text."""
+        """Raises ValueError for a bidirectional trunk, or one with dropout: scores would depend on more than the
+        text.
+        """
         super().__init__()
         if trunk.config.attention != "causal" or trunk.dropout:
             raise ValueError(
@@ -101,12 +103,13 @@ class RewardModel(nn.Module):
 
 @torch.no_grad()
 def deepened(trunk: Transformer, count: int) -> Transformer:
-    """The trunk with `count` more layers on top, copies of its first ones whose outputs start at zero: nothing changes yet.
+    """The trunk with `count` more layers on top, copies of its first ones whose outputs start at zero: nothing changes
+    yet.
 
-    A language model knows which token it expects only in its last layer, where no layer is left to compare it with the token
-    that came. Whoever judges an answer needs that comparison, so a shallow trunk ranks better with a few layers more.
-    Copying layers upwards is Kim et al. 2024 (arXiv:2312.15166); zero outputs keep the function, as in Wu et al. 2024
-    (arXiv:2401.02415). Raises ConfigError for more than the trunk has.
+    A language model knows which token it expects only in its last layer, where no layer is left to compare it with the
+    token that came. Whoever judges an answer needs that comparison, so a shallow trunk ranks better with a few layers
+    more. Copying layers upwards is Kim et al. 2024 (arXiv:2312.15166); zero outputs keep the function, as in Wu et al.
+    2024 (arXiv:2401.02415). Raises ConfigError for more than the trunk has.
     """
     if not 0 <= count <= trunk.config.layers:
         raise ConfigError(
@@ -148,7 +151,8 @@ class ActorCritic(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Logits of the next token, and the value of the state that it is chosen in: (n, V) and (n,) at `select`.
 
-        One call for both, so that a wrapper that averages gradients over processes sees it. Arguments as in `RewardModel`.
+        One call for both, so that a wrapper that averages gradients over processes sees it. Arguments as in
+        `RewardModel`.
         """
         logits = self.actor(input_ids, positions=positions, documents=documents, select=select)
         rewards = self.critic(input_ids, positions=positions, documents=documents, select=select)
@@ -164,11 +168,13 @@ class ActorCritic(nn.Module):
         self.actor.checkpointing = self.critic.checkpointing = mode
 
 
-# -- guesses --------------------------------------------------------------------------------------------------------------
+# -- guesses -----------------------------------------------------------------------------------------------------------
 
 
 class GuessingModel(nn.Module):
-    """A reward model with a second row, zero at the start like the first; it trains the reward model that it was given."""
+    """A reward model with a second row, zero at the start like the first; it trains the reward model that it was
+    given.
+    """
 
     def __init__(self, model: RewardModel) -> None:
         super().__init__()
@@ -184,7 +190,8 @@ class GuessingModel(nn.Module):
         documents: Tensor | None = None,
         select: Tensor | None = None,
     ) -> Tensor:
-        """The reward and the guessed log-probability in nats, float32: (B, T, 2), or (n, 2) of the n places of `select` (B, T).
+        """The reward and the guessed log-probability in nats, float32: (B, T, 2), or (n, 2) of the n places of `select`
+        (B, T).
 
         The other arguments and errors as in `Transformer.hidden`.
         """

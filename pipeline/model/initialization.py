@@ -11,9 +11,9 @@ structure that trained attention shows. All of it stays trainable, and the archi
     layer 1     query V x, key O^T x, on RoPE's slow angles: head 0 finds the place whose token before was this token,
                 and adds that place's token to the stream
 
-`relate_variants` lets the tokens of one word (" Oslo", "Oslo", "_oslo") start half alike, so that a name that stood after a
-space is found and copied behind a quotation mark too, and "task" leads to "add_task"; training alone has to learn that
-pair by pair.
+`relate_variants` lets the tokens of one word (" Oslo", "Oslo", "_oslo") start half alike, so that a name that stood
+after a space is found and copied behind a quotation mark too, and "task" leads to "add_task"; training alone has to
+learn that pair by pair.
 
 The embedding starts six times larger and the branches at zero but for the two heads, or else the noise of the first
 layer drowns the tokens; the last norm makes up for the size, so fresh logits keep their scale.
@@ -22,11 +22,11 @@ A pretrained checkpoint as the first model: its weights, with rows for the contr
 
     folder of a Qwen3, Qwen2 or LLaMA checkpoint + the tokenizer taken from it -> Transformer
 
-The architecture is the checkpoint's; of it only the number of rows may grow (`text/adoption.py` says to what). A new control
-token's row is the mean of the rows of all tokens that the checkpoint knows, in the embedding and in a head of its own: its
-logit is then the mean of the others', so it takes hardly any probability from them (Hewitt 2021, "Initializing new word
-embeddings for pretrained language models"). The logits of the tokens that were there stay as they were. Rows that no token
-has keep the checkpoint's numbers.
+The architecture is the checkpoint's; of it only the number of rows may grow (`text/adoption.py` says to what). A new
+control token's row is the mean of the rows of all tokens that the checkpoint knows, in the embedding and in a head of
+its own: its logit is then the mean of the others', so it takes hardly any probability from them (Hewitt 2021,
+"Initializing new word embeddings for pretrained language models"). The logits of the tokens that were there stay as
+they were. Rows that no token has keep the checkpoint's numbers.
 
 Not promised: other families, scaled RoPE, pickles: `config.py` and `convert.py` refuse them by name.
 """
@@ -70,8 +70,8 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
     fast, slow = angles >= FAST, angles <= SLOW
     if not slow.any():
         raise ConfigError(
-            f"induction heads need angles of at most {SLOW} a token; rope_theta {config.rope_theta} and head_dim {size} "
-            "have none. Raise rope_theta, or set language.induction_heads=false"
+            f"induction heads need angles of at most {SLOW} a token; rope_theta {config.rope_theta} and head_dim {size}"
+            " have none. Raise rope_theta, or set language.induction_heads=false"
         )
 
     def drawn() -> Tensor:
@@ -113,8 +113,8 @@ def induction_heads(model: Transformer, generator: torch.Generator) -> None:
 def relate_variants(model: Transformer, token_bytes: Sequence[bytes], generator: torch.Generator) -> None:
     """Give tokens that differ in a leading space or sign or in capitals alone a common half of their fresh embeddings.
 
-    `token_bytes[i]` are the bytes of token i. Squares of old and common part add up, so lengths stay. To be called before
-    `induction_heads`, which sets the scale. Draws from `generator`, on its device.
+    `token_bytes[i]` are the bytes of token i. Squares of old and common part add up, so lengths stay. To be called
+    before `induction_heads`, which sets the scale. Draws from `generator`, on its device.
     """
     words: dict[bytes, list[int]] = {}
     for token, spelled in enumerate(token_bytes):
@@ -137,7 +137,7 @@ def _head(model: Transformer, layer: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     return query[:size], key[:size], value[:size], out[:, :size]
 
 
-# -- pretrained -----------------------------------------------------------------------------------------------------------
+# -- pretrained --------------------------------------------------------------------------------------------------------
 
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")

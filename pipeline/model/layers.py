@@ -1,7 +1,8 @@
 """The parts of the model's layers: embedding, norm, grouped-query attention with RoPE, SwiGLU, the block of them.
 
-Qwen3's (arXiv:2505.09388), and Qwen2's and LLaMA's; `transformer.py` runs them. Parameters carry Hugging Face's names. All tokens
-of a batch lie on one line (N, D); a layout (`attention.py`) says who sees whom. Training in bf16 on a CPU takes `half.py`.
+Qwen3's (arXiv:2505.09388), and Qwen2's and LLaMA's; `transformer.py` runs them. Parameters carry Hugging Face's names.
+All tokens of a batch lie on one line (N, D); a layout (`attention.py`) says who sees whom. Training in bf16 on a CPU
+takes `half.py`.
 """
 
 import torch

@@ -5,21 +5,21 @@
     y = g * (W x + k B A x),  g = m / |W + k B A|  DoRA (Liu et al. 2024, arXiv:2402.09353, eq. 5, 6 and 11), a row each
 
 A starts uniform and B zero, so the first step is the base model's. `attach` puts adapters into a model that has its
-weights, `disabled` runs it as if they were not there (the reference of DPO and RL), `merge` folds them in. A base weight
-keeps its name (`...q_proj.weight`), the adapter's stand beside it (`...q_proj.lora_A.weight`). Adapters are float32 at
-least, whatever the base is.
+weights, `disabled` runs it as if they were not there (the reference of DPO and RL), `merge` folds them in. A base
+weight keeps its name (`...q_proj.weight`), the adapter's stand beside it (`...q_proj.lora_A.weight`). Adapters are
+float32 at least, whatever the base is.
 
-`trained_tokens` are rows of the embedding that train whole, beside the adapters: a template's own tokens, which the base model never
-read, cannot be learnt through the layers behind a frozen embedding (docs/LOG.md).
+`trained_tokens` are rows of the embedding that train whole, beside the adapters: a template's own tokens, which the
+base model never read, cannot be learnt through the layers behind a frozen embedding (docs/LOG.md).
 
-Not promised: low-rank adapters on the embedding or the head, more than one at a time, ranks that differ from module to module,
-trained biases. `lora_files.import_peft` refuses those by name. DoRA norms its rows anew in every forward, as peft does, which costs
-as much as r more tokens: merge before long decoding.
+Not promised: low-rank adapters on the embedding or the head, more than one at a time, ranks that differ from module to
+module, trained biases. `lora_files.import_peft` refuses those by name. DoRA norms its rows anew in every forward, as
+peft does, which costs as much as r more tokens: merge before long decoding.
 
 Adapters in the files of peft: `adapter_config.json` and `adapter_model.safetensors`, read and written.
 
-What these adapters cannot do (other peft types, biases, ranks that differ, modules saved whole) is refused by file and key.
-Not here: what an adapter computes (`lora.py`).
+What these adapters cannot do (other peft types, biases, ranks that differ, modules saved whole) is refused by file and
+key. Not here: what an adapter computes (`lora.py`).
 """
 
 import json
@@ -158,7 +158,9 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedEmbedding(nn.Module):
-    """A frozen embedding of which some rows are trained; a head tied to it has the same rows (peft's trainable tokens)."""
+    """A frozen embedding of which some rows are trained; a head tied to it has the same rows (peft's trainable
+    tokens).
+    """
 
     ids: Tensor
 
@@ -213,7 +215,8 @@ def attach(model: Transformer, config: AdapterConfig, generator: torch.Generator
         for name, layer in targets:
             if not bool(layer.weight.any(dim=1).all()):
                 raise ModelError(
-                    f"{name}.weight: a row of zeros has no direction for DoRA; load the weights first, or set dora=false"
+                    f"{name}.weight: a row of zeros has no direction for DoRA; load the weights first, or set"
+                    " dora=false"
                 )
     most = model.config.vocab_size
     if wrong := [token for token in config.trained_tokens if token >= most]:
@@ -292,9 +295,11 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def folded_in(model: nn.Module) -> Iterator[None]:
-    """Within it no gradient is kept, and each layer computes with one matrix W + k B A: sampling takes one product for three.
+    """Within it no gradient is kept, and each layer computes with one matrix W + k B A: sampling takes one product for
+    three.
 
-    Layers whose matrix would lose precision that way (half-precision weights without autocast) keep their adapters apart.
+    Layers whose matrix would lose precision that way (half-precision weights without autocast) keep their adapters
+    apart.
     """
     layers = [layer for layer in adapters(model) if layer.enabled]
     try:
@@ -340,8 +345,8 @@ def detach(model: nn.Module) -> None:
 def merged_with_gate(model: Transformer, input_ids: Tensor) -> float:
     """`merge`, and the proof: logits of `input_ids` (64, T), no padding, before and after. Returns the difference.
 
-    Raises GateError above 1e-4, or above 1e-5 of the largest logit where that is more: so far float32 rounds a sharp model's.
-    Nothing may be published then. The logits from before are kept, on the CPU.
+    Raises GateError above 1e-4, or above 1e-5 of the largest logit where that is more: so far float32 rounds a sharp
+    model's. Nothing may be published then. The logits from before are kept, on the CPU.
     """
     assert len(input_ids) == MERGE_ROWS, f"the merge gate looks at {MERGE_ROWS} rows"
     was_training = model.training
@@ -363,15 +368,34 @@ def merged_with_gate(model: Transformer, input_ids: Tensor) -> float:
     return difference
 
 
-# -- lora_files -----------------------------------------------------------------------------------------------------------
+# -- lora_files --------------------------------------------------------------------------------------------------------
 
 
 PREFIX = "base_model.model."  # what peft puts before a parameter's name
 # Keys of adapter_config.json that change nothing here, whatever they say. Any other key must be empty.
-READ = ("peft_type", "task_type", "bias", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
-        "init_lora_weights", "trainable_token_indices")  # fmt: skip
-IGNORED = ("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "megatron_core",
-           "qalora_group_size", "runtime_config")  # fmt: skip
+READ = (
+    "peft_type",
+    "task_type",
+    "bias",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "use_rslora",
+    "use_dora",
+    "init_lora_weights",
+    "trainable_token_indices",
+)
+IGNORED = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "peft_version",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+)
 EMPTY: tuple[Any, ...] = (None, False, {}, [])
 
 
@@ -383,14 +407,31 @@ def export_peft(folder: Path, model: Transformer, config: AdapterConfig, *, base
     assert adapters(model), "there is no adapter to export: merge() folds it in"
     folder.mkdir(parents=True, exist_ok=True)
     values = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "inference_mode": True,
-        "r": config.rank, "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
-        "lora_dropout": config.dropout, "target_modules": sorted(config.modules), "use_rslora": config.rslora,
-        "use_dora": config.dora, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
-        "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None, "layer_replication": None,
-        "rank_pattern": {}, "alpha_pattern": {}, "auto_mapping": None, "revision": None, "loftq_config": {},
-        "megatron_config": None, "megatron_core": "megatron.core",
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": sorted(config.modules),
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "layer_replication": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "revision": None,
+        "loftq_config": {},
+        "megatron_config": None,
+        "megatron_core": "megatron.core",
+    }
     if config.trained_tokens:  # since peft 0.15
         values["trainable_token_indices"] = {EMBEDDING.rpartition(".")[2]: list(config.trained_tokens)}
     text = json.dumps(values, indent=2, sort_keys=True) + "\n"
@@ -432,12 +473,14 @@ def import_peft(folder: Path, model: Transformer) -> AdapterConfig:
 
 
 def _compare_rank(stored: dict[str, Tensor], rank: int, path: Path) -> None:
-    """Raise ModelError for a rank beyond that of the file's tensors, which would be allocated before they are compared."""
+    """Raise ModelError for a rank beyond that of the file's tensors, which would be allocated before they are
+    compared.
+    """
     for name, tensor in stored.items():
         if name.endswith("lora_A.weight") and rank > tensor.shape[0]:
             raise ModelError(
-                f"{path}: {name} has shape {list(tensor.shape)}, expected [{rank}, {tensor.shape[-1]}]: another rank than r of "
-                "adapter_config.json; fetch or export it again"
+                f"{path}: {name} has shape {list(tensor.shape)}, expected [{rank}, {tensor.shape[-1]}]: another rank"
+                " than r of adapter_config.json; fetch or export it again"
             )
 
 
@@ -451,22 +494,30 @@ def _read_config(path: Path) -> AdapterConfig:
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: expected the JSON of a LoRA adapter ({error!r})") from error
     expected: dict[str, tuple[Any, ...]] = {
-        "peft_type": ("LORA",), "task_type": ("CAUSAL_LM", None), "bias": ("none",),
+        "peft_type": ("LORA",),
+        "task_type": ("CAUSAL_LM", None),
+        "bias": ("none",),
         "init_lora_weights": (True, False, "gaussian"),  # others change the base weights
-    }  # fmt: skip
+    }
     expected |= {key: EMPTY for key in values if key not in READ + IGNORED}
     for key, allowed in expected.items():
         if values.get(key, allowed[0]) not in allowed:
             raise ModelError(
-                f"{path}: {key} = {values[key]!r} is not supported here; expected {' or '.join(map(repr, allowed[:2]))}. "
-                "Merge the adapter in peft and take the merged model in"
+                f"{path}: {key} = {values[key]!r} is not supported here; expected"
+                f" {' or '.join(map(repr, allowed[:2]))}. Merge the adapter in peft and take the merged model in"
             )
     try:
         # peft writes whole paths for all-linear. Where a layer is left out, its adapter will be missing in the file.
         leaves = (named,) if isinstance(named, str) else sorted({str(name).rpartition(".")[2] for name in named})
-        return AdapterConfig(rank=rank, alpha=alpha, dropout=values.get("lora_dropout", 0.0), targets=tuple(leaves),
-                             rslora=values.get("use_rslora", False), dora=values.get("use_dora", False),
-                             trained_tokens=_tokens(path, values.get("trainable_token_indices")))  # fmt: skip
+        return AdapterConfig(
+            rank=rank,
+            alpha=alpha,
+            dropout=values.get("lora_dropout", 0.0),
+            targets=tuple(leaves),
+            rslora=values.get("use_rslora", False),
+            dora=values.get("use_dora", False),
+            trained_tokens=_tokens(path, values.get("trainable_token_indices")),
+        )
     except (ValueError, TypeError) as error:
         raise ModelError(f"{path}: {error}") from error
 

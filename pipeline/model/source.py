@@ -2,11 +2,11 @@
 
     language.{start,pretrained,hub} -> Start;  located(start, ...) -> Located: a folder, and the commit of the hub
 
-`stage_tokenizer` takes the tokenizer from there and `stage_language` the weights. A directory is an input of both, so DVC
-and the work key follow its contents. Of the hub, `stage_tokenizer` resolves the revision to a commit once, says it, and
-writes it into `data/tokenizer/pretrained.json`; `stage_language` reads that commit, so both are of one checkpoint, and puts
-it into the lineage. Only config.json, tokenizer.json and safetensors are fetched, into huggingface_hub's cache; HF_HOME,
-HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are those of huggingface_hub.
+`stage_tokenizer` takes the tokenizer from there and `stage_language` the weights. A directory is an input of both, so
+DVC and the work key follow its contents. Of the hub, `stage_tokenizer` resolves the revision to a commit once, says it,
+and writes it into `data/tokenizer/pretrained.json`; `stage_language` reads that commit, so both are of one checkpoint,
+and puts it into the lineage. Only config.json, tokenizer.json and safetensors are fetched, into huggingface_hub's
+cache; HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are those of huggingface_hub.
 
 Nothing here needs torch: the tokenizer's stage does not follow the model's code.
 """
@@ -85,7 +85,9 @@ def located(start: Start, folder: Path | None, *, weights: bool, tokenizer: Path
 
 
 def record(folder: Path, start: Start, commit: str | None) -> None:
-    """Write down, beside a tokenizer, the commit that it is from; nothing for a folder, whose contents the key follows."""
+    """Write down, beside a tokenizer, the commit that it is from; nothing for a folder, whose contents the key
+    follows.
+    """
     if commit is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RECORD).write_text(
@@ -129,7 +131,8 @@ def _fetch_weights(name: str, commit: str) -> None:
     index = _fetch(name, commit, INDEX, optional=True)
     if index is None:
         raise ModelError(
-            f"{name}@{commit}: has neither {WEIGHTS} nor {INDEX}; pickles (.bin) are not fetched: use a checkpoint in safetensors"
+            f"{name}@{commit}: has neither {WEIGHTS} nor {INDEX}; pickles (.bin) are not fetched: use a checkpoint in"
+            " safetensors"
         )
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -146,7 +149,9 @@ def _fetch(name: str, revision: str, file: str) -> Path: ...
 @overload
 def _fetch(name: str, revision: str, file: str, *, optional: bool) -> Path | None: ...
 def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Path | None:
-    """A file in huggingface_hub's cache, fetched where it is missing; None for an optional one that the model has not."""
+    """A file in huggingface_hub's cache, fetched where it is missing; None for an optional one that the model has
+    not.
+    """
     import httpx  # here and below: seconds to import, needed for the hub alone
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
@@ -171,7 +176,8 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         what = "such model" if isinstance(error, RepositoryNotFoundError) else f"revision {revision}"
         raise ModelError(
-            f"{name}: the hub has no {what}, or HF_TOKEN does not open it; check language.hub, expected owner/name@revision"
+            f"{name}: the hub has no {what}, or HF_TOKEN does not open it; check language.hub, expected"
+            " owner/name@revision"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, httpx.HTTPError) as error:
         offline = isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled)
@@ -179,8 +185,9 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
             return None  # the checkpoint may be in shards; if their index is not here either, that is said
         why = "HF_HUB_OFFLINE is set" if offline else f"the hub could not be reached ({_cause(error)})"
         raise ModelError(
-            f"{name}@{revision}: {why}, and {file} is not in the cache of huggingface_hub. Run again with a network (what was "
-            "fetched is kept), or copy the model to this machine and set language.start=pretrained, language.pretrained=<folder>"
+            f"{name}@{revision}: {why}, and {file} is not in the cache of huggingface_hub. Run again with a network"
+            " (what was fetched is kept), or copy the model to this machine and set language.start=pretrained,"
+            " language.pretrained=<folder>"
         ) from error
 
 

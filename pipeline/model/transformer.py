@@ -31,12 +31,17 @@ from pipeline.model.layers import Body, Linear, cpu_autocast, rope_tables
 
 EVEN_ROWS = 128  # so many different shapes at most below it, and multiples above
 Checkpointing = Literal["none", "full", "every_2", "selective"]
-KEPT = {  # by "selective": dear to compute and small to keep. A CPU's own attention (kernels.py) is computed again: its scores are not.
-    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.topk.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ops.aten._scaled_dot_product_efficient_attention.default,
+# by "selective": dear to compute and small to keep. A CPU's own attention (kernels.py) is computed again: its scores
+# are not.
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.topk.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}  # fmt: skip
+}
 
 
 class Beside(Protocol):
@@ -62,9 +67,10 @@ class Beside(Protocol):
 class Transformer(nn.Module):
     """Decoder-only transformer. Without a `generator` its weights are zero, to be loaded.
 
-    `checkpointing` recomputes layers in the backward pass: "full" all, "every_2" each second one, "selective" all but their matrix
-    products, attention and top-k. `dropout` is the share of each layer's two outputs that is dropped in training, `neftune_alpha`
-    scales noise on the embeddings in training (see `_noise`). All three are settings of a run, not of the model.
+    `checkpointing` recomputes layers in the backward pass: "full" all, "every_2" each second one, "selective" all but
+    their matrix products, attention and top-k. `dropout` is the share of each layer's two outputs that is dropped in
+    training, `neftune_alpha` scales noise on the embeddings in training (see `_noise`). All three are settings of a
+    run, not of the model.
     """
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
@@ -93,8 +99,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V) of every position, or (n, V) of the n places where `select` (B, T) is True, row by row.
 
-        The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work. With
-        `head` the result is what it gives for the selected states (n, D) and the head's matrix (V, D), in place of their product.
+        The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work.
+        With `head` the result is what it gives for the selected states (n, D) and the head's matrix (V, D), in place of
+        their product.
         """
         x, line = self._encode(input_ids, positions, documents, cache, reading)
         if select is None:
@@ -120,16 +127,20 @@ class Transformer(nn.Module):
         `documents` (B, T) are ids of the documents packed into each row: tokens see only their own (None: a row is a
         document). Negative ids are padding; what comes out there has no meaning. `positions` (B, T) count from 0 in
         each document, and are derived where they are not given. On a CPU, rows of one document that begin alike are
-        computed once as far as they do. With a `cache` the T tokens follow what each of its B
-        rows holds. `reading` tells a memory what to do, and is told what it did (memory.py). Raises ValueError where rows are longer than the context, a cache meets documents, or a row of
-        `documents` comes back to an earlier id.
+        computed once as far as they do. With a `cache` the T tokens follow what each of its B rows holds. `reading`
+        tells a memory what to do, and is told what it did (memory.py). Raises ValueError where rows are longer than the
+        context, a cache meets documents, or a row of `documents` comes back to an earlier id.
         """
         return _spread(*self._encode(input_ids, positions, documents, cache, reading), input_ids)
 
     def _encode(
-        self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None,
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        cache: KVCache | None,
         reading: Reading | None = None,
-    ) -> tuple[Tensor, Line | None]:  # fmt: skip
+    ) -> tuple[Tensor, Line | None]:
         """Hidden states (N, D) of the tokens that are computed, and which these are; None: all B * T."""
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
@@ -161,7 +172,9 @@ class Transformer(nn.Module):
     def _reads(
         self, positions: Tensor, padding: Tensor | None, kept: Tensor | None, reading: Reading | None
     ) -> Reads | None:
-        """How a line reads the memory, if there is one: `positions` (N,) of its tokens, `kept` (N,) their places in the batch."""
+        """How a line reads the memory, if there is one: `positions` (N,) of its tokens, `kept` (N,) their places in
+        the batch.
+        """
         if self.memory is None:
             return None
         told = Reading() if reading is None else reading
@@ -175,7 +188,8 @@ class Transformer(nn.Module):
     def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None) -> Tensor:
         """The layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
 
-        `read` makes of each layer's stream (N, D) what it is after the memory; rows of a cache go on reading by themselves.
+        `read` makes of each layer's stream (N, D) what it is after the memory; rows of a cache go on reading by
+        themselves.
         """
         if self.memory is not None and read is None:
             read = self.memory.going_on(layout)
@@ -233,7 +247,9 @@ class Transformer(nn.Module):
         return self.training and bool(self.dropout or self.neftune_alpha)
 
     def _noise(self, x: Tensor, positions: Tensor) -> Tensor:
-        """NEFTune's (Jain et al. 2023, arXiv:2310.05914): uniform in +-alpha / sqrt(L D) for documents of L tokens, (N, D)."""
+        """NEFTune's (Jain et al. 2023, arXiv:2310.05914): uniform in +-alpha / sqrt(L D) for documents of L tokens,
+        (N, D).
+        """
         document = (positions == 0).cumsum(0)  # (N,) a new number where positions begin anew
         lengths = torch.bincount(document)[document]
         return torch.empty_like(x).uniform_(-1, 1) * (self.neftune_alpha / (lengths * x.shape[1]).sqrt())[:, None]
@@ -279,7 +295,9 @@ def _policy(_context: SelectiveCheckpointContext, operation: OpOverload, *_: obj
 
 
 def uneven(x: Tensor, rows: int) -> int:
-    """How many rows a matrix product should have more: for each new shape oneDNN compiles a bf16 kernel, in 4 to 20 ms."""
+    """How many rows a matrix product should have more: for each new shape oneDNN compiles a bf16 kernel, in 4 to 20
+    ms.
+    """
     return -rows % EVEN_ROWS if rows > EVEN_ROWS and cpu_autocast(x) else 0
 
 

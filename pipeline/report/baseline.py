@@ -1,10 +1,12 @@
 """The run that the report compares with: the metrics of a commit, from DVC's cache.
 
-    python -m pipeline.report.baseline pin [REV]      write REV's full hash into params.yaml (report.baseline); without REV HEAD's
+    python -m pipeline.report.baseline pin [REV]      write REV's full hash into params.yaml (report.baseline); without
+                                                      REV HEAD's
     python -m pipeline.report.baseline unpin          compare with nothing
 
-The hash stands in params.yaml since a cached stage that read "the last commit" would have an input that nobody tracks. `metrics_at` works
-while DVC holds its lock, so stage report may call it. Not promised: commits whose metrics are neither in the cache nor on the remote.
+The hash stands in params.yaml since a cached stage that read "the last commit" would have an input that nobody tracks.
+`metrics_at` works while DVC holds its lock, so stage report may call it. Not promised: commits whose metrics are
+neither in the cache nor on the remote.
 """
 
 import re
@@ -26,7 +28,9 @@ WORKSPACE = "workspace"
 
 @contextmanager
 def metrics_at(revision: str) -> Iterator[Path]:
-    """A temporary folder with the `metrics/` of a commit, branch, tag or experiment. Raises InputError with what to do."""
+    """A temporary folder with the `metrics/` of a commit, branch, tag or experiment. Raises InputError with what to
+    do.
+    """
     from dvc.api import DVCFileSystem
     from dvc.exceptions import DvcException
 
@@ -37,14 +41,15 @@ def metrics_at(revision: str) -> Iterator[Path]:
             files = DVCFileSystem(rev=commit)
             if not files.exists("metrics"):
                 raise InputError(
-                    f"{revision} has no metrics: expected a commit with dvc.lock of a whole run; commit dvc.lock after dvc repro"
+                    f"{revision} has no metrics: expected a commit with dvc.lock of a whole run; commit dvc.lock after"
+                    " dvc repro"
                 )
             files.get("metrics", str(folder), recursive=True)
         except (DvcException, OSError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise InputError(
-                f"the metrics of {revision} are not in the cache: fetch them with dvc fetch --all-commits metrics, or choose another "
-                f"revision ({said})"
+                f"the metrics of {revision} are not in the cache: fetch them with dvc fetch --all-commits metrics, or"
+                f" choose another revision ({said})"
             ) from error
         yield folder
 
@@ -75,7 +80,9 @@ def resolve(revision: str) -> str:
 
 
 def pin(path: Path, value: str) -> None:
-    """Write `report.baseline` into params.yaml; every other byte stays. Raises ConfigError where it has no such line."""
+    """Write `report.baseline` into params.yaml; every other byte stays. Raises ConfigError where it has no such
+    line.
+    """
     text = path.read_text(encoding="utf-8")
     found = LINE.subn(lambda match: f"{match[1]} {value}", text)
     if found[1] != 1:

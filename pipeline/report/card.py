@@ -1,11 +1,12 @@
 """The report card: one self-contained page over the metrics of a run.
 
-    metrics/*.json, metrics/*.csv, metrics/eval/* (+ speed.json of the work directory, + metrics of report.baseline) -> reports/index.html
+    metrics/*.json, metrics/*.csv, metrics/eval/* (+ speed.json of the work directory, + metrics of report.baseline) ->
+    reports/index.html
 
-No script, no outside reference, no date: built twice it has equal bytes. jinja2 escapes everything, since what a model wrote is hostile.
-Times come from the work directory by key, and are "built elsewhere" when a stage was restored from a cache. A change is coloured only
-where chance does not explain it (report/claims.py). Not promised: other commits than the one that `report.baseline` names
-(`make compare A=... B=...` compares any two).
+No script, no outside reference, no date: built twice it has equal bytes. jinja2 escapes everything, since what a model
+wrote is hostile. Times come from the work directory by key, and are "built elsewhere" when a stage was restored from a
+cache. A change is coloured only where chance does not explain it (report/claims.py). Not promised: other commits than
+the one that `report.baseline` names (`make compare A=... B=...` compares any two).
 """
 
 from pathlib import Path
@@ -68,7 +69,9 @@ def figures(run: Run) -> list[dict[str, Any]]:
 
 
 def alignment(run: Run) -> list[dict[str, Any]]:
-    """What reinforcement learning did: gold and proxy against the divergence, beside best-of-n; problems solved by step."""
+    """What reinforcement learning did: gold and proxy against the divergence, beside best-of-n; problems solved by
+    step.
+    """
     found = []
     line = run.stages.get("rlhf", {}).get("best_of_n") or []
     for title, column, unit in (
@@ -99,7 +102,9 @@ def _number(row: dict[str, str], *names: str) -> bool:
 
 
 def thinned(series: list[charts.Series], most: int = 24) -> list[list[str]]:
-    """The points of line charts as rows of text: the step, a value per series, about `most` rows with first and last."""
+    """The points of line charts as rows of text: the step, a value per series, about `most` rows with first and
+    last.
+    """
     values = {one.name: dict(one.points) for one in series}
     steps = sorted({step for points in values.values() for step in points})
     chosen = [*steps[: -1 : max(1, len(steps) // most)], steps[-1]]
@@ -107,7 +112,9 @@ def thinned(series: list[charts.Series], most: int = 24) -> list[list[str]]:
 
 
 def table(run: Run) -> list[dict[str, Any]]:
-    """A row per headline number: a cell per model, with interval and the change from the model that it is compared with."""
+    """A row per headline number: a cell per model, with interval and the change from the model that it is compared
+    with.
+    """
     rows = []
     for headline in HEADLINES:
         cells = []
@@ -139,13 +146,22 @@ def _cell(headline: Headline, measured: dict[str, float] | None, change: claims.
 
 
 def lineage(run: Run) -> list[dict[str, Any]]:
-    """A row per stage: its work key, the hash of its code, what it was made from, its MLflow run where this machine has it."""
+    """A row per stage: its work key, the hash of its code, what it was made from, its MLflow run where this machine
+    has it.
+    """
     known = {one.stage: one.mlflow for one in report_metrics.rows(run)}
     rows = []
     for name, numbers in run.stages.items():
         facts = numbers["lineage"]
-        rows.append({"stage": name, "key": facts.get("key", ""), "code": facts.get("code", ""), "inputs": facts.get("inputs", {}),
-                     "mlflow": known.get(name, "")})  # fmt: skip
+        rows.append(
+            {
+                "stage": name,
+                "key": facts.get("key", ""),
+                "code": facts.get("code", ""),
+                "inputs": facts.get("inputs", {}),
+                "mlflow": known.get(name, ""),
+            }
+        )
     return rows
 
 
@@ -206,13 +222,25 @@ def render(
     spending = report_metrics.rows(run, prices)
     rebuilt = claims.stages(baseline[1], run) if baseline else []
     return template.render(
-        run=run, table=table(run), figures=figures(run), lineage=lineage(run), costs=spending, total=report_metrics.total(spending),
-        currency=prices.currency if prices else "", spent=spent, samples=samples(run, samples_each),
+        run=run,
+        table=table(run),
+        figures=figures(run),
+        lineage=lineage(run),
+        costs=spending,
+        total=report_metrics.total(spending),
+        currency=prices.currency if prices else "",
+        spent=spent,
+        samples=samples(run, samples_each),
         graph=picture(run, spending, frozenset(one.stage for one in rebuilt)),
-        claims=claims.claims(run), gates=claims.gates(run, gate or {}), alarms=claims.alarms(run), skipped=claims.skipped(run),
-        baseline=baseline[0] if baseline else "", rebuilt=rebuilt, moved=claims.measures(baseline[1], run) if baseline else {},
+        claims=claims.claims(run),
+        gates=claims.gates(run, gate or {}),
+        alarms=claims.alarms(run),
+        skipped=claims.skipped(run),
+        baseline=baseline[0] if baseline else "",
+        rebuilt=rebuilt,
+        moved=claims.measures(baseline[1], run) if baseline else {},
         details={name: flat(numbers) for name, numbers in run.stages.items()},
         evaluations={name: flat(numbers) for name, numbers in run.evaluations.items()},
         traces=[diffusion_report.shown(model, trace) for model, trace in run.traces.items()],
         memories=[{"model": model} | memory_report.shown(told) for model, told in run.routes.items()],
-    )  # fmt: skip
+    )

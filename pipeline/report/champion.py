@@ -6,8 +6,8 @@
 
 Good enough: each minimum of `report.gate` (by a headline's key, as `dvc metrics show` prints it) lies at or below the
 lower end of the measure's interval, and no measure is worse than the present champion's beyond chance, item by item. A
-champion that was measured over other items cannot be compared with, which is an objection too. What was measured must be
-of the very model that was deployed. Nothing moves otherwise.
+champion that was measured over other items cannot be compared with, which is an objection too. What was measured must
+be of the very model that was deployed. Nothing moves otherwise.
 """
 
 import argparse
@@ -29,7 +29,9 @@ METRICS = Path("metrics")
 
 
 def deployed() -> tuple[str, str, list[Path]]:
-    """The name of the model that models/deploy holds, the key of the deployment, the files of its evaluation. Raises InputError."""
+    """The name of the model that models/deploy holds, the key of the deployment, the files of its evaluation. Raises
+    InputError.
+    """
     facts = _read(METRICS / "deploy.json", "dvc repro stage_deploy")
     model = str(facts["model"])
     paths = [METRICS / "eval" / f"{model}.{end}" for end in ("json", "jsonl")]
@@ -37,7 +39,8 @@ def deployed() -> tuple[str, str, list[Path]]:
     mine, theirs = (told["lineage"]["inputs"].get(f"models/{model}") for told in (facts, measured))
     if mine != theirs:
         raise InputError(
-            f"{paths[0]} was measured of another models/{model} ({theirs}) than the one that was deployed ({mine}); run dvc repro"
+            f"{paths[0]} was measured of another models/{model} ({theirs}) than the one that was deployed ({mine}); run"
+            " dvc repro"
         )
     return model, str(facts["lineage"]["key"]), paths
 
@@ -62,15 +65,17 @@ def objections(gates: list[claims.Claim], candidate: Measured, present: Measured
 
 
 def crown(although: str | None) -> str:
-    """Give the alias to what is deployed. Raises GateError with the objections, InputError where nothing is registered."""
+    """Give the alias to what is deployed. Raises GateError with the objections, InputError where nothing is
+    registered.
+    """
     model, key, paths = deployed()
     gates = claims.gates(read(METRICS), stage_params("report", Settings(Path(), [])).gate)
     client, _ = registry.connect()
     candidate = next((one for one in registry.versions(client) if one.tags.get("work.key") == key), None)
     if candidate is None:
         raise InputError(
-            f"the deployment {key} is not registered in this MLflow store: it was built elsewhere, or while MLflow did not answer; "
-            "build it here with python -m stages.deploy runtime.fresh=true"
+            f"the deployment {key} is not registered in this MLflow store: it was built elsewhere, or while MLflow did"
+            " not answer; build it here with python -m stages.deploy runtime.fresh=true"
         )
     present = registry.champion(client)
     if present is not None and present.number == candidate.number:
@@ -79,7 +84,11 @@ def crown(although: str | None) -> str:
         before = None if present is None else _measured(registry.evaluation(client, present, Path(scratch)))
         found = objections(gates, Measured(json.loads(paths[0].read_text()), lines(paths[1])), before)
     if found and although is None:
-        raise GateError(f"version {candidate.number} ({model}) is not made champion: " + "; ".join(found) + '. To do it all the same: crown --although "REASON"')  # fmt: skip
+        raise GateError(
+            f"version {candidate.number} ({model}) is not made champion: "
+            + "; ".join(found)
+            + '. To do it all the same: crown --although "REASON"'
+        )
     tags = {"champion.although": f"{although}: {'; '.join(found)}"} if found and although else {}
     registry.crown(client, candidate, paths, tags)
     return f"version {candidate.number} ({model}, key {key}) is champion now" + (
@@ -95,8 +104,9 @@ def _measured(folder: Path) -> Measured:
 def listing(versions: list[Version], present: Version | None) -> str:
     """A line per version."""
     rows = [
-        f"{'*' if present and one.number == present.number else ' '} version {one.number}  {one.tags.get('model', '?'):12} "
-        f"key {one.tags.get('work.key', '?')}  commit {one.tags.get('git.commit', '')[:10] or '–'}"
+        f"{'*' if present and one.number == present.number else ' '} version {one.number} "
+        f" {one.tags.get('model', '?'):12} key {one.tags.get('work.key', '?')}  commit"
+        f" {one.tags.get('git.commit', '')[:10] or '–'}"
         for one in versions
     ]
     return "\n".join(rows) or "nothing is registered yet; dvc repro stage_deploy registers what it deploys"

@@ -8,8 +8,9 @@ The graph of a run as inline SVG, drawn from what each stage's lineage says it r
 
     lineages -> stages in columns, each right of all that it was made from; edges as curves
 
-Only stages that were built stand in it, with their time where it is known. Edges that another path implies are left out, so that the
-picture shows the chain. Not promised: no crossings; the order within a column is by the mean height of what a stage was made from.
+Only stages that were built stand in it, with their time where it is known. Edges that another path implies are left
+out, so that the picture shows the chain. Not promised: no crossings; the order within a column is by the mean height of
+what a stage was made from.
 """
 
 import html
@@ -54,8 +55,15 @@ def lines(name: str, series: Sequence[Series], *, x: str, y: str) -> str:
     figure, axes = _axes(x, y)
     for number, one in enumerate(series):
         xs, ys = [p[0] for p in one.points], [p[1] for p in one.points]
-        axes.plot(xs, ys, color=COLOURS[number % len(COLOURS)], label=one.name, linewidth=1.6,
-                  marker="o" if len(xs) < 30 else "", markersize=3)  # fmt: skip
+        axes.plot(
+            xs,
+            ys,
+            color=COLOURS[number % len(COLOURS)],
+            label=one.name,
+            linewidth=1.6,
+            marker="o" if len(xs) < 30 else "",
+            markersize=3,
+        )
     if len(series) > 1:
         axes.legend(frameon=False, labelcolor=INK)
     return _svg(figure, name)
@@ -112,10 +120,13 @@ def _svg(figure: Figure, name: str) -> str:
     text = re.sub(r"<defs>\s*</defs>\s*", "", text)
     text = text.replace("xlink:href", "href").replace(INK, "currentColor")
     label = html.escape(name)
-    return f'<svg {box[0]} width="100%" role="img" aria-label="{label}" stroke-linejoin="round" stroke-linecap="butt">{text}'
+    return (
+        f'<svg {box[0]} width="100%" role="img" aria-label="{label}" stroke-linejoin="round"'
+        f' stroke-linecap="butt">{text}'
+    )
 
 
-# -- graph ----------------------------------------------------------------------------------------------------------------
+# -- graph -------------------------------------------------------------------------------------------------------------
 
 
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 118, 40, 30, 12, 4  # of a box, between boxes, around all
@@ -141,8 +152,9 @@ def edges(run: Run) -> dict[str, list[str]]:
 
 
 def columns(parents: Mapping[str, list[str]]) -> list[list[str]]:
-    """The stages by their longest way from the start. Where an edge passes a column it has a place of its own there (`passage`), so that
-    it goes round the boxes. Within a column the order is by the mean place of what stands before."""  # fmt: skip
+    """The stages by their longest way from the start. Where an edge passes a column it has a place of its own there
+    (`passage`), so that it goes round the boxes. Within a column the order is by the mean place of what stands
+    before."""
     depth: dict[str, int] = {}
 
     def measure(name: str) -> int:
@@ -200,8 +212,8 @@ def svg(run: Run, notes: Mapping[str, str], marked: frozenset[str] = frozenset()
     at, width, height = placed(levels)
     depth = {name: number for number, level in enumerate(levels) for name in level}
     parts = [
-        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" aria-label="the graph of this run" '
-        'class="dag" font-size="13">'
+        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" aria-label="the'
+        ' graph of this run" class="dag" font-size="13">'
     ]
     for name, before in parents.items():
         for parent in before:

@@ -3,21 +3,21 @@
     change(headline, before, after)    a measure's difference, by a paired bootstrap over items that both were asked
     stages(before, after)              which stages were built from something else, and from what
 
-An item is the same where its id and the hash of what was asked are (in rows without hashes: where the data have the same
-digest). Where one model was asked some of the other's items, the two are compared over these. Results over other items
-are not compared: the difference gives the reason. Under 20 items nothing is called better or worse. A measure that is no
-sum over items counts as moved where the two 95 % intervals do not overlap, which is stricter. Intervals cover items, not
-training seeds (benchmarks/seeds.py).
+An item is the same where its id and the hash of what was asked are (in rows without hashes: where the data have the
+same digest). Where one model was asked some of the other's items, the two are compared over these. Results over other
+items are not compared: the difference gives the reason. Under 20 items nothing is called better or worse. A measure
+that is no sum over items counts as moved where the two 95 % intervals do not overlap, which is stricter. Intervals
+cover items, not training seeds (benchmarks/seeds.py).
 
 What a run should show, each claim with what was measured, and what went wrong on the way.
 
-    claims(run)     a model is better than what it was made from, a reward model ranks, exports answer as their model ...
+    claims(run)    a model is better than what it was made from, a reward model ranks, exports answer as their model ...
     gates(run, gate)  whether the deployed model may be champion
     alarms(run)     what reinforcement learning said about its own curve (rl/alarms.py)
     skipped(run)    what was not measured, and why
 
-A claim holds where its 95 % interval lies on the right side; a miss is shown as one. Not promised: that a claim that holds here holds
-for another seed (benchmarks/seeds.py puts runs of several side by side).
+A claim holds where its 95 % interval lies on the right side; a miss is shown as one. Not promised: that a claim that
+holds here holds for another seed (benchmarks/seeds.py puts runs of several side by side).
 """
 
 from collections.abc import Iterator
@@ -30,8 +30,15 @@ from pipeline.run.device import generator
 
 RESAMPLES = 2000
 FEWEST = 20  # items that a verdict takes: the bootstrap's intervals are too narrow below (evaluation/intervals.py)
-DATA = {"text": "data/raw/text", "stories": "data/raw/text", "code": "data/raw/code", "problems": "data/problems",
-        "tools": "data/dialogues", "facts": "data/facts", "reward": "data/preferences"}  # fmt: skip
+DATA = {
+    "text": "data/raw/text",
+    "stories": "data/raw/text",
+    "code": "data/raw/code",
+    "problems": "data/problems",
+    "tools": "data/dialogues",
+    "facts": "data/facts",
+    "reward": "data/preferences",
+}
 LIMITS = ("documents", "stories", "problems", "canvas_problems", "dialogues", "constrained")  # keys that choose items
 NAMED = 3  # items
 
@@ -128,8 +135,13 @@ def _judged(
 
 
 def _same(
-    headline: Headline, before: Measured, after: Measured, ours: dict[str, Row], theirs: dict[str, Row], common: list[str]
-) -> bool:  # fmt: skip
+    headline: Headline,
+    before: Measured,
+    after: Measured,
+    ours: dict[str, Row],
+    theirs: dict[str, Row],
+    common: list[str],
+) -> bool:
     """Whether both were asked the same items, or one of them some of the other's."""
     hashed = all("item" in row for rows in (ours, theirs) for row in rows.values()) and ours and theirs
     if not hashed and before.data(headline.suite) != after.data(headline.suite):
@@ -221,7 +233,9 @@ def _reasons(first: dict[str, Any], second: dict[str, Any], run: Run) -> list[st
 
 
 def packages(before: Run, after: Run) -> list[str]:
-    """The packages that compute, of which both runs have told versions and these differ: `torch: 2.13.0 → 2.14.0 (language, code)`."""
+    """The packages that compute, of which both runs have told versions and these differ: `torch: 2.13.0 → 2.14.0
+    (language, code)`.
+    """
     found: dict[str, list[str]] = {}
     for name in after.stages:
         sides = [run.stages.get(name, {}).get("lineage", {}).get("versions", {}) for run in (before, after)]
@@ -231,7 +245,7 @@ def packages(before: Run, after: Run) -> list[str]:
     return [f"{told} ({', '.join(stages)})" for told, stages in sorted(found.items())]
 
 
-# -- claims ---------------------------------------------------------------------------------------------------------------
+# -- claims ------------------------------------------------------------------------------------------------------------
 
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
@@ -324,7 +338,10 @@ def gates(run: Run, gate: dict[str, float]) -> list[Claim]:
     found = []
     for key, least in gate.items():
         headline, measured = by_key[key], lookup(run.evaluations.get(model, {}), by_key[key])
-        title = f"{headline.title} of {model or 'the deployed model'}: at {'least' if headline.higher_is_better else 'most'} {headline.show(least)}"
+        title = (
+            f"{headline.title} of {model or 'the deployed model'}: at"
+            f" {'least' if headline.higher_is_better else 'most'} {headline.show(least)}"
+        )
         if measured is None:
             found.append(Claim(title, "", UNKNOWN))
             continue

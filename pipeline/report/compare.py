@@ -2,10 +2,10 @@
 
     python -m pipeline.report.compare A [B] [--md] [--all]        make compare A=HEAD~1 B=workspace
 
-A and B are commits, branches, tags, experiments (`dvc exp show` names them) or `workspace`, the default of B. Differences
-are B - A, over the same held-out items (report/claims.py); only those that chance does not explain are marked.
-Measures over other items are not compared: the line gives the reason, and below the table stand the items. Each stage's
-work key and MLflow run are named, so that every number can be traced.
+A and B are commits, branches, tags, experiments (`dvc exp show` names them) or `workspace`, the default of B.
+Differences are B - A, over the same held-out items (report/claims.py); only those that chance does not explain are
+marked. Measures over other items are not compared: the line gives the reason, and below the table stand the items. Each
+stage's work key and MLflow run are named, so that every number can be traced.
 """
 
 import argparse
@@ -50,8 +50,17 @@ def render(before: Run, after: Run, names: tuple[str, str], *, markdown: bool = 
         for told in changes:
             show = told.headline.show
             by = "intervals" if told.low is None else f"{told.items} items, paired"
-            rows.append([model, told.headline.title, show(told.before), show(told.after), told.shown, MARKS[told.kind],
-                         "not compared" if told.refused else by])  # fmt: skip
+            rows.append(
+                [
+                    model,
+                    told.headline.title,
+                    show(told.before),
+                    show(told.after),
+                    told.shown,
+                    MARKS[told.kind],
+                    "not compared" if told.refused else by,
+                ]
+            )
             if told.apart:
                 apart.setdefault(f"{told.headline.suite}: {told.apart}", []).append(model)
     if rows:

@@ -1,8 +1,10 @@
-"""What the metrics folder of a run holds, read once for all who show it: the report card, the table of `make`, comparisons.
+"""What the metrics folder of a run holds, read once for all who show it: the report card, the table of `make`,
+comparisons.
 
     metrics/*.json, *.csv, eval/*, traces/*, routing/*  -> Run
 
-Everything stands in pipeline order, stages of a person's own behind ours. A file without a lineage is nobody's: it changes nothing.
+Everything stands in pipeline order, stages of a person's own behind ours. A file without a lineage is nobody's: it
+changes nothing.
 
 The numbers that stand at the top of the report and in the table at the end of `make`.
 
@@ -10,8 +12,8 @@ What each stage cost: time, speed, memory, energy, money; and where its numbers 
 
     lineage keys + speed.json of the work folder + `report.prices`  -> a row per stage
 
-Times come from the work folder of this machine, by key: a stage that was restored from a cache or pulled was built elsewhere. Money is
-processor and GPU hours by the prices that `report.prices` names; without prices none is shown.
+Times come from the work folder of this machine, by key: a stage that was restored from a cache or pulled was built
+elsewhere. Money is processor and GPU hours by the prices that `report.prices` names; without prices none is shown.
 """
 
 import csv
@@ -23,17 +25,51 @@ from typing import Any
 
 from pipeline.run import tracking, workdir
 
-ORDER = ("corpus", "tasks", "tokenizer", "encode_text", "encode_code", "language", "code", "tools", "lora", "dpo", "grpo",
-         "reward", "rlhf", "diffusion", "diffusion_control", "diffusion_dpo", "diffusion_grpo", "memory", "memory_baseline", "deploy")  # fmt: skip
-# What a model was made from, and so is compared with, where that is not the model that its lineage names: lora does the work of
-# tools; the masked-diffusion model is compared with its control, the causal model at its best on the same data; a memory with a wider model.
-COMPARED = {"lora": "tools", "diffusion": "diffusion_control", "diffusion_control": "code", "memory": "memory_baseline",
-            "memory_baseline": "code", "reward": ""}  # "": it answers nothing, so there is nothing to compare  # fmt: skip
+ORDER = (
+    "corpus",
+    "tasks",
+    "tokenizer",
+    "encode_text",
+    "encode_code",
+    "language",
+    "code",
+    "tools",
+    "lora",
+    "dpo",
+    "grpo",
+    "reward",
+    "rlhf",
+    "diffusion",
+    "diffusion_control",
+    "diffusion_dpo",
+    "diffusion_grpo",
+    "memory",
+    "memory_baseline",
+    "deploy",
+)
+# What a model was made from, and so is compared with, where that is not the model that its lineage names: lora does the
+# work of tools; the masked-diffusion model is compared with its control, the causal model at its best on the same data;
+# a memory with a wider model.
+COMPARED = {
+    "lora": "tools",
+    "diffusion": "diffusion_control",
+    "diffusion_control": "code",
+    "memory": "memory_baseline",
+    "memory_baseline": "code",
+    "reward": "",
+}  # "": it answers nothing, so there is nothing to compare
 SECOND = {
     "diffusion_control": "diffusion",
     "memory_baseline": "memory",
 }  # model -> the stage that makes it beside its own
-MADE_BY = {"raw": "corpus", "dialogues": "tasks", "problems": "tasks", "preferences": "tasks", "facts": "tasks", "tokenizer": "tokenizer"}  # fmt: skip
+MADE_BY = {
+    "raw": "corpus",
+    "dialogues": "tasks",
+    "problems": "tasks",
+    "preferences": "tasks",
+    "facts": "tasks",
+    "tokenizer": "tokenizer",
+}
 
 
 @dataclass(frozen=True)
@@ -119,7 +155,7 @@ def maker(path: str, stages: dict[str, Any]) -> str | None:
     return name if name in stages else None
 
 
-# -- headlines ------------------------------------------------------------------------------------------------------------
+# -- headlines ---------------------------------------------------------------------------------------------------------
 
 
 Row = dict[str, Any]
@@ -158,7 +194,9 @@ class Headline:
         return self.rows[0] if self.rows else self.path[0]
 
     def items(self, rows: list[Row]) -> dict[str, Row]:
-        """The rows that it is measured over, by what makes an item: its id, and the hash of what was asked where a row has it."""
+        """The rows that it is measured over, by what makes an item: its id, and the hash of what was asked where a
+        row has it.
+        """
         wanted = {"suite": self.suite} | self.asked | ({"group": self.group} if self.group else {})
         mine = (r for r in rows if wanted.items() <= r.items())
         if self.rows:
@@ -177,31 +215,114 @@ STORIES, SOLVED = "share of sampled stories", "share of problems solved"
 HEADLINES = (
     Headline(("text", "bpb"), "Running text", BITS, "bits per byte", False, "text_bpb", True, rows=("text", "bits")),
     Headline(("stories", "bpb"), "Stories", BITS, "bits per byte", False, "stories_bpb", rows=("stories", "bits")),
-    Headline(("stories", "story_rate"), "Stories that pass every clause", STORIES, "share", True, "stories_pass",
-             rows=("stories", "right")),
-    Headline(("stories", "end_rate"), "Stories that end", STORIES, "share", True, "stories_end", rows=("stories", "ended")),
+    Headline(
+        ("stories", "story_rate"),
+        "Stories that pass every clause",
+        STORIES,
+        "share",
+        True,
+        "stories_pass",
+        rows=("stories", "right"),
+    ),
+    Headline(
+        ("stories", "end_rate"), "Stories that end", STORIES, "share", True, "stories_end", rows=("stories", "ended")
+    ),
     Headline(("code", "bpb"), "Source code", BITS, "bits per byte", False, "code_bpb", True, rows=("code", "bits")),
-    Headline(("code", "bpb_bound"), "Source code, upper bound", BITS, "bits per byte", False, "code_bpb_bound",
-             rows=("code", "bound_bits")),
-    Headline(("problems", "parse_rate"), "Answers whose code parses", "share of problems", "share", True, "parse",
-             rows=("problems", "parses")),
-    Headline(("problems", "easy", "pass_at_1"), "Easy problems, pass@1", SOLVED, "share", True, "easy", True,
-             rows=("problems", "sampled"), group="easy"),
-    Headline(("problems", "medium", "pass_at_1"), "Unseen compositions, pass@1", SOLVED, "share", True, "medium",
-             rows=("problems", "sampled"), group="medium"),
-    Headline(("tools", "ast"), "Tool calls right (AST)", "share of calls right", "share", True, "ast", True,
-             asked={"wanted": "call"}),
-    Headline(("tools", "ast_constrained"), "The same under the tools' grammar", "share of calls right", "share", True, "ast_grammar",
-             asked={"wanted": "call", "constrained": 1}),
-    Headline(("tools", "ast_unseen_tool"), "Calls of unseen tools right", "share of calls right", "share", True, "ast_unseen",
-             asked={"wanted": "call", "tool": "unseen"}),
-    Headline(("tools", "false_call_rate"), "False calls", "share of prompts without a fitting tool", "share", False, "false_calls",
-             asked={"wanted": "nothing"}),
-    Headline(("facts", "exact_match"), "Facts by heart", "share of questions answered right", "share", True, "facts",
-             rows=("facts", "right")),
-    Headline(("reward", "accuracy"), "The better of two answers", "share of pairs told right", "share", True, "pairs",
-             rows=("reward", "right")),
-)  # fmt: skip
+    Headline(
+        ("code", "bpb_bound"),
+        "Source code, upper bound",
+        BITS,
+        "bits per byte",
+        False,
+        "code_bpb_bound",
+        rows=("code", "bound_bits"),
+    ),
+    Headline(
+        ("problems", "parse_rate"),
+        "Answers whose code parses",
+        "share of problems",
+        "share",
+        True,
+        "parse",
+        rows=("problems", "parses"),
+    ),
+    Headline(
+        ("problems", "easy", "pass_at_1"),
+        "Easy problems, pass@1",
+        SOLVED,
+        "share",
+        True,
+        "easy",
+        True,
+        rows=("problems", "sampled"),
+        group="easy",
+    ),
+    Headline(
+        ("problems", "medium", "pass_at_1"),
+        "Unseen compositions, pass@1",
+        SOLVED,
+        "share",
+        True,
+        "medium",
+        rows=("problems", "sampled"),
+        group="medium",
+    ),
+    Headline(
+        ("tools", "ast"),
+        "Tool calls right (AST)",
+        "share of calls right",
+        "share",
+        True,
+        "ast",
+        True,
+        asked={"wanted": "call"},
+    ),
+    Headline(
+        ("tools", "ast_constrained"),
+        "The same under the tools' grammar",
+        "share of calls right",
+        "share",
+        True,
+        "ast_grammar",
+        asked={"wanted": "call", "constrained": 1},
+    ),
+    Headline(
+        ("tools", "ast_unseen_tool"),
+        "Calls of unseen tools right",
+        "share of calls right",
+        "share",
+        True,
+        "ast_unseen",
+        asked={"wanted": "call", "tool": "unseen"},
+    ),
+    Headline(
+        ("tools", "false_call_rate"),
+        "False calls",
+        "share of prompts without a fitting tool",
+        "share",
+        False,
+        "false_calls",
+        asked={"wanted": "nothing"},
+    ),
+    Headline(
+        ("facts", "exact_match"),
+        "Facts by heart",
+        "share of questions answered right",
+        "share",
+        True,
+        "facts",
+        rows=("facts", "right"),
+    ),
+    Headline(
+        ("reward", "accuracy"),
+        "The better of two answers",
+        "share of pairs told right",
+        "share",
+        True,
+        "pairs",
+        rows=("reward", "right"),
+    ),
+)
 
 
 def short(numbers: dict[str, Any]) -> dict[str, float]:
@@ -211,7 +332,9 @@ def short(numbers: dict[str, Any]) -> dict[str, float]:
 
 
 def lookup(numbers: dict[str, Any], headline: Headline) -> dict[str, float] | None:
-    """{"value"} of a headline, with {"low", "high"} where it has an interval; None where the model has no such number."""
+    """{"value"} of a headline, with {"low", "high"} where it has an interval; None where the model has no such
+    number.
+    """
     place: Any = numbers
     for key in headline.path[:-1]:
         place = place.get(key) if isinstance(place, dict) else None
@@ -223,7 +346,7 @@ def lookup(numbers: dict[str, Any], headline: Headline) -> dict[str, float] | No
     return {name: float(number) for name, number in ({"value": place[last]} | interval).items()}
 
 
-# -- costs ----------------------------------------------------------------------------------------------------------------
+# -- costs -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +405,9 @@ def _price(speed: dict[str, Any], prices: Prices | None) -> float | None:
 
 
 def total(costs: list[Cost]) -> dict[str, Any]:
-    """Sums over the stages whose cost is known: seconds, cpu_seconds, joules, price; `known` of `all`; the highest memory."""
+    """Sums over the stages whose cost is known: seconds, cpu_seconds, joules, price; `known` of `all`; the highest
+    memory.
+    """
     known = [one for one in costs if "seconds" in one.speed]
     joules = [one.speed["joules"] for one in known if isinstance(one.speed.get("joules"), int | float)]
     prices = [one.price for one in known if one.price is not None]

@@ -1,8 +1,8 @@
 """From scored answers to a number for each token: PPO's advantages and returns, the advantages of the group methods.
 
-Both give a `rollout.Method`: `annotate` runs the forward passes (reference, critic) over this process's answers, `estimate`
-works on all of them with the pure functions of `learning/policy_losses.py`. The reference is any function from answers to
-log-probabilities: a frozen copy, or the policy with its adapter off.
+Both give a `rollout.Method`: `annotate` runs the forward passes (reference, critic) over this process's answers,
+`estimate` works on all of them with the pure functions of `learning/policy_losses.py`. The reference is any function
+from answers to log-probabilities: a frozen copy, or the policy with its adapter off.
 """
 
 import math
@@ -53,7 +53,9 @@ def annotate_ppo(rollouts: list[Rollout], *, reference: PerToken, values: PerTok
 
 
 def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: dict[str, Any]) -> dict[str, float]:
-    """Fill `advantages` and `returns`; move `carried["beta"]` for the next iteration. Returns what TRL logs as objective/*."""
+    """Fill `advantages` and `returns`; move `carried["beta"]` for the next iteration. Returns what TRL logs as
+    objective/*.
+    """
     beta = float(carried["beta"])
     mask = _mask(rollouts)
     old, reference, values = (_padded(rollouts, name, mask) for name in ("old", "reference", "values"))
@@ -116,8 +118,11 @@ def estimate_group(rollouts: list[Rollout], method: GroupMethod, samples: int) -
         if method.kl_in == "reward":
             known = known - method.beta * (divergence * mask).sum(1)
         table, ok = known.view(-1, samples), valid.view(-1, samples)
-        whole = policy_losses.leave_one_out(table, ok) if method.advantage == "others" else policy_losses.group_advantages(
-            table, ok, scaled=method.advantage == "scaled")  # fmt: skip
+        whole = (
+            policy_losses.leave_one_out(table, ok)
+            if method.advantage == "others"
+            else policy_losses.group_advantages(table, ok, scaled=method.advantage == "scaled")
+        )
         advantages = whole.reshape(-1, 1) * mask
     _store(rollouts, mask, advantages=advantages)
     return numbers | {"groups": float(len(grouped(rollouts, samples)))}

@@ -35,13 +35,28 @@ def of(rows: Sequence[Row], *, target_kl: float | None = None) -> dict[str, int]
     groups = [row for row in rows if "frac_reward_zero_std" in row]
     told = [row for row in rows if "gold" in row and "proxy" in row]
     for of_rows, bad, times, what in (
-        (critic, [row["val/var_explained"] < 0 for row in critic], WITHOUT_FIT,
-         f"the critic explained nothing for {WITHOUT_FIT} iterations: raise its rate"),
-        (groups, [row["frac_reward_zero_std"] > 0.9 for row in groups], WITHOUT_SPREAD,
-         f"nine tenths of the groups had one reward for {WITHOUT_SPREAD} iterations: choose problems of middle difficulty"),
-        (told[1:], [b["gold"] < a["gold"] and b["proxy"] > a["proxy"] for a, b in itertools.pairwise(told)], LOSSES,
-         "gold falls while the proxy rises: the reward model is being exploited"),
-    ):  # fmt: skip
+        (
+            critic,
+            [row["val/var_explained"] < 0 for row in critic],
+            WITHOUT_FIT,
+            f"the critic explained nothing for {WITHOUT_FIT} iterations: raise its rate",
+        ),
+        (
+            groups,
+            [row["frac_reward_zero_std"] > 0.9 for row in groups],
+            WITHOUT_SPREAD,
+            (
+                f"nine tenths of the groups had one reward for {WITHOUT_SPREAD} iterations: choose problems of middle"
+                " difficulty"
+            ),
+        ),
+        (
+            told[1:],
+            [b["gold"] < a["gold"] and b["proxy"] > a["proxy"] for a, b in itertools.pairwise(told)],
+            LOSSES,
+            "gold falls while the proxy rises: the reward model is being exploited",
+        ),
+    ):
         for place in range(times, len(bad) + 1):
             if all(bad[place - times : place]):
                 raise_at(int(of_rows[place - 1]["step"]), what)

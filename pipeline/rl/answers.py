@@ -2,9 +2,9 @@
 
     Prompt  --generate-->  Answer (its ids, its log-probabilities, whether it ended)  --rows-->  forward passes
 
-`generate` is handed in (`generation/` makes it), so every sampler serves. The seed of an answer is hashed from (seed, prompt,
-sample): neither batch nor process changes it. Answers end with the end of a turn, which is a token of the policy like any
-other; one that reached its limit is not finished.
+`generate` is handed in (`generation/` makes it), so every sampler serves. The seed of an answer is hashed from (seed,
+prompt, sample): neither batch nor process changes it. Answers end with the end of a turn, which is a token of the
+policy like any other; one that reached its limit is not finished.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -116,8 +116,8 @@ def problem_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, max_promp
             found.append(Prompt(problem.id, ids, "code", problem))
     if len(found) < 0.9 * len(problems) or not found:
         raise DataError(
-            f"{len(problems) - len(found)} of {len(problems)} problems have prompts of more than max_prompt = {max_prompt} "
-            "tokens; at most a tenth may be left out. Raise max_prompt, or drop them from the data"
+            f"{len(problems) - len(found)} of {len(problems)} problems have prompts of more than max_prompt ="
+            f" {max_prompt} tokens; at most a tenth may be left out. Raise max_prompt, or drop them from the data"
         )
     return found
 

@@ -1,4 +1,5 @@
-"""The models of a reinforcement-learning run on their device: sampling, reference, values, rewards, all in one precision.
+"""The models of a reinforcement-learning run on their device: sampling, reference, values, rewards, all in one
+precision.
 
 What a rollout needs, as functions of answers, so that `rollout.py` and `estimators.py` know no model.
 """
@@ -109,8 +110,13 @@ class Setting:
         preferred: Preferred | None = None,
     ) -> Resources:
         """What the rewards may use."""
-        return Resources(max_new_tokens=self.config.max_new_tokens, judge=judge, call_score=call_score,
-                         learned=self.learned if self.reward_model else None, preferred=preferred)  # fmt: skip
+        return Resources(
+            max_new_tokens=self.config.max_new_tokens,
+            judge=judge,
+            call_score=call_score,
+            learned=self.learned if self.reward_model else None,
+            preferred=preferred,
+        )
 
     def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
         """The sandbox for these rewards, as `judge_or_none`."""
@@ -121,8 +127,8 @@ class Setting:
 def judge_or_none(
     sandbox: SandboxConfig, workers: int, url: str | None, *, wanted: Collection[str] = ()
 ) -> Iterator[Judge | None]:
-    """The sandbox, which runs an answer once however often a policy repeats it; without one, None (true scores of code stay empty)
-    unless a reward runs code. Raises ConfigError."""
+    """The sandbox, which runs an answer once however often a policy repeats it; without one, None (true scores of
+    code stay empty) unless a reward runs code. Raises ConfigError."""
     judge = RememberingJudge(sandbox, workers, url=url)
     try:
         judge.__enter__()

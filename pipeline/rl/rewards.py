@@ -1,13 +1,13 @@
 """Rewards: what an answer is worth, in parts that are known by name.
 
-| part          | value                                                                                                   |
+| part          | value                                                                                                |
 |---------------|---------------------------------------------------------------------------------------------------------|
-| `code_format` | 1: one closed Python block that parses; 0.5: it does not parse; else 0                                   |
-| `code`        | 0 unless `code_format` is 1; else hidden tests passed / all, by the sandbox                              |
-| `tool_call`   | 1: right by BFCL's rules; else 0.1 * parses + 0.4 * (name right) * (argument F1)                         |
-| `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 unfinished; c = max_new / 4                     |
-| `learned`     | the reward model, normalised                                                                             |
-| `preferred`   | its chance to be preferred to the reference's answers, less one half (`preferred.py`)                    |
+| `code_format` | 1: one closed Python block that parses; 0.5: it does not parse; else 0                               |
+| `code`        | 0 unless `code_format` is 1; else hidden tests passed / all, by the sandbox                          |
+| `tool_call`   | 1: right by BFCL's rules; else 0.1 * parses + 0.4 * (name right) * (argument F1)                     |
+| `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 unfinished; c = max_new / 4                 |
+| `learned`     | the reward model, normalised                                                                         |
+| `preferred`   | its chance to be preferred to the reference's answers, less one half (`preferred.py`)                |
 
 A part maps answers to numbers or None: None where it cannot be told, which never counts as 0 (the whole answer is then
 unscorable). The total is the sum of weight * part, clipped to +-10. Not promised: that a reward cannot be gamed; the
@@ -15,10 +15,10 @@ rewards that run code cannot be forged (`sandbox/`), but tests may be weak.
 
 How often an answer would be preferred to the reference's own: a reward that means the same for every prompt.
 
-Rewards of a Bradley-Terry model are comparable within a prompt alone, so in PPO their offset from prompt to prompt is noise that
-the critic has to learn away first. Against rewards of the reference's answers to the same prompt it cancels, and what is left is
-a probability: bounded, so no answer is worth more than being sure to win (Fu et al. 2025, arXiv:2502.18770, "preference as
-reward").
+Rewards of a Bradley-Terry model are comparable within a prompt alone, so in PPO their offset from prompt to prompt is
+noise that the critic has to learn away first. Against rewards of the reference's answers to the same prompt it cancels,
+and what is left is a probability: bounded, so no answer is worth more than being sure to win (Fu et al. 2025,
+arXiv:2502.18770, "preference as reward").
 
 The reference answers every prompt once, before training, in a fixed order: a resumed run has the same rewards.
 """
@@ -146,12 +146,12 @@ def program_of(answer: Answer) -> Program:
 
 
 def length(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """Nothing lost while the answer is short; a slope in the last quarter; -1 where it did not end (Yu et al. 2025, eq. 13)."""
+    """Nothing lost while the answer is short; a slope in the last quarter; -1 where it did not end (Yu et al. 2025,
+    eq. 13).
+    """
     most = scorer.resources.max_new_tokens
     slope = most / 4
-    return [
-        min(0.0, (most - slope - len(answer.ids)) / slope) if answer.finished else -1.0 for answer in answers
-    ]  # fmt: skip
+    return [min(0.0, (most - slope - len(answer.ids)) / slope) if answer.finished else -1.0 for answer in answers]
 
 
 def learned(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
@@ -184,12 +184,16 @@ def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
 
 
 PARTS: dict[str, Callable[[Scorer, Sequence[Answer]], list[float | None]]] = {
-    "code_format": code_format, "code": code, "tool_call": tool_call, "length": length, "learned": learned,
+    "code_format": code_format,
+    "code": code,
+    "tool_call": tool_call,
+    "length": length,
+    "learned": learned,
     "preferred": preferred,
-}  # fmt: skip
+}
 
 
-# -- preferred ------------------------------------------------------------------------------------------------------------
+# -- preferred ---------------------------------------------------------------------------------------------------------
 
 
 OWN = 2  # answers of the reference to each prompt

@@ -3,11 +3,11 @@
     prompts --sample--> answers --score--> scores --annotate, estimate--> arrays per token --rows--> RolloutBatch
 
 `RolloutStream` is what `fit` trains on (learning/protocols.Rolling). How answers are sampled, scored and turned into
-advantages is handed in, so PPO and the group methods differ in two functions. Each process samples its share of the prompts;
-then all know all answers, so what is global (whitening, groups) needs no further word between them.
+advantages is handed in, so PPO and the group methods differ in two functions. Each process samples its share of the
+prompts; then all know all answers, so what is global (whitening, groups) needs no further word between them.
 
-States are saved between fills, and a fill is a function of (weights, seed, iteration): a killed run goes on with the bits of an
-uninterrupted one. Answers are one turn; tool results inside an answer are not sampled here.
+States are saved between fills, and a fill is a function of (weights, seed, iteration): a killed run goes on with the
+bits of an uninterrupted one. Answers are one turn; tool results inside an answer are not sampled here.
 """
 
 import hashlib
@@ -148,9 +148,20 @@ class Method:
 class RolloutStream:
     """Minibatches of the policy's own answers."""
 
-    def __init__(self, prompts: Sequence[Prompt], config: RolloutConfig, method: Method, *, pad: int, seed: int,
-                 ranks: Ranks, state: dict[str, Any] | None = None) -> None:  # fmt: skip
-        """`state` is what the method carries from iteration to iteration (a KL coefficient); it travels in the states."""
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        config: RolloutConfig,
+        method: Method,
+        *,
+        pad: int,
+        seed: int,
+        ranks: Ranks,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        """`state` is what the method carries from iteration to iteration (a KL coefficient); it travels in the
+        states.
+        """
         self.prompts, self.config, self.method = list(prompts), config, method
         self.steps_per_rollout = config.steps_per_rollout
         self.tokens_per_epoch = len(self.prompts) * config.row_length
@@ -164,7 +175,9 @@ class RolloutStream:
     # -- filling -------------------------------------------------------------------------------------------------------
 
     def fill(self, step: int) -> dict[str, float]:
-        """Sample and score the iteration that begins at `step`. Raises GateError when too little can be scored or learnt."""
+        """Sample and score the iteration that begins at `step`. Raises GateError when too little can be scored or
+        learnt.
+        """
         iteration = step // self.steps_per_rollout
         found = self._drawn(self._asked(iteration, 0, self.config.prompts))
         drawn = list(found)
@@ -183,13 +196,16 @@ class RolloutStream:
         self.empty_in_row = 0 if found else self.empty_in_row + 1
         if self.empty_in_row >= EMPTY_ITERATIONS:
             raise GateError(
-                f"iteration {iteration}: {EMPTY_ITERATIONS} iterations in a row drew no group whose scores differ, so there is "
-                "nothing to learn from. Are the problems all solved, or all too hard? Change the data, the rewards or samples"
+                f"iteration {iteration}: {EMPTY_ITERATIONS} iterations in a row drew no group whose scores differ, so"
+                " there is nothing to learn from. Are the problems all solved, or all too hard? Change the data, the"
+                " rewards or samples"
             )
         return numbers
 
     def _asked(self, iteration: int, extra: int, num: int) -> list[tuple[Prompt, int]]:
-        """The requests of a round: the next `num` prompts in an order shuffled per pass, each with its sample numbers."""
+        """The requests of a round: the next `num` prompts in an order shuffled per pass, each with its sample
+        numbers.
+        """
         count, config = len(self.prompts), self.config
         start = iteration * config.prompts + extra * config.prompts  # an extra round looks at the prompts to come
         asked = []
@@ -219,8 +235,8 @@ class RolloutStream:
         lost = sum(r.score.total is None for r in drawn)
         if lost > UNSCORABLE_STOPS * len(drawn) and lost > 1:
             raise GateError(
-                f"iteration {iteration}: {lost} of {len(drawn)} answers could not be scored (at most 5 %); the sandbox or the "
-                "reward model fails, so going on would learn from what is left by chance"
+                f"iteration {iteration}: {lost} of {len(drawn)} answers could not be scored (at most 5 %); the sandbox"
+                " or the reward model fails, so going on would learn from what is left by chance"
             )
 
     # -- batches -------------------------------------------------------------------------------------------------------
@@ -228,8 +244,9 @@ class RolloutStream:
     def rows(self, step: int, context: int) -> Array:
         """Places of this update's rollouts; -1 pads, so that each process has as many.
 
-        An epoch shuffles prompts, not rows: answers to one prompt lie side by side, so that where a batch's rows share their
-        beginnings (`attention.Branches`) the prompt is computed once. Only a border between minibatches may part them.
+        An epoch shuffles prompts, not rows: answers to one prompt lie side by side, so that where a batch's rows share
+        their beginnings (`attention.Branches`) the prompt is computed once. Only a border between minibatches may part
+        them.
         """
         within = step % self.steps_per_rollout
         iteration = step // self.steps_per_rollout
@@ -256,10 +273,12 @@ class RolloutStream:
             old=_line([np.array(rollout.answer.logprobs) for rollout in chosen]),
             arrays=arrays,
             counts={
-                "tokens": sum(lengths), "sequences": len(chosen), "positions": int((laid.documents >= 0).sum()),
+                "tokens": sum(lengths),
+                "sequences": len(chosen),
+                "positions": int((laid.documents >= 0).sum()),
             },
             fresh=step % self.steps_per_rollout == 0,
-        )  # fmt: skip
+        )
 
     def evaluation(self, tokens: int) -> Iterator[RolloutBatch]:
         """Nothing: what a policy is worth is measured by its answers, see `Watchers.evaluate`."""

@@ -2,19 +2,21 @@
 
     pipeline/, stages/ -> build/code/<stage>.txt        (`python -m pipeline.run.codehash`, stage code_versions)
 
-From `stages/<s>.py`, which counts whole, it follows the names that code uses: to the top-level functions, classes and constants of
-our two packages that they stand for, through imports of modules, of names and of names handed on by another module. A line
+From `stages/<s>.py`, which counts whole, it follows the names that code uses: to the top-level functions, classes and
+constants of
+our two packages that they stand for, through imports of modules, of names and of names handed on by another module. A
+line
 `hash  module  names` covers the definitions of a module that are reached; a class counts whole. The hash is over syntax trees
 without docstrings, positions and empty fields (our own dump: `ast.dump` differs between Python versions).
 
-Always counted, where a module is imported at all: top-level statements that may do something (calls, loops, `if`, assignments
-that call our own code, functions under decorators that are not in PLAIN). What cannot be followed counts as the whole module:
-a module used as a value (`getattr(module, name)`), a name that it does not define, star imports, `globals()`, `__getattr__`. Code
-that names its own file (`__file__`) brings all files of its folder along; the files that are not Python's (templates) come with
-every definition beside them.
+Always counted, where a module is imported at all: top-level statements that may do something (calls, loops, `if`,
+assignments that call our own code, functions under decorators that are not in PLAIN). What cannot be followed counts as
+the whole module: a module used as a value (`getattr(module, name)`), a name that it does not define, star imports,
+`globals()`, `__getattr__`. Code that names its own file (`__file__`) brings all files of its folder along; the files
+that are not Python's (templates) come with every definition beside them.
 
-Left out are the modules of IGNORED: they change no result, so no default of a stage may live in them. What a module's text gave is
-remembered in `.work/code.json`. Not seen: modules that a text names, and changes in installed packages.
+Left out are the modules of IGNORED: they change no result, so no default of a stage may live in them. What a module's
+text gave is remembered in `.work/code.json`. Not seen: modules that a text names, and changes in installed packages.
 """
 
 import ast
@@ -77,15 +79,16 @@ def module_file(root: Path, module: str) -> Path | None:
     return None
 
 
-# -- one module ---------------------------------------------------------------------------------------------------------
+# -- one module --------------------------------------------------------------------------------------------------------
 
 
 def read(path: Path, text: str, module: str) -> dict[str, Any]:
     """What the text of a module defines, and which names each definition uses. Raises SyntaxError as Python would.
 
-    "names": {name: [digest, references]}; "imports": {name bound here: dotted name}; "loads": modules imported with this one;
-    "opaque": whether it counts whole. A reference is the dotted name of something of ours, `pipeline.a.b.name`; it may go on
-    into attributes. The digest covers the references too, so that importing the same name from elsewhere counts.
+    "names": {name: [digest, references]}; "imports": {name bound here: dotted name}; "loads": modules imported with
+    this one; "opaque": whether it counts whole. A reference is the dotted name of something of ours,
+    `pipeline.a.b.name`; it may go on into attributes. The digest covers the references too, so that importing the same
+    name from elsewhere counts.
     """
     tree = ast.parse(text, str(path))
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -214,8 +217,8 @@ def _source(statement: ast.ImportFrom, package: str) -> str:
 class Uses:
     """The dotted names that code uses of what its module knows. Local names hide the module's, as in Python.
 
-    Annotations of functions and of local variables are left out: nothing runs by them. Those of a class's fields count, since
-    configurations are built by them.
+    Annotations of functions and of local variables are left out: nothing runs by them. Those of a class's fields count,
+    since configurations are built by them.
     """
 
     def __init__(self, known: dict[str, str], package: str) -> None:
@@ -320,7 +323,9 @@ def _bound(node: Function | ast.Lambda | ast.AST, package: str) -> dict[str, str
 
 
 def _within(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes of a function's own scope: not those inside of functions and classes in it, nor a comprehension's targets."""
+    """The nodes of a function's own scope: not those inside of functions and classes in it, nor a comprehension's
+    targets.
+    """
     for node in nodes:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
@@ -332,7 +337,7 @@ def _within(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield from _within(ast.iter_child_nodes(node))
 
 
-# -- a stage ------------------------------------------------------------------------------------------------------------
+# -- a stage -----------------------------------------------------------------------------------------------------------
 
 
 class Modules:
@@ -436,7 +441,9 @@ class Reach:
 
 
 def closures(root: Path, stages: Iterable[str]) -> dict[str, dict[str, tuple[str, list[str]]]]:
-    """stage -> module -> 16 hex digits and the names they cover, for all that `stages/<stage>.py` reaches. Raises SyntaxError."""
+    """stage -> module -> 16 hex digits and the names they cover, for all that `stages/<stage>.py` reaches. Raises
+    SyntaxError.
+    """
     modules = Modules(root)
     found = {stage: _closure(modules, stage) for stage in stages}
     modules.memory.save()

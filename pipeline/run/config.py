@@ -11,11 +11,11 @@ ConfigError naming file, block, key and the valid keys.
 
 Not promised: interpolation (`${...}` in params.yaml is refused: the first `dvc exp run -S` would freeze it).
 
-The `runtime` block of params.yaml: how a run is carried out. All stages read it and none tracks it, because none of it changes
-more of a result than its rounding.
+The `runtime` block of params.yaml: how a run is carried out. All stages read it and none tracks it, because none of it
+changes more of a result than its rounding.
 
-Not promised: equal bits between two precisions, micro-batches or process counts, or between compiled and eager layers; a resumed run
-that changes one of them says so.
+Not promised: equal bits between two precisions, micro-batches or process counts, or between compiled and eager layers;
+a resumed run that changes one of them says so.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class SandboxAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The `runtime` block: read by all stages, tracked by none, because none of it changes more of a result than its rounding."""
+    """The `runtime` block: read by all stages, tracked by none, because none of it changes more of a result than its
+    rounding.
+    """
 
     device: str = "auto"  # auto: CUDA where there is one, else the CPU; cpu, cuda, mps (Apple's GPU: untested)
     precision: str = "auto"  # auto, fp32, bf16, fp16
@@ -89,7 +91,8 @@ class Runtime:
             raise ValueError(f"precision: expected auto, fp32, bf16 or fp16, got {self.precision!r}")
         if self.gradient_checkpointing not in CHECKPOINTING:
             raise ValueError(
-                f"gradient_checkpointing: expected one of {', '.join(CHECKPOINTING)}, got {self.gradient_checkpointing!r}"
+                f"gradient_checkpointing: expected one of {', '.join(CHECKPOINTING)}, got"
+                f" {self.gradient_checkpointing!r}"
             )
         for name in ("compile", "pin_memory"):
             if getattr(self, name) not in (True, False, "auto"):
@@ -105,7 +108,7 @@ class Runtime:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
 
-# -- params ---------------------------------------------------------------------------------------------------------------
+# -- params ------------------------------------------------------------------------------------------------------------
 
 
 GROUPS = ("model", "scale", "data")
@@ -309,7 +312,9 @@ def is_flat(kind: Any) -> bool:
 
 
 def as_written(parameters: Any) -> dict[str, Any]:
-    """A stage's Params by the keys of its block: what stands flat there is flat here, blocks of elsewhere have their names."""
+    """A stage's Params by the keys of its block: what stands flat there is flat here, blocks of elsewhere have their
+    names.
+    """
     hints, plain = typing.get_type_hints(type(parameters)), dataclasses.asdict(parameters)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(parameters):
@@ -436,14 +441,18 @@ def resolve(kind: Any, settings: Settings, stage: str) -> tuple[Any, Runtime]:
 
 
 def main(run: Any, **wiring: Any) -> None:
-    """Run a stage from the command line; see `pipeline.run.stage.main` for the wiring. Exits with the code of errors.py."""
+    """Run a stage from the command line; see `pipeline.run.stage.main` for the wiring. Exits with the code of
+    errors.py.
+    """
     from pipeline.run.stage import main as run_stage
 
     run_stage(run, **wiring)
 
 
 def check(argv: list[str]) -> int:
-    """`python -m pipeline.run.config`: build the parameters of every stage, so that a typo is found before DVC deletes outs."""
+    """`python -m pipeline.run.config`: build the parameters of every stage, so that a typo is found before DVC
+    deletes outs.
+    """
     sys.path.insert(0, str(Path.cwd()))
     faults = 0
     try:

@@ -2,14 +2,15 @@
 
     with measured(folder, start) as usage: ...     -> usage.totals(), usage.samples; $folder/usage.json
 
-A thread looks every EVERY seconds at this process and all below it (under a launcher: at all processes of this machine's run), so the
-workers of a data stage and the sandbox count too. Memory is the sum of their proportional set sizes, what each shares counted in parts.
-Energy is what the processor's packages (RAPL) and the GPUs (NVML) used meanwhile, whoever used it; where the system does not let us read
-it, it says "not measured". Time and energy of a try that was killed stay in usage.json and are added to those of the one that resumes it,
-so that a cost is what it took to get there.
+A thread looks every EVERY seconds at this process and all below it (under a launcher: at all processes of this
+machine's run), so the workers of a data stage and the sandbox count too. Memory is the sum of their proportional set
+sizes, what each shares counted in parts. Energy is what the processor's packages (RAPL) and the GPUs (NVML) used
+meanwhile, whoever used it; where the system does not let us read it, it says "not measured". Time and energy of a try
+that was killed stay in usage.json and are added to those of the one that resumes it, so that a cost is what it took to
+get there.
 
-None of this is a result: it goes to speed.json and MLflow, never into an out. Not promised: a peak of memory between two looks (but for
-this process, whose own peak the system keeps), other machines of the same run.
+None of this is a result: it goes to speed.json and MLflow, never into an out. Not promised: a peak of memory between
+two looks (but for this process, whose own peak the system keeps), other machines of the same run.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class Usage:
         self._cpu, self._last = max(cpu, self._cpu), now
 
     def totals(self) -> dict[str, Any]:
-        """`seconds`, `cpu_seconds`, `cpu_utilisation` (of the cores that the process may use), `host_memory_gb` (peak), `joules`
-        ("not measured" where the system does not tell), `gpu_seconds` (busy, where there is a GPU that tells), `tries`."""  # fmt: skip
+        """`seconds`, `cpu_seconds`, `cpu_utilisation` (of the cores that the process may use), `host_memory_gb`
+        (peak), `joules` ("not measured" where the system does not tell), `gpu_seconds` (busy, where there is a GPU
+        that tells), `tries`."""
         mine = self._mine()
         whole = {key: mine[key] + self.before.get(key, 0.0) for key in mine if key != "host_memory_gb"}
         whole["host_memory_gb"] = max(mine["host_memory_gb"], self.before.get("host_memory_gb", 0.0))
@@ -83,8 +85,14 @@ class Usage:
         return found
 
     def _mine(self) -> dict[str, float]:
-        return {"seconds": time.monotonic() - self.began, "cpu_seconds": self._cpu - self._cpu_start, "tries": 1.0,
-                "host_memory_gb": max(self._peak, own_peak()) / 1e9, "joules": self._joules, "gpu_seconds": self._busy}  # fmt: skip
+        return {
+            "seconds": time.monotonic() - self.began,
+            "cpu_seconds": self._cpu - self._cpu_start,
+            "tries": 1.0,
+            "host_memory_gb": max(self._peak, own_peak()) / 1e9,
+            "joules": self._joules,
+            "gpu_seconds": self._busy,
+        }
 
     def state(self) -> str:
         """The totals as usage.json keeps them for a try that resumes this one."""
@@ -111,7 +119,9 @@ class Usage:
 
 
 def proportional(process: psutil.Process) -> int:
-    """Bytes of a process's memory, with what it shares counted in parts; the resident set where the system does not tell."""
+    """Bytes of a process's memory, with what it shares counted in parts; the resident set where the system does not
+    tell.
+    """
     with suppress(OSError, ValueError):
         text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
         if (found := re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)) is not None:

@@ -138,7 +138,9 @@ def keep_freed_memory() -> None:
 
 
 def hardware(precision: str = "auto") -> Hardware:
-    """Choose device and precision (`auto`: CUDA bf16 or fp16; CPU bf16 only where the CPU computes in it, else fp32)."""
+    """Choose device and precision (`auto`: CUDA bf16 or fp16; CPU bf16 only where the CPU computes in it, else
+    fp32).
+    """
     import torch
 
     keep_freed_memory()
@@ -167,7 +169,9 @@ def has_fast_bf16() -> bool:
 
 
 def accelerator(precision: str, folder: str) -> Accelerator:
-    """Accelerate with everything that could change the mathematics switched off (specs: process groups and wrapping)."""
+    """Accelerate with everything that could change the mathematics switched off (specs: process groups and
+    wrapping).
+    """
     from accelerate import Accelerator
 
     chosen = hardware(precision)

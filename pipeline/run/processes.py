@@ -5,11 +5,11 @@
     plan()                                      in how many processes a stage trains: STAGECOACH_LAUNCH
     run_workers(plan, module, argv)             these processes, and the exit code that they agree on
 
-STAGECOACH_LAUNCH is empty or 1 (one process), `4` (processes of this machine, each with the whole model: DDP), `fsdp2:4` (each
-with its rows of it) or an Accelerate config file (conf/launch/*.yaml), the only form for several machines; MACHINE_RANK says
-which one this is. Workers find their settings in the variables that `accelerate launch` sets, so that works by hand too. It
-starts them where there are GPUs. On a CPU it would turn FSDP into DDP and start one process, in silence, so there
-torch.distributed.run starts them.
+STAGECOACH_LAUNCH is empty or 1 (one process), `4` (processes of this machine, each with the whole model: DDP),
+`fsdp2:4` (each with its rows of it) or an Accelerate config file (conf/launch/*.yaml), the only form for several
+machines; MACHINE_RANK says which one this is. Workers find their settings in the variables that `accelerate launch`
+sets, so that works by hand too. It starts them where there are GPUs. On a CPU it would turn FSDP into DDP and start one
+process, in silence, so there torch.distributed.run starts them.
 
 Not promised: restarts of a worker that failed (the same command resumes), elastic numbers of machines.
 """
@@ -111,8 +111,11 @@ class Plan:
         """What the workers are told, in Accelerate's variables."""
         told = {"ACCELERATE_USE_FSDP": str(self.sharded).lower()}
         if self.sharded:
-            told |= {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": str(self.reshard).lower(),
-                     "FSDP_OFFLOAD_PARAMS": str(self.offload).lower()}  # fmt: skip
+            told |= {
+                "FSDP_VERSION": "2",
+                "FSDP_RESHARD_AFTER_FORWARD": str(self.reshard).lower(),
+                "FSDP_OFFLOAD_PARAMS": str(self.offload).lower(),
+            }
         if self.on_cpu:
             told |= {"ACCELERATE_USE_CPU": "true"}
         cores = device.workers("auto") if self.on_cpu else 1
@@ -132,8 +135,8 @@ def plan() -> Plan | None:
     else:
         have = ", ".join(sorted(str(p) for p in Path("conf/launch").glob("*.yaml"))) or "none"
         raise ConfigError(
-            "STAGECOACH_LAUNCH: expected a number of processes (4), fsdp2 and a number (fsdp2:4), or an Accelerate config "
-            f"file, got {asked!r}; files: {have}"
+            "STAGECOACH_LAUNCH: expected a number of processes (4), fsdp2 and a number (fsdp2:4), or an Accelerate"
+            f" config file, got {asked!r}; files: {have}"
         )
     return found if found.processes * found.machines > 1 else None
 
@@ -151,9 +154,10 @@ def _read(path: Path) -> Plan:
         raise ConfigError(f"{path}: not an Accelerate config file: {error}") from error
     if kind == "DEEPSPEED":
         raise ConfigError(
-            f"{path}: DeepSpeed is not carried through: it clips and steps inside its own backward pass, so the loop could "
-            "neither skip a bad step nor save a state that other numbers of processes read. conf/launch/fsdp2.yaml cuts "
-            "weights, gradients and moments as ZeRO-3 does; fsdp_offload_params: true keeps them in the machine's memory"
+            f"{path}: DeepSpeed is not carried through: it clips and steps inside its own backward pass, so the loop"
+            " could neither skip a bad step nor save a state that other numbers of processes read."
+            " conf/launch/fsdp2.yaml cuts weights, gradients and moments as ZeRO-3 does; fsdp_offload_params: true"
+            " keeps them in the machine's memory"
         )
     expected = {"distributed_type": (kind, KINDS), "mixed_precision": (config.mixed_precision or "no", ("no",))}
     for key, value in sections.items():
@@ -188,10 +192,17 @@ def _plan_of(path: Path, config: Any, fsdp: dict[str, Any], *, sharded: bool) ->
             f"{path}: num_machines is {machines}: main_process_ip and main_process_port must be those of machine 0"
         )
     return Plan(
-        processes=total // machines, machines=machines, machine=int(rank), address=config.main_process_ip or "",
-        port=config.main_process_port or 0, on_cpu=not gpus, sharded=sharded, file=path,
-        reshard=fsdp.get("fsdp_reshard_after_forward", True), offload=fsdp.get("fsdp_offload_params", False),
-    )  # fmt: skip
+        processes=total // machines,
+        machines=machines,
+        machine=int(rank),
+        address=config.main_process_ip or "",
+        port=config.main_process_port or 0,
+        on_cpu=not gpus,
+        sharded=sharded,
+        file=path,
+        reshard=fsdp.get("fsdp_reshard_after_forward", True),
+        offload=fsdp.get("fsdp_offload_params", False),
+    )
 
 
 def run_workers(asked: Plan, module: str, argv: list[str]) -> int:
@@ -227,18 +238,47 @@ def _torch_workers(asked: Plan, module: str, argv: list[str]) -> None:
 
     meeting = ["--standalone"]
     if asked.machines > 1:
-        meeting = ["--nnodes", str(asked.machines), "--node_rank", str(asked.machine), "--master_addr", asked.address,
-                   "--master_port", str(asked.port)]  # fmt: skip
-    run.run(run.parse_args([*meeting, "--nproc_per_node", str(asked.processes), "--shutdown_timeout", str(SAVE_SECONDS),
-                            "-m", module, *argv]))  # fmt: skip
+        meeting = [
+            "--nnodes",
+            str(asked.machines),
+            "--node_rank",
+            str(asked.machine),
+            "--master_addr",
+            asked.address,
+            "--master_port",
+            str(asked.port),
+        ]
+    run.run(
+        run.parse_args(
+            [
+                *meeting,
+                "--nproc_per_node",
+                str(asked.processes),
+                "--shutdown_timeout",
+                str(SAVE_SECONDS),
+                "-m",
+                module,
+                *argv,
+            ]
+        )
+    )
 
 
 def _accelerate_workers(asked: Plan, module: str, argv: list[str]) -> None:
     """On GPUs, by an Accelerate config file. Untested: no machine with GPUs was at hand."""
     from accelerate.commands import launch
 
-    arguments = ["--config_file", str(asked.file), "--num_processes", str(asked.processes * asked.machines),
-                 "--machine_rank", str(asked.machine), "--module", module, *argv]  # fmt: skip
+    arguments = [
+        "--config_file",
+        str(asked.file),
+        "--num_processes",
+        str(asked.processes * asked.machines),
+        "--machine_rank",
+        str(asked.machine),
+        "--module",
+        module,
+        *argv,
+    ]
     args = launch.launch_command_parser().parse_args(arguments)
     args.shutdown_timeout = SAVE_SECONDS
     launch.launch_command(args)
@@ -247,7 +287,8 @@ def _accelerate_workers(asked: Plan, module: str, argv: list[str]) -> None:
 def exit_code(codes: dict[int, int]) -> int:
     """What processes that failed (rank -> code, below 0 for a signal) say together; a killed one is told of.
 
-    A gate or a wrong input is the cause of what else happens, then a killed process, then an error; who only stopped was told to.
+    A gate or a wrong input is the cause of what else happens, then a killed process, then an error; who only stopped
+    was told to.
     """
     killed = {rank: -code for rank, code in codes.items() if code < 0}
     known = sorted(code for code in codes.values() if code in (2, 3))
@@ -265,10 +306,11 @@ def exit_code(codes: dict[int, int]) -> int:
 
 @contextmanager
 def beside(module: str, arguments: list[str], log: Path, handed: Sequence[int] = ()) -> Iterator[Process]:
-    """One of our modules as a process of its own, output into `log`, until the block ends: SIGTERM, and SIGKILL if that does not help.
+    """One of our modules as a process of its own, output into `log`, until the block ends: SIGTERM, and SIGKILL if that
+    does not help.
 
-    It gets SIGTERM too when this process dies, however it dies, or the thread that began the block ends. `handed` are descriptors
-    that it inherits.
+    It gets SIGTERM too when this process dies, however it dies, or the thread that began the block ends. `handed` are
+    descriptors that it inherits.
     """
     command = [sys.executable, "-c", BESIDE, str(os.getpid()), module, *arguments]
     with log.open("wb") as file:

@@ -4,8 +4,9 @@
     register(client, run_id, ...)  a version of the model `stagecoach`, made by a run of stage deploy
     versions, champion, crown      which there are, which one bears the alias `champion`, and giving it
 
-The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI says otherwise. What was measured of a version lies with its run as
-the artefact `evaluation`, so that a later one can be compared with it item by item. Who may be champion is decided in report/champion.py.
+The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI says otherwise. What was measured of a version
+lies with its run as the artefact `evaluation`, so that a later one can be compared with it item by item. Who may be
+champion is decided in report/champion.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Version:
 
 
 def connect() -> tuple[Any, str]:
-    """A client, and the id of the experiment `stagecoach`, made when it is not there. Raises ConfigError, and what MLflow raises."""
+    """A client, and the id of the experiment `stagecoach`, made when it is not there. Raises ConfigError, and what
+    MLflow raises.
+    """
     for variable, value in DEFAULTS.items():
         os.environ.setdefault(variable, value)
     root = Path(os.environ.get("DVC_ROOT", ".")).resolve()
@@ -63,7 +66,9 @@ def connect() -> tuple[Any, str]:
 
 
 def _check_file(uri: str) -> None:
-    """Raise ConfigError where SQLite cannot open the store's file, a folder for example: MLflow would try for 100 seconds."""
+    """Raise ConfigError where SQLite cannot open the store's file, a folder for example: MLflow would try for 100
+    seconds.
+    """
     path = uri.removeprefix("sqlite:///").partition("?")[0]
     if path in (uri, "", ":memory:"):
         return

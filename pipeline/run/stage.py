@@ -3,7 +3,8 @@
     main(run, inputs={...}, outs={...})        at the end of every stages/<s>.py, called through pipeline.run.config
 
 A finished key is only exported. An unfinished one goes on where it was. An out appears whole or not at all. Exit codes:
-0 done, 2 wrong configuration or input, 3 a failed gate, 128 + signal when stopped, 1 the rest (`pipeline/run/errors.py`).
+0 done, 2 wrong configuration or input, 3 a failed gate, 128 + signal when stopped, 1 the rest
+(`pipeline/run/errors.py`).
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
         if error.errno != errno.ENOSPC:
             raise
         sys.stderr.write(
-            f"stage_{stage}: no space left on the device of {error.filename or 'the work folder'}. Nothing was published; "
-            "free some space (python -m pipeline.run.workdir prune removes unfinished work) and run again: it resumes.\n"
+            f"stage_{stage}: no space left on the device of {error.filename or 'the work folder'}. Nothing was"
+            " published; free some space (python -m pipeline.run.workdir prune removes unfinished work) and run again:"
+            " it resumes.\n"
         )
         _leave(1)
     except workdir.Stopped as end:
@@ -90,7 +92,9 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
 
 
 def _tell_launcher(code: int) -> None:
-    """Leave the exit code where `pipeline.tools.launch` looks for it, since DVC says no more than that its command failed."""
+    """Leave the exit code where `pipeline.tools.launch` looks for it, since DVC says no more than that its command
+    failed.
+    """
     path = os.environ.get("STAGECOACH_ENDED")
     if path and "LOCAL_RANK" not in os.environ:
         with suppress(OSError):
@@ -155,12 +159,14 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
 
 
 def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
-    """Where a search for a learning rate works: beside the run's own folder, which it leaves alone. Raises ConfigError."""
+    """Where a search for a learning rate works: beside the run's own folder, which it leaves alone. Raises
+    ConfigError.
+    """
     if not wiring.trains:
         raise ConfigError(f"runtime.find_lr: stage_{stage} trains nothing; set it on the command line of one that does")
     if os.environ.get("DVC_STAGE"):
         raise ConfigError(
-            f"runtime.find_lr: a search makes no out for DVC; take it out of params.yaml and run "
+            "runtime.find_lr: a search makes no out for DVC; take it out of params.yaml and run "
             f"python -m stages.{stage} runtime.find_lr=true"
         )
     return folder.with_name(f"{folder.name}-find-lr")
@@ -261,8 +267,15 @@ SECOND = {"diffusion_control": "stage_diffusion", "memory_baseline": "stage_memo
 def remedy(path: Path) -> str:
     """What to do about a missing input: the `dvc repro` that makes it, by the layout of the graph."""
     top, *rest = path.parts
-    made_by = {"raw": "corpus", "tokenizer": "tokenizer", "tokens": "encode", "dialogues": "tasks", "problems": "tasks",
-               "preferences": "tasks", "facts": "tasks"}  # fmt: skip
+    made_by = {
+        "raw": "corpus",
+        "tokenizer": "tokenizer",
+        "tokens": "encode",
+        "dialogues": "tasks",
+        "problems": "tasks",
+        "preferences": "tasks",
+        "facts": "tasks",
+    }
     if top == "data" and rest and rest[0] in made_by:
         return f"make it with: dvc repro stage_{made_by[rest[0]]}"
     if top == "models":
@@ -283,30 +296,54 @@ def _lineage(
     code = {module: hash_ for module, (hash_, _) in codehash.closures(Path(), [stage])[stage].items()}
     digests = {name: workdir.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
     key = workdir.make_key(stage=stage, item=item, seed=seed, parameters=resolved, inputs=digests, code=code)
-    return {"key": key, "code": workdir.canonical_hash(code), "inputs": {_place(inputs[k]): v for k, v in digests.items()},
-            "versions": workdir.versions()}  # fmt: skip
+    return {
+        "key": key,
+        "code": workdir.canonical_hash(code),
+        "inputs": {_place(inputs[k]): v for k, v in digests.items()},
+        "versions": workdir.versions(),
+    }
 
 
 def _place(path: Path) -> str:
-    """An input's path in the lineage; of one outside the repository the name alone, for where it lies changes no result."""
+    """An input's path in the lineage; of one outside the repository the name alone, for where it lies changes no
+    result.
+    """
     return path.name if path.is_absolute() else str(path)
 
 
 def _make_job(
-    stage: str, item: str | None, seed: int, resolved: dict[str, Any], runtime: Runtime, folder: Path,
+    stage: str,
+    item: str | None,
+    seed: int,
+    resolved: dict[str, Any],
+    runtime: Runtime,
+    folder: Path,
     lineage: dict[str, Any],
-) -> workdir.Job:  # fmt: skip
+) -> workdir.Job:
     """The job of an unfinished key. Its lock must be held: this opens the key's MLflow run."""
-    tags = {"stage": stage, "work.key": lineage["key"], "dvc.exp": os.environ.get("DVC_EXP_NAME", ""),
-            "dvc.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""), "git.commit": git_commit()}  # fmt: skip
+    tags = {
+        "stage": stage,
+        "work.key": lineage["key"],
+        "dvc.exp": os.environ.get("DVC_EXP_NAME", ""),
+        "dvc.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""),
+        "git.commit": git_commit(),
+    }
     if stage not in ("corpus", "tasks", "encode"):  # those never touch torch
         tags |= device.describe(runtime.precision)
     name = f"{stage}@{item}" if item else stage
     tracker = tracking.Tracker(name, folder, tags, resolved, quiet=runtime.find_lr, others=runtime.trackers)
     return workdir.Job(
-        stage=stage, item=item, key=lineage["key"], seed=seed, folder=folder, workers=device.workers(runtime.workers),
-        runtime=runtime, tracker=tracker, lineage=lineage, stop=workdir.StopRequest(),
-    )  # fmt: skip
+        stage=stage,
+        item=item,
+        key=lineage["key"],
+        seed=seed,
+        folder=folder,
+        workers=device.workers(runtime.workers),
+        runtime=runtime,
+        tracker=tracker,
+        lineage=lineage,
+        stop=workdir.StopRequest(),
+    )
 
 
 def git_commit() -> str:

@@ -9,13 +9,14 @@
 DVC's files hold no clock, id or host: equal runs give equal bytes. A failing MLflow costs one warning, never the run.
 Not promised: that MLflow holds the steps between the last saved state and a `kill -9`; they are logged when redone.
 
-Other places for the curve besides DVC and MLflow: `runtime.trackers: [tensorboard, wandb]`, through Accelerate's trackers.
+Other places for the curve besides DVC and MLflow: `runtime.trackers: [tensorboard, wandb]`, through Accelerate's
+trackers.
 
-They come with the extra `trackers`. TensorBoard's files lie in the work folder (`tensorboard --logdir .work`); Weights & Biases' own environment
-variables say where its runs go (WANDB_MODE=offline keeps them in the work folder).
+They come with the extra `trackers`. TensorBoard's files lie in the work folder (`tensorboard --logdir .work`); Weights
+& Biases' own environment variables say where its runs go (WANDB_MODE=offline keeps them in the work folder).
 
-Not promised: that they hold the steps between the last saved state and a `kill -9` only once, or that Weights & Biases, which refuses
-steps that it has, shows what follows a rollback.
+Not promised: that they hold the steps between the last saved state and a `kill -9` only once, or that Weights & Biases,
+which refuses steps that it has, shows what follows a rollback.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from pipeline.run.errors import ConfigError
 
 
 class Others:
-    """The trackers that a person asked for; opened at the first row. Raises ConfigError for one that is not installed."""
+    """The trackers that a person asked for; opened at the first row. Raises ConfigError for one that is not
+    installed.
+    """
 
     def __init__(self, names: Sequence[str], run: str, folder: Path, parameters: dict[str, Any]) -> None:
         from accelerate.utils import is_tensorboard_available, is_wandb_available
@@ -94,7 +97,7 @@ class Others:
             tracker.finish()
 
 
-# -- tracking -------------------------------------------------------------------------------------------------------------
+# -- tracking ----------------------------------------------------------------------------------------------------------
 
 
 Number = float | int | str
@@ -133,9 +136,16 @@ class Progress:
 
     def __init__(self, total: float | None, desc: str, unit: str, initial: float = 0) -> None:
         self._bar = tqdm(
-            total=total, desc=desc, unit=unit, initial=initial, delay=2 if sys.stderr.isatty() else 0, unit_scale=True,
-            leave=False, disable=not sys.stderr.isatty() or "LOCAL_RANK" in os.environ, dynamic_ncols=True,
-        )  # fmt: skip
+            total=total,
+            desc=desc,
+            unit=unit,
+            initial=initial,
+            delay=2 if sys.stderr.isatty() else 0,
+            unit_scale=True,
+            leave=False,
+            disable=not sys.stderr.isatty() or "LOCAL_RANK" in os.environ,
+            dynamic_ncols=True,
+        )
         self.desc, self.total, self.unit, self.done = desc, total, unit, initial
         self._initial = initial
         self._start = self._last = time.monotonic()
@@ -182,12 +192,20 @@ def say(text: str) -> None:
 
 
 class Tracker:
-    """The numbers of one stage run. `quiet` (a finished key, ranks other than 0): no MLflow run; `others` are named in `trackers.py`."""
+    """The numbers of one stage run. `quiet` (a finished key, ranks other than 0): no MLflow run; `others` are named
+    in `trackers.py`.
+    """
 
     def __init__(
-        self, name: str, folder: Path, tags: dict[str, str], parameters: dict[str, Any], *, quiet: bool,
+        self,
+        name: str,
+        folder: Path,
+        tags: dict[str, str],
+        parameters: dict[str, Any],
+        *,
+        quiet: bool,
         others: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.folder = name, folder
         self.rows: list[dict[str, Number]] = []
         self.final: dict[str, Any] = {}
@@ -277,7 +295,8 @@ WAIT, SHORT_WAIT = 120.0, 5.0  # seconds for the store to open: of a run that tr
 
 
 class MlflowRun:
-    """One MLflow run, started in a thread (importing MLflow takes seconds), continued by the id kept in the work folder.
+    """One MLflow run, started in a thread (importing MLflow takes seconds), continued by the id kept in the work
+    folder.
 
     The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI says otherwise, created under a flock. The
     first log waits up to WAIT seconds for it; a store that does not answer by then, or later, costs one warning.
@@ -379,7 +398,7 @@ class MlflowRun:
             Metric(k, float(v), when, step)
             for k, v, when, step in values
             if isinstance(v, int | float) and math.isfinite(v)
-        ]  # fmt: skip
+        ]
         try:
             for first in range(0, len(metrics), 1000):
                 self.client.log_batch(self.run_id, metrics=metrics[first : first + 1000])

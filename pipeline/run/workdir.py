@@ -7,12 +7,12 @@
         out/            what is published; complete once finished.json stands
         finished.json   sizes and sha256 of everything in out/
 
-key = 16 hex of sha256 over canonical JSON of [format, stage, item, seed, resolved parameters, digest of each input, code
-closure]. Device, dtype, process and worker counts are not in it: they change no result that is promised. STAGECOACH_WORK
-moves the directory.
+key = 16 hex of sha256 over canonical JSON of [format, stage, item, seed, resolved parameters, digest of each input,
+code closure]. Device, dtype, process and worker counts are not in it: they change no result that is promised.
+STAGECOACH_WORK moves the directory.
 
-Publishing: hard links (copies across file systems) into `.<name>.<pid>.part` beside the target, then the old one is moved
-away and the new one renamed in. We never write into a published file, so a link into the DVC cache stays intact.
+Publishing: hard links (copies across file systems) into `.<name>.<pid>.part` beside the target, then the old one is
+moved away and the new one renamed in. We never write into a published file, so a link into the DVC cache stays intact.
 Not promised: two publishes of one out by different keys at the same moment (DVC's own lock forbids them).
 """
 
@@ -56,8 +56,9 @@ class Stopped(SystemExit):
 class StopRequest:
     """SIGTERM and SIGINT in a training stage.
 
-    While a model is built, data are read or a result is written, the first one raises Stopped there: nothing is lost that a
-    state does not hold. Within `heeded` it sets a flag, which the training loop reads at every step. A second one ends at once.
+    While a model is built, data are read or a result is written, the first one raises Stopped there: nothing is lost
+    that a state does not hold. Within `heeded` it sets a flag, which the training loop reads at every step. A second
+    one ends at once.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,9 @@ class StopRequest:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """A loop that reads `signal` and saves before it ends. Raises Stopped behind it for one that came after its last look."""
+        """A loop that reads `signal` and saves before it ends. Raises Stopped behind it for one that came after its
+        last look.
+        """
         self._heeded = True
         try:
             yield
@@ -116,12 +119,16 @@ class Job:
         self.tracker.report(**numbers)
 
     def register(self, folder: Path, **tags: str) -> None:
-        """Let MLflow have what was made in `folder` as a version of the registered model, when the run has ended well."""
+        """Let MLflow have what was made in `folder` as a version of the registered model, when the run has ended
+        well.
+        """
         self.tracker.register(folder, **tags)
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that compute, and the hash of the lock file: part of no key, so they invalidate nothing."""
+    """Versions of the packages that compute, and the hash of the lock file: part of no key, so they invalidate
+    nothing.
+    """
     found = {name: importlib.metadata.version(name) for name in COMPUTING}
     lock = Path("requirements.lock")
     return found | ({"requirements.lock": sha256(lock)[:16]} if lock.is_file() else {})
@@ -243,8 +250,8 @@ def locked(folder: Path) -> Iterator[None]:
     held = os.environ.get("STAGECOACH_LOCKED", str(folder))
     if held != str(folder):
         raise StagecoachError(
-            f"the stage was started for the key {Path(held).name} and finds {folder.name} now: an input, a parameter or the "
-            "code changed in this moment; run it again"
+            f"the stage was started for the key {Path(held).name} and finds {folder.name} now: an input, a parameter or"
+            " the code changed in this moment; run it again"
         )
     if "STAGECOACH_LOCKED" in os.environ or device.rank() > 0:  # the launcher holds the lock, or rank 0 does
         yield
@@ -261,7 +268,8 @@ def locked(folder: Path) -> Iterator[None]:
                 if waited % 600 == 0:
                     file.seek(0)
                     say(
-                        f"{folder.parent.name}: waiting for process {file.read().strip() or '?'}, which runs the same key"
+                        f"{folder.parent.name}: waiting for process {file.read().strip() or '?'}, which runs the"
+                        " same key"
                     )
                 waited += 1
                 time.sleep(0.1)

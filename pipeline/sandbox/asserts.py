@@ -88,7 +88,9 @@ def parse(text: str, entry: str) -> Assertion | None:
 
 
 class _Interpreter:
-    """Walks an expression. Without answers it only collects the calls and raises _Unsupported for what it does not know."""
+    """Walks an expression. Without answers it only collects the calls and raises _Unsupported for what it does not
+    know.
+    """
 
     def __init__(self, entry: str, answers: Any) -> None:
         self.entry, self.answers = entry, answers

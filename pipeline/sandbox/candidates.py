@@ -1,18 +1,20 @@
-"""Candidates that our own generators wrote, judged in one child where there are several to one problem: a fork each costs more
-than running them.
+"""Candidates that our own generators wrote, judged in one child where there are several to one problem: a fork each
+costs more than running them.
 
     [(tests, entry_point, [source, ...]), ...]  --one program each-->  scores of every source, in order
 
-The program that is judged holds the sources as texts, and its tests say which one is called with what. Each source has a namespace
-of its own, so it sees what it would see alone. Where anything but a value or an exception comes back (a time-out, a lack of memory,
-an exit, too much output), that problem's candidates are judged again one by one: their scores are those that they have alone.
+The program that is judged holds the sources as texts, and its tests say which one is called with what. Each source has
+a namespace of its own, so it sees what it would see alone. Where anything but a value or an exception comes back (a
+time-out, a lack of memory, an exit, too much output), that problem's candidates are judged again one by one: their
+scores are those that they have alone.
 
-Never for programs that a model wrote: those that share a child can read each other's answers and forge each other's verdicts.
+Never for programs that a model wrote: those that share a child can read each other's answers and forge each other's
+verdicts.
 
 Verdicts that are remembered: what a policy samples again and again is run once.
 
-Of eight answers of a small policy to one problem three or four are distinct, and many come back an epoch later. A remembering judge
-is used as a judge is; its memory lasts as long as itself and is in no state of a run.
+Of eight answers of a small policy to one problem three or four are distinct, and many come back an epoch later. A
+remembering judge is used as a judge is; its memory lasts as long as itself and is in no state of a run.
 """
 
 import hashlib
@@ -100,7 +102,7 @@ def _shares(verdict: Verdict, count: int) -> list[float]:
     return [sum(passed[first : first + size]) / size for first in range(0, len(passed), size)]
 
 
-# -- remembered -----------------------------------------------------------------------------------------------------------
+# -- remembered --------------------------------------------------------------------------------------------------------
 
 
 MOST_REMEMBERED = 2**14  # verdicts, of one or two kilobytes each
@@ -109,9 +111,10 @@ MOST_REMEMBERED = 2**14  # verdicts, of one or two kilobytes each
 class RememberingJudge(Judge):
     """A judge of what a policy samples: it repeats itself, and a program that it repeats is run once.
 
-    Verdicts that follow from program and tests alone are remembered, up to `MOST_REMEMBERED`, the ones asked for last. Others
-    (a time-out, a lack of memory, a harness that failed: a busy machine may be why) hold for equal programs of one call, so
-    that equal answers of a group are paid alike, and are not remembered: a resumed run, which remembers nothing, has the same rewards.
+    Verdicts that follow from program and tests alone are remembered, up to `MOST_REMEMBERED`, the ones asked for last.
+    Others (a time-out, a lack of memory, a harness that failed: a busy machine may be why) hold for equal programs of
+    one call, so that equal answers of a group are paid alike, and are not remembered: a resumed run, which remembers
+    nothing, has the same rewards.
     """
 
     def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:

@@ -53,8 +53,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-# The handlers of threading, random and logging would run Python in every child, 170 pages of it: a sixth of what a child
-# costs. A server has one thread, and a child seeds anew.
+# The handlers of threading, random and logging would run Python in every child, 170 pages of it: a sixth of what a
+# child costs. A server has one thread, and a child seeds anew.
 _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
 sys.path.insert(0, str(Path(__file__).parent))  # -P left it out; the neighbours are taken without the project package
 import child  # noqa: E402

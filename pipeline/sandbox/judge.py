@@ -42,7 +42,9 @@ VERDICTS = ("passed", "wrong", "error", "timeout", "memory", "syntax", "no_code"
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A candidate and what is asked of it. Tests are those of `records.Problem`, or `{"stdin", "stdout", "visible"}`."""
+    """A candidate and what is asked of it. Tests are those of `records.Problem`, or `{"stdin", "stdout",
+    "visible"}`.
+    """
 
     source: str | None  # None or blank: the reply held no code
     entry_point: str

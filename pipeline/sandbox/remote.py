@@ -6,7 +6,8 @@ service that says it is full is asked again later, for ten minutes. The token is
 
 `start` asks what the service enforces and refuses one whose ceilings or modules would change verdicts.
 
-A user and password in the url are sent, and shown in no message. Not promised: privacy on the way. Over anything but a trusted network put TLS in front of it and use https.
+A user and password in the url are sent, and shown in no message. Not promised: privacy on the way. Over anything but a
+trusted network put TLS in front of it and use https.
 """
 
 import json
@@ -34,9 +35,7 @@ PAUSE = 0.5  # seconds before the first retry, doubled for each further one
 BUSY_SECONDS = 600.0  # how long a full service is asked again
 TIMEOUT = httpx.Timeout(10.0, read=900.0)  # 128 sleepers on two workers take five minutes
 TOKEN = "STAGECOACH_SANDBOX_TOKEN"
-ANSWER = frozenset(
-    {"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"}
-)  # fmt: skip
+ANSWER = frozenset({"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"})
 
 _Waiting = tuple[str, "Future[dict[str, Any]]"]  # the text of a job, and where its answer goes
 
@@ -85,8 +84,9 @@ class Remote:
         above = {name: value for name, value in asked.items() if value > ceilings[name]}
         if above or limits.max_tests > self.enforced["ceilings"]["tests"]:
             raise ConfigError(
-                f"sandbox.limits: expected at most the ceilings of the service at {self.url} "
-                f"({self.enforced['ceilings']}), found {above or limits.max_tests}; lower them, or judge on this machine"
+                f"sandbox.limits: expected at most the ceilings of the service at {self.url}"
+                f" ({self.enforced['ceilings']}), found {above or limits.max_tests}; lower them, or judge on this"
+                " machine"
             )
 
     def call(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -179,12 +179,13 @@ def address(url: str) -> str:
 def _check_status(answer: httpx.Response) -> None:
     if answer.status_code in (401, 403):
         raise ConfigError(
-            f"runtime.sandbox.url: {without_password(str(answer.url))} refuses the token; expected the service's {TOKEN} in the environment"
+            f"runtime.sandbox.url: {without_password(str(answer.url))} refuses the token; expected the service's"
+            f" {TOKEN} in the environment"
         )
     if answer.status_code != 200:
         raise ConfigError(
-            f"runtime.sandbox.url: {without_password(str(answer.url))}: expected status 200, found {answer.status_code}: {answer.text[:300]}; "
-            "is it a sandbox service of this version?"
+            f"runtime.sandbox.url: {without_password(str(answer.url))}: expected status 200, found"
+            f" {answer.status_code}: {answer.text[:300]}; is it a sandbox service of this version?"
         )
 
 

@@ -145,7 +145,7 @@ def _outcome(answer: dict[str, Any]) -> tuple[str | None, list[str] | None]:
     return None, None
 
 
-# -- service --------------------------------------------------------------------------------------------------------------
+# -- service -----------------------------------------------------------------------------------------------------------
 
 
 MAX_JOBS, MAX_BYTES = 1024, 16 << 20  # of one request
@@ -153,9 +153,17 @@ MAX_QUEUED = 4096  # jobs of all requests that wait or run
 WINDOW = 64  # jobs of one request that run ahead of the answer being sent: bounds what is held in memory
 MAX_ARGUMENT = 1 << 20  # characters of the text of a test's arguments, which the server parses
 CEILINGS: dict[str, float] = {
-    "cpu": 60.0, "job_cpu": 60.0, "wall": 300.0, "job_wall": 300.0, "memory": 1 << 30, "stdout": 1 << 20,
-    "stderr": 1 << 20, "results": 8 << 20, "source": 256 << 10, "tests": 1024,
-}  # fmt: skip
+    "cpu": 60.0,
+    "job_cpu": 60.0,
+    "wall": 300.0,
+    "job_wall": 300.0,
+    "memory": 1 << 30,
+    "stdout": 1 << 20,
+    "stderr": 1 << 20,
+    "results": 8 << 20,
+    "source": 256 << 10,
+    "tests": 1024,
+}
 LIMITS = tuple(name for name in CEILINGS if name not in ("source", "tests"))
 _NONCE = re.compile(r"[0-9a-f]{32}")
 

@@ -4,12 +4,13 @@
         [--engine torch|onnx] [--weights int8|native] [--rows 8] [--queue 32] [--rate 200] [--api-key-file FILE]
         [--feedback FILE] [--allow-host NAME ...] [--allow-origin ORIGIN ...]
 
-Without models: models/deploy, else rlhf, tools or code, and the reward model beside it. Port 0 takes a free one, which is printed.
-With --engine onnx, onnxruntime-genai runs what stage_deploy exported for it (models/deploy/onnx); a reward model beside it stays ours.
-Keys come from a file, one a line, or from STAGECOACH_API_KEYS; another address than this machine's own is refused without one.
+Without models: models/deploy, else rlhf, tools or code, and the reward model beside it. Port 0 takes a free one, which
+is printed. With --engine onnx, onnxruntime-genai runs what stage_deploy exported for it (models/deploy/onnx); a reward
+model beside it stays ours. Keys come from a file, one a line, or from STAGECOACH_API_KEYS; another address than this
+machine's own is refused without one.
 
-One worker process answers (granian, HTTP/1.1) and is started again when it dies. SIGTERM ends it: what is being said may end within
-20 seconds. Not here: TLS; put a proxy in front.
+One worker process answers (granian, HTTP/1.1) and is started again when it dies. SIGTERM ends it: what is being said
+may end within 20 seconds. Not here: TLS; put a proxy in front.
 """
 
 import argparse
@@ -111,10 +112,17 @@ def main() -> int:
         keys = Keys.load(arguments.api_key_file)
         check_address(arguments.host, keys)
         options = Options(
-            models=tuple(chosen(arguments.models)), engine=arguments.engine, weights=arguments.weights,
-            rows=arguments.rows, queue=arguments.queue, rate=arguments.rate, api_key_file=arguments.api_key_file, feedback=arguments.feedback,
-            hosts=(*arguments.allow_host, arguments.host), origins=tuple(arguments.allow_origin),
-        )  # fmt: skip
+            models=tuple(chosen(arguments.models)),
+            engine=arguments.engine,
+            weights=arguments.weights,
+            rows=arguments.rows,
+            queue=arguments.queue,
+            rate=arguments.rate,
+            api_key_file=arguments.api_key_file,
+            feedback=arguments.feedback,
+            hosts=(*arguments.allow_host, arguments.host),
+            origins=tuple(arguments.allow_origin),
+        )
         options.check()
         port = free_port(arguments.host, arguments.port)
     except StagecoachError as error:

@@ -1,13 +1,16 @@
-"""Tokens as they come, turned into what a client hears: text without broken characters or stop texts, and pieces of tool calls.
+"""Tokens as they come, turned into what a client hears: text without broken characters or stop texts, and pieces of
+tool calls.
 
     Assembler(tokenizer, stops).hear(Said) -> Deltas, `.close()` -> the rest
 
-Held back until more is known: bytes that do not yet make a character, a beginning of a stop text, white space that may stand
-before a call, and the bracket that may close a call. A call is told from its control tokens, never from text that spells them:
+Held back until more is known: bytes that do not yet make a character, a beginning of a stop text, white space that may
+stand before a call, and the bracket that may close a call. A call is told from its control tokens, never from text that
+spells them:
 
     <tool_call> {"name": "f", "arguments": {...}} </tool_call>      the tags are single tokens
 
-Joined, the deltas are the answer, however it was cut into tokens. Not here: whether a call fits its schema (`calls.py`).
+Joined, the deltas are the answer, however it was cut into tokens. Not here: whether a call fits its schema
+(`calls.py`).
 """
 
 import codecs

@@ -2,11 +2,13 @@
 
     make(options) -> an ASGI application; models load behind it, /health says 503 until they are there
 
-Routes are thin: a body is checked (`protocol.py`), understood (`chats.py`, `completions.py`), asked of the engine (`asking.py`) and
-told whole or as a stream. What takes long and is no engine's is done in rooms of its own (`rooms.py`), never on the event loop. Every error is OpenAI's object (`faults.py`), every request passed the guard. The log holds a request's id,
-counts and times, never a text or a key.
+Routes are thin: a body is checked (`protocol.py`), understood (`chats.py`, `completions.py`), asked of the engine
+(`asking.py`) and told whole or as a stream. What takes long and is no engine's is done in rooms of its own
+(`rooms.py`), never on the event loop. Every error is OpenAI's object (`faults.py`), every request passed the guard. The
+log holds a request's id, counts and times, never a text or a key.
 
-Routes beside OpenAI's: what the page needs to show how a model reads and what a reward model thinks, and where choices go.
+Routes beside OpenAI's: what the page needs to show how a model reads and what a reward model thinks, and where choices
+go.
 
 POST /tokenize  /detokenize  /apply-template      ids, pieces, the rendered prompt
 POST /score                                       the reward of each conversation's last answer
@@ -101,7 +103,9 @@ def _reading(catalogue: Callable[[], Catalogue], rooms: Rooms) -> APIRouter:
         """The text of ids."""
         served = catalogue().find(body.model)
         if wrong := next((id_ for id_ in body.tokens if id_ >= served.tokenizer.vocab_size), None):
-            raise ApiFault(400, f"tokens: {wrong} is not one of the tokenizer's {served.tokenizer.vocab_size} ids", param="tokens")  # fmt: skip
+            raise ApiFault(
+                400, f"tokens: {wrong} is not one of the tokenizer's {served.tokenizer.vocab_size} ids", param="tokens"
+            )
         return JsonResponse(
             {"prompt": await rooms.texts.run(Who.of(request).asker, served.tokenizer.decode, body.tokens)}
         )
@@ -141,7 +145,9 @@ def _judging(catalogue: Callable[[], Catalogue], feedback: Feedback | None, room
         found = []
         for index, one in enumerate(body.conversations):
             if one.messages[-1].role != "assistant":
-                raise ApiFault(400, f"conversations.{index}: expected to end with an assistant's message", param="conversations")  # fmt: skip
+                raise ApiFault(
+                    400, f"conversations.{index}: expected to end with an assistant's message", param="conversations"
+                )
             messages, tools = [m.plain() for m in one.messages], [t.plain() for t in one.tools or []]
             served.refuse_endless("".join(message["content"] for message in messages), "conversations")
             try:
@@ -155,7 +161,9 @@ def _judging(catalogue: Callable[[], Catalogue], feedback: Feedback | None, room
     async def preferences(body: PreferenceBody, request: Request) -> Response:
         """Store a choice."""
         if feedback is None:
-            raise ApiFault(404, "preferences are not collected; start the server with --feedback FILE", code="no_feedback")  # fmt: skip
+            raise ApiFault(
+                404, "preferences are not collected; start the server with --feedback FILE", code="no_feedback"
+            )
         catalogue().find(body.model, "causal")
         who = Who.of(request)
         new, count = await rooms.choices.run(who.asker, feedback.add, body, who.owner)
@@ -189,7 +197,7 @@ def page() -> APIRouter:
     return routes
 
 
-# -- api ------------------------------------------------------------------------------------------------------------------
+# -- api ---------------------------------------------------------------------------------------------------------------
 
 
 LOG = logging.getLogger(__name__)
@@ -237,7 +245,10 @@ class Service:
         self._catalogue, self._metrics = catalogue, Metrics(catalogue)
         gc.freeze()  # a large body makes Python look through all that lives: models need not be looked at
         self.state = "ready"
-        LOG.info("ready: %s", ", ".join(f"{one.id} ({one.kind}, {one.parameters:,} parameters)" for one in catalogue.served.values()))  # fmt: skip
+        LOG.info(
+            "ready: %s",
+            ", ".join(f"{one.id} ({one.kind}, {one.parameters:,} parameters)" for one in catalogue.served.values()),
+        )
 
     def _fail(self, code: int, message: str) -> None:
         """Tell the parent why there is no server, and end it: started again this worker would fail again."""
@@ -333,9 +344,14 @@ def _openai(service: Service) -> APIRouter:
         refuse_when_full(engine, who.owner)
         talk = await chats.understand(body, served, engine, who, service.rooms)
         return await _answer(
-            service, request, served.id, talk.answers(who.identity), bool(body.stream),
-            functools.partial(chats.whole, talk), functools.partial(chats.stream, talk),
-        )  # fmt: skip
+            service,
+            request,
+            served.id,
+            talk.answers(who.identity),
+            bool(body.stream),
+            functools.partial(chats.whole, talk),
+            functools.partial(chats.stream, talk),
+        )
 
     @routes.post("/v1/completions")
     async def text_completions(body: CompletionBody, request: Request) -> Response:
@@ -346,25 +362,42 @@ def _openai(service: Service) -> APIRouter:
         text = await service.rooms.texts.run(who.asker, completions.understand, body, served, engine, who.owner)
         scores = await asking.unless_gone(request.receive, completions.scores(text, who.identity))
         return await _answer(
-            service, request, served.id, text.answers(who.identity), bool(body.stream),
-            functools.partial(completions.whole, text, scores), functools.partial(completions.stream, text, scores),
-        )  # fmt: skip
+            service,
+            request,
+            served.id,
+            text.answers(who.identity),
+            bool(body.stream),
+            functools.partial(completions.whole, text, scores),
+            functools.partial(completions.stream, text, scores),
+        )
 
     return routes
 
 
 async def _answer(
-    service: Service, request: Request, model: str, answers: Answers, streamed: bool,
-    whole: Callable[[Answers], Coroutine[Any, Any, dict[str, Any] | bytes]], stream: Callable[[Answers], AsyncIterator[bytes]],
-) -> Response:  # fmt: skip
+    service: Service,
+    request: Request,
+    model: str,
+    answers: Answers,
+    streamed: bool,
+    whole: Callable[[Answers], Coroutine[Any, Any, dict[str, Any] | bytes]],
+    stream: Callable[[Answers], AsyncIterator[bytes]],
+) -> Response:
     """Ask, tell, and count."""
 
     def count(status: int, code: str | None) -> None:
         seconds, usage, metrics = time.monotonic() - answers.began, answers.usage, service.metrics
         LOG.info(
-            "%s %s %d prompt=%d cached=%d said=%d first=%.3f seconds=%.3f", request.scope["identity"], model, status,
-            usage.prompt, usage.cached, usage.completion, answers.first or math.nan, seconds,
-        )  # fmt: skip
+            "%s %s %d prompt=%d cached=%d said=%d first=%.3f seconds=%.3f",
+            request.scope["identity"],
+            model,
+            status,
+            usage.prompt,
+            usage.cached,
+            usage.completion,
+            answers.first or math.nan,
+            seconds,
+        )
         metrics.broken.labels(model).inc(code == chats.INVALID)
         for end in answers.ends:
             metrics.ended.labels(model, end.reason if end is not None else "abandoned").inc()
@@ -372,7 +405,9 @@ async def _answer(
         if answers.first is not None:
             metrics.first.labels(model).observe(answers.first)
             if usage.completion > len(answers.ends):
-                metrics.between.labels(model).observe((seconds - answers.first) * len(answers.ends) / (usage.completion - len(answers.ends)))  # fmt: skip
+                metrics.between.labels(model).observe(
+                    (seconds - answers.first) * len(answers.ends) / (usage.completion - len(answers.ends))
+                )
 
     if streamed:
         await answers.__aenter__()  # a refusal is told before the stream begins
@@ -435,7 +470,9 @@ def _faults(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> Response:
-        return counted(ApiFault(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None))  # fmt: skip
+        return counted(
+            ApiFault(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)
+        )
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, _: Exception) -> Response:  # raised again behind it, and logged by _Logged

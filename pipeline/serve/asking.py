@@ -2,14 +2,14 @@
 
     async with ask(model, wanted) as answers:  async for index, delta in answers: ...
 
-Leaving the block, for whatever reason, gives up what still runs: a client that goes away frees its rows before the next step. So
-does one that does not read: MOST_UNREAD events and UNREAD_SECONDS behind, its answers are cancelled. Both, since a loop that was kept
-busy for a moment hears many events at once.
+Leaving the block, for whatever reason, gives up what still runs: a client that goes away frees its rows before the next
+step. So does one that does not read: MOST_UNREAD events and UNREAD_SECONDS behind, its answers are cancelled. Both,
+since a loop that was kept busy for a moment hears many events at once.
 
 How an answer leaves: whole as JSON, or as an event stream; in both cases a client that goes away ends the work at once.
 
-One that stays and reads nothing has its answers cancelled (`asking.py`) and is not waited for: SEND_SECONDS later, up to a quarter
-more, what tells them is ended. Its connection stays until it reads or closes it, or the server ends.
+One that stays and reads nothing has its answers cancelled (`asking.py`) and is not waited for: SEND_SECONDS later, up
+to a quarter more, what tells them is ended. Its connection stays until it reads or closes it, or the server ends.
 """
 
 import asyncio
@@ -99,7 +99,9 @@ class Ping:
 
 
 class Mailbox:
-    """From engines' threads to one event loop, which is woken once for all that came since it looked: a step tells all its rows."""
+    """From engines' threads to one event loop, which is woken once for all that came since it looked: a step tells
+    all its rows.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # which holds its mailbox
@@ -107,7 +109,9 @@ class Mailbox:
         self._woken = False
 
     def post(self, to: Callable[[int, Event], None], index: int, event: Event) -> None:
-        """From any thread: call `to(index, event)` on the loop, soon, in the order of the posts. RuntimeError: it is closed."""
+        """From any thread: call `to(index, event)` on the loop, soon, in the order of the posts. RuntimeError: it is
+        closed.
+        """
         self._held.append((to, index, event))
         if not self._woken:  # if it is, the loop has yet to look, and will find this too
             self._wake()
@@ -154,7 +158,9 @@ class Answers:
         n: int = 1,
         identity: str = "",
     ) -> None:
-        """`n` requests in a row have the same prompt. Their listeners are set here, and the HTTP request's `identity`."""
+        """`n` requests in a row have the same prompt. Their listeners are set here, and the HTTP request's
+        `identity`.
+        """
         self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
         self.identity = identity
         self.read: list[list[Read]] = [[] for _ in requests]  # of prompts that are scored
@@ -167,7 +173,9 @@ class Answers:
         self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> "Answers":
-        """Raises ApiFault: 429 where the queue is full, 400 for what can never be served, 503 where the engine is dead."""
+        """Raises ApiFault: 429 where the queue is full, 400 for what can never be served, 503 where the engine is
+        dead.
+        """
         try:
             for index, request in enumerate(self.requests):
                 heard = replace(request, listener=self._listener(index), identity=self.identity)
@@ -184,7 +192,9 @@ class Answers:
         self._timer = self._loop.call_later(PING_SECONDS, self._ping)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:  # fmt: skip
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._give_up()
 
     def _give_up(self) -> None:
@@ -263,7 +273,7 @@ def _fault(end: Ended, identity: str) -> ApiFault:
     return internal(identity)
 
 
-# -- streaming ------------------------------------------------------------------------------------------------------------
+# -- streaming ---------------------------------------------------------------------------------------------------------
 
 
 Result = TypeVar("Result")
@@ -305,9 +315,13 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. The answers were entered already, so that a refusal has its own status; they are left here."""
+    """Server-sent events. The answers were entered already, so that a refusal has its own status; they are left
+    here.
+    """
 
-    def __init__(self, answers: Answers, tell: Callable[[Answers], AsyncIterator[bytes]], done: Callable[[int, str | None], None]) -> None:  # fmt: skip
+    def __init__(
+        self, answers: Answers, tell: Callable[[Answers], AsyncIterator[bytes]], done: Callable[[int, str | None], None]
+    ) -> None:
         """`done` hears the status that the stream would have had, and an error's code."""
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]

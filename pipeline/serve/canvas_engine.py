@@ -2,9 +2,10 @@
 
     CanvasEngine(model, rows, queue).submit(Request) -> Ticket;  the listener hears Said and, where asked for, Denoised
 
-What is said are the tokens to the left of the first mask: nothing in them changes any more. A canvas on which no end was written goes
-on on another one behind it, until the request's tokens are said. Rows do not share a forward pass: it is arithmetic alone that a
-canvas costs, which more rows at once would not save, and so an answer hangs on (model, prompt, sampling, seed) to the last bit.
+What is said are the tokens to the left of the first mask: nothing in them changes any more. A canvas on which no end
+was written goes on on another one behind it, until the request's tokens are said. Rows do not share a forward pass: it
+is arithmetic alone that a canvas costs, which more rows at once would not save, and so an answer hangs on (model,
+prompt, sampling, seed) to the last bit.
 
 Not for it: log-probabilities of alternatives, biases, constraints (`chats.py` refuses them), prefixes and drafts.
 """
@@ -94,8 +95,13 @@ class CanvasEngine(Loop):
     def _canvas(self, row: int, length: int) -> Iterator[Progress]:
         """An empty canvas behind what was said; the first one's noise is that of the seed itself."""
         slot, request = self.slots[row], self._request(row)
-        way = Denoising(length=length, steps=length, temperature=request.sampling.temperature, top_p=request.sampling.top_p,
-                        block=self.model.traits.block_size or None)  # fmt: skip
+        way = Denoising(
+            length=length,
+            steps=length,
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
+            block=self.model.traits.block_size or None,
+        )
         seed = request.seed if not slot.offset else stable_hash(request.seed, "canvas", slot.offset)
         return stepwise(self.model, slot.held, way, seed % 2**64)  # OpenAI's may be negative
 

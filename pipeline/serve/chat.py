@@ -2,11 +2,12 @@
 
     python -m pipeline.serve.chat models/deploy [--system TEXT] [--tools FILE] [--temperature 0] [--seed 0]
 
-A line is a turn, and one that ends in a backslash goes on in the next; `/quit`, an empty line or Ctrl-D ends; `/help` lists the
-other commands, and another word after a slash is refused, not said. `--tools` names a JSON file with the tools the model may call
-(OpenAI form); calls are whole and fit their tools (`generation/constrain.py`); they are shown, not run. Ctrl-C stops an answer, and
-forgets it with its question; so does an answer that only repeats itself. It is the server's engine that speaks: what was read of a
-conversation is not read again. Not promised: that a small model knows anything.
+A line is a turn, and one that ends in a backslash goes on in the next; `/quit`, an empty line or Ctrl-D ends; `/help`
+lists the other commands, and another word after a slash is refused, not said. `--tools` names a JSON file with the
+tools the model may call (OpenAI form); calls are whole and fit their tools (`generation/constrain.py`); they are shown,
+not run. Ctrl-C stops an answer, and forgets it with its question; so does an answer that only repeats itself. It is the
+server's engine that speaks: what was read of a conversation is not read again. Not promised: that a small model knows
+anything.
 """
 
 import argparse
@@ -83,10 +84,13 @@ class Conversation:
         said: dict[str, Any] = {"role": "assistant", "content": answer.content}
         if answer.tool_calls:
             said["tool_calls"] = [
-                {"id": f"call_{n}", "type": "function",
-                 "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}}
+                {
+                    "id": f"call_{n}",
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)},
+                }
                 for n, call in enumerate(answer.tool_calls)
-            ]  # fmt: skip
+            ]
         if answer.error:
             screen.write(printable(f" [{answer.error}]"))
         if done.stop == "length":
@@ -104,9 +108,15 @@ class Conversation:
 
 
 def speak(
-    engine: Engine, prompt: list[int], sampling: Sampling, *, stop: tuple[int, ...], seed: int, constraint: Constraint | None,
+    engine: Engine,
+    prompt: list[int],
+    sampling: Sampling,
+    *,
+    stop: tuple[int, ...],
+    seed: int,
+    constraint: Constraint | None,
     on_token: Callable[[int], None],
-) -> Completion:  # fmt: skip
+) -> Completion:
     """One answer, each token told as it comes. Whatever is raised meanwhile gives the answer up."""
     said: list[Said] = []
     ends: list[Ended] = []
@@ -264,7 +274,8 @@ def main() -> int:
         return error.exit_code
     model.train(False)
     sys.stdout.write(
-        f"{options.model}: {model.num_parameters() / 1e6:.1f} M parameters. /new starts over, /quit or an empty line ends, /help.\n"
+        f"{options.model}: {model.num_parameters() / 1e6:.1f} M parameters. /new starts over, /quit or an empty line"
+        " ends, /help.\n"
     )
     talk(Conversation(model, tokenizer, tools, options.system), sampling, options.seed, sys.stdin, sys.stdout)
     return 0

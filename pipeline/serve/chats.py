@@ -1,17 +1,20 @@
 """Tool calls and JSON that were promised: the grammar that holds an answer to them, and the proof before it is told.
 
-Grammars are judged in another process (`workshop.py`), and compiled here only when that was found to be cheap; where none is
-asked for nothing is done. What comes out is read again and checked by another program than the one that made it, before an answer
-says that it is a call: a grammar that was wrong is our failure, a 500 and a counter, and never the client's surprise.
+Grammars are judged in another process (`workshop.py`), and compiled here only when that was found to be cheap; where
+none is asked for nothing is done. What comes out is read again and checked by another program than the one that made
+it, before an answer says that it is a call: a grammar that was wrong is our failure, a 500 and a counter, and never the
+client's surprise.
 
-Who asks, and where what he asks for is done: the rooms that the routes share, each with places of its own (`places.py`).
+Who asks, and where what he asks for is done: the rooms that the routes share, each with places of its own
+(`places.py`).
 
 POST /v1/chat/completions: a conversation in, one assistant's turn or several out, whole or as a stream of chunks.
 
-The order of a stream is OpenAI's: a delta with the role; deltas of content or of calls; an empty one with the reason it ended; where
-asked for, a chunk without choices that holds the counts; [DONE]. A masked-diffusion model says what stands to the left of its first
-mask; with stream_options.include_denoising each step's canvas is a chunk too. Extensions: `return_token_ids` adds the prompt's ids to the first
-chunk of all, the answer's ids to each choice, and `id` to each log-probability.
+The order of a stream is OpenAI's: a delta with the role; deltas of content or of calls; an empty one with the reason it
+ended; where asked for, a chunk without choices that holds the counts; [DONE]. A masked-diffusion model says what stands
+to the left of its first mask; with stream_options.include_denoising each step's canvas is a chunk too. Extensions:
+`return_token_ids` adds the prompt's ids to the first chunk of all, the answer's ids to each choice, and `id` to each
+log-probability.
 """
 
 import asyncio
@@ -63,7 +66,9 @@ class Makers:
             grammar = await self._thread.run(asker, lambda: served.grammars.take(verdict.written, verdict.plan))
             return [grammar.constraint(budget) for _ in range(count)]
         except (SchemaError, Refused) as error:
-            raise ApiFault(400, str(error), param="max_tokens" if error.code == "budget_too_small" else param, code=error.code) from None  # fmt: skip
+            raise ApiFault(
+                400, str(error), param="max_tokens" if error.code == "budget_too_small" else param, code=error.code
+            ) from None
 
 
 def _job(body: ChatBody) -> dict[str, Any] | None:
@@ -100,7 +105,7 @@ def check_format(wanted: ResponseFormat, assembler: Assembler) -> None:
         raise ApiFault(500, "the model's answer does not fit the response_format", code=INVALID)
 
 
-# -- rooms ----------------------------------------------------------------------------------------------------------------
+# -- rooms -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -128,10 +133,11 @@ class Rooms:
         self.choices = Pool("preferences", running=1, waiting=16)
 
 
-# -- chats ----------------------------------------------------------------------------------------------------------------
+# -- chats -------------------------------------------------------------------------------------------------------------
 
 
-AT_ONCE = 8_000  # characters of a conversation and its tools that the event loop encodes itself: a thread's turn takes as long
+# characters of a conversation and its tools that the event loop encodes itself: a thread's turn takes as long
+AT_ONCE = 8_000
 COLDEST = 1e-5  # a temperature
 
 
@@ -156,9 +162,12 @@ class Talk:
     def frame(self, kind: str) -> dict[str, Any]:
         """What an answer and each chunk begin with."""
         return {
-            "id": self.id, "object": kind, "created": self.created, "model": self.served.id,
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.served.id,
             "system_fingerprint": self.served.fingerprint,
-        }  # fmt: skip
+        }
 
 
 async def understand(body: ChatBody, served: Served, engine: Loop, who: Who, rooms: Rooms) -> Talk:
@@ -182,18 +191,31 @@ async def understand(body: ChatBody, served: Served, engine: Loop, who: Who, roo
         bias |= dict.fromkeys((tokenizer.turn_end, tokenizer.end_of_text), -math.inf)
     requests = [
         GenerationRequest(
-            ids=prompt, sampling=sampling(body.temperature, body.top_p, body.top_k, budget), seed=seed, listener=unheard,
-            stop=(tokenizer.turn_end, tokenizer.end_of_text), bias=bias, top=(body.top_logprobs or 0) if body.logprobs else 0,
-            owner=who.owner, constraint=constraint, frames=body.with_frames,
+            ids=prompt,
+            sampling=sampling(body.temperature, body.top_p, body.top_k, budget),
+            seed=seed,
+            listener=unheard,
+            stop=(tokenizer.turn_end, tokenizer.end_of_text),
+            bias=bias,
+            top=(body.top_logprobs or 0) if body.logprobs else 0,
+            owner=who.owner,
+            constraint=constraint,
+            frames=body.with_frames,
         )
         for seed, constraint in zip(seeds(body.seed, body.n or 1), constraints, strict=True)
-    ]  # fmt: skip
+    ]
     return Talk(body, served, engine, prompt, requests, f"chatcmpl-{secrets.token_hex(12)}", int(time.time()))
 
 
 async def render(
-    served: Served, messages: list[dict[str, Any]], tools: list[dict[str, Any]], who: Who, rooms: Rooms, *, generation_prompt: bool
-) -> list[int]:  # fmt: skip
+    served: Served,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    who: Who,
+    rooms: Rooms,
+    *,
+    generation_prompt: bool,
+) -> list[int]:
     """A conversation's ids; a long one's are made on a thread of their own. Raises ApiFault."""
     served.refuse_endless("".join(message["content"] for message in messages), "messages")
     length = len(json.dumps([messages, tools], ensure_ascii=False))
@@ -209,17 +231,31 @@ def refuse_of_canvases(body: ChatBody) -> None:
     """What a model that writes all places at once cannot do. Raises ApiFault."""
     shaped = body.response_format is not None and body.response_format.type != "text"
     asked = {
-        "logprobs": body.logprobs, "logit_bias": body.biases, "top_k": body.top_k, "ignore_eos": body.ignore_eos,
-        "response_format": shaped, "tool_choice": body.tool_choice not in (None, "none", "auto"),
-    }  # fmt: skip
+        "logprobs": body.logprobs,
+        "logit_bias": body.biases,
+        "top_k": body.top_k,
+        "ignore_eos": body.ignore_eos,
+        "response_format": shaped,
+        "tool_choice": body.tool_choice not in (None, "none", "auto"),
+    }
     if wrong := next((name for name, value in asked.items() if value), None):
-        raise ApiFault(400, f"{wrong}: a masked-diffusion model does not have it; leave it out, or ask a causal model", param=wrong, code="unsupported_parameter")  # fmt: skip
+        raise ApiFault(
+            400,
+            f"{wrong}: a masked-diffusion model does not have it; leave it out, or ask a causal model",
+            param=wrong,
+            code="unsupported_parameter",
+        )
 
 
 def refuse_frames(body: Generation, served: Served) -> None:
     """A causal model has no canvas to show. Raises ApiFault."""
     if body.with_frames:
-        raise ApiFault(400, f"stream_options.include_denoising: {served.id!r} is a causal model, only a masked-diffusion one has canvases", param="stream_options")  # fmt: skip
+        raise ApiFault(
+            400,
+            f"stream_options.include_denoising: {served.id!r} is a causal model, only a masked-diffusion one has"
+            " canvases",
+            param="stream_options",
+        )
 
 
 def room(prompt: list[int], served: Served, wanted: int | None, param: str) -> int:
@@ -227,7 +263,12 @@ def room(prompt: list[int], served: Served, wanted: int | None, param: str) -> i
     left = served.context - len(prompt)
     if left < 1:
         # begins as OpenAI's does: litellm and others know the error by these words
-        raise ApiFault(400, f"This model's maximum context length is {served.context} tokens, the prompt has {len(prompt)}; shorten it", param=param, code="context_length_exceeded")  # fmt: skip
+        raise ApiFault(
+            400,
+            f"This model's maximum context length is {served.context} tokens, the prompt has {len(prompt)}; shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
     return min(left, wanted) if wanted is not None else left
 
 
@@ -272,10 +313,9 @@ async def whole(talk: Talk, answers: Answers) -> dict[str, Any]:
     choices = []
     for index, assembler in enumerate(answers.assemblers):
         made = [
-            {"id": call.id, "type": "function",
-             "function": {"name": call.name, "arguments": call.arguments}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in assembler.calls
-        ]  # fmt: skip
+        ]
         message: dict[str, Any] = {
             "role": "assistant",
             "content": assembler.content or (None if made else ""),
@@ -325,8 +365,12 @@ def _delta(delta: Delta) -> dict[str, Any]:
     piece = delta.call
     call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
     if piece.id is not None:
-        call = {"index": piece.index, "id": piece.id, "type": "function",
-                "function": {"name": piece.name, "arguments": piece.arguments}}  # fmt: skip
+        call = {
+            "index": piece.index,
+            "id": piece.id,
+            "type": "function",
+            "function": {"name": piece.name, "arguments": piece.arguments},
+        }
     return {"tool_calls": [call]}
 
 

@@ -1,8 +1,10 @@
-"""POST /v1/completions: text goes on, or is filled in between a beginning and an end (`suffix`); the prompt as text or as ids.
+"""POST /v1/completions: text goes on, or is filled in between a beginning and an end (`suffix`); the prompt as text or
+as ids.
 
-`echo` puts the prompt before the answer, with `logprobs` its log-probabilities too, as plain teacher forcing gives them; with
-`max_tokens: 0` there is nothing but the prompt: what a benchmark asks to score a text. Such a prompt waits in the engine's queue as
-any other and is read beside its answers, before one of its own begins. Stop strings, `n`, streams as in a chat.
+`echo` puts the prompt before the answer, with `logprobs` its log-probabilities too, as plain teacher forcing gives
+them; with `max_tokens: 0` there is nothing but the prompt: what a benchmark asks to score a text. Such a prompt waits
+in the engine's queue as any other and is read beside its answers, before one of its own begins. Stop strings, `n`,
+streams as in a chat.
 """
 
 import asyncio
@@ -31,7 +33,9 @@ class Told:
     tokenizer: Tokenizer
     characters: int = 0
     names: dict[int, tuple[str, str]] = field(default_factory=dict)  # of tokens: their texts and labels, spelled once
-    fields: dict[str, list[Any]] = field(default_factory=lambda: {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []})  # fmt: skip
+    fields: dict[str, list[Any]] = field(
+        default_factory=lambda: {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    )
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
         """Count a token in."""
@@ -56,7 +60,9 @@ class Told:
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """A token as a key of `top_logprobs`: its text, or its bytes where they are half a character, since halves look all alike as text."""
+    """A token as a key of `top_logprobs`: its text, or its bytes where they are half a character, since halves look
+    all alike as text.
+    """
     raw, text = spelled(tokenizer, token)
     return text if text.encode() == raw else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
@@ -87,9 +93,12 @@ class Text:
     def frame(self) -> dict[str, Any]:
         """What an answer and each chunk begin with."""
         return {
-            "id": self.id, "object": "text_completion", "created": self.created, "model": self.served.id,
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.served.id,
             "system_fingerprint": self.served.fingerprint,
-        }  # fmt: skip
+        }
 
 
 def understand(body: CompletionBody, served: Served, engine: Engine, owner: str) -> Text:
@@ -101,20 +110,29 @@ def understand(body: CompletionBody, served: Served, engine: Engine, owner: str)
     stop = () if body.ignore_eos else (tokenizer.end_of_text, tokenizer.turn_end)
     for ids in prompts:
         if asked == 0 and not body.echo:
-            raise ApiFault(400, "max_tokens: 0 is for echo, which returns the prompt with its log-probabilities", param="max_tokens")  # fmt: skip
+            raise ApiFault(
+                400,
+                "max_tokens: 0 is for echo, which returns the prompt with its log-probabilities",
+                param="max_tokens",
+            )
         if len(ids) + (asked > 0) > served.context:
             room([*ids, 0], served, None, "prompt")
     first = seeds(body.seed, len(prompts) * (body.n or 1))
     requests = [
         GenerationRequest(
-            ids=ids, sampling=sampling(body.temperature, body.top_p, body.top_k, room(ids, served, asked, "prompt")),
-            seed=first[place * (body.n or 1) + number], listener=unheard, stop=stop, bias=known(body.biases, served),
-            top=body.logprobs or 0, owner=owner,
+            ids=ids,
+            sampling=sampling(body.temperature, body.top_p, body.top_k, room(ids, served, asked, "prompt")),
+            seed=first[place * (body.n or 1) + number],
+            listener=unheard,
+            stop=stop,
+            bias=known(body.biases, served),
+            top=body.logprobs or 0,
+            owner=owner,
         )
         for place, ids in enumerate(prompts)
         for number in range(body.n or 1)
         if asked
-    ]  # fmt: skip
+    ]
     return Text(body, served, engine, owner, prompts, requests, f"cmpl-{secrets.token_hex(12)}", int(time.time()))
 
 

@@ -2,17 +2,19 @@
 
     Drafter(prompt).guess(8) -> up to 8 tokens, which one step of the model then checks all at once
 
-Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), a kind of speculative decoding (Leviathan et al. 2022,
-arXiv:2211.17192) without a second model. A guess is kept as long as it is what the place's own uniform number samples, so a text is
-the same with drafts and without, at any temperature. Code and tool calls repeat what was said before; where a text does not, drafts
-cost: after one that fails the row waits 1, then 2, 4, ... tokens before it tries again.
+Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), a kind of speculative decoding (Leviathan et
+al. 2022, arXiv:2211.17192) without a second model. A guess is kept as long as it is what the place's own uniform number
+samples, so a text is the same with drafts and without, at any temperature. Code and tool calls repeat what was said
+before; where a text does not, drafts cost: after one that fails the row waits 1, then 2, 4, ... tokens before it tries
+again.
 """
 
 from collections.abc import Iterable
 
 DRAFT = 8  # tokens of a guess
 MATCHED = (3, 2)  # so many last tokens are looked up, the longer first
-PAYS = 2  # a check of DRAFT tokens takes as long as up to PAYS steps more (docs/LOG.md): a guess with fewer right ones fails
+# a check of DRAFT tokens takes as long as up to PAYS steps more (docs/LOG.md): a guess with fewer right ones fails
+PAYS = 2
 LONGEST_WAIT = 64
 
 

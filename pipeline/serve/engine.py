@@ -1,34 +1,41 @@
 """The server's engine: a thread that decodes the requests of many users together, row by row of one cache.
 
-    Engine(model, rows, queue).submit(GenerationRequest) -> Ticket;  events come to the request's listener from the engine's thread
+    Engine(model, rows, queue).submit(GenerationRequest) -> Ticket;  events come to the request's listener from the
+                                                                     engine's thread
 
-Each step feeds every row what it has to read, at most CHUNK tokens of a prompt, or its last token; a prompt that comes in between
-slows its neighbours by one chunk a step and stops none (continuous batching, Yu et al. 2022, Orca). Rows that ended are kept for
-those who begin alike (`prefixes.py`). While few rows speak, each may say several tokens a step, where a guess is right (`drafts.py`).
+Each step feeds every row what it has to read, at most CHUNK tokens of a prompt, or its last token; a prompt that comes
+in between slows its neighbours by one chunk a step and stops none (continuous batching, Yu et al. 2022, Orca). Rows
+that ended are kept for those who begin alike (`prefixes.py`). While few rows speak, each may say several tokens a step,
+where a guess is right (`drafts.py`).
 
-What a request says depends on (model, prompt, sampling, seed) alone: a token is chosen by one number of (seed, place), so neighbours,
-prefixes, drafts and cancelled requests change nothing but rounding (`generation/sampling.py`).
+What a request says depends on (model, prompt, sampling, seed) alone: a token is chosen by one number of (seed, place),
+so neighbours, prefixes, drafts and cancelled requests change nothing but rounding (`generation/sampling.py`).
 
-A prompt that is scored is read as any other, SCORED tokens a step, in SCORED_SHARE of the time while others speak. Each row's own work (its grammar, its
-sampling, its draft, its listener) fails that row alone, and a grammar that takes more time than CONSTRAINT_SECONDS and
-CONSTRAINT_EACH a token ends its answer: a mask is made on the thread on which all rows wait.
+A prompt that is scored is read as any other, SCORED tokens a step, in SCORED_SHARE of the time while others speak. Each
+row's own work (its grammar, its sampling, its draft, its listener) fails that row alone, and a grammar that takes more
+time than CONSTRAINT_SECONDS and CONSTRAINT_EACH a token ends its answer: a mask is made on the thread on which all rows
+wait.
 
 The thread, the queue and what becomes of faults are those of every engine (`loop.py`).
 
-What the engine decodes with: rows that hold texts. Ours is `generation/sampling.py`'s, with an attention for few rows of many.
+What the engine decodes with: rows that hold texts. Ours is `generation/sampling.py`'s, with an attention for few rows
+of many.
 
-    RowDecoder(model, rows).advance(rows, tokens, wanted) -> logits after the last `wanted[i]` of the tokens that row i gets
+    RowDecoder(model, rows).advance(rows, tokens, wanted) -> logits after the last `wanted[i]` of the tokens that row i
+    gets
 
-A server mostly decodes one or two of its rows, each by one token, or by a draft of a few. Here a row's keys and values are read where
-they lie: no row is asked that does not speak, and nothing is copied (grouped queries stand as rows of one product).
+A server mostly decodes one or two of its rows, each by one token, or by a draft of a few. Here a row's keys and values
+are read where they lie: no row is asked that does not speak, and nothing is copied (grouped queries stand as rows of
+one product).
 
 Shapes as in `model/cache.py`: keys (R, K, h, S), values (R, K, S, h); n new tokens of a row, G = H / K.
 
 Rows that remember: which row of the cache already holds the beginning of a prompt, and how much memory rows may take.
 
-A row that ended keeps its keys and values until another request takes it. A request takes the free row that begins as its prompt
-does; where a busy one has more of it, that beginning is copied, if our own cache holds it; else it takes the row that has been idle longest. Only rows of the
-same owner are looked at: how fast an answer comes must not tell one user what another asked.
+A row that ended keeps its keys and values until another request takes it. A request takes the free row that begins as
+its prompt does; where a busy one has more of it, that beginning is copied, if our own cache holds it; else it takes the
+row that has been idle longest. Only rows of the same owner are looked at: how fast an answer comes must not tell one
+user what another asked.
 """
 
 import contextlib
@@ -101,7 +108,8 @@ class RowDecoder(Decoder):
 
     @torch.no_grad()
     def advance(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tensor:
-        """Append `tokens[i]` (at least one) to row `rows[i]`: logits (sum of wanted, V), row by row, after its last `wanted[i]`.
+        """Append `tokens[i]` (at least one) to row `rows[i]`: logits (sum of wanted, V), row by row, after its last
+        `wanted[i]`.
 
         Raises ValueError where a row would outgrow the model's context; then no row has changed.
         """
@@ -190,7 +198,9 @@ def _narrow(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:
 
 
 def _weighed(q: Tensor, keys: Tensor, values: Tensor, future: Tensor) -> Tensor:
-    """Softmax attention of queries (b, n, h) to keys (b, h, S) and values (b, S, h); `future` is added to the scores (b, n, S)."""
+    """Softmax attention of queries (b, n, h) to keys (b, h, S) and values (b, S, h); `future` is added to the scores
+    (b, n, S).
+    """
     scores = torch.baddbmm(future.to(q.dtype), q, keys, alpha=q.shape[-1] ** -0.5)
     return torch.bmm(scores.softmax(-1, torch.float32).to(values.dtype), values)
 
@@ -200,7 +210,7 @@ def _infinite(where: Tensor) -> Tensor:
     return torch.zeros(where.shape, device=where.device).masked_fill_(where, float("-inf"))
 
 
-# -- prefixes -------------------------------------------------------------------------------------------------------------
+# -- prefixes ----------------------------------------------------------------------------------------------------------
 
 
 SHARED = 16  # a common beginning shorter than this is read again: finding it costs more
@@ -231,7 +241,9 @@ class Slot:
 
 
 def take_row(slots: Sequence[Slot], cache: KVCache | Lengths, ids: list[int], owner: str) -> tuple[int, int]:
-    """(row, cached): the free row in which a prompt is to go on, whose first `cached` positions are those of the prompt."""
+    """(row, cached): the free row in which a prompt is to go on, whose first `cached` positions are those of the
+    prompt.
+    """
     free = [row for row, slot in enumerate(slots) if slot.ticket is None]
     common = {row: _common(slot.held, ids) for row, slot in enumerate(slots) if slot.owner == owner}
     whole = isinstance(cache, KVCache) and cache.reads_at_once
@@ -251,7 +263,9 @@ def take_row(slots: Sequence[Slot], cache: KVCache | Lengths, ids: list[int], ow
 
 
 def _common(held: list[int], ids: list[int]) -> int:
-    """How many first ids are the same; at most all but the last of `ids`, which is always fed: its logits are needed."""
+    """How many first ids are the same; at most all but the last of `ids`, which is always fed: its logits are
+    needed.
+    """
     most = min(len(held), len(ids) - 1)
     if held[:most] == ids[:most]:
         return most
@@ -259,7 +273,9 @@ def _common(held: list[int], ids: list[int]) -> int:
 
 
 def check_memory(config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise InputError where the keys and values of so many rows may come to take more than FREE_SHARE of the free memory."""
+    """Raise InputError where the keys and values of so many rows may come to take more than FREE_SHARE of the free
+    memory.
+    """
     row = 2 * config.layers * config.kv_heads * config.head_dim * config.max_context * dtype.itemsize
     most = int(free_memory(device) * FREE_SHARE)
     if rows * row > most:
@@ -268,8 +284,8 @@ def check_memory(config: ModelConfig, rows: int, dtype: torch.dtype, device: tor
             f"ask for at most --rows {fits}" if fits else "it needs a larger machine, or a model of a shorter context"
         )
         raise InputError(
-            f"--rows {rows}: so many rows of {config.max_context} tokens take {rows * row / 2**30:.1f} GiB of keys and values, more than "
-            f"a quarter of the free memory ({most / 2**30:.1f} GiB); {advice}"
+            f"--rows {rows}: so many rows of {config.max_context} tokens take {rows * row / 2**30:.1f} GiB of keys and"
+            f" values, more than a quarter of the free memory ({most / 2**30:.1f} GiB); {advice}"
         )
 
 
@@ -283,7 +299,7 @@ def free_memory(device: torch.device) -> int:
     return min(free)
 
 
-# -- engine ---------------------------------------------------------------------------------------------------------------
+# -- engine ------------------------------------------------------------------------------------------------------------
 
 
 __all__ = [
@@ -309,7 +325,9 @@ DRAFT_ROWS = 2  # with more busy rows a step's arithmetic counts, not its readin
 
 @dataclass(frozen=True)
 class _Speaker:
-    """A row that can say something: what it is guessed to say, and the logits (1 + guess, V) that tell whether it does."""
+    """A row that can say something: what it is guessed to say, and the logits (1 + guess, V) that tell whether it
+    does.
+    """
 
     row: int
     guess: list[int]
@@ -322,8 +340,14 @@ class Engine(Loop):
     slots: list[Slot]
 
     def __init__(
-        self, model: Transformer, *, rows: int = 8, queue: int = 32, drafts: bool = True, decoder: Callable[[int], Rows] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        model: Transformer,
+        *,
+        rows: int = 8,
+        queue: int = 32,
+        drafts: bool = True,
+        decoder: Callable[[int], Rows] | None = None,
+    ) -> None:
         """`decoder` makes a decoder of so many rows; None: our own, of `model`, whose weights no other one needs.
 
         Raises ValueError for a bidirectional model, InputError where the rows may take too much memory.
@@ -373,7 +397,9 @@ class Engine(Loop):
             self._scored_until = now + (now - began) * (1 / SCORED_SHARE - 1)
 
     def _most(self, row: int) -> int | None:
-        """How many tokens a row may read in a step; None: all, since it is the whole prompt that chooses from a memory."""
+        """How many tokens a row may read in a step; None: all, since it is the whole prompt that chooses from a
+        memory.
+        """
         cache = self.decoder.cache
         if isinstance(cache, KVCache) and cache.reads_at_once:
             return None
@@ -385,7 +411,9 @@ class Engine(Loop):
         return self._request(row).score is None and (most is None or len(self.slots[row].ahead) <= most)
 
     def _score(self, row: int, num: int, logits: Tensor) -> None:
-        """Tell how likely the tokens behind the last `num` read ones were; `logits` (num, V). The last one ends the request."""
+        """Tell how likely the tokens behind the last `num` read ones were; `logits` (num, V). The last one ends the
+        request.
+        """
         slot, request = self.slots[row], self._request(row)
         begin = len(slot.held) - num + 1  # of the tokens that these logits foresaw
         following = torch.tensor(request.ids[begin : begin + num], dtype=torch.long, device=logits.device)
@@ -401,7 +429,9 @@ class Engine(Loop):
             self._end(row, "length")
 
     def _guess(self, row: int) -> list[int]:
-        """What a row may say after the next token; nothing under a constraint, which hears a token before it allows the next."""
+        """What a row may say after the next token; nothing under a constraint, which hears a token before it allows
+        the next.
+        """
         slot, guess = self.slots[row], list[int]()
         if slot.drafter is not None:
             room = self.context - len(slot.held) - len(slot.ahead)
@@ -417,10 +447,15 @@ class Engine(Loop):
         row, cached = take_row(self.slots, self.decoder.cache, known, request.owner)
         budget = 0 if request.score is not None else min(request.sampling.max_new_tokens, self.context - len(ids))
         self.slots[row] = Slot(
-            held=ids[:cached], owner=request.owner, ticket=ticket, way=replace(request.sampling, max_new_tokens=1), cached=cached,
-            ahead=ids[cached:], numbers=uniforms(request.seed, 0, budget),
+            held=ids[:cached],
+            owner=request.owner,
+            ticket=ticket,
+            way=replace(request.sampling, max_new_tokens=1),
+            cached=cached,
+            ahead=ids[cached:],
+            numbers=uniforms(request.seed, 0, budget),
             drafter=Drafter(ids) if self.drafts and request.constraint is None and budget else None,
-        )  # fmt: skip
+        )
         self._counts.update(prompt_tokens=len(ids), cached_tokens=cached)
 
     def _say(self, speakers: "list[_Speaker]") -> None:
@@ -446,7 +481,9 @@ class Engine(Loop):
     def _chosen(
         self, way: Sampling, group: "list[tuple[_Speaker, Tensor]]"
     ) -> "list[tuple[_Speaker, list[int], Tensor]]":
-        """The tokens of each row, and the log-probabilities (n, V) that they were among. Raises ValueError for NaN and infinity."""
+        """The tokens of each row, and the log-probabilities (n, V) that they were among. Raises ValueError for NaN
+        and infinity.
+        """
         slots, counts = [self.slots[one.row] for one, _ in group], [len(own) for _, own in group]
         numbers = np.concatenate([slot.numbers[slot.said :][:count] for slot, count in zip(slots, counts)])
         logits = _stacked([own for _, own in group])
@@ -458,7 +495,9 @@ class Engine(Loop):
         return [(one, chosen.tolist(), own) for (one, _), chosen, own in parts]
 
     def _restricted(self, one: "_Speaker") -> Tensor | None:
-        """A row's logits (n, V) with its bias and constraint on them; None where its constraint took too long and ended it."""
+        """A row's logits (n, V) with its bias and constraint on them; None where its constraint took too long and
+        ended it.
+        """
         request, wanted = self._request(one.row), one.logits
         if request.bias:
             wanted = wanted.clone()
@@ -527,7 +566,9 @@ class Engine(Loop):
             self._end(row, "length")
 
     def _fail(self, row: int, error: BaseException) -> None:
-        """As `Loop._fail`; of what the row holds nothing is trusted any more: a NaN behind its end would reach its next request."""
+        """As `Loop._fail`; of what the row holds nothing is trusted any more: a NaN behind its end would reach its
+        next request.
+        """
         super()._fail(row, error)
         self.slots[row].held, cache = [], self.decoder.cache
         if isinstance(cache, KVCache):

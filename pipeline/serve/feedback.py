@@ -1,12 +1,14 @@
-"""Preferences that people give on the page, appended to a file that `stage_tasks` reads: the loop closes with `dvc repro`.
+"""Preferences that people give on the page, appended to a file that `stage_tasks` reads: the loop closes with `dvc
+repro`.
 
-A line is a pair in the form of `data/preferences` (`ingest/records.py`, Pair) with the source "page" and the name of the API key
-that gave it: `key-` and the first 8 hex digits of its sha256, null where no key is asked for. Lines are written whole or not at all,
-also by several servers at a time and on a full disk; the same choice twice is stored once. The file ends at 16 MB.
+A line is a pair in the form of `data/preferences` (`ingest/records.py`, Pair) with the source "page" and the name of
+the API key that gave it: `key-` and the first 8 hex digits of its sha256, null where no key is asked for. Lines are
+written whole or not at all, also by several servers at a time and on a full disk; the same choice twice is stored once.
+The file ends at 16 MB.
 
-The file is only ever appended to. A line that cannot be read (cut by a crash, broken by an editor) stays where it is and stops
-nothing: `stage_tasks` writes it down in `feedback-rejected.jsonl`. How far the rows are believed is decided there too
-(`tasks.feedback`), for whoever may ask may give.
+The file is only ever appended to. A line that cannot be read (cut by a crash, broken by an editor) stays where it is
+and stops nothing: `stage_tasks` writes it down in `feedback-rejected.jsonl`. How far the rows are believed is decided
+there too (`tasks.feedback`), for whoever may ask may give.
 """
 
 import contextlib
@@ -41,9 +43,11 @@ class Feedback:
             raise ConfigError(f"--feedback {path}: cannot be written ({error})") from error
 
     def add(self, body: PreferenceBody, owner: str) -> tuple[bool, int]:
-        """Whether the pair is new, and how many can be read. `owner`: the digest of the key that asked, empty without keys.
+        """Whether the pair is new, and how many can be read. `owner`: the digest of the key that asked, empty without
+        keys.
 
-        Raises ApiFault: 413 for a full file, 507 for a full disk, 503 for a file that cannot be written; nothing is stored then.
+        Raises ApiFault: 413 for a full file, 507 for a full disk, 503 for a file that cannot be written; nothing is
+        stored then.
         """
         pair = _pair(body, owner)
         try:
@@ -51,8 +55,14 @@ class Feedback:
                 return self._append(descriptor, pair)
         except OSError as error:
             if error.errno in NO_SPACE:
-                raise ApiFault(507, f"no space left for {self.path}; nothing was stored; free some and send it again", code="no_space") from error  # fmt: skip
-            raise ApiFault(503, f"{self.path} cannot be written ({error.strerror}); nothing was stored", code="feedback_unwritable") from error  # fmt: skip
+                raise ApiFault(
+                    507,
+                    f"no space left for {self.path}; nothing was stored; free some and send it again",
+                    code="no_space",
+                ) from error
+            raise ApiFault(
+                503, f"{self.path} cannot be written ({error.strerror}); nothing was stored", code="feedback_unwritable"
+            ) from error
 
     def _append(self, descriptor: int, pair: Pair) -> tuple[bool, int]:
         held = _whole(descriptor)
@@ -64,8 +74,10 @@ class Feedback:
             line = b"\n" + line
         if len(held) + len(line) > MOST_BYTES:
             raise ApiFault(
-                413, f"{self.path} is full ({len(held)} of {MOST_BYTES} bytes); train on it, then begin a new one", code="feedback_full"
-            )  # fmt: skip
+                413,
+                f"{self.path} is full ({len(held)} of {MOST_BYTES} bytes); train on it, then begin a new one",
+                code="feedback_full",
+            )
         try:
             while line:
                 line = line[os.write(descriptor, line) :]
@@ -127,5 +139,12 @@ def _pair(body: PreferenceBody, owner: str) -> Pair:
     identity = f"page-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
     giver = f"key-{owner[:8]}" if owner else None
     return Pair(
-        id=identity, source="page", kind="page", prompt=prompt, chosen=chosen, rejected=rejected, tools=tools, given_by=giver
-    )  # fmt: skip
+        id=identity,
+        source="page",
+        kind="page",
+        prompt=prompt,
+        chosen=chosen,
+        rejected=rejected,
+        tools=tools,
+        given_by=giver,
+    )

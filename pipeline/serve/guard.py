@@ -1,14 +1,16 @@
 """The door: who may ask, from where, and how much. Nothing of a request is believed before it passed here.
 
-    Host          one of ours, else 421: a page of another site that resolves to this address gets nothing (DNS rebinding)
+    Host        one of ours, else 421: a page of another site that resolves to this address gets nothing (DNS rebinding)
     Origin        none, our own, or one that was allowed, else 403; no answer carries CORS headers for others
-    key           of all that can have a body, else 401: before the first byte of it, whatever its path; compared as digests in
+    key    of all that can have a body, else 401: before the first byte of it, whatever its path; compared as digests in
                   constant time. Beside that a dependency of every route but the public ones (`asker`)
     rate          of the key, or of the address without one (`rates.py`), else 429
     Content-Type  JSON, else 415: what a form of another site can send is never read
-    body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and halves of characters, else 400; parsed once
+    body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and halves of characters, else 400;
+                  parsed once
 
-Headers are bounded by the HTTP server (16 KB, 10 seconds, `__main__.py`). Not here: encryption; put a proxy in front for that.
+Headers are bounded by the HTTP server (16 KB, 10 seconds, `__main__.py`). Not here: encryption; put a proxy in front
+for that.
 """
 
 import asyncio
@@ -50,16 +52,25 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-CORS = {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": "authorization, content-type", "access-control-max-age": "600"}  # fmt: skip
+CORS = {
+    "access-control-allow-methods": "GET, POST",
+    "access-control-allow-headers": "authorization, content-type",
+    "access-control-max-age": "600",
+}
 
 
 class Guard:
     """The outermost layer of the application."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: "Keys | None" = None, rates: Rates | None = None, hosts: Collection[str] = (),
+        self,
+        app: ASGIApp,
+        *,
+        keys: "Keys | None" = None,
+        rates: Rates | None = None,
+        hosts: Collection[str] = (),
         origins: Collection[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Without `keys` everybody may ask, without `rates` as much as he likes."""
         self.app, self.keys, self.rates = app, keys or Keys([]), rates
         self.hosts, self.origins = {*LOOPBACK, *(host.lower() for host in hosts)}, set(origins)
@@ -116,7 +127,9 @@ class Guard:
     def _charge(self, asker: str, price: float) -> None:
         """Raises ApiFault 429."""
         if self.rates is not None and (seconds := self.rates.take(asker, price)):
-            raise ApiFault(429, "too much was asked for in a short time; try again", code="rate_limited", retry=math.ceil(seconds))  # fmt: skip
+            raise ApiFault(
+                429, "too much was asked for in a short time; try again", code="rate_limited", retry=math.ceil(seconds)
+            )
 
     def _check(self, scope: Scope, headers: Headers) -> str:
         """The origin that may read the answer, or nothing. Raises ApiFault."""
@@ -131,7 +144,9 @@ class Guard:
         if origin is None or origin == f"{scope.get('scheme', 'http')}://{hosts[0]}":
             return ""
         if origin not in self.origins:
-            raise ApiFault(403, "pages of that Origin may not ask; start it with --allow-origin ORIGIN", code="origin_not_allowed")  # fmt: skip
+            raise ApiFault(
+                403, "pages of that Origin may not ask; start it with --allow-origin ORIGIN", code="origin_not_allowed"
+            )
         return origin
 
 
@@ -168,7 +183,9 @@ async def _body(headers: Headers, receive: Receive) -> tuple[bytes, Any]:
         raise ApiFault(415, "expected Content-Type: application/json", code="unsupported_media_type")
     length = headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 9 or int(length) > MOST_BYTES):
-        raise ApiFault(413, f"the body has more than {MOST_BYTES} bytes, which is the most that is read", code="body_too_large")  # fmt: skip
+        raise ApiFault(
+            413, f"the body has more than {MOST_BYTES} bytes, which is the most that is read", code="body_too_large"
+        )
     try:
         async with asyncio.timeout(MOST_SECONDS):
             body = await _read(receive)
@@ -263,11 +280,15 @@ class Keys:
         return bool(self._digests)
 
     async def asker(self, request: Request) -> str:
-        """As `owner`; a dependency that is no coroutine costs a thread's turn, which a busy engine makes milliseconds."""
+        """As `owner`; a dependency that is no coroutine costs a thread's turn, which a busy engine makes
+        milliseconds.
+        """
         return request.scope["owner"] if "owner" in request.scope else self.owner(request)
 
     def owner(self, request: Request) -> str:
-        """Whose request it is: nobody's where no key is asked for. Raises ApiFault 401. All keys are compared, equal or not."""
+        """Whose request it is: nobody's where no key is asked for. Raises ApiFault 401. All keys are compared, equal
+        or not.
+        """
         if not self._digests:
             return ""
         given = request.headers.getlist("authorization")

@@ -1,11 +1,12 @@
-"""Room for work beside the engines: so many jobs at a time, so many that wait, and no more than half of it for one who asks.
+"""Room for work beside the engines: so many jobs at a time, so many that wait, and no more than half of it for one who
+asks.
 
-    async with Places("texts to render", running=2, waiting=16).place(asker): ...      ApiFault 429 where there is no room
-    await Pool("conversations to score", running=1, waiting=8).run(asker, function, ...)   the same on threads of its own
+    async with Places("texts to render", running=2, waiting=16).place(asker): ...    ApiFault 429 where there is no room
+    await Pool("conversations to score", running=1, waiting=8).run(asker, function, ...)  the same on threads of its own
 
-`asker` is a key's digest, or an address where no key is asked for. A free place goes to the asker with the fewest running jobs, of
-equals to the first that came; one asker never takes the last running place while there are several. Each kind of work has its own
-room: whoever fills one leaves the others alone.
+`asker` is a key's digest, or an address where no key is asked for. A free place goes to the asker with the fewest
+running jobs, of equals to the first that came; one asker never takes the last running place while there are several.
+Each kind of work has its own room: whoever fills one leaves the others alone.
 
 Not here: processes that can be ended (`workshop.py`), the engines' queue (`loop.py`).
 
@@ -13,8 +14,10 @@ How much one who asks may ask in a while: a bucket of tokens for each key, or ea
 
     Rates(per_second).take(who, cost) -> seconds until there is enough, 0 where it was taken
 
-A bucket fills by `per_second` and holds BURST_SECONDS of it (token bucket; Turner 1986). A request costs 1, and 1 more for each
-whole COST_BYTES of its body; one that found no room REFUSED more: who comes again at once is refused at the door, where it costs nothing. The buckets of those who asked least recently are forgotten beyond MOST_BUCKETS, which forgives them.
+A bucket fills by `per_second` and holds BURST_SECONDS of it (token bucket; Turner 1986). A request costs 1, and 1 more
+for each whole COST_BYTES of its body; one that found no room REFUSED more: who comes again at once is refused at the
+door, where it costs nothing. The buckets of those who asked least recently are forgotten beyond MOST_BUCKETS, which
+forgives them.
 
 Not promised: a limit for those behind one proxy each for himself: without keys they are one address.
 """
@@ -46,7 +49,9 @@ class Places:
 
     @asynccontextmanager
     async def place(self, asker: str) -> AsyncIterator[None]:
-        """Wait for a place and hold it. Raises ApiFault 429 where too many wait, too many of this asker's, or one for too long."""
+        """Wait for a place and hold it. Raises ApiFault 429 where too many wait, too many of this asker's, or one
+        for too long.
+        """
         own = self._running[asker] + sum(who == asker for who, _ in self._waiting)
         if len(self._waiting) >= self.waiting or own >= max(1, (self.running + self.waiting) // 2):
             raise self._full()
@@ -106,7 +111,7 @@ class Pool(Places):
             return await loop.run_in_executor(self._threads, lambda: function(*given, **named))
 
 
-# -- rates ----------------------------------------------------------------------------------------------------------------
+# -- rates -------------------------------------------------------------------------------------------------------------
 
 
 PER_SECOND = 200.0

@@ -1,12 +1,14 @@
 """A thread that answers the requests of many users, some at a time: what every engine of the server is.
 
-    with Loop(...) as engine: engine.submit(Request) -> Ticket;  events come to the request's listener from the engine's thread
+    with Loop(...) as engine: engine.submit(Request) -> Ticket;  events come to the request's listener from the engine's
+                                                                 thread
 
-A request that cannot be served fails alone, at whatever step it fails: its sampling, its grammar, its draft, its listener. A fault
-of what rows share (the forward pass, the queue) fails all that are open and marks the engine dead (`alive`), until its owner
-restarts it. An owner has at most MOST_OF_ONE rows; a free row goes to the owner with the fewest, then to the first that came. A
-full queue still takes requests of an owner that holds less than half of the places, so no owner can shut out another. What a row
-does in a step is an engine's own: `engine.py` decodes from the left, `canvas_engine.py` uncovers canvases.
+A request that cannot be served fails alone, at whatever step it fails: its sampling, its grammar, its draft, its
+listener. A fault of what rows share (the forward pass, the queue) fails all that are open and marks the engine dead
+(`alive`), until its owner restarts it. An owner has at most MOST_OF_ONE rows; a free row goes to the owner with the
+fewest, then to the first that came. A full queue still takes requests of an owner that holds less than half of the
+places, so no owner can shut out another. What a row does in a step is an engine's own: `engine.py` decodes from the
+left, `canvas_engine.py` uncovers canvases.
 
 What the engine is asked and what it answers: requests, their events, the constraints and counters around them.
 
@@ -50,7 +52,8 @@ class Said:
 
 @dataclass(frozen=True)
 class Read:
-    """The next tokens of a prompt that is scored, as many as a step read: each one's log-probability, and the most likely others.
+    """The next tokens of a prompt that is scored, as many as a step read: each one's log-probability, and the most
+    likely others.
 
     Nothing is told of a prompt's first token: nothing stands before it.
     """
@@ -86,8 +89,8 @@ Event = Said | Read | Denoised | Ended
 class Constraint(Protocol):
     """What an answer may consist of. One object serves one request; it is asked from the engine's thread alone.
 
-    `remaining` is how many tokens may still be said, the one asked for counted. Both methods are called once a token, in this order.
-    What either raises ends the request with "error".
+    `remaining` is how many tokens may still be said, the one asked for counted. Both methods are called once a token,
+    in this order. What either raises ends the request with "error".
     """
 
     def allowed(self, remaining: int) -> Tensor | None:
@@ -95,7 +98,9 @@ class Constraint(Protocol):
         ...
 
     def take(self, token: int, remaining: int) -> int:
-        """Hear the token that was chosen, and tell the one to say: the same or another. A stop token ends the answer."""
+        """Hear the token that was chosen, and tell the one to say: the same or another. A stop token ends the
+        answer.
+        """
         ...
 
 
@@ -127,7 +132,9 @@ class Ticket:
         self.cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Give up, from any thread, also from within the listener: no token is told any more, its row is free before the next step."""
+        """Give up, from any thread, also from within the listener: no token is told any more, its row is free before
+        the next step.
+        """
         self.cancelled.set()
 
 
@@ -146,7 +153,7 @@ class Stats:
     accepted_tokens: int  # of these, said
 
 
-# -- loop -----------------------------------------------------------------------------------------------------------------
+# -- loop --------------------------------------------------------------------------------------------------------------
 
 
 LOG = logging.getLogger(__name__)
@@ -227,14 +234,17 @@ class Loop(ABC):
         """Counts and gauges, from any thread."""
         running = [len(slot.held) for slot in self.slots if slot.ticket is not None]
         return Stats(
-            running=len(running), waiting=len(self.waiting), cache_share=sum(running) / (self.rows * self.context),
+            running=len(running),
+            waiting=len(self.waiting),
+            cache_share=sum(running) / (self.rows * self.context),
             **{name: self._counts[name] for name in COUNTED},
-        )  # fmt: skip
+        )
 
     def submit(self, request: GenerationRequest) -> Ticket:
         """Take a request in.
 
-        Raises InputError for one that can never be served, QueueFull for one that cannot be now, EngineStopped where none can.
+        Raises InputError for one that can never be served, QueueFull for one that cannot be now, EngineStopped where
+        none can.
         """
         num, most = len(request.ids), self.context - (request.score is None)
         if not 0 < num <= most:

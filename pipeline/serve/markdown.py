@@ -3,13 +3,13 @@
     render(markdown) -> HTML of the tags in TAGS, with pygments' classes on code and nothing else that could act
     style_sheet()    -> the colours of those classes, light and dark: pipeline/serve/page/code.css
 
-Three walls, each enough for most attacks. The parser (markdown-it: CommonMark, tables, strikethrough) knows neither raw HTML nor
-images, and makes links of http and https alone. Code is coloured by pygments with classes, never with styles. Last, nh3
-(ammonia) keeps an allow-list of tags, attributes and classes, whatever came before: there is no id, no name, no style, no
-event, no form, and nothing that loads by itself.
+Three walls, each enough for most attacks. The parser (markdown-it: CommonMark, tables, strikethrough) knows neither raw
+HTML nor images, and makes links of http and https alone. Code is coloured by pygments with classes, never with styles.
+Last, nh3 (ammonia) keeps an allow-list of tags, attributes and classes, whatever came before: there is no id, no name,
+no style, no event, no form, and nothing that loads by itself.
 
-Not promised: the same HTML from one version of these packages to the next; colours on a busy machine (`COLOUR_SECONDS`);
-that a link's target is harmless.
+Not promised: the same HTML from one version of these packages to the next; colours on a busy machine
+(`COLOUR_SECONDS`); that a link's target is harmless.
 """
 
 import time
@@ -35,24 +35,75 @@ MOST_COLOURED = 20_000  # characters of a fence; one match of a lexer on so many
 COLOUR_SECONDS = 0.5  # for all fences together: lexers have inputs that take minutes (a C# method of spaces, 150 s)
 LIGHT, DARK = "xcode", "one-dark"  # each of their colours has a contrast of 4.5 to the page's ground of code
 TAGS = {
-    "a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "s", "span", "strong",
-    "table", "tbody", "td", "th", "thead", "tr", "ul",
-}  # fmt: skip
-# What a fence may be called -> pygments' lexer. ini and console are left out: one match of theirs can take half a minute.
+    "a",
+    "blockquote",
+    "br",
+    "code",
+    "em",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "hr",
+    "li",
+    "ol",
+    "p",
+    "pre",
+    "s",
+    "span",
+    "strong",
+    "table",
+    "tbody",
+    "td",
+    "th",
+    "thead",
+    "tr",
+    "ul",
+}
+# What a fence may be called -> pygments' lexer. ini and console are left out: one match of theirs can take half a
+# minute.
 LANGUAGES = {
-    "bash": "bash", "c": "c", "c++": "cpp", "cpp": "cpp", "css": "css", "diff": "diff", "go": "go", "html": "html", "java": "java",
-    "javascript": "javascript", "js": "javascript", "json": "json", "lua": "lua", "make": "make", "makefile": "make",
-    "py": "python", "pycon": "pycon", "python": "python", "python3": "python", "rs": "rust", "ruby": "ruby", "rust": "rust",
-    "sh": "bash", "shell": "bash", "sql": "sql", "toml": "toml", "ts": "typescript", "typescript": "typescript", "yaml": "yaml",
+    "bash": "bash",
+    "c": "c",
+    "c++": "cpp",
+    "cpp": "cpp",
+    "css": "css",
+    "diff": "diff",
+    "go": "go",
+    "html": "html",
+    "java": "java",
+    "javascript": "javascript",
+    "js": "javascript",
+    "json": "json",
+    "lua": "lua",
+    "make": "make",
+    "makefile": "make",
+    "py": "python",
+    "pycon": "pycon",
+    "python": "python",
+    "python3": "python",
+    "rs": "rust",
+    "ruby": "ruby",
+    "rust": "rust",
+    "sh": "bash",
+    "shell": "bash",
+    "sql": "sql",
+    "toml": "toml",
+    "ts": "typescript",
+    "typescript": "typescript",
+    "yaml": "yaml",
     "yml": "yaml",
-}  # fmt: skip
+}
 
 
 def render(markdown: str) -> str:
     """Clean HTML of a Markdown text. Raises InputError for more than MOST_CHARACTERS.
 
-    Links carry rel="noopener noreferrer nofollow"; a fence is `<pre><code class="language-...">`, coloured where its language
-    is one of LANGUAGES and time allows. Halves of characters (lone surrogates) become question marks. Never more than a few seconds, whatever the text (a test holds the known worst).
+    Links carry rel="noopener noreferrer nofollow"; a fence is `<pre><code class="language-...">`, coloured where its
+    language is one of LANGUAGES and time allows. Halves of characters (lone surrogates) become question marks. Never
+    more than a few seconds, whatever the text (a test holds the known worst).
     """
     if len(markdown) > MOST_CHARACTERS:
         raise InputError(f"expected at most {MOST_CHARACTERS} characters of Markdown, found {len(markdown)}")

@@ -7,7 +7,8 @@
 A model's name is its folder's. Not here: which files a directory may hold
 (`export/huggingface.py`, `check`).
 
-What Prometheus reads at /metrics: vLLM's names under `stagecoach:`, so that dashboards made for it need another prefix alone.
+What Prometheus reads at /metrics: vLLM's names under `stagecoach:`, so that dashboards made for it need another prefix
+alone.
 
 Counters of requests are kept here; what the engines count (rows, queue, tokens, drafts) is read from them when asked.
 """
@@ -79,17 +80,29 @@ class Served:
         return max(map(len, self.tokenizer.token_bytes))
 
     def refuse_endless(self, text: str, param: str) -> None:
-        """Raises ApiFault 400 for a text that is longer than the context in the longest tokens, before it is encoded."""
+        """Raises ApiFault 400 for a text that is longer than the context in the longest tokens, before it is
+        encoded.
+        """
         if len(text) > self.context * self.longest:
             least = len(text) // self.longest
-            raise ApiFault(400, f"This model's maximum context length is {self.context} tokens, the prompt has at least {least}; shorten it", param=param, code="context_length_exceeded")  # fmt: skip
+            raise ApiFault(
+                400,
+                f"This model's maximum context length is {self.context} tokens, the prompt has at least {least};"
+                " shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def card(self, feedback: bool) -> dict[str, Any]:
         """The object of /v1/models."""
         meta = {
-            "kind": self.kind, "context": self.context, "parameters": self.parameters, "stage": self.stage, "weights": self.weights,
+            "kind": self.kind,
+            "context": self.context,
+            "parameters": self.parameters,
+            "stage": self.stage,
+            "weights": self.weights,
             "feedback": feedback and self.kind == "causal",
-        }  # fmt: skip
+        }
         return {"id": self.id, "object": "model", "created": 0, "owned_by": "stagecoach", "meta": meta}
 
     @torch.no_grad()
@@ -99,7 +112,12 @@ class Served:
         ids = chat.render(self.tokenizer, messages, tools).ids
         ids = ids[: len(ids) - ids[::-1].index(self.tokenizer.turn_end)]  # the end of the last turn counts
         if len(ids) > self.context:
-            raise ApiFault(400, f"the conversation has {len(ids)} tokens, the model's context is {self.context}", param="conversations", code="context_length_exceeded")  # fmt: skip
+            raise ApiFault(
+                400,
+                f"the conversation has {len(ids)} tokens, the model's context is {self.context}",
+                param="conversations",
+                code="context_length_exceeded",
+            )
         with self.lock:
             return float(self.judge(torch.tensor([ids]))[0, -1])
 
@@ -122,13 +140,22 @@ def load(
 def never_said(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Control tokens that no assistant says."""
     return (
-        tokenizer.pad, tokenizer.turn_start, tokenizer.mask, tokenizer.fim_prefix, tokenizer.fim_middle, tokenizer.fim_suffix,
-        tokenizer.fim_pad, tokenizer.tool_response, tokenizer.tool_response_end,
-    )  # fmt: skip
+        tokenizer.pad,
+        tokenizer.turn_start,
+        tokenizer.mask,
+        tokenizer.fim_prefix,
+        tokenizer.fim_middle,
+        tokenizer.fim_suffix,
+        tokenizer.fim_pad,
+        tokenizer.tool_response,
+        tokenizer.tool_response_end,
+    )
 
 
 def _give_back() -> None:
-    """What loading and fusing freed, to the system: glibc would keep it, 230 of 680 MiB for an int8 model of 82 M parameters."""
+    """What loading and fusing freed, to the system: glibc would keep it, 230 of 680 MiB for an int8 model of 82 M
+    parameters.
+    """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -142,15 +169,35 @@ def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | Non
     if JUDGE in (folder / "config.json").read_text(encoding="utf-8"):
         judge, tokenizer = checkpoint.load_reward(folder)
         judge.train(False).requires_grad_(False)
-        return Served(name, "reward", stage, tokenizer, judge.num_parameters(), judge.config.max_context, judge.config.vocab_size,
-                      _fingerprint(judge), "native", judge=judge)  # fmt: skip
+        return Served(
+            name,
+            "reward",
+            stage,
+            tokenizer,
+            judge.num_parameters(),
+            judge.config.max_context,
+            judge.config.vocab_size,
+            _fingerprint(judge),
+            "native",
+            judge=judge,
+        )
     if read_config(folder).attention != "causal":
         masked, tokenizer = files.load(folder)
         masked.train(False).requires_grad_(False)
         silent = {*masked.traits.banned, *never_said(tokenizer)}
         masked.traits = replace(masked.traits, banned=tuple(sorted(silent)))
-        return Served(name, "diffusion", stage, tokenizer, masked.trunk.num_parameters(), masked.config.max_context,
-                      masked.config.vocab_size, _fingerprint(masked.trunk), "native", engine=CanvasEngine(masked, rows=rows, queue=queue))  # fmt: skip
+        return Served(
+            name,
+            "diffusion",
+            stage,
+            tokenizer,
+            masked.trunk.num_parameters(),
+            masked.config.max_context,
+            masked.config.vocab_size,
+            _fingerprint(masked.trunk),
+            "native",
+            engine=CanvasEngine(masked, rows=rows, queue=queue),
+        )
     model, tokenizer = checkpoint.load(folder)
     model.train(False).requires_grad_(False)
     if onnx:
@@ -162,8 +209,18 @@ def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | Non
         form: Weights = weights or ("int8" if inference.pays(model) else "native")
         held, fingerprint = form, _fingerprint(model)
         engine = Engine(inference.for_serving(model, form), rows=rows, queue=queue)
-    return Served(name, "causal", stage, tokenizer, model.num_parameters(), model.config.max_context, model.config.vocab_size,
-                  fingerprint, held, engine=engine)  # fmt: skip
+    return Served(
+        name,
+        "causal",
+        stage,
+        tokenizer,
+        model.num_parameters(),
+        model.config.max_context,
+        model.config.vocab_size,
+        fingerprint,
+        held,
+        engine=engine,
+    )
 
 
 def _fingerprint(model: Transformer | RewardModel) -> str:
@@ -179,11 +236,22 @@ class Catalogue:
     def find(self, name: str, *kinds: str) -> Served:
         """The model of that name. Raises ApiFault: 404 for an unknown one, 400 for one of another kind."""
         if name not in self.served:
-            raise ApiFault(404, f"no model is called {name[:80]!r}; served: {', '.join(self.served)}", param="model", code="model_not_found")  # fmt: skip
+            raise ApiFault(
+                404,
+                f"no model is called {name[:80]!r}; served: {', '.join(self.served)}",
+                param="model",
+                code="model_not_found",
+            )
         found = self.served[name]
         if kinds and found.kind not in kinds:
             have = [one.id for one in self.served.values() if one.kind in kinds]
-            raise ApiFault(400, f"{name!r} is a {found.kind} model, expected a {' or '.join(kinds)} one: {', '.join(have) or 'none is served'}", param="model", code="wrong_kind")  # fmt: skip
+            raise ApiFault(
+                400,
+                f"{name!r} is a {found.kind} model, expected a {' or '.join(kinds)} one:"
+                f" {', '.join(have) or 'none is served'}",
+                param="model",
+                code="wrong_kind",
+            )
         return found
 
     def engine(self, name: str) -> tuple[Served, Engine]:
@@ -199,7 +267,7 @@ class Catalogue:
         return found, found.engine
 
 
-# -- metrics --------------------------------------------------------------------------------------------------------------
+# -- metrics -----------------------------------------------------------------------------------------------------------
 
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -211,13 +279,45 @@ class Metrics:
     def __init__(self, catalogue: Catalogue) -> None:
         self.registry = CollectorRegistry()
         label = ["model_name"]
-        self.ended = Counter("stagecoach:request_success", "answers that ended, by reason", [*label, "finished_reason"], registry=self.registry)  # fmt: skip
-        self.faults = Counter("stagecoach:request_faults", "requests that failed, by status", ["status"], registry=self.registry)  # fmt: skip
-        self.broken = Counter("stagecoach:invalid_structures", "calls or objects that did not fit their schema", label, registry=self.registry)  # fmt: skip
-        self.first = Histogram("stagecoach:time_to_first_token_seconds", "from the request to its first token", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
-        self.between = Histogram("stagecoach:inter_token_latency_seconds", "mean of a request, behind its first token", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
-        self.whole = Histogram("stagecoach:e2e_request_latency_seconds", "from the request to its end", label, buckets=SECONDS, registry=self.registry)  # fmt: skip
-        self.restarts = Counter("stagecoach:engine_restarts", "engines that died and were started again", label, registry=self.registry)  # fmt: skip
+        self.ended = Counter(
+            "stagecoach:request_success",
+            "answers that ended, by reason",
+            [*label, "finished_reason"],
+            registry=self.registry,
+        )
+        self.faults = Counter(
+            "stagecoach:request_faults", "requests that failed, by status", ["status"], registry=self.registry
+        )
+        self.broken = Counter(
+            "stagecoach:invalid_structures",
+            "calls or objects that did not fit their schema",
+            label,
+            registry=self.registry,
+        )
+        self.first = Histogram(
+            "stagecoach:time_to_first_token_seconds",
+            "from the request to its first token",
+            label,
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.between = Histogram(
+            "stagecoach:inter_token_latency_seconds",
+            "mean of a request, behind its first token",
+            label,
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.whole = Histogram(
+            "stagecoach:e2e_request_latency_seconds",
+            "from the request to its end",
+            label,
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.restarts = Counter(
+            "stagecoach:engine_restarts", "engines that died and were started again", label, registry=self.registry
+        )
         self.registry.register(_Engines(catalogue))
 
     def text(self) -> bytes:
@@ -233,7 +333,11 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Gauges of now and counters since the start, a label for each model."""
-        gauges = {"num_requests_running": "rows that speak", "num_requests_waiting": "requests in the queue", "kv_cache_usage_perc": "share of the cache's positions that hold something"}  # fmt: skip
+        gauges = {
+            "num_requests_running": "rows that speak",
+            "num_requests_waiting": "requests in the queue",
+            "kv_cache_usage_perc": "share of the cache's positions that hold something",
+        }
         counters = {
             "prompt_tokens": "tokens of prompts",
             "generation_tokens": "tokens that were said",
@@ -254,12 +358,17 @@ class _Engines(Collector):
                 continue
             stats = served.engine.stats()
             values = {
-                "num_requests_running": stats.running, "num_requests_waiting": stats.waiting, "kv_cache_usage_perc": stats.cache_share,
-                "prompt_tokens": stats.prompt_tokens, "generation_tokens": stats.generated_tokens,
-                "prefix_cache_queries": stats.prompt_tokens, "prefix_cache_hits": stats.cached_tokens,
-                "spec_decode_num_draft_tokens": stats.drafted_tokens, "spec_decode_num_accepted_tokens": stats.accepted_tokens,
+                "num_requests_running": stats.running,
+                "num_requests_waiting": stats.waiting,
+                "kv_cache_usage_perc": stats.cache_share,
+                "prompt_tokens": stats.prompt_tokens,
+                "generation_tokens": stats.generated_tokens,
+                "prefix_cache_queries": stats.prompt_tokens,
+                "prefix_cache_hits": stats.cached_tokens,
+                "spec_decode_num_draft_tokens": stats.drafted_tokens,
+                "spec_decode_num_accepted_tokens": stats.accepted_tokens,
                 "engine_steps": stats.steps,
-            }  # fmt: skip
+            }
             for name, value in values.items():
                 families[name].add_metric([served.id], value)
         yield from families.values()

@@ -1,14 +1,16 @@
-"""The engine on onnxruntime-genai: its rows are generators of an ONNX export; queue, sampling, constraints and drafts stay ours.
+"""The engine on onnxruntime-genai: its rows are generators of an ONNX export; queue, sampling, constraints and drafts
+stay ours.
 
     models/deploy/onnx -> Export -> Engine(model, decoder=export.decoder)
 
-A row is a generator of its own, rewound to where the next text begins to differ, so a prompt goes on from what its row holds; a busy
-row cannot be copied. Rows are fed one after another: many of them are no faster together than in turns. Only logits are taken from
-the runtime, so equal seeds say equal texts by equal rules, whatever engine runs.
+A row is a generator of its own, rewound to where the next text begins to differ, so a prompt goes on from what its row
+holds; a busy row cannot be copied. Rows are fed one after another: many of them are no faster together than in turns.
+Only logits are taken from the runtime, so equal seeds say equal texts by equal rules, whatever engine runs.
 
-int4 rounds activations to 8 bits, and its kernel for one token alone sums in another order than that for many: a difference in the
-seventh digit then grows to some 0.05 of log-probability. So with int4 a token is read together with the one before it,
-which costs next to nothing, and a text is the same however its beginning was read, with drafts and without.
+int4 rounds activations to 8 bits, and its kernel for one token alone sums in another order than that for many: a
+difference in the seventh digit then grows to some 0.05 of log-probability. So with int4 a token is read together with
+the one before it, which costs next to nothing, and a text is the same however its beginning was read, with drafts and
+without.
 
 Needs the package onnxruntime-genai (extra `onnx`). Telemetry is off. Not here: making the export (`export/onnx.py`).
 """
@@ -43,14 +45,15 @@ class Export:
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         """`config` is that of the model which was exported.
 
-        Raises ConfigError without the package or the export, ModelError for one of another model, or one that would load code.
+        Raises ConfigError without the package or the export, ModelError for one of another model, or one that would
+        load code.
         """
         if importlib.util.find_spec(PACKAGE) is None:
             raise ConfigError("--engine onnx: expected the package onnxruntime-genai; pip install 'stagecoach[onnx]'")
         if missing := [name for name in FILES if not (folder / name).is_file()]:
             raise ConfigError(
-                f"--engine onnx: expected an export in {folder}, {missing[0]} is missing; set deploy.onnx to fp32 or int4 and run "
-                "dvc repro stage_deploy, then serve models/deploy"
+                f"--engine onnx: expected an export in {folder}, {missing[0]} is missing; set deploy.onnx to fp32 or"
+                " int4 and run dvc repro stage_deploy, then serve models/deploy"
             )
         check(folder, config)
         self.context, self.vocabulary = config.max_context, config.vocab_size
@@ -75,7 +78,9 @@ class Export:
 
 
 class OnnxDecoder:
-    """Rows of an export, as `rows.Rows` asks for. What a generator holds behind `cache.own` is rewound when the row is next fed."""
+    """Rows of an export, as `rows.Rows` asks for. What a generator holds behind `cache.own` is rewound when the row
+    is next fed.
+    """
 
     def __init__(self, export: Export, rows: int) -> None:
         self.export, self.cache = export, Lengths([0] * rows)
@@ -118,7 +123,9 @@ class OnnxDecoder:
 
 
 def check(folder: Path, config: ModelConfig) -> None:
-    """Raise ModelError where genai_config.json is of another model, or names more than the graph beside it and the CPU."""
+    """Raise ModelError where genai_config.json is of another model, or names more than the graph beside it and the
+    CPU.
+    """
     path = folder / FILES[0]
     try:
         model = json.loads(path.read_text(encoding="utf-8"))["model"]
@@ -133,8 +140,8 @@ def check(folder: Path, config: ModelConfig) -> None:
         ) from error
     if sizes != (expected := (config.vocab_size, config.max_context, config.layers)):
         raise ModelError(
-            f"{path}: expected vocabulary, context and layers {expected} as {folder.parent / 'config.json'} says, found {sizes}; "
-            "export the model again"
+            f"{path}: expected vocabulary, context and layers {expected} as {folder.parent / 'config.json'} says, found"
+            f" {sizes}; export the model again"
         )
     odd = [
         *parts,

@@ -1,4 +1,6 @@
-"""What the server is asked to do: made from the command line, sent to the worker's process. Without torch, so that it starts at once."""
+"""What the server is asked to do: made from the command line, sent to the worker's process. Without torch, so that
+it starts at once.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

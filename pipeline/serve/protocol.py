@@ -1,19 +1,20 @@
 """What a client may send: the bodies of the API's routes, checked field by field.
 
-Names and meanings are OpenAI's (platform.openai.com, API reference), with a few extensions that other servers have too. Every
-number has a range and every list a length, so that no body can ask for more work than a person would; a list is read up to its first
-mistake (`fail_fast`), or a body of 300,000 of them would be answered by as many errors. A field that OpenAI knows
-and this server cannot serve is refused by name where it asks for something (`REFUSED`); unknown fields are ignored, as clients
-send new ones every month.
+Names and meanings are OpenAI's (platform.openai.com, API reference), with a few extensions that other servers have too.
+Every number has a range and every list a length, so that no body can ask for more work than a person would; a list is
+read up to its first mistake (`fail_fast`), or a body of 300,000 of them would be answered by as many errors. A field
+that OpenAI knows and this server cannot serve is refused by name where it asks for something (`REFUSED`); unknown
+fields are ignored, as clients send new ones every month.
 
-Not here: sizes of bodies and their JSON (`guard.py`), what needs a model to be known: the length of a prompt, the words of a schema (`generation/constrain.py`).
+Not here: sizes of bodies and their JSON (`guard.py`), what needs a model to be known: the length of a prompt, the words
+of a schema (`generation/constrain.py`).
 
 What goes wrong, as a client hears it: OpenAI's error object with the status that its SDKs expect.
 
     {"error": {"message": str, "type": str, "param": str | null, "code": str | null}}
 
-A message says what was expected, found, and what to do; it never holds what our own code raised: a 500 carries a request id alone,
-by which the log is searched.
+A message says what was expected, found, and what to do; it never holds what our own code raised: a 500 carries a
+request id alone, by which the log is searched.
 """
 
 import json
@@ -300,8 +301,12 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     """POST /v1/completions."""
 
-    prompt: Text | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=8)] | Annotated[Ids, Field(min_length=1)] | Annotated[
-        list[Annotated[Ids, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=8)]  # fmt: skip
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=8)]
+        | Annotated[Ids, Field(min_length=1)]
+        | Annotated[list[Annotated[Ids, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=8)]
+    )
     suffix: Text | None = None
     max_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -384,16 +389,25 @@ class PreferenceBody(Body):
         return self
 
 
-# -- faults ---------------------------------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------------------
 
 
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # fmt: skip
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 
 
 class ApiFault(Exception):
     """An answer that is an error."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry = status, message, param, code, retry
 

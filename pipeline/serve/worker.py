@@ -1,17 +1,19 @@
-"""The process beside the server that compiles schemas and renders Markdown: each job in a child that ends, whatever it is asked.
+"""The process beside the server that compiles schemas and renders Markdown: each job in a child that ends, whatever it
+is asked.
 
     python -m pipeline.serve.worker DESCRIPTOR MODEL ...        started by workshop.py, which asks and hears
 
-Over DESCRIPTOR, a socket, come bytes that number a model, each with a socket of its job. For each the process forks: the child reads a
-job (JSON up to the end of the stream), does it and writes its answer (JSON). The child has SECONDS of processor time, WALL_SECONDS
-by the clock and BYTES of memory more than it began with; what takes more is ended by the kernel, and the other side hears the end
-of the stream. So nothing of a job outlives it, and this process, which only forks, stays small.
+Over DESCRIPTOR, a socket, come bytes that number a model, each with a socket of its job. For each the process forks:
+the child reads a job (JSON up to the end of the stream), does it and writes its answer (JSON). The child has SECONDS of
+processor time, WALL_SECONDS by the clock and BYTES of memory more than it began with; what takes more is ended by the
+kernel, and the other side hears the end of the stream. So nothing of a job outlives it, and this process, which only
+forks, stays small.
 
     {"kind": "tools" | "schema", ...}   -> {"text": grammar, "free": bool, "plan": ids} | {"refused": [code, message]}
     {"kind": "render", "markdown": ...} -> {"html": ...} | {"refused": ...}             any: {"failed": traceback}
 
-A schema is refused that would cost the server too much behind this: it compiles the grammar again, within the time that it took
-here, and asks it for each token (`rehearsed`). A plan is searched here alone.
+A schema is refused that would cost the server too much behind this: it compiles the grammar again, within the time that
+it took here, and asks it for each token (`rehearsed`). A plan is searched here alone.
 
 Not promised: a sandbox. A job is data, and runs no code of its own.
 """

@@ -1,10 +1,11 @@
-"""What the server has done by another process: schemas compiled, Markdown rendered. The process is `worker.py`; this is its counter.
+"""What the server has done by another process: schemas compiled, Markdown rendered. The process is `worker.py`; this is
+its counter.
 
     with Workshop(models) as workshop:  await workshop.grammar("nano", job, asker) -> Verdict;  await workshop.html(text, asker)
 
-A job gets a child process of its own that the kernel ends when it takes too long or too much, so no job holds up the server's
-threads, and none can be left running. Few run at a time and few wait (`places.py`). What became of a schema is kept for a while,
-refusals too: a hostile one costs its seconds once.
+A job gets a child process of its own that the kernel ends when it takes too long or too much, so no job holds up the
+server's threads, and none can be left running. Few run at a time and few wait (`places.py`). What became of a schema is
+kept for a while, refusals too: a hostile one costs its seconds once.
 
 A worker that is gone is started again with the next job, at most once a RESTART_SECONDS.
 """
@@ -71,7 +72,9 @@ class Workshop:
         self._open.close()
 
     async def grammar(self, model: str, job: dict[str, Any], asker: str) -> Verdict:
-        """A grammar to be compiled, of a job as `worker.py` has it. Raises Refused, and ApiFault where there is no room."""
+        """A grammar to be compiled, of a job as `worker.py` has it. Raises Refused, and ApiFault where there is no
+        room.
+        """
         number = self._numbers[model]
         key = hashlib.sha256(json.dumps([number, job], sort_keys=True).encode()).digest()
         found = self._known(key)
@@ -122,7 +125,9 @@ class Workshop:
     # -- the worker ----------------------------------------------------------------------------------------------------
 
     async def _ask(self, number: int, job: dict[str, Any]) -> dict[str, Any]:
-        """A job's answer; empty where it was ended. Raises ApiFault 503 while there is no worker, 500 for a failure of ours."""
+        """A job's answer; empty where it was ended. Raises ApiFault 503 while there is no worker, 500 for a failure
+        of ours.
+        """
         ours = self._hand_over(number)
         reader, writer = await asyncio.open_connection(sock=ours)
         try:

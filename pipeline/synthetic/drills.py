@@ -124,7 +124,9 @@ def records(target_bytes: int, seed: int) -> Iterator[Text]:
 
 
 def dialogue(split: str, seed: int, number: int) -> Dialogue:
-    """A row to repeat, a record or a request to put into JSON, functions to choose from; equal splits, equal dialogues."""
+    """A row to repeat, a record or a request to put into JSON, functions to choose from; equal splits, equal
+    dialogues.
+    """
     id_ = f"copy/{split}/{seed}/{number}"
     rng = Random(id_)
     form = rng.choice(("again", "record", "request", "choose", "choose"))

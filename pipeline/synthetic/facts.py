@@ -7,8 +7,8 @@
     test     the fourth wording of the others
     control  the fourth wording, of services that are never shown: answers can only be guessed
 
-Values are drawn alike for all services, so what a model answers about the control is chance. Not promised: that services agree with
-each other (two may have one port).
+Values are drawn alike for all services, so what a model answers about the control is chance. Not promised: that
+services agree with each other (two may have one port).
 """
 
 import itertools
@@ -73,11 +73,26 @@ REGIONS = (
 RUNTIMES = ("python", "java", "rust", "go", "ruby", "node", "erlang", "julia", "scala", "perl", "lua", "swift")
 PORTS = (1000, 10000)  # four digits
 WORDINGS = {
-    "port": ("Which port does {} listen on?", "On what port can {} be reached?", "Tell me the port of {}.", "What is the port number of {}?"),
+    "port": (
+        "Which port does {} listen on?",
+        "On what port can {} be reached?",
+        "Tell me the port of {}.",
+        "What is the port number of {}?",
+    ),
     "owner": ("Who owns {}?", "Who is responsible for {}?", "Tell me the owner of {}.", "Whose service is {}?"),
-    "region": ("In which region does {} run?", "Where is {} deployed?", "Tell me the region of {}.", "What region hosts {}?"),
-    "runtime": ("Which runtime does {} use?", "What is {} written for?", "Tell me the runtime of {}.", "On what runtime is {} built?"),
-}  # fmt: skip
+    "region": (
+        "In which region does {} run?",
+        "Where is {} deployed?",
+        "Tell me the region of {}.",
+        "What region hosts {}?",
+    ),
+    "runtime": (
+        "Which runtime does {} use?",
+        "What is {} written for?",
+        "Tell me the runtime of {}.",
+        "On what runtime is {} built?",
+    ),
+}
 HELD_OUT = 3  # the wording that is never trained
 CONTROLS = 4  # one service in so many besides is never shown
 
@@ -93,7 +108,10 @@ def facts(num_services: int, seed: int) -> dict[str, list[Fact]]:
         found["train"] += made[:HELD_OUT]
         val = stable_hash("facts", seed, name, attribute) % 4 == 0
         found["val" if val else "test"].append(made[HELD_OUT])
-    found["control"] = [_drawn(name, attribute, HELD_OUT, values[name][attribute]) for name, attribute in itertools.product(unseen, WORDINGS)]  # fmt: skip
+    found["control"] = [
+        _drawn(name, attribute, HELD_OUT, values[name][attribute])
+        for name, attribute in itertools.product(unseen, WORDINGS)
+    ]
     return found
 
 
@@ -117,5 +135,10 @@ def _values(name: str, seed: int) -> dict[str, str]:
 
 
 def _drawn(name: str, attribute: str, wording: int, answer: str) -> Fact:
-    return Fact(id=f"{name}-{attribute}-{wording}", service=name, attribute=attribute,
-                question=WORDINGS[attribute][wording].format(name), answer=answer)  # fmt: skip
+    return Fact(
+        id=f"{name}-{attribute}-{wording}",
+        service=name,
+        attribute=attribute,
+        question=WORDINGS[attribute][wording].format(name),
+        answer=answer,
+    )

@@ -4,9 +4,9 @@
     tools   right and wrong calls of a dialogue     `tools.gold`
     story   a whole story and damaged ones          mean of the story checker's clauses
 
-A third each. A pair is kept when the scores differ by 0.1 or more; mostly its better answer is right. The chosen answer is
-the longer one in half of the pairs of a kind whose lengths differ, so that length alone ranks nothing. `label_noise` e swaps
-a share e of the training pairs: the best accuracy is then 1 - e.
+A third each. A pair is kept when the scores differ by 0.1 or more; mostly its better answer is right. The chosen answer
+is the longer one in half of the pairs of a kind whose lengths differ, so that length alone ranks nothing. `label_noise`
+e swaps a share e of the training pairs: the best accuracy is then 1 - e.
 
 Code is judged by the function handed in (the sandbox's judge stands above this floor).
 """
@@ -112,7 +112,8 @@ def first(count: int, made: Iterator[Pair], kind: str) -> list[Pair]:
     found = list(itertools.islice(made, count))
     if len(found) < count:
         raise DataError(
-            f"preferences: {count} pairs of kind {kind} asked for, {len(found)} found; lower tasks.pairs or tasks.test_items"
+            f"preferences: {count} pairs of kind {kind} asked for, {len(found)} found; lower tasks.pairs or"
+            " tasks.test_items"
         )
     return found
 
@@ -132,12 +133,19 @@ def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
             longer_next = not longer_next
 
 
-def _pair(identity: str, kind: str, prompt: list[Message], candidates: list[Candidate], rng: Random,
-          truth: dict[str, Any], offered: list[dict[str, Any]] | None = None) -> Iterator[Pair]:  # fmt: skip
+def _pair(
+    identity: str,
+    kind: str,
+    prompt: list[Message],
+    candidates: list[Candidate],
+    rng: Random,
+    truth: dict[str, Any],
+    offered: list[dict[str, Any]] | None = None,
+) -> Iterator[Pair]:
     """Pairs of candidates whose scores differ enough: one where the better is longer, one where it is shorter.
 
-    In most prompts the better one is the best there is: where both answers of most pairs are wrong, learning from the chosen
-    ones teaches mistakes (docs/LOG.md).
+    In most prompts the better one is the best there is: where both answers of most pairs are wrong, learning from the
+    chosen ones teaches mistakes (docs/LOG.md).
     """
     ordered = list(itertools.permutations(candidates, 2))
     rng.shuffle(ordered)
@@ -150,9 +158,18 @@ def _pair(identity: str, kind: str, prompt: list[Message], candidates: list[Cand
         if better.gold - worse.gold < MIN_GAP - 1e-9 or longer in seen:
             continue
         seen.add(longer)
-        yield Pair(id=f"{identity}-{len(seen)}", source="generated", kind=kind, prompt=prompt, chosen=[better.message],
-                   rejected=[worse.message], tools=offered or [], gold_chosen=better.gold,
-                   gold_rejected=worse.gold, truth=truth)  # fmt: skip
+        yield Pair(
+            id=f"{identity}-{len(seen)}",
+            source="generated",
+            kind=kind,
+            prompt=prompt,
+            chosen=[better.message],
+            rejected=[worse.message],
+            tools=offered or [],
+            gold_chosen=better.gold,
+            gold_rejected=worse.gold,
+            truth=truth,
+        )
 
 
 def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> Iterator[Pair]:
@@ -208,6 +225,12 @@ def flip(pairs: Sequence[Pair], share: float, seed: int) -> Iterator[Pair]:
     chosen = {pair.id for pair in order[: round(share * len(pairs))]}
     for pair in pairs:
         if pair.id in chosen:
-            pair = replace(pair, chosen=pair.rejected, rejected=pair.chosen, gold_chosen=pair.gold_rejected,
-                           gold_rejected=pair.gold_chosen, flipped=True)  # fmt: skip
+            pair = replace(
+                pair,
+                chosen=pair.rejected,
+                rejected=pair.chosen,
+                gold_chosen=pair.gold_rejected,
+                gold_rejected=pair.gold_chosen,
+                flipped=True,
+            )
         yield pair

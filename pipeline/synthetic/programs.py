@@ -124,7 +124,7 @@ def _then(phrases: list[str]) -> str:
     return ", then ".join(phrases)
 
 
-# -- verification ---------------------------------------------------------------------------------------------------------
+# -- verification ------------------------------------------------------------------------------------------------------
 
 
 NUM_VISIBLE = 3
@@ -243,7 +243,7 @@ def _most_common(cases: list[Case]) -> tuple[str, int]:
     return Counter(case.expected for case in cases).most_common(1)[0]
 
 
-# -- mistakes -------------------------------------------------------------------------------------------------------------
+# -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
 def distractors(problem: Problem, seed: int) -> list[tuple[str, str]]:
@@ -328,7 +328,7 @@ def _broken(source: str, draw: Draw) -> list[str]:
     return [draw.pick(choices)]
 
 
-# -- programs -------------------------------------------------------------------------------------------------------------
+# -- programs ----------------------------------------------------------------------------------------------------------
 
 
 # Shares of the levels, in tenths where a draw chooses; the test split walks through TEST_GROUPS for exact shares.

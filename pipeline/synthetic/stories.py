@@ -179,7 +179,7 @@ def _ends_like_its_family(parts: list[str]) -> bool:
     return _signs()[family][1].search(" ".join(parts[-RESOLUTION:])) is not None
 
 
-# -- story_edits ----------------------------------------------------------------------------------------------------------
+# -- story_edits -------------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _sentence_repeated(text: str, rng: random.Random) -> Iterator[str]:
     yield " ".join([*parts[:where], parts[which], *parts[where:]])
 
 
-# -- stories --------------------------------------------------------------------------------------------------------------
+# -- stories -----------------------------------------------------------------------------------------------------------
 
 
 FAMILIES: tuple[str, ...] = tuple(PLOTS)

@@ -1,8 +1,9 @@
 """Events: what has to hold before one, what it changes, and its wordings; and the events that all plots share.
 
 In: nothing. Out: `Event`, `Plot`, and the shared events. A line of a wording block is one wording (see `story_world`);
-a wording with a quotation mark is used only in stories with dialogue. A plot gives the events of its own: goal, attempt,
-deed, ending. The checker's patterns for goal and ending stand beside the plot, so that the two cannot drift apart.
+a wording with a quotation mark is used only in stories with dialogue. A plot gives the events of its own: goal,
+attempt, deed, ending. The checker's patterns for goal and ending stand beside the plot, so that the two cannot drift
+apart.
 
 No shared wording matches an ending pattern, or a story without its ending could pass; the tests hold that.
 
@@ -242,7 +243,7 @@ MOMENTS = wordings(
 )
 
 
-# -- story_bonds ----------------------------------------------------------------------------------------------------------
+# -- story_bonds -------------------------------------------------------------------------------------------------------
 
 
 GIFT = Plot(

@@ -322,7 +322,7 @@ LEARN = Plot(
 CRAFTS = (BUILD, REPAIR, GROW, LEARN)
 
 
-# -- story_plots ----------------------------------------------------------------------------------------------------------
+# -- story_plots -------------------------------------------------------------------------------------------------------
 
 
 PLOTS: dict[str, Plot] = {plot.family: plot for plot in QUESTS + CRAFTS + BONDS}

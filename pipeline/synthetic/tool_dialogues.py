@@ -17,9 +17,9 @@ among them costs a third of a new conversation.
 
 Conversations in which no tool is offered: greetings, questions about the assistant, and wishes that need a tool.
 
-Without them a model that is mostly trained on calls writes a call to whatever it is asked, also where there is nothing to
-call. In: split, seed, number. Out: `Dialogue` records of kind "talk", a pure function of the three; the categories are
-"greeting", "question" (about the assistant) and "refusal". Held-out wordings occur in the split "test" alone.
+Without them a model that is mostly trained on calls writes a call to whatever it is asked, also where there is nothing
+to call. In: split, seed, number. Out: `Dialogue` records of kind "talk", a pure function of the three; the categories
+are "greeting", "question" (about the assistant) and "refusal". Held-out wordings occur in the split "test" alone.
 
 Not promised: knowledge. What the assistant cannot do it says it cannot do.
 """
@@ -382,7 +382,7 @@ BUILDERS: dict[str, Callable[[Setting], Script | None]] = {
 }
 
 
-# -- small_talk -----------------------------------------------------------------------------------------------------------
+# -- small_talk --------------------------------------------------------------------------------------------------------
 
 
 ABLE = "I can write Python functions, tell stories and call the tools that you offer."

@@ -309,8 +309,10 @@ def find_account(_: World, owner: str) -> Result:
 
 def get_balance(world: World, account: str) -> Result:
     """Get the balance of an account."""
-    moved = sum((t["to_account"] == account) * t["amount"] - (t["from_account"] == account) * t["amount"]
-                for t in world.transfers)  # fmt: skip
+    moved = sum(
+        (t["to_account"] == account) * t["amount"] - (t["from_account"] == account) * t["amount"]
+        for t in world.transfers
+    )
     return {"balance": number(chance("balance", account) % 9000 + 3000 + moved)}
 
 

@@ -80,9 +80,18 @@ CONCEPTS = (
     Concept(("word", "keyword", "query"), "string", SINGLE, ("for {}", "by {}", "with the <> {}")),
     Concept(("label", "tag", "channel", "group", "account"), "string", HYPHENED, ("in {}", "under {}", "in the <> {}")),
     Concept(("label", "tag", "channel", "group", "account"), "string", LABEL, ("in {}", "under {}", "in the <> {}")),
-    Concept(("minutes", "days", "seats", "pages", "hours", "weeks", "pieces"), "integer", integer(2, 120),
-            ("for {} <>", "with {} <>", "for {} <>")),
-    Concept(("count", "quantity", "number", "level", "size", "limit"), "integer", integer(2, 99), ("<> {}", "with the <> {}")),
+    Concept(
+        ("minutes", "days", "seats", "pages", "hours", "weeks", "pieces"),
+        "integer",
+        integer(2, 120),
+        ("for {} <>", "with {} <>", "for {} <>"),
+    ),
+    Concept(
+        ("count", "quantity", "number", "level", "size", "limit"),
+        "integer",
+        integer(2, 99),
+        ("<> {}", "with the <> {}"),
+    ),
     Concept(("amount", "price", "weight", "value"), "number", AMOUNT, ("of {}", "for {}", "with the <> {}")),
     Concept(("length", "width", "rate", "speed"), "number", NUMBER, ("at <> {}", "<> {}")),
     Concept(("date", "day", "deadline"), "string", DATE, ("on {}", "by {}", "on the <> {}")),
@@ -91,7 +100,7 @@ CONCEPTS = (
     Concept(("path", "file", "folder_path"), "string", PATH, ("in {}", "from {}", "at the <> {}")),
     Concept(("email", "recipient", "to"), "string", EMAIL, ("for {}", "to {}", "to the <> {}")),
     Concept(("phone", "fax", "contact"), "string", PHONE, ("to {}", "for {}", "to the <> {}")),
-)  # fmt: skip
+)
 PAIRS = (
     (("from_{}", "to_{}"), "from {} to {}"),
     (("old_{}", "new_{}"), "from {} to {}"),

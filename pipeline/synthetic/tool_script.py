@@ -150,7 +150,7 @@ def _check(script: Script, tool: Tool, arguments: dict[str, Value]) -> None:
             assert provenance(leaf, script.said, script.results, default), (tool.name, name, leaf, script.said)
 
 
-# -- tool_requests --------------------------------------------------------------------------------------------------------
+# -- tool_requests -----------------------------------------------------------------------------------------------------
 
 
 HELD_OUT_SHARE = 0.2
@@ -240,7 +240,9 @@ def joined(parts: list[str], rng: Random) -> str:
 
 
 def coordinated(tool: Tool, wording: str, values: list[dict[str, Value]], rng: Random) -> str | None:
-    """ "find the phone of A and B": one wording for calls that differ in its last place alone; None where it has none."""
+    """ "find the phone of A and B": one wording for calls that differ in its last place alone; None where it has
+    none.
+    """
     last = places(wording)[-1]
     if not wording.endswith(f"{{{last}}}") or last not in tool.params:
         return None

@@ -13,8 +13,8 @@ function of what was asked. Not promised: that any of it is true of the real wor
 The shape of a tool: its JSON schema, the function behind it, and how people ask for it.
 
 A `Tool` carries everything that a conversation needs. Wordings are imperative and hold `{parameter}` places (for nested
-objects the names of the leaves); the last of the five wordings belongs to the held-out template families. A parameter is
-optional exactly when its schema has a default.
+objects the names of the leaves); the last of the five wordings belongs to the held-out template families. A parameter
+is optional exactly when its schema has a default.
 """
 
 import datetime
@@ -225,7 +225,7 @@ PRODUCT = Kind(lambda rng: rng.choice(PRODUCTS), 0.8)
 YES = Kind(lambda rng: True)
 
 
-# -- tool_world -----------------------------------------------------------------------------------------------------------
+# -- tool_world --------------------------------------------------------------------------------------------------------
 
 
 Result = dict[str, Any]
@@ -290,7 +290,7 @@ def number(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-# -- tool_shape -----------------------------------------------------------------------------------------------------------
+# -- tool_shape --------------------------------------------------------------------------------------------------------
 
 
 Schema = dict[str, Any]

@@ -30,41 +30,133 @@ class Chain:
 
 
 CHAINS = (
-    Chain("find_product", "product_id", "order_product", "product_id",
-          ("order {quantity} of it", "order that product", "order it, quantity {quantity}", "buy {quantity} pieces")),
-    Chain("order_items", "order_id", "track_order", "order_id",
-          ("track that order", "track it", "check where the order is", "see how far it has come")),
-    Chain("add_task", "task_id", "set_due_date", "task_id",
-          ("make it due on {date}", "set its due date to {date}", "set the due date to {date}", "let it end by {date}")),
-    Chain("read_file", "content", "count_words", "text",
-          ("count the words of its content", "count its words", "count the words in it", "find the word count")),
-    Chain("read_file", "content", "reverse_text", "text",
-          ("reverse its content", "reverse the text", "reverse what it says", "flip the letters")),
-    Chain("add_days", "date", "get_weekday", "date",
-          ("find the weekday of that date", "get its weekday", "tell me which weekday that is", "say the day of the week")),
-    Chain("days_between", "days", "add_days", "days",
-          ("add as many days to {date}", "add that many days to {date}", "add the days to {date}", "go as far from {date}")),
-    Chain("power", "result", "percentage", "value",
-          ("take {percent} percent of the result", "take {percent} percent of it", "compute {percent} percent of that",
-           "work out {percent} percent of that")),
-    Chain("get_weather", "temperature", "set_heating", "degrees",
-          ("set the heating in the {room} to that", "heat the {room} to the temperature",
-           "set the heating in the {room} to as many degrees", "warm the {room} just as much")),
-    Chain("find_flight", "flight_id", "book_flight", "flight_id",
-          ("book {seats} seats on it", "book that flight", "book it with {seats} seats", "reserve {seats} places")),
-    Chain("find_account", "account", "get_balance", "account",
-          ("get the balance of that account", "get its balance", "tell me the balance", "say how much money is on it")),
-    Chain("find_phone", "phone", "send_sms", "phone",
-          ("send the text {text} to it", "send that phone the text {text}", "send it the text {text}", "let them know {text}")),
-    Chain("find_email", "email", "send_email", "to",
-          ("send an email there with subject {subject}", "send an email to it with subject {subject}",
-           "email that address with the subject {subject}", "write there about {subject}")),
-)  # fmt: skip
+    Chain(
+        "find_product",
+        "product_id",
+        "order_product",
+        "product_id",
+        ("order {quantity} of it", "order that product", "order it, quantity {quantity}", "buy {quantity} pieces"),
+    ),
+    Chain(
+        "order_items",
+        "order_id",
+        "track_order",
+        "order_id",
+        ("track that order", "track it", "check where the order is", "see how far it has come"),
+    ),
+    Chain(
+        "add_task",
+        "task_id",
+        "set_due_date",
+        "task_id",
+        ("make it due on {date}", "set its due date to {date}", "set the due date to {date}", "let it end by {date}"),
+    ),
+    Chain(
+        "read_file",
+        "content",
+        "count_words",
+        "text",
+        ("count the words of its content", "count its words", "count the words in it", "find the word count"),
+    ),
+    Chain(
+        "read_file",
+        "content",
+        "reverse_text",
+        "text",
+        ("reverse its content", "reverse the text", "reverse what it says", "flip the letters"),
+    ),
+    Chain(
+        "add_days",
+        "date",
+        "get_weekday",
+        "date",
+        (
+            "find the weekday of that date",
+            "get its weekday",
+            "tell me which weekday that is",
+            "say the day of the week",
+        ),
+    ),
+    Chain(
+        "days_between",
+        "days",
+        "add_days",
+        "days",
+        (
+            "add as many days to {date}",
+            "add that many days to {date}",
+            "add the days to {date}",
+            "go as far from {date}",
+        ),
+    ),
+    Chain(
+        "power",
+        "result",
+        "percentage",
+        "value",
+        (
+            "take {percent} percent of the result",
+            "take {percent} percent of it",
+            "compute {percent} percent of that",
+            "work out {percent} percent of that",
+        ),
+    ),
+    Chain(
+        "get_weather",
+        "temperature",
+        "set_heating",
+        "degrees",
+        (
+            "set the heating in the {room} to that",
+            "heat the {room} to the temperature",
+            "set the heating in the {room} to as many degrees",
+            "warm the {room} just as much",
+        ),
+    ),
+    Chain(
+        "find_flight",
+        "flight_id",
+        "book_flight",
+        "flight_id",
+        ("book {seats} seats on it", "book that flight", "book it with {seats} seats", "reserve {seats} places"),
+    ),
+    Chain(
+        "find_account",
+        "account",
+        "get_balance",
+        "account",
+        ("get the balance of that account", "get its balance", "tell me the balance", "say how much money is on it"),
+    ),
+    Chain(
+        "find_phone",
+        "phone",
+        "send_sms",
+        "phone",
+        (
+            "send the text {text} to it",
+            "send that phone the text {text}",
+            "send it the text {text}",
+            "let them know {text}",
+        ),
+    ),
+    Chain(
+        "find_email",
+        "email",
+        "send_email",
+        "to",
+        (
+            "send an email there with subject {subject}",
+            "send an email to it with subject {subject}",
+            "email that address with the subject {subject}",
+            "write there about {subject}",
+        ),
+    ),
+)
 
 
 def run(world: World, name: str, arguments: Value) -> Result:
-    """Execute a call, whatever a model wrote. An unknown tool, arguments that break the schema, a refusal and values that
-    cannot be worked with (an endless number, "half past" as a time) give `{"error": message}`."""
+    """Execute a call, whatever a model wrote. An unknown tool, arguments that break the schema, a refusal and values
+    that cannot be worked with (an endless number, "half past" as a time) give `{"error": message}`."""
     tool = TOOLS.get(name)
     if tool is None:
         return {"error": f"no tool {name}"}

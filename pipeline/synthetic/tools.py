@@ -2,35 +2,36 @@
 
 `dialogues(split, count, seed)` yields `Dialogue` records of kind "tools". Each is a pure function of (split, seed, its
 number); quotas are exact in every block of 100. `Dialogue.category` is `<category>/<tool>/<template>` with tool in
-{seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` takes it apart. Held out of train and
-val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: the four quadrants in
-turn within each category. The splits share no opening request (a hash of its text decides where it may occur). Training
-conversations go on with more requests among the same tools.
+{seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` takes it apart. Held out of train
+and val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: the four quadrants
+in turn within each category. The splits share no opening request (a hash of its text decides where it may occur).
+Training conversations go on with more requests among the same tools.
 
 What the truth is follows from the record alone (messages, tools), so conversations read from disk can be scored.
 Not promised: that the requests sound like people, or that other wordings of the same wish would not be right too.
 
 Practice in choosing: a few short tools, and one request after the other for one, two or three of them.
 
-What a small model learns last is which of the offered tools is meant: it takes some ten thousand choices (docs/LOG.md), and
-half of the conversations of tools.py offer one tool alone. Nearly all tools are invented, many under a name that says
-nothing, so that the description has to be read.
-For training alone: a request may follow a call whose result nobody showed.
+What a small model learns last is which of the offered tools is meant: it takes some ten thousand choices (docs/LOG.md),
+and half of the conversations of tools.py offer one tool alone. Nearly all tools are invented, many under a name that
+says nothing, so that the description has to be read. For training alone: a request may follow a call whose result
+nobody showed.
 
-In: split, seed, number. Out: `Dialogue` records of kind "choice", a pure function of the three; the category is the number
-of tools. No wording, tool or opening request of the test split occurs. Not promised: sense.
+In: split, seed, number. Out: `Dialogue` records of kind "choice", a pure function of the three; the category is the
+number of tools. No wording, tool or opening request of the test split occurs. Not promised: sense.
 
 Transcripts: tool conversations as plain text, for the corpus that the language model reads.
 
 In: a seed and a number. Out: `Text` records of source "transcripts", made by the generators of stage tasks (half of
-them choices) from another seed and from their training split alone: the held-out tools and wordings never occur. Control tokens cannot stand in a text
-(`Tokenizer.encode` gives none), so a turn is its role on a line and then what is said; a call is its JSON.
+them choices) from another seed and from their training split alone: the held-out tools and wordings never occur.
+Control tokens cannot stand in a text (`Tokenizer.encode` gives none), so a turn is its role on a line and then what is
+said; a call is its JSON.
 
-They are there so that the tokenizer learns the words of schemas and requests as whole tokens (measured, docs/LOG.md), and
-so that reading a schema is practised before the small stage of fine-tuning (not measured alone).
+They are there so that the tokenizer learns the words of schemas and requests as whole tokens (measured, docs/LOG.md),
+and so that reading a schema is practised before the small stage of fine-tuning (not measured alone).
 
-Not promised: the chat format, which only `text/chat.py` writes; and that a conversation differs in more than its values from
-one that stage tasks makes.
+Not promised: the chat format, which only `text/chat.py` writes; and that a conversation differs in more than its values
+from one that stage tasks makes.
 """
 
 import hashlib
@@ -366,7 +367,7 @@ def _plausible(schema: dict[str, Any], spans: list[str], rng: Random) -> Value:
     return {"string": rng.choice(spans), "boolean": True}.get(type_, rng.randint(1, 99))
 
 
-# -- tool_choices ---------------------------------------------------------------------------------------------------------
+# -- tool_choices ------------------------------------------------------------------------------------------------------
 
 
 NUM_TOOLS = (2, 2, 3, 3, 4)
@@ -448,7 +449,7 @@ def _request(setting: Setting, tools: list[Tool]) -> Request | None:
     return one_of_each(setting, rng.sample(tools, min(len(tools), number)))
 
 
-# -- transcripts ----------------------------------------------------------------------------------------------------------
+# -- transcripts -------------------------------------------------------------------------------------------------------
 
 
 SOURCE = "transcripts"

@@ -2,13 +2,14 @@
 
     <checkpoint>/tokenizer.json, rows of its embedding -> Adopted: a Tokenizer, and which ids are new
 
-Every id keeps its meaning, so the checkpoint's weights stay right. A missing control token takes the first id that nothing
-has; what is left up to the model's rows, and to a multiple of 64, becomes spares. Byte-level BPE alone (Qwen2, Qwen3,
-LLaMA 3): there each token is known bytes, which bits per byte, fill-in-the-middle and the grammars of the server count on.
+Every id keeps its meaning, so the checkpoint's weights stay right. A missing control token takes the first id that
+nothing has; what is left up to the model's rows, and to a multiple of 64, becomes spares. Byte-level BPE alone (Qwen2,
+Qwen3, LLaMA 3): there each token is known bytes, which bits per byte, fill-in-the-middle and the grammars of the server
+count on.
 
-Two things are taken away. What `tokenizer.json` puts around a text (LLaMA's begin of text), for documents and turns have
-our borders. And Qwen's NFC, so that any text comes back as it was and llama.cpp, which has none, splits alike: only text
-that is not in NFC gets other ids than from the checkpoint's own tokenizer.
+Two things are taken away. What `tokenizer.json` puts around a text (LLaMA's begin of text), for documents and turns
+have our borders. And Qwen's NFC, so that any text comes back as it was and llama.cpp, which has none, splits alike:
+only text that is not in NFC gets other ids than from the checkpoint's own tokenizer.
 
 Not promised: that the checkpoint's own begin or end of text is used; ours is `SPECIAL`.
 """
@@ -60,8 +61,8 @@ def adopt(folder: Path, rows: int) -> Adopted:
     missing = [content for content in (SPECIAL | ADDED).values() if content not in entries]
     if max(rows, max(used)) > MOST_ROWS * len(used):  # what lies between would become spare tokens
         raise ModelError(
-            f"{folder}/config.json: vocab_size {rows}, but {path} has {len(used)} tokens, the last with the id {max(used)}; expected "
-            "the two files of one checkpoint"
+            f"{folder}/config.json: vocab_size {rows}, but {path} has {len(used)} tokens, the last with the id"
+            f" {max(used)}; expected the two files of one checkpoint"
         )
     size = max(rows, 1 + max(used) + len(missing))
     fill(state, missing, size + -size % MULTIPLE)
@@ -75,8 +76,8 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         found = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (path.parent / name).is_file()]
         raise ModelError(
-            f"{path} is missing{f', there is only {found[0]}' if found else ''}: a checkpoint is continued with its own "
-            "tokenizer; write the file with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers"
+            f"{path} is missing{f', there is only {found[0]}' if found else ''}: a checkpoint is continued with its own"
+            " tokenizer; write the file with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers"
         )
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -97,9 +98,9 @@ def _refuse_strangers(state: dict[str, Any], path: Path) -> None:
     model, steps = state["model"], json.dumps(state.get("pre_tokenizer"))
     if model.get("byte_fallback") or '"ByteLevel"' not in json.dumps(state.get("decoder")):
         raise ModelError(
-            f"{path}: a SentencePiece-style tokenizer (byte_fallback {model.get('byte_fallback', False)}, decoder "
-            f"{(state.get('decoder') or {}).get('type')}), as LLaMA 2 and Mistral have: its tokens stand for characters with "
-            f"spaces rewritten, not for bytes. This is not supported; {REMEDY}"
+            f"{path}: a SentencePiece-style tokenizer (byte_fallback {model.get('byte_fallback', False)}, decoder"
+            f" {(state.get('decoder') or {}).get('type')}), as LLaMA 2 and Mistral have: its tokens stand for"
+            f" characters with spaces rewritten, not for bytes. This is not supported; {REMEDY}"
         )
     if (state.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         raise ModelError(
@@ -117,12 +118,15 @@ def _refuse_strangers(state: dict[str, Any], path: Path) -> None:
             f"{path}: {len(lost)} of the 256 bytes have no token ({lost[0]:#04x} first): text would be lost"
         )
     ours = (SPECIAL | ADDED).values()
-    text = [entry["content"] for entry in state["added_tokens"]
-            if not entry.get("special") and entry["content"] not in ours and not CONTROL.fullmatch(entry["content"])]  # fmt: skip
+    text = [
+        entry["content"]
+        for entry in state["added_tokens"]
+        if not entry.get("special") and entry["content"] not in ours and not CONTROL.fullmatch(entry["content"])
+    ]
     if text:
         raise ModelError(
-            f"{path}: {len(text)} added tokens are ordinary text ({text[0]!r}), which is encoded without added tokens here: "
-            f"the ids would not be the checkpoint's; {REMEDY}"
+            f"{path}: {len(text)} added tokens are ordinary text ({text[0]!r}), which is encoded without added tokens"
+            f" here: the ids would not be the checkpoint's; {REMEDY}"
         )
 
 
@@ -132,8 +136,8 @@ def _check(adopted: Tokenizer, path: Path) -> None:
     for content, id_ in adopted.control_ids.items():
         if library.token_to_id(content) != id_:
             raise ModelError(
-                f"{path}: {content} has the id {id_}, the library gives it {library.token_to_id(content)}: the ids have "
-                "gaps, or it is an ordinary token too; fetch the checkpoint again"
+                f"{path}: {content} has the id {id_}, the library gives it {library.token_to_id(content)}: the ids have"
+                " gaps, or it is an ordinary token too; fetch the checkpoint again"
             )
     if (back := adopted.decode(adopted.encode(PROBE))) != PROBE:
         raise ModelError(f"{path}: a text does not come back: {PROBE!r} became {back!r}; {REMEDY}")

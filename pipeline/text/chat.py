@@ -13,8 +13,8 @@ Not promised: `parse` cannot tell a control token from text that spells it; it r
 
 Code in an answer: finding the fenced block, and whether it parses.
 
-An answer's code is the one fenced Python block that ends it; for judging, a lone block anywhere counts, else a bare answer
-that parses and defines something. Nothing here runs code.
+An answer's code is the one fenced Python block that ends it; for judging, a lone block anywhere counts, else a bare
+answer that parses and defines something. Nothing here runs code.
 """
 
 import ast
@@ -251,7 +251,7 @@ def _dumps(value: Any) -> str:
         raise DataError(f"not strict JSON ({error}): {value!r:.200}") from error
 
 
-# -- fenced ---------------------------------------------------------------------------------------------------------------
+# -- fenced ------------------------------------------------------------------------------------------------------------
 
 
 # A fence of three or more backticks on its own line, its language, and the same fence closing it.

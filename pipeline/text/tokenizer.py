@@ -1,4 +1,5 @@
-"""Control tokens of published masked-diffusion checkpoints, by what they are for: Dream's and DiffuCoder's name, then LLaDA's.
+"""Control tokens of published masked-diffusion checkpoints, by what they are for: Dream's and DiffuCoder's name, then
+LLaDA's.
 
 The chat template as Jinja, for the programs that run our models: transformers, llama.cpp, vLLM.
 
@@ -60,7 +61,7 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 END_OF_TEXT = "<|endoftext|>"  # fills a canvas
 
 
-# -- template -------------------------------------------------------------------------------------------------------------
+# -- template ----------------------------------------------------------------------------------------------------------
 
 
 TEMPLATE = """\
@@ -112,16 +113,20 @@ TEMPLATE = """\
 """
 
 
-# -- words ----------------------------------------------------------------------------------------------------------------
+# -- words -------------------------------------------------------------------------------------------------------------
 
 
 # The split pattern of Qwen2 (llama.cpp's pre-tokenizer `qwen2`): each digit alone, line feeds end a piece.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-ASCII_WORDS = re.compile(PATTERN.replace(r"[^\s\p{L}\p{N}]", r"[^\sA-Za-z0-9]")
-                         .replace(r"[^\r\n\p{L}\p{N}]", r"[^\r\nA-Za-z0-9]")
-                         .replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]"), re.ASCII)  # fmt: skip
+ASCII_WORDS = re.compile(
+    PATTERN.replace(r"[^\s\p{L}\p{N}]", r"[^\sA-Za-z0-9]")
+    .replace(r"[^\r\n\p{L}\p{N}]", r"[^\r\nA-Za-z0-9]")
+    .replace(r"\p{L}", "[A-Za-z]")
+    .replace(r"\p{N}", "[0-9]"),
+    re.ASCII,
+)
 LINE = re.compile(r"(?<=\n)(?=\S)")  # Python's \s holds all of the pattern's, so no white space follows here
 LONGEST, MOST = 64, 1 << 17  # characters of a word, and words, that are remembered: about 30 MB
 
@@ -170,7 +175,7 @@ class Words(dict[str, list[int]]):
         return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
-# -- tokenizer ------------------------------------------------------------------------------------------------------------
+# -- tokenizer ---------------------------------------------------------------------------------------------------------
 
 
 SPECIAL = {
@@ -252,7 +257,9 @@ class Tokenizer:
         self._fill_bytes(vocab, added)
 
     def _check_distinct(self) -> None:
-        """Raise ModelError when two control tokens share an id: a padding that ends a turn hides it from others' masks."""
+        """Raise ModelError when two control tokens share an id: a padding that ends a turn hides it from others'
+        masks.
+        """
         content_of = {id_: content for content, id_ in self.control_ids.items()}
         for content, id_ in self.control_ids.items():
             if content_of[id_] != content:
@@ -389,9 +396,16 @@ def fill(state: dict[str, Any], contents: list[str], vocab_size: int) -> None:
     spares = (f"<|unused_{spare + n}|>" for n in range(vocab_size - used - len(contents)))
     for content in (*contents, *spares):
         entries.append(
-            {"id": used, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
-             "normalized": False, "special": content not in ADDED.values()}
-        )  # fmt: skip
+            {
+                "id": used,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": content not in ADDED.values(),
+            }
+        )
         used += 1
 
 

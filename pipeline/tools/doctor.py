@@ -2,13 +2,15 @@
 
     python -m pipeline.tools.doctor      a line per check: ok, note or problem; below the last two, what to do
 
-In: the machine, `pyproject.toml`, `.dvc/config` with `config.local` over it, `params.yaml` and `conf/`, locks, the work directory.
-Out: text, and exit code 1 where there is a problem: something that stops `dvc repro` or makes its results wrong. A note costs time or
-disk, or only some runs need it. Nothing is repaired. To find out, it links files of its own between the cache and the working tree
-and removes them, asks for locks and gives them back at once, and starts the sandbox's servers.
+In: the machine, `pyproject.toml`, `.dvc/config` with `config.local` over it, `params.yaml` and `conf/`, locks, the work
+directory. Out: text, and exit code 1 where there is a problem: something that stops `dvc repro` or makes its results
+wrong. A note costs time or disk, or only some runs need it. Nothing is repaired. To find out, it links files of its own
+between the cache and the working tree and removes them, asks for locks and gives them back at once, and starts the
+sandbox's servers.
 
-Not promised: that a remote or a sandbox service answers (neither is contacted); DVC's settings outside the repository, and its
-`core.hardlink_lock`; processes of other machines that share the disk (they look dead). On macOS some of it is "not known".
+Not promised: that a remote or a sandbox service answers (neither is contacted); DVC's settings outside the repository,
+and its `core.hardlink_lock`; processes of other machines that share the disk (they look dead). On macOS some of it is
+"not known".
 """
 
 import argparse
@@ -47,9 +49,11 @@ PROBLEM_BYTES, NOTE_BYTES, MEMORY_BYTES = 2e9, 10e9, 2e9  # free on a disk, the 
 LEFTOVER = re.compile(r"\..+?\.(\d+)(\.old|\.\d+)?\.part")  # as work.publish and work.write_atomically name them
 NAMED = ("torch", "dvc", "hydra-core", "mlflow", "accelerate")  # packages whose versions are shown
 EXTRAS = {
-    "onnx": "deploy.onnx", "s3": "a DVC remote on S3", "gpu": "how busy a GPU is, in speed.json",
+    "onnx": "deploy.onnx",
+    "s3": "a DVC remote on S3",
+    "gpu": "how busy a GPU is, in speed.json",
     "trackers": "runtime.trackers: TensorBoard, Weights & Biases",
-}  # fmt: skip
+}
 SWITCHES: dict[str, tuple[State, str]] = {  # of DVC, that must be off: how bad it is, and why
     "hydra.enabled": ("problem", "dvc repro then ignores edits of conf/, and dvc exp run reverts edits by hand"),
     "core.autostage": ("note", "git checkout . then keeps the staged dvc.lock"),
@@ -85,7 +89,9 @@ def examine(root: Path) -> Iterator[Finding]:
 
 
 def cores(system: Path) -> Iterator[Finding]:
-    """Cores that this process may use, by its affinity and the time that its control groups give it; whether they have bf16."""
+    """Cores that this process may use, by its affinity and the time that its control groups give it; whether they
+    have bf16.
+    """
     usable, on_linux = device.workers("auto"), sys.platform == "linux"
     limits = [text.split() for text in group_files(system, "cpu.max")]
     quota = min((int(time) / int(period) for time, period in limits if time != "max"), default=usable)
@@ -195,13 +201,17 @@ def cache_links(root: Path) -> list[Finding]:
 
 
 def reflink(source: Path, target: Path) -> None:
-    """A second file over the same blocks. Raises OSError where that cannot be had; on macOS always, though DVC has it there."""
+    """A second file over the same blocks. Raises OSError where that cannot be had; on macOS always, though DVC has
+    it there.
+    """
     with source.open("rb") as old, target.open("wb") as new:
         fcntl.ioctl(new, 0x40049409, old.fileno())  # FICLONE of linux/fs.h
 
 
 def rwlock(root: Path) -> Iterator[Finding]:
-    """Who holds files for DVC, by `.dvc/tmp/rwlock`: an entry of a killed command can name another program's pid by now."""
+    """Who holds files for DVC, by `.dvc/tmp/rwlock`: an entry of a killed command can name another program's pid by
+    now.
+    """
     path = root / ".dvc/tmp/rwlock"
     remedy = f"when no dvc command runs: rm {path}"
     try:

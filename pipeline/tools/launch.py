@@ -1,16 +1,19 @@
 """Builds the graph: stages whose inputs are ready, side by side, each as `dvc repro -s STAGE`.
 
     python -m pipeline.tools.launch            the whole graph
-    python -m pipeline.tools.launch spine      the chain from text to a deployed model, what it needs, its evaluations and the report
+    python -m pipeline.tools.launch spine      the chain from text to a deployed model, what it needs, its evaluations
+                                               and the report
     python -m pipeline.tools.launch stage_dpo  one stage and what it needs
 
-A stage that fails takes with it only what needs it: the rest is built, then a table gives what became of each stage and how to go on, and
-the exit code is that of the first failure. The report reads whatever was measured, so it only waits for the others. SIGINT, SIGTERM
-and SIGHUP reach each running stage once; it saves its state, and the same command resumes. When the launcher is killed, the kernel ends
-DVC and its stage (Linux). A stage has the cores divided by the jobs as threads, also where it runs alone: their number decides its last
-bits, so one that was stopped must resume with as many.
+A stage that fails takes with it only what needs it: the rest is built, then a table gives what became of each stage and
+how to go on, and the exit code is that of the first failure. The report reads whatever was measured, so it only waits
+for the others. SIGINT, SIGTERM and SIGHUP reach each running stage once; it saves its state, and the same command
+resumes. When the launcher is killed, the kernel ends DVC and its stage (Linux). A stage has the cores divided by the
+jobs as threads, also where it runs alone: their number decides its last bits, so one that was stopped must resume with
+as many.
 
-Not promised: that an estimate of the time left is right before the first full run; it starts from `seconds` in the scale file.
+Not promised: that an estimate of the time left is right before the first full run; it starts from `seconds` in the
+scale file.
 """
 
 import argparse
@@ -77,7 +80,9 @@ class Build:
         return self.behind[name]
 
     def ready(self) -> list[str]:
-        """Stages that may start: deploy first, since a person waits for it, then those with the longest chain behind them."""
+        """Stages that may start: deploy first, since a person waits for it, then those with the longest chain behind
+        them.
+        """
         found = [one.name for one in self.stages.values() if one.state == "waiting" and self._may_start(one)]
         return sorted(found, key=lambda name: (name != DEPLOY, -self.behind[name], name))
 
@@ -104,7 +109,9 @@ class Build:
         return [one.name for one in self.stages.values() if one.state in states]
 
     def left(self, running: dict[str, float]) -> float:
-        """Seconds until all is built, of the longest chain or of all work over the jobs; `running`: seconds that stages have run."""
+        """Seconds until all is built, of the longest chain or of all work over the jobs; `running`: seconds that
+        stages have run.
+        """
         seconds = {name: self.stages[name].seconds for name in self.named("waiting", "running")}
         seconds |= {name: max(1.0, seconds[name] - passed) for name, passed in running.items()}
         chains = [self.behind[name] - self.stages[name].seconds + seconds[name] for name in seconds]
@@ -189,7 +196,9 @@ def no_sandbox(settings: Settings) -> str:
 
 
 def tidy_locks(folder: Path = Path(".dvc/tmp")) -> None:
-    """Remove the list of DVC's locks when every process in it is gone, or when one was killed while it wrote the list."""
+    """Remove the list of DVC's locks when every process in it is gone, or when one was killed while it wrote the
+    list.
+    """
     path = folder / "rwlock"
     try:
         held = json.loads(path.read_text())
@@ -242,7 +251,8 @@ class Launcher:
             return 128 + self.signal
         if self.code:
             say(
-                f"{', '.join(self.build.named('failed'))} failed, see above; all else was built. Go on with: {self.again}"
+                f"{', '.join(self.build.named('failed'))} failed, see above; all else was built. Go on with:"
+                f" {self.again}"
             )
         return self.code
 

@@ -4,9 +4,10 @@
     python -m pipeline.tools.plan model=7b gradient_checkpointing=full    any file of conf/model/, any key below
     python -m pipeline.tools.plan model=large model.layers=24 strategy=fsdp2 processes=4 micro_batch=2
 
-Bytes per device by strategy and part, whether that fits, and the largest micro-batch (a power of two) within 30 % of this machine's
-memory (80 % of its GPU's) and within 80 % of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns are always those of CUDA).
-The arithmetic, and what it does not count, is `learning/footprint.py`; `runtime.micro_batch: auto` decides by the same.
+Bytes per device by strategy and part, whether that fits, and the largest micro-batch (a power of two) within 30 % of
+this machine's memory (80 % of its GPU's) and within 80 % of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns
+are always those of CUDA). The arithmetic, and what it does not count, is `learning/footprint.py`; `runtime.micro_batch:
+auto` decides by the same.
 """
 
 import sys
@@ -23,9 +24,13 @@ from pipeline.run.config import CHECKPOINTING, Settings, Value, build, group, li
 from pipeline.run.errors import ConfigError
 
 STRATEGIES = {
-    "one": "one device", "ddp": "DDP", "fsdp2": "FSDP2", "lora": "LoRA", "dpo": "DPO, with its reference",
+    "one": "one device",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "lora": "LoRA",
+    "dpo": "DPO, with its reference",
     "ppo": "PPO, four models",
-}  # fmt: skip
+}
 CARDS = (16, 24, 40, 80)  # GB
 MOST = 4096  # rows; more at once nobody asks for
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "update")
@@ -50,10 +55,12 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         choices = {
-            "strategy": (None, *STRATEGIES), "device": ("auto", "cpu", "cuda"),
-            "precision": ("auto", "fp32", "bf16", "fp16"), "optimizer": ("adamw", "muon"),
+            "strategy": (None, *STRATEGIES),
+            "device": ("auto", "cpu", "cuda"),
+            "precision": ("auto", "fp32", "bf16", "fp16"),
+            "optimizer": ("adamw", "muon"),
             "gradient_checkpointing": CHECKPOINTING,
-        }  # fmt: skip
+        }
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 names = ", ".join(name for name in allowed if name)
@@ -87,7 +94,8 @@ def configured(argv: list[str]) -> PlanConfig:
             values[key] = Value(raw, "command line")
         else:
             raise ConfigError(
-                f"command line: unknown key {key!r}{suggest(key, known)}; valid keys: {listing(known)}, model.<key of its file>"
+                f"command line: unknown key {key!r}{suggest(key, known)}; valid keys: {listing(known)}, model.<key of"
+                " its file>"
             )
     return build(PlanConfig, values, "plan", Settings(Path(), of_model))
 
@@ -95,9 +103,15 @@ def configured(argv: list[str]) -> PlanConfig:
 def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
     """A plan's training step on a kind of device. Several micro-batches an update: the greater of the two cases."""
     return Work(
-        row=config.tokens, context=config.tokens, selected=config.tokens, kind=kind, precision=precision,
-        optimizer=config.optimizer, checkpointing=config.gradient_checkpointing, ema=config.ema,
-    )  # fmt: skip
+        row=config.tokens,
+        context=config.tokens,
+        selected=config.tokens,
+        kind=kind,
+        precision=precision,
+        optimizer=config.optimizer,
+        checkpointing=config.gradient_checkpointing,
+        ema=config.ema,
+    )
 
 
 def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Footprint:
@@ -137,16 +151,21 @@ def render(config: PlanConfig, here: device.Hardware) -> str:
     machines += [(card * 10**9, work_of(config, "cuda", on_cards)) for card in CARDS]
     room = [[names[s], *(rows_in(config, s, work, total) for total, work in machines)] for s in asked]
     title = (
-        f"{footprint.full(config.model).trained:,} parameters; rows of {config.tokens:,} tokens, micro-batch {config.micro_batch}, "
-        f"{config.optimizer}, gradient checkpointing {config.gradient_checkpointing}"
+        f"{footprint.full(config.model).trained:,} parameters; rows of {config.tokens:,} tokens, micro-batch"
+        f" {config.micro_batch}, {config.optimizer}, gradient checkpointing {config.gradient_checkpointing}"
     )
-    return "\n\n".join([
-        title,
-        f"GB per device ({shown.kind}, {shown.precision})\n" + table(["strategy", *PARTS, "total"], parts),
-        f"largest micro-batch within {SHARE:.0%} of a card's memory, {CPU_SHARE:.0%} of a machine's (-: not even one row; this machine: "
-        f"{here.device.type}, {precision}; cards: cuda, {on_cards})\n"
-        + table(["strategy", f"this machine, {memory / 1e9:.0f} GB", *(f"{card} GB" for card in CARDS)], room),
-    ]) + "\n"  # fmt: skip
+    return (
+        "\n\n".join(
+            [
+                title,
+                f"GB per device ({shown.kind}, {shown.precision})\n" + table(["strategy", *PARTS, "total"], parts),
+                f"largest micro-batch within {SHARE:.0%} of a card's memory, {CPU_SHARE:.0%} of a machine's (-: not"
+                f" even one row; this machine: {here.device.type}, {precision}; cards: cuda, {on_cards})\n"
+                + table(["strategy", f"this machine, {memory / 1e9:.0f} GB", *(f"{card} GB" for card in CARDS)], room),
+            ]
+        )
+        + "\n"
+    )
 
 
 def rows_in(config: PlanConfig, strategy: str, work: Work, memory: float) -> str:

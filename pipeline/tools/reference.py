@@ -1,13 +1,15 @@
 """docs/reference.md: every key that a person may set, written from the dataclasses that own them.
 
     stages/*.py (Params), params.yaml (the order of its blocks), conf/ -> docs/reference.md      (python -m pipeline.tools.reference)
-    python -m pipeline.tools.reference --check      writes nothing; ends with 1 and says what differs when the file is out of date
+    python -m pipeline.tools.reference --check      writes nothing; ends with 1 and says what differs when the file is
+                                                    out of date
 
-A key's meaning is the comment beside its field (`running.meanings`); a field without one is refused by name. Values are those of the scale
-files, or the field's default. A new stage, model file or preset appears by itself; the environment variables are the table below.
+A key's meaning is the comment beside its field (`running.meanings`); a field without one is refused by name. Values are
+those of the scale files, or the field's default. A new stage, model file or preset appears by itself; the environment
+variables are the table below.
 
-Not promised: what params.yaml and the presets set (python -m stages.<s> --help shows the values that hold), or which values of two keys
-exclude each other (`__post_init__` of the class says so).
+Not promised: what params.yaml and the presets set (python -m stages.<s> --help shows the values that hold), or which
+values of two keys exclude each other (`__post_init__` of the class says so).
 """
 
 import dataclasses
@@ -60,18 +62,29 @@ python -m stages.language --help                                 # its keys, the
 
 # What a person sets, or another program for us: name -> meaning
 ENVIRONMENT = {
-    "STAGECOACH_LAUNCH": "in how many processes a stage trains: `4` (DDP), `fsdp2:4`, or a file of `conf/launch/`; empty or 1: one",
+    "STAGECOACH_LAUNCH": (
+        "in how many processes a stage trains: `4` (DDP), `fsdp2:4`, or a file of `conf/launch/`; empty or 1: one"
+    ),
     "MACHINE_RANK": "which of several machines this is, from 0; goes before `machine_rank` of the launch file",
-    "OMP_NUM_THREADS": "threads of a process; not set: PyTorch's choice, and for several processes on a CPU the cores divided by them",
+    "OMP_NUM_THREADS": (
+        "threads of a process; not set: PyTorch's choice, and for several processes on a CPU the cores divided by them"
+    ),
     "CUDA_VISIBLE_DEVICES": "CUDA's own: which GPUs the processes see",
-    "STAGECOACH_WORK": "the folder of resumable work; not set: `.work` beside `dvc.yaml`; several machines need one that all share",
+    "STAGECOACH_WORK": (
+        "the folder of resumable work; not set: `.work` beside `dvc.yaml`; several machines need one that all share"
+    ),
     "STAGECOACH_MLFLOW": "`off`: no MLflow",
     "STAGECOACH_DEVICE": "what `runtime.device` says, for programs that read no params.yaml: auto, cpu, cuda or mps",
     "MLFLOW_TRACKING_URI": "where MLflow's runs go; not set: a SQLite file beside `dvc.yaml`",
     "WANDB_MODE": "Weights & Biases' own, for `runtime.trackers: [wandb]`; `offline` keeps its runs in the work folder",
-    "STAGECOACH_API_KEYS": "keys that the server takes, separated by commas; needed where others than this machine may ask",
+    "STAGECOACH_API_KEYS": (
+        "keys that the server takes, separated by commas; needed where others than this machine may ask"
+    ),
     "STAGECOACH_SANDBOX_TOKEN": "the token of the sandbox service, the same on its machine and on the one that asks",
-    "HF_TOKEN": "huggingface_hub's own: opens gated models and data sets; so are HF_HOME (its cache), HF_ENDPOINT and HF_HUB_OFFLINE",
+    "HF_TOKEN": (
+        "huggingface_hub's own: opens gated models and data sets; so are HF_HOME (its cache), HF_ENDPOINT and"
+        " HF_HUB_OFFLINE"
+    ),
     "CXX": "the C++ compiler of the CPU pieces; not set: g++, then clang++",
     "CC": "the C compiler that torch.compile needs on a GPU; not set: cc, then gcc or clang",
     "TORCHINDUCTOR_CACHE_DIR": "where compiled layers are kept; not set: `compile` in the work folder",
@@ -80,10 +93,19 @@ ENVIRONMENT = {
 }
 # Set by DVC, by the launcher or by us, for our own processes: no knobs
 INTERNAL = (
-    *("STAGECOACH_LOCKED", "DVC_ROOT", "DVC_STAGE", "DVC_EXP_NAME", "DVC_EXP_BASELINE_REV", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *(
+        "STAGECOACH_LOCKED",
+        "DVC_ROOT",
+        "DVC_STAGE",
+        "DVC_EXP_NAME",
+        "DVC_EXP_BASELINE_REV",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+    ),
     *("ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU", "FSDP_VERSION", "FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS"),
     *("TOKENIZERS_PARALLELISM", "STAGECOACH_ENDED", "MAKELEVEL"),
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,13 +120,20 @@ class Block:
 
 
 def document(root: Path) -> str:
-    """The whole text. Raises InputError for a field without a meaning, ConfigError for a file of conf/ that cannot be read."""
+    """The whole text. Raises InputError for a field without a meaning, ConfigError for a file of conf/ that cannot
+    be read.
+    """
     found = blocks(root)
     scales = [read_yaml(root / "conf" / "scale" / f"{name}.yaml") for name in SCALES]
     told = [block for block in found if dataclasses.fields(block.kind)]
     silent = [f"`{block.name}`" for block in found if block not in told]
     links = [f"[{block.name}](#{block.name})" for block in told]
-    links += ["[model files](#model-files)", "[data files](#data-files)", "[presets](#presets)", "[environment](#environment)"]  # fmt: skip
+    links += [
+        "[model files](#model-files)",
+        "[data files](#data-files)",
+        "[presets](#presets)",
+        "[environment](#environment)",
+    ]
     parts = [
         HEAD,
         " · ".join(links) + ("" if not silent else f". Without keys: {', '.join(silent)}.") + "\n",
@@ -125,12 +154,22 @@ def blocks(root: Path) -> list[Block]:
         sources = _sources(module.Params)
         also = tuple(text for name, kind in sources for text in _links(name, kind, stages))
         shared |= {name: kind for name, kind in sources if name.partition(".")[0] not in (*GROUPS, *stages)}
-        found.append(Block(name=stage, kind=module.Params, says=_sentence(module.__doc__ or ""), also=also, presets=files))  # fmt: skip
+        found.append(
+            Block(name=stage, kind=module.Params, says=_sentence(module.__doc__ or ""), also=also, presets=files)
+        )
     for name, kind in shared.items():
         readers = [f"`{block.name}`" for block in found if name in dict(_sources(block.kind))]
         found.append(Block(name=name, kind=kind, says=f"Read by {', '.join(readers)}."))
-    found.append(Block(name="runtime", kind=Runtime, says="How a run is carried out: read by all stages, tracked by none, "
-                       "since none of it changes more of a result than its rounding."))  # fmt: skip
+    found.append(
+        Block(
+            name="runtime",
+            kind=Runtime,
+            says=(
+                "How a run is carried out: read by all stages, tracked by none, "
+                "since none of it changes more of a result than its rounding."
+            ),
+        )
+    )
     order = [name for name in read_yaml(root / "params.yaml") if name != "runtime"]
     places = {name: place for place, name in enumerate(order)} | {"runtime": len(order) + 1}
     return sorted(found, key=lambda block: places.get(block.name, len(order)))
@@ -144,7 +183,9 @@ def _sources(kind: Any) -> list[tuple[str, Any]]:
 
 
 def _links(source: str, kind: Any, stages: Sequence[str]) -> list[str]:
-    """How a section names what its stage takes from a group, from some keys of another stage, or from a shared block."""
+    """How a section names what its stage takes from a group, from some keys of another stage, or from a shared
+    block.
+    """
     if source in GROUPS:
         return [f"the [{source} file](#{source}-files)"]
     if source in stages:
@@ -169,7 +210,9 @@ def top(root: Path) -> str:
             "every draw that makes data or measures: corpus, tasks, items, resamples; another one rebuilds all",
         ],
     ]
-    for group, what in zip(GROUPS, ("the size of the model", "how long and how big", "where the data come from"), strict=True):  # fmt: skip
+    for group, what in zip(
+        GROUPS, ("the size of the model", "how long and how big", "where the data come from"), strict=True
+    ):
         names = ", ".join(sorted(path.stem for path in (root / "conf" / group).glob("*.yaml")))
         rows.append([f"`{group}`", "str", f"{what}, a file of `conf/{group}/`: {names}"])
     return table(["key", "type", "meaning"], rows)
@@ -204,7 +247,8 @@ def rows_of(kind: Any, given: Sequence[Mapping[str, Any]] | None, prefix: str = 
             continue
         if field.name not in said:
             raise InputError(
-                f"{kind.__module__}.{kind.__qualname__}.{field.name} has no meaning; write it as a comment beside the field"
+                f"{kind.__module__}.{kind.__qualname__}.{field.name} has no meaning; write it as a comment beside the"
+                " field"
             )
         raws = [] if given is None else [layer.get(field.name) for layer in given]
         inner = nested(hint)
@@ -238,7 +282,9 @@ def type_of(hint: Any) -> str:
 
 
 def cell(field: dataclasses.Field[Any], raw: object, *, has_rows: bool) -> str:
-    """The cell of a scale: what its file says, else the default in italics. `has_rows`: a block inside stands in rows below."""
+    """The cell of a scale: what its file says, else the default in italics. `has_rows`: a block inside stands in
+    rows below.
+    """
     if raw is not None:
         return "below" if has_rows and not isinstance(raw, str) else escaped(shown(raw))
     found = default(field)
@@ -271,7 +317,9 @@ def shown(raw: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text for a cell: pipes escaped everywhere, and outside of backticks what Markdown or HTML would take for a mark."""
+    """Text for a cell: pipes escaped everywhere, and outside of backticks what Markdown or HTML would take for a
+    mark.
+    """
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*<\\]|(?<!\w)_|_(?!\w))", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts).replace("|", r"\|")
@@ -293,7 +341,8 @@ def model_files(root: Path) -> str:
             total = Transformer(config).num_parameters()
         sizes.append([f"`{path.stem}`", *(shown(getattr(config, name)) for name in SIZES), f"{total:,}"])
     return (
-        "## model files\n\nA file of `conf/model/`, chosen by `model`; on the command line `model.layers=6` changes a key of it.\n\n"
+        "## model files\n\nA file of `conf/model/`, chosen by `model`; on the command line `model.layers=6` changes a"
+        " key of it.\n\n"
         + table(["key", "type", "default", "meaning"], list(rows_of(ModelConfig, None)))
         + "\nThe files, and all parameters of their models:\n\n"
         + table(["file", *SIZES, "parameters"], sizes)
@@ -304,8 +353,8 @@ def data_files() -> str:
     """The keys of a file of conf/data/."""
     kind = typing.get_type_hints(importlib.import_module("stages.corpus").Params)["data"]
     return (
-        "## data files\n\nA file of `conf/data/`, chosen by `data`. The first word of some meanings is the `source` that reads the key.\n\n"
-        + table(["key", "type", "default", "meaning"], list(rows_of(kind, None)))
+        "## data files\n\nA file of `conf/data/`, chosen by `data`. The first word of some meanings is the `source`"
+        " that reads the key.\n\n" + table(["key", "type", "default", "meaning"], list(rows_of(kind, None)))
     )
 
 
@@ -329,7 +378,8 @@ def environment() -> str:
     rows = [[f"`{name}`", escaped(meaning)] for name, meaning in ENVIRONMENT.items()]
     internal = ", ".join(f"`{name}`" for name in INTERNAL)
     return (
-        "## environment\n\nVariables that the program reads. None of them changes more of a result than its rounding.\n\n"
+        "## environment\n\nVariables that the program reads. None of them changes more of a result than its"
+        " rounding.\n\n"
         + table(["variable", "meaning"], rows)
         + f"\nNot to be set by hand, since DVC, the launcher and the program itself set them: {internal}.\n"
     )

@@ -45,11 +45,22 @@ def cases() -> dict[str, list[Case]]:
         "grad_policy": GRADIENT,
     }
     case = Case(
-        name="two_answers", oracle="hand", version="1", call="by hand, see by_hand.py", seed=None, settings={},
+        name="two_answers",
+        oracle="hand",
+        version="1",
+        call="by hand, see by_hand.py",
+        seed=None,
+        settings={},
         inputs={
-            "beta": 0.5, "clip_low": 0.2, "clip_high": 0.2, "scores": [1.1, -0.9], "mask": MASK, "policy": policy,
-            "old": old, "reference": REFERENCE,
+            "beta": 0.5,
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "scores": [1.1, -0.9],
+            "mask": MASK,
+            "policy": policy,
+            "old": old,
+            "reference": REFERENCE,
         },
         expected=expected,
-    )  # fmt: skip
+    )
     return {"reinforce_pp": [case]}

@@ -15,9 +15,14 @@ def same(value: Any, **_: Any) -> Any:
 
 
 ALONE = SimpleNamespace(  # accelerate in a single process
-    device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True,
-    gather=same, gather_for_metrics=same, reduce=same,
-)  # fmt: skip
+    device=torch.device("cpu"),
+    num_processes=1,
+    process_index=0,
+    is_main_process=True,
+    gather=same,
+    gather_for_metrics=same,
+    reduce=same,
+)
 
 
 class Model(torch.nn.Module):
@@ -45,6 +50,9 @@ def metrics_of(stub: SimpleNamespace, *names: str) -> dict[str, float]:
 
 def stand_in(**attributes: Any) -> SimpleNamespace:
     return SimpleNamespace(
-        accelerator=ALONE, aux_loss_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0,
+        accelerator=ALONE,
+        aux_loss_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
         **attributes,
-    )  # fmt: skip
+    )

@@ -52,13 +52,19 @@ def rewards_case(name: str, seed: int, masks: list[list[int]], beta: float) -> C
     front, *rows = policy_only(mask, old, reference)
     rewards, penalties, kls = PPOTrainer.compute_rewards(stub, scores, *rows, front)
     return Case(
-        name=name, oracle="B", version=VERSION, call="PPOTrainer.compute_rewards", seed=seed,
+        name=name,
+        oracle="B",
+        version=VERSION,
+        call="PPOTrainer.compute_rewards",
+        seed=seed,
         settings={"kl_penalty": "kl"},
         inputs={"beta": beta, "scores": scores, "old": old, "reference": reference, "mask": mask},
         expected={
-            "rewards": put_back(mask, rewards), "penalties": put_back(mask, penalties), "kl": (kls * front).sum(1),
+            "rewards": put_back(mask, rewards),
+            "penalties": put_back(mask, penalties),
+            "kl": (kls * front).sum(1),
         },
-    )  # fmt: skip
+    )
 
 
 def advantages_case(name: str, seed: int, masks: list[list[int]], gamma: float, lam: float) -> Case:
@@ -68,20 +74,30 @@ def advantages_case(name: str, seed: int, masks: list[list[int]], gamma: float, 
     front, *rows = policy_only(mask, values, rewards)
     _, advantages, returns = PPOTrainer.compute_advantages(SimpleNamespace(config=config), *rows, front)
     return Case(
-        name=name, oracle="B", version=VERSION, call="PPOTrainer.compute_advantages", seed=seed,
+        name=name,
+        oracle="B",
+        version=VERSION,
+        call="PPOTrainer.compute_advantages",
+        seed=seed,
         settings=vars(config),
         inputs={"gamma": gamma, "lam": lam, "rewards": rewards, "values": values, "mask": mask},
         expected={"advantages": put_back(mask, advantages), "returns": put_back(mask, returns)},
-    )  # fmt: skip
+    )
 
 
 def whiten_case(name: str, seed: int, masks: list[list[int]]) -> Case:
     generator, mask = torch.Generator().manual_seed(seed), torch.tensor(masks)
     values = draw(generator, *mask.shape, low=-1, high=3)
     return Case(
-        name=name, oracle="B", version=VERSION, call="core.masked_whiten", seed=seed, settings={"shift_mean": True},
-        inputs={"values": values, "mask": mask}, expected={"whitened": masked_whiten(values, mask) * mask},
-    )  # fmt: skip
+        name=name,
+        oracle="B",
+        version=VERSION,
+        call="core.masked_whiten",
+        seed=seed,
+        settings={"shift_mean": True},
+        inputs={"values": values, "mask": mask},
+        expected={"whitened": masked_whiten(values, mask) * mask},
+    )
 
 
 def loss_case(name: str, seed: int, masks: list[list[int]], *, moved: float, offset: float = 0.0) -> Case:
@@ -89,30 +105,49 @@ def loss_case(name: str, seed: int, masks: list[list[int]], *, moved: float, off
     generator, mask = torch.Generator().manual_seed(seed), torch.tensor(masks)
     old = torch.round(logprobs(generator, *mask.shape) - offset, decimals=4)
     drawn = {
-        "old": old, "policy": near(generator, torch.round(old + offset, decimals=4), moved),
+        "old": old,
+        "policy": near(generator, torch.round(old + offset, decimals=4), moved),
         "old_values": draw(generator, *mask.shape),
-    }  # fmt: skip
+    }
     drawn["values"] = torch.round(drawn["old_values"] + draw(generator, *mask.shape, low=-0.5, high=0.5), decimals=4)
     drawn |= {"advantages": draw(generator, *mask.shape, low=-2, high=2), "returns": draw(generator, *mask.shape)}
     policy, values = drawn["policy"].clone().requires_grad_(), drawn["values"].clone().requires_grad_()
     config = SimpleNamespace(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, ratio_threshold=10.0)
     policy_loss, value_term, stats = PPOTrainer.loss(
-        SimpleNamespace(config=config), drawn["old"], drawn["old_values"], torch.zeros(*mask.shape, 2), values, policy,
-        mask, drawn["advantages"], drawn["returns"],
-    )  # fmt: skip
+        SimpleNamespace(config=config),
+        drawn["old"],
+        drawn["old_values"],
+        torch.zeros(*mask.shape, 2),
+        values,
+        policy,
+        mask,
+        drawn["advantages"],
+        drawn["returns"],
+    )
     (policy_loss + value_term).backward()
     ratio = torch.exp(policy.detach() - old)
     return Case(
-        name=name, oracle="B", version=VERSION, call="PPOTrainer.loss", seed=seed, settings=vars(config),
+        name=name,
+        oracle="B",
+        version=VERSION,
+        call="PPOTrainer.loss",
+        seed=seed,
+        settings=vars(config),
         inputs={"clip": 0.2, "clip_value": 0.2, "value_coefficient": 0.1, "max_ratio": 10.0, "mask": mask, **drawn},
         expected={
-            "policy_loss": stats["loss/policy"], "value_loss": stats["loss/value"], "loss": stats["loss/total"],
-            "grad_policy": policy.grad, "grad_values": values.grad,
-            "approxkl": stats["policy/approxkl"], "policy_clipfrac": stats["policy/clipfrac"],
-            "value_clipfrac": stats["val/clipfrac"], "ratio": (ratio * mask).sum() / mask.sum(),
-            "value_error": stats["val/error"], "return_var": stats["returns/var"],
+            "policy_loss": stats["loss/policy"],
+            "value_loss": stats["loss/value"],
+            "loss": stats["loss/total"],
+            "grad_policy": policy.grad,
+            "grad_values": values.grad,
+            "approxkl": stats["policy/approxkl"],
+            "policy_clipfrac": stats["policy/clipfrac"],
+            "value_clipfrac": stats["val/clipfrac"],
+            "ratio": (ratio * mask).sum() / mask.sum(),
+            "value_error": stats["val/error"],
+            "return_var": stats["returns/var"],
         },
-    )  # fmt: skip
+    )
 
 
 def controller_case() -> Case:
@@ -122,9 +157,15 @@ def controller_case() -> Case:
         controller.update(kl, 64)
         values.append(float(controller.value))
     return Case(
-        name="controller", oracle="B", version=VERSION, call="AdaptiveKLController.update", seed=None, settings={},
-        inputs={"beta": 0.05, "target": 6.0, "horizon": 2000, "episodes": 64, "kl": kls}, expected={"beta": values},
-    )  # fmt: skip
+        name="controller",
+        oracle="B",
+        version=VERSION,
+        call="AdaptiveKLController.update",
+        seed=None,
+        settings={},
+        inputs={"beta": 0.05, "target": 6.0, "horizon": 2000, "episodes": 64, "kl": kls},
+        expected={"beta": values},
+    )
 
 
 def ppo_cases() -> list[Case]:
@@ -186,9 +227,15 @@ def dpo_case(name: str, seed: int, knobs: dict[str, Any]) -> Case:
     )
     rewards = {} if settings["reference_free"] else {"chosen": chosen, "rejected": rejected}
     return Case(
-        name=name, oracle="B", version=VERSION, call="DPOTrainer.dpo_loss", seed=seed, settings=settings,
-        inputs={**knobs, **drawn}, expected=result(losses, leaves, rewards),
-    )  # fmt: skip
+        name=name,
+        oracle="B",
+        version=VERSION,
+        call="DPOTrainer.dpo_loss",
+        seed=seed,
+        settings=settings,
+        inputs={**knobs, **drawn},
+        expected=result(losses, leaves, rewards),
+    )
 
 
 def simpo_case(seed: int, beta: float, gap: float) -> Case:
@@ -200,10 +247,15 @@ def simpo_case(seed: int, beta: float, gap: float) -> Case:
     losses, chosen, rejected = CPOTrainer.cpo_loss(SimpleNamespace(accelerator=ALONE, **settings), *means)
     policy = {name: row for name, row in drawn.items() if not name.startswith("reference")}
     return Case(
-        name="simpo", oracle="B", version=VERSION, call="CPOTrainer.cpo_loss", seed=seed, settings=settings,
+        name="simpo",
+        oracle="B",
+        version=VERSION,
+        call="CPOTrainer.cpo_loss",
+        seed=seed,
+        settings=settings,
         inputs={"beta": beta, "gap": gap, **policy},
         expected=result(losses, leaves, {"chosen": chosen, "rejected": rejected}),
-    )  # fmt: skip
+    )
 
 
 def cases() -> dict[str, list[Case]]:

@@ -48,17 +48,26 @@ def reward_case(name: str, seed: int, *, margin: bool, coefficient: float | None
     assert leaf.grad is not None
     names = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward")
     return Case(
-        name=name, oracle="A", version=VERSION, call="RewardTrainer.compute_loss", seed=seed,
+        name=name,
+        oracle="A",
+        version=VERSION,
+        call="RewardTrainer.compute_loss",
+        seed=seed,
         settings={"center_rewards_coefficient": coefficient},
         inputs={
-            "chosen": rewards[0], "rejected": rewards[1],
-            "margin": margins if margin else [0.0] * 5, "centring": coefficient or 0.0,
+            "chosen": rewards[0],
+            "rejected": rewards[1],
+            "margin": margins if margin else [0.0] * 5,
+            "centring": coefficient or 0.0,
         },
         expected={
-            "losses": torch.stack(pairs), "loss": loss.detach(), "grad_chosen": leaf.grad[0], "grad_rejected": leaf.grad[1],
+            "losses": torch.stack(pairs),
+            "loss": loss.detach(),
+            "grad_chosen": leaf.grad[0],
+            "grad_rejected": leaf.grad[1],
             **metrics_of(stub, *names),
         },
-    )  # fmt: skip
+    )
 
 
 def reward_cases() -> list[Case]:
@@ -81,10 +90,15 @@ def dpo(
 ) -> tuple[Tensor, SimpleNamespace]:
     """The loss of logits (2B, T+1, V), the chosen half first; ids and mask are (2B, T), of the tokens predicted."""
     stub = stand_in(
-        model=Model(policy), ref_model=Model(reference), args=SimpleNamespace(gradient_checkpointing_kwargs=None),
-        f_divergence_type="reverse_kl", ld_alpha=None, use_weighting=False, precompute_ref_logps=False,
+        model=Model(policy),
+        ref_model=Model(reference),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        f_divergence_type="reverse_kl",
+        ld_alpha=None,
+        use_weighting=False,
+        precompute_ref_logps=False,
         **{"label_smoothing": 0.0, "loss_weights": [1.0]} | settings,
-    )  # fmt: skip
+    )
     first = torch.zeros(len(ids), 1, dtype=torch.long)  # a first token, which nothing predicts
     inputs = {"input_ids": torch.cat([first, ids], 1), "completion_mask": torch.cat([first, mask], 1)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -98,9 +112,13 @@ def pairs(seed: int) -> dict[str, Tensor]:
     reference = logprobs(generator, 2, *chosen.shape)
     policy = near(generator, reference, 0.8)
     return {
-        "chosen_mask": chosen, "rejected_mask": rejected, "policy_chosen": policy[0], "policy_rejected": policy[1],
-        "reference_chosen": reference[0], "reference_rejected": reference[1],
-    }  # fmt: skip
+        "chosen_mask": chosen,
+        "rejected_mask": rejected,
+        "policy_chosen": policy[0],
+        "policy_rejected": policy[1],
+        "reference_chosen": reference[0],
+        "reference_rejected": reference[1],
+    }
 
 
 def dpo_case(name: str, seed: int, knobs: dict[str, float], settings: dict[str, Any], *, alone: bool = False) -> Case:
@@ -119,13 +137,21 @@ def dpo_case(name: str, seed: int, knobs: dict[str, float], settings: dict[str, 
     (gradient,) = torch.autograd.grad(loss, leaf)
     by_sum = (gradient * mask).sum(1) / mask.sum(1)  # the same at every token of an answer, because it enters as a sum
     return Case(
-        name=name, oracle="A", version=VERSION, call="DPOTrainer._compute_loss", seed=seed, settings=settings,
+        name=name,
+        oracle="A",
+        version=VERSION,
+        call="DPOTrainer._compute_loss",
+        seed=seed,
+        settings=settings,
         inputs={**knobs, **drawn},
         expected={
-            "losses": torch.stack(losses).detach(), "loss": loss.detach(),
-            "grad_chosen": by_sum[:half], "grad_rejected": by_sum[half:], **metrics_of(stub, *PAIR_METRICS),
+            "losses": torch.stack(losses).detach(),
+            "loss": loss.detach(),
+            "grad_chosen": by_sum[:half],
+            "grad_rejected": by_sum[half:],
+            **metrics_of(stub, *PAIR_METRICS),
         },
-    )  # fmt: skip
+    )
 
 
 def dpo_logits_case(seed: int) -> Case:
@@ -139,14 +165,25 @@ def dpo_logits_case(seed: int) -> Case:
     loss, stub = dpo(*padded, ids, mask, settings)
     names = (*PAIR_METRICS, "logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy")
     return Case(
-        name="logits", oracle="A", version=VERSION, call="DPOTrainer._compute_loss", seed=seed, settings=settings,
+        name="logits",
+        oracle="A",
+        version=VERSION,
+        call="DPOTrainer._compute_loss",
+        seed=seed,
+        settings=settings,
         inputs={
-            "beta": 0.1, "chosen_ids": ids[:2], "rejected_ids": ids[2:], "chosen_mask": mask[:2], "rejected_mask": mask[2:],
-            "policy_chosen_logits": policy[:2], "policy_rejected_logits": policy[2:],
-            "reference_chosen_logits": reference[:2], "reference_rejected_logits": reference[2:],
+            "beta": 0.1,
+            "chosen_ids": ids[:2],
+            "rejected_ids": ids[2:],
+            "chosen_mask": mask[:2],
+            "rejected_mask": mask[2:],
+            "policy_chosen_logits": policy[:2],
+            "policy_rejected_logits": policy[2:],
+            "reference_chosen_logits": reference[:2],
+            "reference_rejected_logits": reference[2:],
         },
         expected={"loss": loss, **metrics_of(stub, *names)},
-    )  # fmt: skip
+    )
 
 
 def dpo_cases() -> list[Case]:
@@ -182,9 +219,12 @@ def answers(seed: int) -> dict[str, Tensor]:
     mask = torch.tensor(ANSWERS)
     old = logprobs(generator, *mask.shape)
     return {
-        "mask": mask, "advantages": torch.tensor([0.8, -1.3, -0.6, 1.1]), "policy": near(generator, old, 0.5), "old": old,
+        "mask": mask,
+        "advantages": torch.tensor([0.8, -1.3, -0.6, 1.1]),
+        "policy": near(generator, old, 0.5),
+        "old": old,
         "reference": near(generator, old, 0.5),
-    }  # fmt: skip
+    }
 
 
 def group_stub(trainer: type, **attributes: Any) -> SimpleNamespace:
@@ -202,31 +242,51 @@ def tokens_of(mask: Tensor) -> dict[str, Tensor]:
 def grpo_case(name: str, seed: int, *, beta: float, low: float, high: float, **settings: Any) -> Case:
     drawn = answers(seed)
     settings = {
-        "importance_sampling_level": "token", "beta": beta, "epsilon_low": low, "epsilon_high": high,
-        "use_bias_correction_kl": False, "max_completion_length": 9, **settings,
-    }  # fmt: skip
+        "importance_sampling_level": "token",
+        "beta": beta,
+        "epsilon_low": low,
+        "epsilon_high": high,
+        "use_bias_correction_kl": False,
+        "max_completion_length": 9,
+        **settings,
+    }
     leaf = drawn["policy"].clone().requires_grad_()
     stub = group_stub(
-        GRPOTrainer, model=Model(leaf), top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False,
-        vllm_importance_sampling_correction=False, current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
+        GRPOTrainer,
+        model=Model(leaf),
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
         **settings,
-    )  # fmt: skip
+    )
     stub.args = SimpleNamespace(
         use_bias_correction_kl=settings["use_bias_correction_kl"], delta=None, steps_per_generation=1, report_to=[]
     )
     inputs = {
-        **tokens_of(drawn["mask"]), "completion_mask": torch.ones_like(drawn["mask"]), "tool_mask": drawn["mask"],
-        "advantages": drawn["advantages"], "old_per_token_logps": drawn["old"], "ref_per_token_logps": drawn["reference"],
+        **tokens_of(drawn["mask"]),
+        "completion_mask": torch.ones_like(drawn["mask"]),
+        "tool_mask": drawn["mask"],
+        "advantages": drawn["advantages"],
+        "old_per_token_logps": drawn["old"],
+        "ref_per_token_logps": drawn["reference"],
         "num_items_in_batch": drawn["mask"].sum(),
-    }  # fmt: skip
+    }
     loss = GRPOTrainer._compute_loss(stub, Model(two_tokens(leaf)), inputs)
     loss.backward()
     names = [f"clip_ratio/{side}_mean" for side in ("low", "high", "region")] + (["kl"] if beta else [])
     return Case(
-        name=name, oracle="A", version=VERSION, call="GRPOTrainer._compute_loss", seed=seed, settings=settings,
+        name=name,
+        oracle="A",
+        version=VERSION,
+        call="GRPOTrainer._compute_loss",
+        seed=seed,
+        settings=settings,
         inputs={"beta": beta, "clip_low": low, "clip_high": high, "max_new": 9, **drawn},
         expected={"loss": loss.detach(), "grad_policy": leaf.grad, **metrics_of(stub, *names)},
-    )  # fmt: skip
+    )
 
 
 def rloo_case(name: str, seed: int, *, low: float, high: float) -> Case:
@@ -235,18 +295,25 @@ def rloo_case(name: str, seed: int, *, low: float, high: float) -> Case:
     settings = {"epsilon_low": low, "epsilon_high": high}
     stub = group_stub(RLOOTrainer, model=Model(leaf), **settings)
     inputs = {
-        **tokens_of(drawn["mask"]), "completion_mask": drawn["mask"], "advantages": drawn["advantages"],
+        **tokens_of(drawn["mask"]),
+        "completion_mask": drawn["mask"],
+        "advantages": drawn["advantages"],
         "old_logps": (drawn["old"] * drawn["mask"]).sum(1),
-    }  # fmt: skip
+    }
     loss = RLOOTrainer._compute_loss(stub, Model(two_tokens(leaf)), inputs)
     loss.backward()
     names = [f"clip_ratio/{side}_mean" for side in ("low", "high", "region")]
     del drawn["reference"]
     return Case(
-        name=name, oracle="A", version=VERSION, call="RLOOTrainer._compute_loss", seed=seed, settings=settings,
+        name=name,
+        oracle="A",
+        version=VERSION,
+        call="RLOOTrainer._compute_loss",
+        seed=seed,
+        settings=settings,
         inputs={"clip_low": low, "clip_high": high, **drawn},
         expected={"loss": loss.detach(), "grad_policy": leaf.grad, **metrics_of(stub, *names)},
-    )  # fmt: skip
+    )
 
 
 def temperature_case(seed: int, temperature: float) -> Case:
@@ -259,11 +326,15 @@ def temperature_case(seed: int, temperature: float) -> Case:
         Model(padded), rows, torch.ones_like(rows), 4, compute_entropy=True
     )
     return Case(
-        name=f"temperature_{temperature}", oracle="A", version=VERSION,
-        call="GRPOTrainer._get_per_token_logps_and_entropies", seed=seed, settings={"temperature": temperature},
+        name=f"temperature_{temperature}",
+        oracle="A",
+        version=VERSION,
+        call="GRPOTrainer._get_per_token_logps_and_entropies",
+        seed=seed,
+        settings={"temperature": temperature},
         inputs={"temperature": temperature, "logits": logits, "ids": ids},
         expected={"logprobs": logps, "entropies": entropies},
-    )  # fmt: skip
+    )
 
 
 # ---- the GRPO family and RLOO: the advantages
@@ -272,7 +343,9 @@ def temperature_case(seed: int, temperature: float) -> Case:
 def advantages(
     trainer: type, rewards: Tensor, weights: Tensor, stub: SimpleNamespace, lengths: list[int]
 ) -> dict[str, Tensor]:
-    """`_generate_and_score_completions` where sampling yields answers of these lengths and scoring the rewards (N, K)."""
+    """`_generate_and_score_completions` where sampling yields answers of these lengths and scoring the rewards (N,
+    K).
+    """
     count = len(rewards)
     ids, texts = [[0] * length for length in lengths], [""] * count
     sampled = (
@@ -281,18 +354,30 @@ def advantages(
         else ([[0]] * count, ids, None, texts, None, {}, None, None)
     )
     fixed = SimpleNamespace(
-        _generate=lambda _: sampled, _calculate_rewards=lambda *_: rewards.clone(), reward_weights=weights,
-        reward_func_names=[str(k) for k in range(rewards.shape[1])], num_iterations=1,
+        _generate=lambda _: sampled,
+        _calculate_rewards=lambda *_: rewards.clone(),
+        reward_weights=weights,
+        reward_func_names=[str(k) for k in range(rewards.shape[1])],
+        num_iterations=1,
         args=SimpleNamespace(
-            per_device_train_batch_size=count, gradient_checkpointing_kwargs=None, steps_per_generation=1,
+            per_device_train_batch_size=count,
+            gradient_checkpointing_kwargs=None,
+            steps_per_generation=1,
             gradient_accumulation_steps=1,
         ),
         processing_class=SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids)),
-        _tokenizer=SimpleNamespace(pad_token_id=0), pad_to_multiple_of=None, mask_truncated_completions=False,
-        environment_factories=None, environments=None, tools=None, use_vllm=False, log_multimodal=False,
-        _pending_extra_logs={}, _pending_metrics={},
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        use_vllm=False,
+        log_multimodal=False,
+        _pending_extra_logs={},
+        _pending_metrics={},
         _logs=defaultdict(list, rewards=defaultdict(list)),
-    )  # fmt: skip
+    )
     vars(stub).update(vars(fixed))
     return trainer._generate_and_score_completions(stub, [{"prompt": "x"}] * count)
 
@@ -310,10 +395,15 @@ def group_case(name: str, scale: str, scores: list[list[float]], weights: list[f
     found = advantages(GRPOTrainer, parts, torch.tensor(weights), stub, [2] * len(parts))
     total = {"parts": parts, "weights": weights} if len(weights) > 1 else {"rewards": parts[:, 0]}
     return Case(
-        name=name, oracle="A", version=VERSION, call="GRPOTrainer._generate_and_score_completions", seed=None,
-        settings=settings, inputs={"samples": 4, **total},
+        name=name,
+        oracle="A",
+        version=VERSION,
+        call="GRPOTrainer._generate_and_score_completions",
+        seed=None,
+        settings=settings,
+        inputs={"samples": 4, **total},
         expected={"advantages": found["advantages"], **metrics_of(stub, *GROUP_METRICS)},
-    )  # fmt: skip
+    )
 
 
 def leave_one_out_case(name: str, seed: int, beta: float) -> Case:
@@ -329,10 +419,15 @@ def leave_one_out_case(name: str, seed: int, beta: float) -> Case:
     given = {"old": old, "reference": reference, "mask": found["completion_mask"]} if beta else {}
     names = (*GROUP_METRICS, "kl") if beta else GROUP_METRICS
     return Case(
-        name=name, oracle="A", version=VERSION, call="RLOOTrainer._generate_and_score_completions", seed=seed,
-        settings=settings, inputs={"samples": 4, "beta": beta, "rewards": rewards, **given},
+        name=name,
+        oracle="A",
+        version=VERSION,
+        call="RLOOTrainer._generate_and_score_completions",
+        seed=seed,
+        settings=settings,
+        inputs={"samples": 4, "beta": beta, "rewards": rewards, **given},
         expected={"advantages": found["advantages"], **metrics_of(stub, *names)},
-    )  # fmt: skip
+    )
 
 
 def grpo_cases() -> list[Case]:

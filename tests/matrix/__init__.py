@@ -6,6 +6,6 @@
     asked.py .mjs     questions and checks that the clients of a language share
     with_*.py .mjs    a client's rows, through its own API, in its own environment
 
-The rows of openai's Python client are tests/test_clients.py and tests/test_clients_tools.py, which `make test` runs too; the others
-say the same with the same numbers.
+The rows of openai's Python client are tests/test_clients.py and tests/test_clients_tools.py, which `make test` runs
+too; the others say the same with the same numbers.
 """

@@ -1,7 +1,7 @@
 """What the Python clients share: their questions, the server's own word for an oracle, and the telling of rows.
 
-Runs in the clients' own environments, so it imports nothing but what both have. argv[1] holds the
-driver's facts: {url, key, control: {name: id}}. Each row ends as one line of JSON: {row, state: "pass" | "absent" | "FAIL", why}.
+Runs in the clients' own environments, so it imports nothing but what both have. argv[1] holds the driver's facts: {url,
+key, control: {name: id}}. Each row ends as one line of JSON: {row, state: "pass" | "absent" | "FAIL", why}.
 """
 
 import json
@@ -24,26 +24,42 @@ QUESTION = "Which way would the ferry go?"
 ASK: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
 PARTS = [{"type": "text", "text": "Which way would "}, {"type": "text", "text": "the ferry go?"}]
 WEATHER_RULES: dict[str, Any] = {
-    "type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}}, "required": ["city"],
-}  # fmt: skip
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city"],
+}
 NUMBER_RULES: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 NESTED_RULES: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "place": {"type": "object", "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "side": {"enum": ["left", "right"]}}, "required": ["zip", "side"]},
-        "days": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 7}, "minItems": 1, "maxItems": 3},
+        "place": {
+            "type": "object",
+            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "side": {"enum": ["left", "right"]}},
+            "required": ["zip", "side"],
+        },
+        "days": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 1, "maximum": 7},
+            "minItems": 1,
+            "maxItems": 3,
+        },
     },
     "required": ["place", "days"],
-}  # fmt: skip
+}
 UNIQUE_RULES: dict[str, Any] = {
-    "type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
-}  # fmt: skip
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
+}
 BAD_RULES: list[dict[str, Any]] = [{"type": "nothing"}, {"$ref": "https://example.com/schema.json"}, {"properties": 3}]
 CALLED: list[dict[str, Any]] = [
     *ASK,
-    {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}],
+    },
     {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
-]  # fmt: skip
+]
 PATIENCE = 5  # tries after a 429
 
 
@@ -187,7 +203,9 @@ def is_scored(text: str, logprobs: Any, prompt: str, top: int) -> None:
 
 
 def is_scored_as_said(say: Callable[[int], tuple[str, Any]], score: Callable[[str], Any]) -> None:
-    """A token has the same log-probability when it is said as when its text is scored, where it is read as one token again."""
+    """A token has the same log-probability when it is said as when its text is scored, where it is read as one token
+    again.
+    """
     compared = 0
     for seed in range(8):
         text, logprobs = say(seed)

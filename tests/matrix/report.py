@@ -66,8 +66,10 @@ def failures(columns: Sequence[Column]) -> list[str]:
     """Every row that failed, a line each."""
     return [
         f"{column.client}, row {row}: {outcome.why}"
-        for column in columns for row, outcome in column.outcomes.items() if outcome.state == "FAIL"
-    ]  # fmt: skip
+        for column in columns
+        for row, outcome in column.outcomes.items()
+        if outcome.state == "FAIL"
+    ]
 
 
 def table(columns: Sequence[Column], rows: dict[int, str]) -> str:

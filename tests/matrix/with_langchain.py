@@ -9,10 +9,38 @@ from typing import Any
 import httpx
 import openai
 from asked import (
-    ASK, BAD_RULES, BASE, BOOK, CALLED, CONTROL, KEY, NUMBER, PARTS, PATIENCE, TIME, UNIQUE_RULES, WEATHER, WEATHER_RULES,
-    WRONG_KEYS, Plan, falls, falls_idle, is_booking, is_call, is_scored, is_scored_as_said, is_weather, middle, near, open_streams, run,
-    shaped, soon, speak, tokens,
-)  # fmt: skip
+    ASK,
+    BAD_RULES,
+    BASE,
+    BOOK,
+    CALLED,
+    CONTROL,
+    KEY,
+    NUMBER,
+    PARTS,
+    PATIENCE,
+    TIME,
+    UNIQUE_RULES,
+    WEATHER,
+    WEATHER_RULES,
+    WRONG_KEYS,
+    Plan,
+    falls,
+    falls_idle,
+    is_booking,
+    is_call,
+    is_scored,
+    is_scored_as_said,
+    is_weather,
+    middle,
+    near,
+    open_streams,
+    run,
+    shaped,
+    soon,
+    speak,
+    tokens,
+)
 from langchain_core.messages import AIMessage, ToolMessage, convert_to_messages
 from langchain_openai import ChatOpenAI, OpenAI
 

@@ -12,10 +12,38 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # prices are not asked of t
 
 import litellm  # noqa: I001 - one name a line would be thirty lines
 from asked import (
-    ASK, BAD_RULES, BASE, BOOK, CALLED, CONTROL, KEY, NUMBER, PARTS, PATIENCE, TIME, UNIQUE_RULES, WEATHER, WEATHER_RULES,
-    WRONG_KEYS, Plan, falls, falls_idle, is_booking, is_call, is_scored, is_scored_as_said, is_weather, middle, near, open_streams, run,
-    shaped, soon, speak, tokens,
-)  # fmt: skip
+    ASK,
+    BAD_RULES,
+    BASE,
+    BOOK,
+    CALLED,
+    CONTROL,
+    KEY,
+    NUMBER,
+    PARTS,
+    PATIENCE,
+    TIME,
+    UNIQUE_RULES,
+    WEATHER,
+    WEATHER_RULES,
+    WRONG_KEYS,
+    Plan,
+    falls,
+    falls_idle,
+    is_booking,
+    is_call,
+    is_scored,
+    is_scored_as_said,
+    is_weather,
+    middle,
+    near,
+    open_streams,
+    run,
+    shaped,
+    soon,
+    speak,
+    tokens,
+)
 
 litellm.suppress_debug_info = True
 ENDLESS: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
@@ -27,7 +55,15 @@ ABSENT = {
 
 def chat(**asked: Any) -> Any:
     """A chat completion of twelve tokens, unless asked otherwise."""
-    basics = {"model": "openai/nano", "messages": ASK, "max_tokens": 12, "seed": 5, "api_base": BASE, "api_key": KEY, "max_retries": 0}  # fmt: skip
+    basics = {
+        "model": "openai/nano",
+        "messages": ASK,
+        "max_tokens": 12,
+        "seed": 5,
+        "api_base": BASE,
+        "api_key": KEY,
+        "max_retries": 0,
+    }
     return litellm.completion(**(basics | asked))
 
 
@@ -49,7 +85,14 @@ def long_streams(count: int) -> AbstractContextManager[Callable[[], None]]:
 
 def complete(**asked: Any) -> Any:
     """A text completion."""
-    basics = {"model": "text-completion-openai/nano", "prompt": "The pilot asked", "max_tokens": 8, "seed": 3, "api_base": BASE, "api_key": KEY}  # fmt: skip
+    basics = {
+        "model": "text-completion-openai/nano",
+        "prompt": "The pilot asked",
+        "max_tokens": 8,
+        "seed": 3,
+        "api_base": BASE,
+        "api_key": KEY,
+    }
     return litellm.text_completion(**(basics | asked))
 
 

@@ -1,7 +1,7 @@
 """The stored golden numbers against their oracles, made again: a stale file or another oracle fails.
 
-Each oracle runs in a process of its own, as `tests/golden/make.py` says: by this interpreter where it has trl 1.12.0, or
-by the one that STAGECOACH_TRL_A or STAGECOACH_TRL_B names; else skipped.
+Each oracle runs in a process of its own, as `tests/golden/make.py` says: by this interpreter where it has trl 1.12.0,
+or by the one that STAGECOACH_TRL_A or STAGECOACH_TRL_B names; else skipped.
 """
 
 import json

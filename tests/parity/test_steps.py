@@ -1,8 +1,10 @@
-"""Five real steps of trl's DPOTrainer and GRPOTrainer, walked again with our model, losses and advantages: same losses, same weights.
+"""Five real steps of trl's DPOTrainer and GRPOTrainer, walked again with our model, losses and advantages: same losses,
+same weights.
 
-trl runs by itself (`trl_steps.py`, in a process of the interpreter that has it); from it come the rows that its sampler drew and
-the answers that its policy gave. Everything else is ours: the forward pass of `model/`, without its padding on the left, log-probabilities,
-reference, advantages, loss. AdamW and the bound on the gradient's norm are torch's on both sides.
+trl runs by itself (`trl_steps.py`, in a process of the interpreter that has it); from it come the rows that its sampler
+drew and the answers that its policy gave. Everything else is ours: the forward pass of `model/`, without its padding on
+the left, log-probabilities, reference, advantages, loss. AdamW and the bound on the gradient's norm are torch's on both
+sides.
 """
 
 import json
@@ -38,8 +40,14 @@ def walked(method: str, model: Transformer, tokenizer: Tokenizer, folder: Path) 
     with torch.no_grad():  # so that some answers end
         model.get_parameter("model.embed_tokens.weight")[tokenizer.turn_end] *= 3
     checkpoint.save(folder / "model", model, tokenizer, {})
-    rows = [{"prompt": f"Which way, {n}?" + " And then?" * (n % 3), "chosen": "left " * (1 + n % 5),
-             "rejected": "right" + "." * (n % 7)} for n in range(20)]  # fmt: skip
+    rows = [
+        {
+            "prompt": f"Which way, {n}?" + " And then?" * (n % 3),
+            "chosen": "left " * (1 + n % 5),
+            "rejected": "right" + "." * (n % 7),
+        }
+        for n in range(20)
+    ]
     (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     done = subprocess.run([interpreter("A"), SCRIPT, method, folder], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -50,8 +58,10 @@ def walked(method: str, model: Transformer, tokenizer: Tokenizer, folder: Path) 
 
 def laid(ids: Tensor, mask: Tensor, trained: Tensor) -> Answered:
     """Rows without their padding, in our layout."""
-    pieces = [Piece(row[keep.bool()].numpy(), said[keep.bool()].bool().numpy())
-              for row, keep, said in zip(ids, mask, trained, strict=True)]  # fmt: skip
+    pieces = [
+        Piece(row[keep.bool()].numpy(), said[keep.bool()].bool().numpy())
+        for row, keep, said in zip(ids, mask, trained, strict=True)
+    ]
     return answered(pieces, pad=0)
 
 
@@ -132,9 +142,16 @@ def test_five_steps_of_grpo_are_trl_s(byte_tokenizer: Tokenizer, tiny_model: Tra
         torch.testing.assert_close(advantages, step["advantages"], atol=1e-5, rtol=0)
         rows = torch.repeat_interleave(torch.arange(len(ids)), lengths)
         found = policy_losses.group_policy(
-            logprobs, entropy, old=old, advantages=advantages[rows], reference=reference, row_of=rows,
-            num_rows=len(ids), method=method, max_tokens=12,
-        )  # fmt: skip
+            logprobs,
+            entropy,
+            old=old,
+            advantages=advantages[rows],
+            reference=reference,
+            row_of=rows,
+            num_rows=len(ids),
+            method=method,
+            max_tokens=12,
+        )
         return found, {"sequences": len(ids), "tokens": len(logprobs)}
 
     walk(tiny_model, steps, loss)

@@ -2,9 +2,9 @@
 
     python tests/parity/trl_steps.py dpo|grpo FOLDER
 
-FOLDER holds `model/` (a Hugging Face directory) and `rows.json`; written into it: `steps.pt`, a list of what each call of the
-trainer's loss was given, with the loss that it returned, and `after.pt`, the weights after the last step. The trainers run as
-they are, with their own samplers, collators and AdamW; only their loss is listened to.
+FOLDER holds `model/` (a Hugging Face directory) and `rows.json`; written into it: `steps.pt`, a list of what each call
+of the trainer's loss was given, with the loss that it returned, and `after.pt`, the weights after the last step. The
+trainers run as they are, with their own samplers, collators and AdamW; only their loss is listened to.
 """
 
 import json
@@ -19,10 +19,21 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer  # pyright: ignor
 
 STEPS, RATE = 5, 2e-3
 COMMON: dict[str, Any] = {
-    "max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.5,
-    "bf16": False, "gradient_checkpointing": False, "use_cpu": True, "report_to": [], "save_strategy": "no", "seed": 3,
-    "logging_steps": 1, "disable_tqdm": True, "adam_epsilon": 1e-6,
-}  # fmt: skip
+    "max_steps": STEPS,
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.5,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "report_to": [],
+    "save_strategy": "no",
+    "seed": 3,
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "adam_epsilon": 1e-6,
+}
 HEARD = ("input_ids", "attention_mask", "completion_mask", "prompt_ids", "prompt_mask", "completion_ids", "advantages")
 steps: list[dict[str, Any]] = []
 
@@ -58,10 +69,19 @@ def main(method: str, folder: Path) -> None:
         trainer = listening(DPOTrainer)(model, args=config, train_dataset=rows, processing_class=tokenizer)
     else:
         config = GRPOConfig(
-            folder / "out", per_device_train_batch_size=8, num_generations=4, max_completion_length=12, temperature=0.8,
-            beta=0.05, num_iterations=2, loss_type="grpo", epsilon=0.05, mask_truncated_completions=False,
-            use_bias_correction_kl=False, **COMMON,  # the term of GRPO's paper (eq. 4); trl's own is DeepSeek-V3.2's
-        )  # fmt: skip
+            folder / "out",
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=12,
+            temperature=0.8,
+            beta=0.05,
+            num_iterations=2,
+            loss_type="grpo",
+            epsilon=0.05,
+            mask_truncated_completions=False,
+            use_bias_correction_kl=False,
+            **COMMON,  # the term of GRPO's paper (eq. 4); trl's own is DeepSeek-V3.2's
+        )
         trainer = listening(GRPOTrainer)(
             model, reward_funcs=reward, args=config, train_dataset=rows, processing_class=tokenizer
         )

@@ -37,13 +37,21 @@ def piece(tokenizer: Tokenizer, reply: str) -> Piece:
 
 def packed(rows: list[list[Piece]], length: int, pad: int, vocabulary: int) -> TokenBatch:
     """Rows of pieces side by side."""
-    return token_batch(rows, np.arange(len(rows)), packed=length, context=length, pad=pad,
-                       byte_lengths=np.ones(vocabulary, dtype=np.int64))  # fmt: skip
+    return token_batch(
+        rows,
+        np.arange(len(rows)),
+        packed=length,
+        context=length,
+        pad=pad,
+        byte_lengths=np.ones(vocabulary, dtype=np.int64),
+    )
 
 
 @pytest.mark.parametrize("layout", ["answered", "packed"])
 def test_the_end_of_a_turn_is_trained_whatever_token_pads(layout: str, byte_tokenizer: Tokenizer) -> None:
-    """Bug museum: pad = EOS (huggingface/trl 1623). Padding was masked by its id, the end with it: no model learnt to stop."""
+    """Bug museum: pad = EOS (huggingface/trl 1623). Padding was masked by its id, the end with it: no model learnt
+    to stop.
+    """
     end, vocabulary = byte_tokenizer.turn_end, byte_tokenizer.vocab_size
     pieces = [piece(byte_tokenizer, "left"), piece(byte_tokenizer, "right, and on to the ferry")]
     for pad in (byte_tokenizer.pad, end):
@@ -80,7 +88,8 @@ def judged(tiny_model: Transformer) -> RewardModel:
 
 @torch.no_grad()
 def test_a_reward_is_read_at_the_last_token_of_its_own_row(judged: RewardModel, byte_tokenizer: Tokenizer) -> None:
-    """Bug museum: last token by padding side (huggingface/trl 2778). It was the last column, or the one before the first pad.
+    """Bug museum: last token by padding side (huggingface/trl 2778). It was the last column, or the one before the
+    first pad.
 
     So the rows are of unequal lengths, and the token that pads stands inside and at the end of some.
     """
@@ -117,7 +126,9 @@ def test_a_token_is_scored_by_what_stands_before_it(tiny_model: Transformer) -> 
 
 
 class Placed(Transformer):
-    """A model with learnt absolute places beside RoPE, which sees distances alone: here a row that starts late shows."""
+    """A model with learnt absolute places beside RoPE, which sees distances alone: here a row that starts late
+    shows.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, torch.Generator().manual_seed(0))
@@ -161,11 +172,19 @@ TURN = [
 
 
 def test_what_a_tool_says_is_never_trained(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """Bug museum: tool tokens trained (volcengine/verl 3960). The whole answer was trained, results of tools with it."""
+    """Bug museum: tool tokens trained (volcengine/verl 3960). The whole answer was trained, results of tools with
+    it.
+    """
     asked = [{"role": "user", "content": "When?"}]
     said = '<tool_call>\n{"name": "look", "arguments": {"at": "clock"}}\n</tool_call>It is ten past nine.'
-    pair = Pair(id="a", source="made", kind="tools", prompt=asked, chosen=TURN,
-                rejected=[{"role": "assistant", "content": "Late."}])  # fmt: skip
+    pair = Pair(
+        id="a",
+        source="made",
+        kind="tools",
+        prompt=asked,
+        chosen=TURN,
+        rejected=[{"role": "assistant", "content": "Late."}],
+    )
     talk = Dialogue(id="a", kind="tools", category="simple", messages=[*asked, *TURN])
     for split in ("train", "val"):
         records.write(tmp_path / "pairs" / f"{split}.jsonl", [pair])

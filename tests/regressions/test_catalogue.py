@@ -1,7 +1,7 @@
 """The catalogue of the museum: every bug, and where the test stands that fails when the bug is put back.
 
-A test that belongs to its module stays there; its docstring says that it is an exhibit. Not promised: that a test fails for its
-bug; that was tried by hand, by putting each bug back.
+A test that belongs to its module stays there; its docstring says that it is an exhibit. Not promised: that a test fails
+for its bug; that was tried by hand, by putting each bug back.
 """
 
 import ast

@@ -39,8 +39,9 @@ def with_values(found: list[Rollout], reference: float = -0.5) -> list[Rollout]:
 def test_a_score_stands_on_the_token_that_ended_the_answer_whichever_that_is() -> None:
     """Bug museum: score on pad, custom stop id (huggingface/trl 3750).
 
-    The score was added behind the end, where nothing is trained; an answer that ended by another token than the tokenizer's
-    EOS was taken for unfinished. With values 0 and gamma 1/2 each token's return says how far it is from the score.
+    The score was added behind the end, where nothing is trained; an answer that ended by another token than the
+    tokenizer's EOS was taken for unfinished. With values 0 and gamma 1/2 each token's return says how far it is from
+    the score.
     """
 
     class Letters(bandit.Letters):
@@ -64,7 +65,8 @@ def test_a_score_stands_on_the_token_that_ended_the_answer_whichever_that_is() -
 
 
 def test_numbers_of_an_answer_are_over_its_own_tokens() -> None:
-    """Bug museum: padding in metrics (huggingface/trl 6121). Padding had the log-probability 1, so entropies were negative.
+    """Bug museum: padding in metrics (huggingface/trl 6121). Padding had the log-probability 1, so entropies were
+    negative.
 
     Answers of 1 and 5 tokens of log-probability -0.5, where the reference says -0.75: in nats an answer.
     """
@@ -77,13 +79,20 @@ def test_numbers_of_an_answer_are_over_its_own_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo"])
 def test_a_gradient_is_over_the_step_s_tokens_however_they_are_cut(name: str, tmp_path: Path) -> None:
-    """Bug museum: mean of means (huggingface/trl 3021). Each micro-batch was averaged, then their means: short answers won.
+    """Bug museum: mean of means (huggingface/trl 3021). Each micro-batch was averaged, then their means: short answers
+    won.
 
     Answers of 9, 1, 1 and 6 tokens, one a micro-batch or all in one.
     """
     asked = [rollouts.prompt(number, length=1) for number in (2, 3)]
-    given = [Rollout(rollouts.answer(asked[n // 2], n % 2, range(1, length + 1)), Score(float(n), {}),
-                     {"reference": np.full(length, -0.6)}) for n, length in enumerate((9, 1, 1, 6))]  # fmt: skip
+    given = [
+        Rollout(
+            rollouts.answer(asked[n // 2], n % 2, range(1, length + 1)),
+            Score(float(n), {}),
+            {"reference": np.full(length, -0.6)},
+        )
+        for n, length in enumerate((9, 1, 1, 6))
+    ]
     settings = bandit.config(prompts=2, samples=2, iterations=1)
     how = Method(
         sample=lambda asked: [], score=lambda found: [], annotate=lambda found: None, estimate=lambda found: {}
@@ -145,8 +154,17 @@ def test_an_answer_without_tokens_leaves_the_others_as_they_are(name: str) -> No
 
     def value(row_of: list[int], num_rows: int) -> torch.Tensor:
         reference = drawn[3] if method.kl_in == "loss" else None
-        loss = policy_losses.group_policy(logprobs, -logprobs.detach(), old=drawn[1], advantages=drawn[2], reference=reference,
-                                   row_of=torch.tensor(row_of), num_rows=num_rows, method=method, max_tokens=5)  # fmt: skip
+        loss = policy_losses.group_policy(
+            logprobs,
+            -logprobs.detach(),
+            old=drawn[1],
+            advantages=drawn[2],
+            reference=reference,
+            row_of=torch.tensor(row_of),
+            num_rows=num_rows,
+            method=method,
+            max_tokens=5,
+        )
         return objective(loss, {"tokens": 5, "sequences": 2})
 
     found = []
@@ -170,6 +188,18 @@ def test_a_critic_without_tokens_gives_no_advantage_and_no_loss() -> None:
         assert not found.any()
     empty = torch.zeros(0)
     totals = Totals({"tokens": 0})
-    totals.add(policy_losses.ppo(empty, empty, empty, old=empty, advantages=empty, old_values=empty, returns=empty,
-                          clip=Clip(0.2, 0.2), value_clip=0.2, value_weight=0.1))  # fmt: skip
+    totals.add(
+        policy_losses.ppo(
+            empty,
+            empty,
+            empty,
+            old=empty,
+            advantages=empty,
+            old_values=empty,
+            returns=empty,
+            clip=Clip(0.2, 0.2),
+            value_clip=0.2,
+            value_weight=0.1,
+        )
+    )
     assert totals.value == 0 and not totals.veto and set(totals.values().values()) == {0.0}

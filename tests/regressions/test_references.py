@@ -45,14 +45,18 @@ def pairs() -> PairBatch:
 
 @pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=2, alpha=4)])
 def test_a_policy_in_training_says_twice_the_same(adapter: AdapterConfig | None, base: Path) -> None:
-    """Bug museum: dropout (huggingface/trl 744). With dropout the first ratio is not 1, and DPO's first loss not ln 2."""
+    """Bug museum: dropout (huggingface/trl 744). With dropout the first ratio is not 1, and DPO's first loss not ln
+    2.
+    """
     policy = reference.begin(base, adapter, 1).policy.train(True)
     first, second = (pair_logprobs(policy, pairs()) for _ in range(2))
     assert torch.equal(first.chosen, second.chosen) and torch.equal(first.rejected, second.rejected)
 
 
 def test_dropout_is_refused_in_every_model_of_alignment(base: Path, tiny_model: Transformer) -> None:
-    """Bug museum: dropout (huggingface/trl 744). An adapter's shows only after its first update, so no first gate sees it."""
+    """Bug museum: dropout (huggingface/trl 744). An adapter's shows only after its first update, so no first gate
+    sees it.
+    """
     with pytest.raises(ConfigError, match=r"adapter\.dropout: expected 0 .* got 0\.1"):
         reference.begin(base, AdapterConfig(rank=2, alpha=4, dropout=0.1), 1)
     dropping = checkpoint.load(base)[0]
@@ -110,8 +114,9 @@ def filled(
     """What `stage_rlhf` or `stage_grpo` samples and annotates at a temperature, and what it logs of it."""
     policy, tokenizer = checkpoint.load(base)
     start = Start(policy, tokenizer, Reference(policy, adapted=False), None)
-    config = RolloutConfig(learning_rate=1e-3, prompts=3, samples=2, iterations=1, max_prompt=16, max_new_tokens=8,
-                           temperature=temperature)  # fmt: skip
+    config = RolloutConfig(
+        learning_rate=1e-3, prompts=3, samples=2, iterations=1, max_prompt=16, max_new_tokens=8, temperature=temperature
+    )
     setting = Setting(start, config, job(folder))
     carried = {"beta": 0.05}
     model, critic = policy, RewardModel(checkpoint.load(base)[0])
@@ -119,17 +124,20 @@ def filled(
         model = ActorCritic(policy, critic)
         constants = PPOConfig(beta=0.05, target_kl=6.0, horizon=100)
         method = Method(
-            sample=setting.sample, score=lambda given: [Score(float(len(one.ids) % 3), {}) for one in given],
+            sample=setting.sample,
+            score=lambda given: [Score(float(len(one.ids) % 3), {}) for one in given],
             annotate=lambda found: advantages.annotate_ppo(
-                found, reference=setting.reference, values=lambda given: setting.values(critic, given)),
+                found, reference=setting.reference, values=lambda given: setting.values(critic, given)
+            ),
             estimate=lambda found: advantages.estimate_ppo(found, constants, carried),
-        )  # fmt: skip
+        )
     else:
         method = Method(
-            sample=setting.sample, score=lambda given: [Score(float(one.ids[0] % 5), {}) for one in given],
+            sample=setting.sample,
+            score=lambda given: [Score(float(one.ids[0] % 5), {}) for one in given],
             annotate=lambda found: advantages.annotate_group(found, reference=setting.reference),
             estimate=lambda found: advantages.estimate_group(found, METHODS["grpo"], 2),
-        )  # fmt: skip
+        )
     stream = RolloutStream(prompts(), config, method, pad=tokenizer.pad, seed=1, ranks=setting.ranks, state=carried)
     return model, stream, stream.fill(0)
 
@@ -139,7 +147,9 @@ def filled(
 def test_every_log_probability_is_at_the_temperature_of_sampling(
     kind: str, temperature: float, base: Path, tmp_path: Path
 ) -> None:
-    """Bug museum: one-sided temperature (OpenRLHF/OpenRLHF 853). Sampled at T, trained and compared at 1: the ratio was not 1."""
+    """Bug museum: one-sided temperature (OpenRLHF/OpenRLHF 853). Sampled at T, trained and compared at 1: the ratio
+    was not 1.
+    """
     model, stream, logged = filled(kind, base, tmp_path / "work", temperature)
     batch = stream.batch(0, 0, stream.rows(0, 0))
     if kind == "rlhf":

@@ -36,8 +36,14 @@ def test_an_answer_without_code_passes_no_test() -> None:
 @pytest.mark.parametrize("called", [True, False])
 def test_an_answer_that_says_nothing_is_no_right_call_and_no_right_refusal(called: bool) -> None:
     """Bug museum: empty output earns 1 (volcengine/verl 7853). Where no call is right, silence holds no call either."""
-    tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {
-        "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}  # fmt: skip
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
     call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": '{"place": "deck"}'}}
     right = (
         {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -1,9 +1,11 @@
-"""Writes down which functions of the working directory a stage runs, for test_codehash.py: put this folder on PYTHONPATH.
+"""Writes down which functions of the working directory a stage runs, for test_codehash.py: put this folder on
+PYTHONPATH.
 
-    STAGECOACH_TRACED=FOLDER    each process of a stage appends `stage, file, line` of a function's first call to FOLDER/<pid>
+    STAGECOACH_TRACED=FOLDER    each process of a stage appends `stage, file, line` of a function's first call to
+                                FOLDER/<pid>
 
-At once and in every process, forked ones too, since a worker ends without a word. Left out are calls that come from around the stage
-(its lifecycle, its tracking), not from its own code.
+At once and in every process, forked ones too, since a worker ends without a word. Left out are calls that come from
+around the stage (its lifecycle, its tracking), not from its own code.
 """
 
 import os

@@ -1,14 +1,15 @@
 """Attention within documents for training in bf16 on a CPU: few large batched products over tiles of the line.
 
-The line of N tokens is cut into tiles of 128. A tile's queries see the keys from the tile in which its first token's document
-begins up to their own tile: `reach` tiles; a mask hides the rest. Tiles of equal reach are multiplied together, so that a batch
-makes few products of few different shapes, whatever its documents' lengths are (oneDNN compiles a kernel for each new shape).
+The line of N tokens is cut into tiles of 128. A tile's queries see the keys from the tile in which its first token's
+document begins up to their own tile: `reach` tiles; a mask hides the rest. Tiles of equal reach are multiplied
+together, so that a batch makes few products of few different shapes, whatever its documents' lengths are (oneDNN
+compiles a kernel for each new shape).
 
     P = softmax(q k^T + mask)    o = P v    dv = P^T do    dP = do v^T - rowsum(do o)    dS = P dP    dq = dS k    dk = dS^T q
 
-The row sums go into the product: do and v get more columns, [do, -d_high, -d_low] [v, 1, 1]^T, so the difference is taken in
-float32 before it is rounded to bf16, and no pass over the scores is needed for it. Probabilities of tiles that reach over at most
-512 tokens are kept for the backward pass, those of others are computed again.
+The row sums go into the product: do and v get more columns, [do, -d_high, -d_low] [v, 1, 1]^T, so the difference is
+taken in float32 before it is rounded to bf16, and no pass over the scores is needed for it. Probabilities of tiles that
+reach over at most 512 tokens are kept for the backward pass, those of others are computed again.
 
 Shapes: N tokens, n tiles, H query heads, K key heads, G = H/K, h head size, R = 128 G rows of a tile, r reach.
 """
@@ -40,7 +41,8 @@ class Group:
 
     tiles: Where  # (m,) whose queries
     keys: tuple[Where, ...]  # r times (m,): the tiles that they see, from the first to the last
-    mask: Tensor  # (m, 1, 128, 1, c) bf16 of the last c keys: 0, or -inf where a query does not see one; it sees all others
+    # (m, 1, 128, 1, c) bf16 of the last c keys: 0, or -inf where a query does not see one; it sees all others
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ def _probabilities(rows: Tensor, keys: Tensor, group: Group, kv_heads: int) -> T
 
 
 def backward(grad: Tensor, out: Tensor, kept: Sequence[Tensor], plan: Plan, kv_heads: int) -> Tensor:
-    """Gradients of queries, keys and values side by side, (N, H + 2K, h) in float32, from that of the result (N, H, h)."""
+    """Gradients of queries, keys and values side by side, (N, H + 2K, h) in float32, from that of the result (N, H,
+    h).
+    """
     tokens, heads, size = grad.shape
     inner = torch.linalg.vecdot(grad.float(), out[:tokens].float()).neg_()[..., None]
     above, inner = (_tiles(x, plan.tokens, kv_heads) for x in (grad, inner))

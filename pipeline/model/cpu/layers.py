@@ -1,16 +1,17 @@
 """Training in bf16 on a CPU: the parts of a block with their backward passes written by hand.
 
-PyTorch's own operators, run one by one under autocast, spend most of a small model's step outside of its matrix products: in
-conversions, in norms, and in attention, whose fused kernel has a backward pass several times as long as these batched products.
-Here a part is one autograd function, a product or attention with what stands before it (pieces.py):
+PyTorch's own operators, run one by one under autocast, spend most of a small model's step outside of its matrix
+products: in conversions, in norms, and in attention, whose fused kernel has a backward pass several times as long as
+these batched products. Here a part is one autograd function, a product or attention with what stands before it
+(pieces.py):
 
     normed_product    unit(x) (W diag w)^T    RMSNorm (arXiv:1910.07467), its weight folded into the matrices behind it
     product           x W^T
     attention         RMSNorm of each head, RoPE (arXiv:2104.09864), attention within documents (tiles.py)
     gated             silu(g) * u             SwiGLU (arXiv:2002.05202)
 
-Sums, norms and angles are float32; what stands between two products is bf16, as under autocast. Gradients of weights are float32.
-Not for inference: without gradients a model keeps the operations of `kernels.py`. No second derivatives.
+Sums, norms and angles are float32; what stands between two products is bf16, as under autocast. Gradients of weights
+are float32. Not for inference: without gradients a model keeps the operations of `kernels.py`. No second derivatives.
 
 Shapes: N tokens, D width, F outputs, H query heads, K key heads, h head size.
 
@@ -44,7 +45,9 @@ BF16 = torch.bfloat16
 
 
 def trains_in_bf16(x: Tensor) -> bool:
-    """Whether this pass keeps gradients, under autocast to bf16, on a CPU; `torch.compile` fuses plain formulas itself."""
+    """Whether this pass keeps gradients, under autocast to bf16, on a CPU; `torch.compile` fuses plain formulas
+    itself.
+    """
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
@@ -76,7 +79,8 @@ def attention(
 ) -> Tensor:
     """Queries, keys and values side by side, (N, H + 2K, h) in bf16 -> (N, H * h) in bf16.
 
-    `norms` are the weights (h,) of the norms of queries and keys, if there are any; `cos`, `sin` (N, 1, h/2) in float32.
+    `norms` are the weights (h,) of the norms of queries and keys, if there are any; `cos`, `sin` (N, 1, h/2) in
+    float32.
     """
     queries, keys = norms or (None, None)
     return _Attention.apply(x, cos, sin, queries, keys, eps, heads, plan)  # pyright: ignore[reportReturnType]
@@ -125,9 +129,16 @@ class _NormedProduct(Function):
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, queries: Tensor | None, keys: Tensor | None, eps: float,
-        heads: int, plan: cpu_attention.Plan,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        queries: Tensor | None,
+        keys: Tensor | None,
+        eps: float,
+        heads: int,
+        plan: cpu_attention.Plan,
+    ) -> Tensor:
         both = (x.shape[1] + heads) // 2
         weights = _weights(queries, keys, heads, both, x.shape[2])
         turned, scale = primitives.heads(x, weights, cos, sin, None if queries is None else eps)
@@ -151,7 +162,9 @@ class _Attention(Function):
 
 
 def _weights(queries: Tensor | None, keys: Tensor | None, heads: int, both: int, size: int) -> Tensor:
-    """By what queries and keys are multiplied before they are turned, (H + K, h): the norms' weights, queries by h^-0.5 too."""
+    """By what queries and keys are multiplied before they are turned, (H + K, h): the norms' weights, queries by
+    h^-0.5 too.
+    """
     weights = torch.ones(both, size)
     if queries is not None and keys is not None:
         weights[:heads], weights[heads:] = queries, keys
@@ -170,7 +183,7 @@ class _Gated(Function):
         return primitives.gated_back(grad, *ctx.saved_tensors)
 
 
-# -- kernels --------------------------------------------------------------------------------------------------------------
+# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 QUERY_BLOCK = 64  # of 64, 128, 256 the fastest: a smaller block sees fewer keys that the causal mask would drop
@@ -242,10 +255,10 @@ def ragged_attention(
 ) -> Tensor:
     """Attention of each token to the tokens of its own document: the earlier ones and itself if `causal`, else all.
 
-    `q` (N, H, h), `k` and `v` (M, K, h) with K dividing H, N = sum of `lengths`: the documents lie one after another.
-    M = N, or, where `before` is given, N + sum(before): so many keys of each document stand before those of its queries.
-    float32 or float64, on a CPU. Returns (N, H, h). Keeps every probability for the backward pass, about
-    H * sum(lengths^2) / 2 numbers, so it is for documents of some hundred tokens.
+    `q` (N, H, h), `k` and `v` (M, K, h) with K dividing H, N = sum of `lengths`: the documents lie one after another. M
+    = N, or, where `before` is given, N + sum(before): so many keys of each document stand before those of its queries.
+    float32 or float64, on a CPU. Returns (N, H, h). Keeps every probability for the backward pass, about H *
+    sum(lengths^2) / 2 numbers, so it is for documents of some hundred tokens.
     """
     before = before or [0] * len(lengths)
     assert sum(lengths) == q.shape[0], "the documents must cover the line of tokens"

@@ -1,7 +1,8 @@
 """primitives.cpp, built for this processor by the C++ compiler that is here, and called.
 
-Nothing relies on it: without a compiler, or until `load` is called, PyTorch's operators do the same (pieces.py). Building takes about two
-seconds; what was built is kept under a name made of the source, the compiler and the processor, so another one builds its own.
+Nothing relies on it: without a compiler, or until `load` is called, PyTorch's operators do the same (pieces.py).
+Building takes about two seconds; what was built is kept under a name made of the source, the compiler and the
+processor, so another one builds its own.
 """
 
 import ctypes
@@ -69,7 +70,8 @@ def _built(folder: Path) -> ctypes.CDLL:
             run = subprocess.run([*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True)
             if run.returncode:
                 raise ConfigError(
-                    f"{name} could not build primitives.cpp; set runtime.compile=false to go on without:\n{run.stderr[-2000:]}"
+                    f"{name} could not build primitives.cpp; set runtime.compile=false to go on"
+                    f" without:\n{run.stderr[-2000:]}"
                 )
             made.replace(file)
     try:
@@ -90,7 +92,9 @@ def _processor() -> str:
 
 
 def call(name: str, *given: Tensor | float) -> None:
-    """One function of primitives.cpp: tensors, which must be contiguous, then sizes (int), numbers (float) and flags (bool)."""
+    """One function of primitives.cpp: tensors, which must be contiguous, then sizes (int), numbers (float) and flags
+    (bool).
+    """
     assert _library is not None
     arguments: list[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float | ctypes.c_int] = []
     for value in given:

@@ -1,4 +1,5 @@
-"""What stands between two matrix products in training in bf16 on a CPU: norms, rotations, gates, exponentials, and back.
+"""What stands between two matrix products in training in bf16 on a CPU: norms, rotations, gates, exponentials, and
+back.
 
     unit          x / sqrt(mean(x^2) + eps)                       its root's inverse is kept for the way back
     fold          W diag(w)                                       what stands behind a norm with weights w
@@ -8,9 +9,10 @@
     probabilities softmax(scores + mask)
     outer         a^T b, the gradient of a matrix
 
-Each exists twice: in C++ (primitives.cpp), one pass over memory, 2 to 5 times as fast, where native.py has been told to load it; and as
-PyTorch's operators one by one, over pieces of rows that a core's second-level cache holds. Both compute in float32 and give bf16, but
-PyTorch's `gated`, which is in bf16 throughout: there converting costs more than the operators do.
+Each exists twice: in C++ (primitives.cpp), one pass over memory, 2 to 5 times as fast, where native.py has been told to
+load it; and as PyTorch's operators one by one, over pieces of rows that a core's second-level cache holds. Both compute
+in float32 and give bf16, but PyTorch's `gated`, which is in bf16 throughout: there converting costs more than the
+operators do.
 
 Shapes: N tokens, D width, F outputs of a gate, H query heads, K key heads, J = H + K, h head size, V vocabulary.
 """
@@ -84,7 +86,9 @@ def fold(weight: Tensor, *matrices: Tensor) -> Tensor:
 
 
 def unfold(part: Tensor, weight: Tensor, *matrices: Tensor) -> tuple[list[Tensor], Tensor]:
-    """From the gradient (sum F_i, D) of `fold`'s result in bf16 to those of the matrices and of the weight, in float32."""
+    """From the gradient (sum F_i, D) of `fold`'s result in bf16 to those of the matrices and of the weight, in
+    float32.
+    """
     if not loaded():
         folded = list(part.float().split([len(matrix) for matrix in matrices]))
         of_weight = torch.zeros_like(weight)
@@ -107,8 +111,9 @@ def unfold(part: Tensor, weight: Tensor, *matrices: Tensor) -> tuple[list[Tensor
 def outer(left: Tensor, right: Tensor) -> Tensor:
     """left^T right of (N, A) and (N, B): (A, B).
 
-    On a CPU in bf16 oneDNN reads a transposed left side two to three times as slowly as a plain one. Where one side is at most half as wide as the
-    other and the product is large, transposing that side first, and the result too if it was the right one, is less work.
+    On a CPU in bf16 oneDNN reads a transposed left side two to three times as slowly as a plain one. Where one side is
+    at most half as wide as the other and the product is large, transposing that side first, and the result too if it
+    was the right one, is less work.
     """
     narrow, broad = sorted((left.shape[1], right.shape[1]))
     slow = left.device.type == "cpu" and left.dtype == BF16
@@ -125,7 +130,8 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
 def heads(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     """The first J heads of x (N, J + K, h) in bf16, turned: (N, J, h) in bf16, and 1 / rms of each, (N, J, 1).
 
-    They are multiplied by `weights` (J, h), and normed before that if there is an `eps`. `cos`, `sin` (N, 1, h/2) in float32.
+    They are multiplied by `weights` (J, h), and normed before that if there is an `eps`. `cos`, `sin` (N, 1, h/2) in
+    float32.
     """
     num = len(weights)
     turned, scale = torch.empty(len(x), num, x.shape[2], dtype=BF16), torch.ones(len(x), num, 1)
@@ -145,7 +151,9 @@ def heads(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, eps: float | Non
 def heads_back(
     grad: Tensor, x: Tensor, scale: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, normed: bool
 ) -> tuple[Tensor, Tensor]:
-    """From the gradients (N, J + K, h), in float32, of turned heads and of values, to those of x in bf16 and of weights (J, h)."""
+    """From the gradients (N, J + K, h), in float32, of turned heads and of values, to those of x in bf16 and of
+    weights (J, h).
+    """
     num, result = len(weights), torch.empty_like(x)
     if loaded():
         shares = weights.new_empty(torch.get_num_threads(), *weights.shape)
@@ -234,7 +242,9 @@ def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def probabilities(scores: Tensor, mask: Tensor) -> Tensor:
-    """softmax(scores + mask) in bf16, of scores (m, K, 128, G, S), which are lost, and the mask (m, 1, 128, 1, c) of the last keys."""
+    """softmax(scores + mask) in bf16, of scores (m, K, 128, G, S), which are lost, and the mask (m, 1, 128, 1, c) of
+    the last keys.
+    """
     if loaded():
         call("probabilities", scores, mask, *scores.shape, mask.shape[-1])
         return scores
