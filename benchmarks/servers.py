@@ -1,6 +1,7 @@
 """The servers that `serving.py` compares, as processes, and the client that asks them.
 
-    with started(large, tiny, threads, logs) as servers:  with servers[NATIVE].awake():  together(servers[NATIVE], prompts, 64)
+    with started(large, tiny, threads, logs) as servers, servers[NATIVE].awake():
+        together(servers[NATIVE], prompts, 64)
 
 A server sleeps (SIGSTOP) but within its `awake`. The client speaks HTTP/1.1 over asyncio's streams, a connection a
 request, and keeps when each piece of text came; what it does itself costs some 0.1 ms a request.

@@ -14,10 +14,10 @@ streamed request. Before the rounds each server answers 3 requests that do not c
 quartiles:
 
     tok/s   tokens of a round over its wall time, prompts read in it       TTFT  to the first text, of all requests
-    TPOT    (last text - first text) / (tokens - 1) of a request           ITL   between two texts, pooled: median and 99th percentile
+    TPOT    (last text - first text) / (tokens - 1) of a request ITL   between two texts: median, 99th percentile
     MBU     steps a second (tok/s over the rows of a step) x bytes of weights, keys and values that a step reads /
             measured bandwidth
-    CPU     seconds of processors that the server used, a token            RSS   memory of its processes after the last round
+    CPU     seconds of processors that the server used, a token    RSS   memory of its processes after the last round
 
 Other programs on the machine slow all servers, but not evenly: then the rounds differ, and CPU says more than tok/s
 does. A goal is met or missed by the median of the rounds' ratios; what was not measured reads "not run". `--quick`

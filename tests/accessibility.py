@@ -14,11 +14,14 @@ FINDINGS = r"""(() => {
 
   // names
   const name = (one) => [
-    one.getAttribute('aria-label'), ...(one.getAttribute('aria-labelledby') ?? '').split(' ').map((id) => document.getElementById(id)?.textContent),
-    ...[...(one.labels ?? [])].map((label) => label.textContent), ['BUTTON', 'A', 'SUMMARY'].includes(one.tagName) ? one.textContent : '', one.alt,
+    one.getAttribute('aria-label'),
+    ...(one.getAttribute('aria-labelledby') ?? '').split(' ').map((id) => document.getElementById(id)?.textContent),
+    ...[...(one.labels ?? [])].map((label) => label.textContent),
+    ['BUTTON', 'A', 'SUMMARY'].includes(one.tagName) ? one.textContent : '', one.alt,
   ].join('').trim();
   for (const one of all) {
-    if (one.matches('button, a[href], input, select, textarea, meter, summary, [role=tab], [role=tabpanel], [role=listbox], [role=option], [role=region], img') &&
+    if (one.matches('button, a[href], input, select, textarea, meter, summary, ' +
+      '[role=tab], [role=tabpanel], [role=listbox], [role=option], [role=region], img') &&
         !name(one) && one.getAttribute('alt') !== '') found.push(`no name: ${short(one)}`);
   }
 
@@ -27,7 +30,8 @@ FINDINGS = r"""(() => {
   for (const id of new Set(ids.filter((id, place) => ids.indexOf(id) !== place))) found.push(`id twice: ${id}`);
   for (const attribute of ['aria-labelledby', 'aria-describedby', 'aria-controls', 'aria-activedescendant', 'for']) {
     for (const one of document.querySelectorAll(`[${attribute}]`)) {
-      for (const id of one.getAttribute(attribute).split(' ')) if (!document.getElementById(id)) found.push(`${attribute} points nowhere: ${short(one)}`);
+      for (const id of one.getAttribute(attribute).split(' ')) if (!document.getElementById(id))
+        found.push(`${attribute} points nowhere: ${short(one)}`);
     }
   }
   if (document.querySelectorAll('main').length !== 1) found.push('expected one main');
@@ -44,7 +48,8 @@ FINDINGS = r"""(() => {
     const [r, g, b, a] = context.getImageData(0, 0, 1, 1).data;
     return [r, g, b, a / 255];
   };
-  const over = ([r, g, b, a], below) => [r * a + below[0] * (1 - a), g * a + below[1] * (1 - a), b * a + below[2] * (1 - a), 1];
+  const over = ([r, g, b, a], below) =>
+    [r * a + below[0] * (1 - a), g * a + below[1] * (1 - a), b * a + below[2] * (1 - a), 1];
   const ground = (one) => {
     const layers = [];
     for (let at = one; at; at = at.parentElement) {
@@ -55,25 +60,30 @@ FINDINGS = r"""(() => {
     return layers.reverse().reduce((below, layer) => over(layer, below), [255, 255, 255, 1]);
   };
   const luminance = (colour) => {
-    const [r, g, b] = colour.map((part) => (part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+    const [r, g, b] = colour.map((part) => (part / 255 <= 0.04045
+      ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   for (const one of all) {
-    const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()) || one.matches('input, textarea, select');
+    const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())
+      || one.matches('input, textarea, select');
     if (!own || one.matches(':disabled, [disabled] *, [aria-hidden=true] *') || one.closest('.hidden, .skip')) continue;
     const style = getComputedStyle(one);
     const below = ground(one);
     const [high, low] = [luminance(over(rgba(style.color), below)), luminance(below)].sort((a, b) => b - a);
     const ratio = (high + 0.05) / (low + 0.05);
     const large = parseFloat(style.fontSize) >= 24 || (parseFloat(style.fontSize) >= 18.66 && style.fontWeight >= 700);
-    if (ratio < (large ? 3 : 4.5)) found.push(`contrast ${ratio.toFixed(2)}: ${short(one)} ${one.textContent.slice(0, 30)}`);
+    if (ratio < (large ? 3 : 4.5))
+      found.push(`contrast ${ratio.toFixed(2)}: ${short(one)} ${one.textContent.slice(0, 30)}`);
   }
 
   // what scrolls can be reached
   for (const one of all) {
     const style = getComputedStyle(one);
-    if (!/(auto|scroll)/.test(style.overflow) || (one.scrollHeight <= one.clientHeight + 1 && one.scrollWidth <= one.clientWidth + 1)) continue;
-    if (one.tabIndex < 0 && !one.querySelector('button, a[href], input, select, textarea, [tabindex="0"]')) found.push(`scrolls out of reach: ${short(one)}`);
+    if (!/(auto|scroll)/.test(style.overflow) || (one.scrollHeight <= one.clientHeight + 1
+      && one.scrollWidth <= one.clientWidth + 1)) continue;
+    if (one.tabIndex < 0 && !one.querySelector('button, a[href], input, select, textarea, [tabindex="0"]'))
+      found.push(`scrolls out of reach: ${short(one)}`);
   }
   return found;
 })()"""

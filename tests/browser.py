@@ -31,7 +31,8 @@ SETTINGS = {
 }
 WATCH = """
 window.violations = [];
-document.addEventListener('securitypolicyviolation', (event) => violations.push(`${event.violatedDirective} ${event.blockedURI}`));
+document.addEventListener('securitypolicyviolation', (event) =>
+  violations.push(`${event.violatedDirective} ${event.blockedURI}`));
 window.pwned = () => violations.push('a script of an attack ran');
 """
 

@@ -287,7 +287,7 @@ def test_a_chunk_chooses_from_the_one_before_it_in_its_document() -> None:
 
 
 def test_an_answer_chooses_from_its_prompt_and_text_without_one_goes_by_chunks() -> None:
-    #            a document that begins with a loss, then a prompt   | prompt, answer, prompt, answer, a tail   | no loss at all
+    # a document that begins with a loss, then a prompt | prompt, answer, prompt, answer, a tail | no loss at all
     trained = [*(1, 1, 1, 0, 0, 1, 0), *(0, 0, 1, 0, 1, 1, 0), *(0, 0, 0)]
     positions = [*range(7), *range(7), *range(3)]
     units = cut(torch.tensor(positions), routing="prompt", window=2, trained=torch.tensor(trained, dtype=torch.bool))

@@ -303,7 +303,8 @@ def test_code_is_coloured_and_copied_without_the_colours(page: Any) -> None:
 def test_finished_blocks_are_told_from_what_still_grows(page: Any) -> None:
     ends = page.evaluate("""async () => {
         const { finished } = await import('/page/markdown.js');
-        const texts = ['a', 'a\\n', 'a\\n\\n', 'a\\n\\nb', '```\\na\\n\\nb', '```\\na\\n```', '```\\na\\n```\\n', '~~~~\\n~~~\\n\\n~~~~\\nx',
+        const texts = ['a', 'a\\n', 'a\\n\\n', 'a\\n\\nb', '```\\na\\n\\nb', '```\\na\\n```', '```\\na\\n```\\n',
+            '~~~~\\n~~~\\n\\n~~~~\\nx',
                        'a\\n\\n```js\\nb\\n'];
         return texts.map(finished);
     }""")

@@ -34,10 +34,13 @@ def inert(page: Any, place: str) -> None:
     """Nothing under `place` that could act: no element beyond text, no handler, no style, no address but the web's."""
     found = page.evaluate(
         """(place) => [...document.querySelectorAll(`${place}, ${place} *`)].flatMap((one) => {
-        const bad = ['SCRIPT', 'IFRAME', 'OBJECT', 'EMBED', 'IMG', 'SVG', 'STYLE', 'LINK', 'META', 'BASE', 'FORM', 'VIDEO', 'AUDIO', 'INPUT'];
+        const bad = ['SCRIPT', 'IFRAME', 'OBJECT', 'EMBED', 'IMG', 'SVG', 'STYLE', 'LINK', 'META',
+            'BASE', 'FORM', 'VIDEO', 'AUDIO', 'INPUT'];
         const marks = [...one.attributes].filter(({ name, value }) =>
-            name.startsWith('on') || (name === 'style' && !/^--[a-z]+: [0-9.]+%;$/.test(value)) || name === 'srcdoc' || (name === 'href' && !/^https?:/.test(value)));
-        return [...(bad.includes(one.tagName.toUpperCase()) ? [one.outerHTML] : []), ...marks.map(({ name }) => `${name} of ${one.outerHTML}`)];
+            name.startsWith('on') || (name === 'style' && !/^--[a-z]+: [0-9.]+%;$/.test(value)) || name === 'srcdoc'
+            || (name === 'href' && !/^https?:/.test(value)));
+        return [...(bad.includes(one.tagName.toUpperCase()) ? [one.outerHTML] : []),
+            ...marks.map(({ name }) => `${name} of ${one.outerHTML}`)];
     })""",
         place,
     )
@@ -250,12 +253,15 @@ def test_every_panel_is_labelled_readable_and_fits(browser: Any, server: Running
 )
 def test_the_judge_of_these_tests_finds_what_is_wrong(browser: Any, server: Running, markup: str, finding: str) -> None:
     with opened(browser, server.url) as page:
-        found = page.evaluate("""(markup) => {
+        found = page.evaluate(
+            """(markup) => {
             document.querySelector('.log').insertAdjacentHTML('beforeend', markup);
             const faint = document.querySelector('.faint');
             if (faint) faint.style.setProperty('color', '#ccc');
             return FINDINGS;
-        }""".replace("FINDINGS", FINDINGS), markup)  # fmt: skip  # in one turn: the page draws its log anew
+        }""".replace("FINDINGS", FINDINGS),
+            markup,
+        )  # in one turn: the page draws its log anew
         assert any(finding in one for one in found), found
 
 

@@ -150,7 +150,8 @@ def test_a_line_is_a_turn_and_the_end_of_input_ends(scripted: Any) -> None:
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
     assert (
         script.prompts[1] == "<|im_start|>system\nBe"
-        " brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nHow"
+        " brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nHow"
         " are you?<|im_end|>\n<|im_start|>assistant\n"
     )
 

@@ -339,9 +339,9 @@ def test_a_shape_for_another_kind_leaves_this_kind_to_detection_and_an_unknown_o
         shapes.named("xlm", "dialogues")
 
 
-FIELDS = """text messages conversations system tools functions query answers chat instruction input output question answer
-prompt response tests test_cases entry_point level chosen rejected gold_chosen id kind role content from value name arguments
-tool_calls function_call function parameters type properties args expected assert"""
+FIELDS = """text messages conversations system tools functions query answers chat instruction input output question
+answer prompt response tests test_cases entry_point level chosen rejected gold_chosen id kind role content from value
+name arguments tool_calls function_call function parameters type properties args expected assert"""
 names = st.sampled_from(FIELDS.split())
 pieces = st.sampled_from(
     [

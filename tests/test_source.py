@@ -24,7 +24,8 @@ from pipeline.run.errors import ModelError
 from pipeline.model.source import Start, located
 hub, weights, tokenizer = json.loads(sys.argv[1])
 try:
-    found = located(Start(start="hub", hub=hub), None, weights=weights, tokenizer=Path(tokenizer) if tokenizer else None)
+    path = Path(tokenizer) if tokenizer else None
+    found = located(Start(start="hub", hub=hub), None, weights=weights, tokenizer=path)
     reply = {"commit": found.commit, "files": sorted(path.name for path in found.folder.iterdir())}
 except ModelError as error:
     reply = {"error": str(error)}

@@ -148,11 +148,14 @@ def test_two_machines_train_one_model_and_a_killed_worker_ends_both(
 LEFT = """import pipeline, subprocess, sys, threading
 from datetime import timedelta
 from torch import distributed
-host = "from torch.distributed import TCPStore; store = TCPStore('127.0.0.1', %s, is_master=True, wait_for_workers=False); print(flush=True); sys.stdin.read()"
+host = ("from torch.distributed import TCPStore; "
+        "store = TCPStore('127.0.0.1', %s, is_master=True, wait_for_workers=False); "
+        "print(flush=True); sys.stdin.read()")
 process = subprocess.Popen([sys.executable, "-c", "import os, sys; " + host % sys.argv[1] + "; os._exit(0)"],
                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 process.stdout.readline()
-store = distributed.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+store = distributed.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False,
+                             timeout=timedelta(seconds=60))
 threading.Timer(1, process.stdin.close).start()
 try:
     store.wait(["never"])

@@ -158,9 +158,19 @@ def run(case: Case) -> None:
     folder = Path(case.folder)
     job, model = job_of(folder, case), model_of(case)
     stream = Rows(case, job)
-    config = FitConfig(steps=case.steps, tokens_per_step=case.rows * CONTEXT, context=CONTEXT, learning_rate=0.005,
-                       eval_steps=3, warmup_steps=2, optimizer=case.optimizer, publish=case.publish, ema_decay=case.ema_decay, dropout=case.dropout,
-                       eps=1e-6)  # fmt: skip  # AdamW makes steps of the rounding of gradients that are near eps
+    config = FitConfig(
+        steps=case.steps,
+        tokens_per_step=case.rows * CONTEXT,
+        context=CONTEXT,
+        learning_rate=0.005,
+        eval_steps=3,
+        warmup_steps=2,
+        optimizer=case.optimizer,
+        publish=case.publish,
+        ema_decay=case.ema_decay,
+        dropout=case.dropout,
+        eps=1e-6,
+    )  # AdamW makes steps of the rounding of gradients that are near eps
 
     def loss(model: Transformer, batch: Batch) -> Loss:
         chosen = batch.targets >= 0

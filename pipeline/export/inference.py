@@ -19,7 +19,8 @@ Decoding is bound by reading weights. For a few rows FBGEMM reads q once and mul
 activations of eight bits, which is too coarse, so each row x is given to it as two rows of digits, a coarse one and
 what that leaves:
 
-    x ~ peak / D (a + b / 2D),   peak = max |x|,   a = round(D x / peak),   b = round(2D (D x / peak - a)),   |a|, |b| <= D = 63
+    x ~ peak / D (a + b / 2D),   peak = max |x|,   a = round(D x / peak),   b = round(2D (D x / peak - a)),
+    |a|, |b| <= D = 63
 
 so x is off by at most peak / 15,876, and sums are exact: what a row gets depends on no neighbour. D is not 127 because
 without VNNI the CPU adds two products in 16 bits, and 2 (2D) 127 must fit there. That takes 0.5 to 0.8 of the time of

@@ -1,7 +1,7 @@
 """ONNX, what onnxruntime-genai runs: its own builder makes it from the exported directory, and its own runtime proves
 it.
 
-    models/deploy  --build-->  models/deploy/onnx: model.onnx, model.onnx.data, genai_config.json, tokenizer      fp32 or int4
+    models/deploy --build--> models/deploy/onnx: model.onnx, model.onnx.data, genai_config.json, tokenizer
 
 Needs the extra: pip install 'stagecoach[onnx]'. The builder is a program (`python -m onnxruntime_genai.models.builder`)
 that is run within this process, without a network. It imports transformers; nothing of ours does. int4 is the builder's

@@ -68,7 +68,8 @@ COMMON_WORDS = (
 FUNCTION_WORDS = frozenset(COMMON_WORDS.split())
 WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
 NO_PROSE = re.compile(
-    r">>>|^\s*\.\.\s|::|^\s*:\w[^:]*:|^\s*@\w+|^\s*[-=~^*#+]{3,}|^\s*#|\s\|\s|^\s*\||</?[A-Za-z!][^>\n]*>|&\w+;|\]\(|!\[|^\s*\$ ",
+    r">>>|^\s*\.\.\s|::|^\s*:\w[^:]*:|^\s*@\w+|^\s*[-=~^*#+]{3,}|^\s*#|\s\|\s|^\s*\||</?[A-Za-z!][^>\n]*>|&\w+;"
+    r"|\]\(|!\[|^\s*\$ ",
     re.MULTILINE,
 )
 BULLET = re.compile(r"\s*(?:[-*+•]|\d+[.)])\s")

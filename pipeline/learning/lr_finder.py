@@ -1,6 +1,7 @@
 """Look for a learning rate: `python -m stages.language runtime.find_lr=true`. Trains nothing.
 
-    100 steps, the rates multiplied by factors from 1e-4 to 1e3, geometrically       (Smith 2017, arXiv:1506.01186; fastai's finder)
+    100 steps, the rates multiplied by factors from 1e-4 to 1e3, geometrically
+    (Smith 2017, arXiv:1506.01186; fastai's finder)
 
 The ratios between groups are kept, clipping stays on, and the same 8 batches come in rotation, so that the loss changes
 with the rate and not with the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); at four times

@@ -1,7 +1,7 @@
 """Losses of a memory's router: that its chapters are used alike, and that its logits stay small.
 
     f_i = share of choices that fell on chapter i (sums to 1, no gradient)      P_i = mean over units of p_i
-    load_balance  C sum_i f_i P_i                1 where either is uniform (Switch, Fedus et al. 2021, arXiv:2101.03961, eq. 4, for top-k)
+    load_balance  C sum_i f_i P_i                1 where either is uniform (Switch: Fedus et al. 2021, eq. 4, for top-k)
     auxiliary     sum_i (f_i - 1/C)^2            its gradient is that of P: 2/C times load balance's
     z             mean of (ln sum_j e^z_j)^2     ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5)
 

@@ -6,8 +6,8 @@ From `stages/<s>.py`, which counts whole, it follows the names that code uses: t
 constants of
 our two packages that they stand for, through imports of modules, of names and of names handed on by another module. A
 line
-`hash  module  names` covers the definitions of a module that are reached; a class counts whole. The hash is over syntax trees
-without docstrings, positions and empty fields (our own dump: `ast.dump` differs between Python versions).
+`hash  module  names` covers the definitions of a module that are reached; a class counts whole. The hash is over syntax
+trees without docstrings, positions and empty fields (our own dump: `ast.dump` differs between Python versions).
 
 Always counted, where a module is imported at all: top-level statements that may do something (calls, loops, `if`,
 assignments that call our own code, functions under decorators that are not in PLAIN). What cannot be followed counts as

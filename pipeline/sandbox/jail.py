@@ -71,7 +71,8 @@ sys.path.pop(0)
 MODULES = """
 abc argparse array ast base64 binascii bisect builtins calendar cmath codecs collections collections.abc colorsys
 concurrent.futures.thread contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib enum errno
-fileinput fnmatch fractions functools gc glob graphlib hashlib heapq hmac html html.parser inspect io ipaddress itertools
+fileinput fnmatch fractions functools gc glob graphlib hashlib heapq hmac html html.parser inspect io ipaddress
+itertools
 json keyword linecache locale logging math numbers operator os pathlib pickle platform pprint queue random re reprlib
 secrets select shlex signal socket stat statistics string stringprep struct sys tempfile textwrap threading
 time timeit tokenize traceback types typing unicodedata unittest urllib.parse uuid warnings weakref zlib _strptime

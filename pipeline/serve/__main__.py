@@ -168,7 +168,8 @@ def welcome(address: str, options: Options, keyed: bool) -> str:
     return (
         f"{address}  serves {', '.join(str(model) for model in options.models)}\n"
         f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' "
-        f"""-d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell a story that begins: Anna was a beetle in a narrow house beside the cottage."}}]}}'\n"""
+        f"""-d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell a story that begins: """
+        f"""Anna was a beetle in a narrow house beside the cottage."}}]}}'\n"""
     )
 
 

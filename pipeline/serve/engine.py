@@ -39,13 +39,14 @@ user what another asked.
 """
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -308,8 +309,8 @@ __all__ = [
     "Engine",
     "EngineStopped",
     "Event",
-    "QueueFull",
     "GenerationRequest",
+    "QueueFull",
     "Said",
     "Stats",
     "Ticket",
@@ -357,7 +358,7 @@ class Engine(Loop):
         self.decoder_of = decoder or partial(RowDecoder, self.model)
         table = model.model.embed_tokens.weight
         check_memory(model.config, rows, table.dtype, table.device)
-        self._ended = count(1)
+        self._ended = itertools.count(1)
         self._make()
 
     def _empty(self) -> None:

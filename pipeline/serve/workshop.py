@@ -1,7 +1,8 @@
 """What the server has done by another process: schemas compiled, Markdown rendered. The process is `worker.py`; this is
 its counter.
 
-    with Workshop(models) as workshop:  await workshop.grammar("nano", job, asker) -> Verdict;  await workshop.html(text, asker)
+    with Workshop(models) as workshop:
+        await workshop.grammar("nano", job, asker) -> Verdict;  await workshop.html(text, asker)
 
 A job gets a child process of its own that the kernel ends when it takes too long or too much, so no job holds up the
 server's threads, and none can be left running. Few run at a time and few wait (`places.py`). What became of a schema is

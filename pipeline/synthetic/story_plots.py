@@ -390,15 +390,19 @@ def _narrate(world: World, events: list[Event], *, speaks: bool) -> list[str]:
     rng = world.rng
     sentences: list[str] = []
     moments = list(MOMENTS)
-    for number, event in enumerate(events):
-        world.facts |= event.gives
-        if event.mood:
-            world.mood = event.mood
-            world.hero.feeling = rng.choice(FEELINGS[event.mood])
-            if event.mood == "glad":
+    for number, happening in enumerate(events):
+        world.facts |= happening.gives
+        if happening.mood:
+            world.mood = happening.mood
+            world.hero.feeling = rng.choice(FEELINGS[happening.mood])
+            if happening.mood == "glad":
                 world.friend.feeling = rng.choice(FEELINGS["glad"])
         must_speak = speaks and number == len(events) - 1 and not any('"' in sentence for sentence in sentences)
-        told = event.spoken if speaks and event.spoken and (must_speak or rng.random() < SPOKEN) else event.plain
+        told = (
+            happening.spoken
+            if speaks and happening.spoken and (must_speak or rng.random() < SPOKEN)
+            else happening.plain
+        )
         sentences.append(realise(world, rng.choice(told)))
         if 1 < number < len(events) - 3 and rng.random() < MOMENT:
             moment = rng.choice(moments)
@@ -415,8 +419,7 @@ def vocabulary() -> frozenset[str]:
     for plot in PLOTS.values():
         events += [plot.goal, plot.attempt, plot.deed, plot.ending]
         lines += plot.aims
-    for event in events:
-        lines += event.plain + event.spoken
+    lines += [line for one in events for line in one.plain + one.spoken]
     words = {word for line in lines for word in re.findall(r"[a-z'-]+", re.sub(r"\{[^}]*\}", " ", line).lower())}
     for group in (LISTS, THINGS, FEELINGS, DEEDS, MANNERS):
         words |= {part.lower() for entries in group.values() for entry in entries for part in entry.split()}

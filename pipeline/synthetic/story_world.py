@@ -297,8 +297,9 @@ LISTS: dict[str, tuple[str, ...]] = {
     ),
     "tool": words(
         """anchor axe bandage bolt bottle broom brush cable candle cane chain chalk chisel clamp cloth comb cord crayon
-        crowbar dish drill feather fork funnel glove hammer hook hose jar jug knife ladder ladle lens lever magnet mallet
-        map mop nail needle net notebook oar paddle pan peg pencil pin pole pot pulley rag rake rod rope ruler saw
+        crowbar dish drill feather fork funnel glove hammer hook hose jar jug knife ladder ladle lens lever magnet
+        mallet         map mop nail needle net notebook oar paddle pan peg pencil pin pole pot
+        pulley rag rake rod rope ruler saw
         scale scoop screw shovel sickle sieve spade spoon stick string strap thread torch towel tray trowel tube wheel
         wire wrench"""
     ),
@@ -347,8 +348,8 @@ LISTS: dict[str, tuple[str, ...]] = {
         whir whisper whoosh"""
     ),
     "smell": words(
-        """ash basil cedar cinnamon clover cloves fish ferns fog hops iron lilac lilies mold oil oranges pepperoni petals
-        pines rain resin rosemary saffron sage seaweed smoke thyme turpentine vanilla vinegar violets"""
+        """ash basil cedar cinnamon clover cloves fish ferns fog hops iron lilac lilies mold oil oranges pepperoni
+        petals         pines rain resin rosemary saffron sage seaweed smoke thyme turpentine vanilla vinegar violets"""
     ),
 }
 
@@ -363,8 +364,8 @@ DEEDS: dict[str, tuple[str, ...]] = {
         stared stretched waited whistled winked yawned"""
     ),
     "glad": words(
-        """beamed blushed bowed cheered chuckled clapped danced giggled grinned jumped laughed nodded sang skipped smiled
-        twirled waved winked"""
+        """beamed blushed bowed cheered chuckled clapped danced giggled grinned jumped laughed nodded sang skipped
+        smiled         twirled waved winked"""
     ),
 }
 MANNERS: dict[str, tuple[str, ...]] = {

@@ -1,6 +1,7 @@
 """docs/reference.md: every key that a person may set, written from the dataclasses that own them.
 
-    stages/*.py (Params), params.yaml (the order of its blocks), conf/ -> docs/reference.md      (python -m pipeline.tools.reference)
+    stages/*.py (Params), params.yaml (the order of its blocks), conf/ -> docs/reference.md
+    (python -m pipeline.tools.reference)
     python -m pipeline.tools.reference --check      writes nothing; ends with 1 and says what differs when the file is
                                                     out of date
 
@@ -39,14 +40,22 @@ SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff
 HEAD = """\
 # Reference: every key
 
-Written by `python -m pipeline.tools.reference` from the code: a meaning is the comment beside the key's field. Change it there, then run the
+Written by `python -m pipeline.tools.reference` from the code: a meaning is the comment beside the key's field.
+Change it there, then run
+the
 command again.
 
-**The tables.** Under `smoke`, `demo` and `full` stands what `conf/scale/` says, in *italics* the default where it says nothing, and – where a
-value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that the scale file, or a default, sets some of these. A block
+**The tables.** Under `smoke`, `demo` and `full` stands what `conf/scale/` says, in *italics* the default where it
+says nothing,
+and – where a
+value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that the scale file, or a
+default, sets some of these.
+A block
 that no scale file mentions has one column, the default.
 
-**Which value holds.** The first that is found: the command line, `params.yaml` where it is not null, the block's preset, the scale file, the
+**Which value holds.** The first that is found: the command line, `params.yaml` where it is not null, the block's
+preset, the scale file,
+the
 default. An unknown key, or a value of the wrong type, is an error.
 
 **How to set a key.** `dvc repro` after an edit of `params.yaml`, or:
@@ -56,7 +65,7 @@ dvc exp run -S language.steps=300                                # a key that st
 dvc exp run -S +language.schedule=wsd                            # one that does not: with a plus
 dvc exp run -S grpo.adapter=none                                 # none switches off what may be absent
 python -m stages.language language.steps=300 language.schedule=wsd    # one stage without DVC; never a plus
-python -m stages.language --help                                 # its keys, the values that hold now, where each is from
+python -m stages.language --help                       # its keys, the values that hold now, where each is from
 ```
 """
 

@@ -1,6 +1,6 @@
 """The 49 rows through langchain-openai: `ChatOpenAI` and, for completions, `OpenAI`."""
 
-import itertools  # noqa: I001 - one name a line would be thirty lines
+import itertools
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager

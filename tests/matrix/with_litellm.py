@@ -10,7 +10,7 @@ from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # prices are not asked of the network
 
-import litellm  # noqa: I001 - one name a line would be thirty lines
+import litellm
 from asked import (
     ASK,
     BAD_RULES,

@@ -5,7 +5,8 @@ document begins up to their own tile: `reach` tiles; a mask hides the rest. Tile
 together, so that a batch makes few products of few different shapes, whatever its documents' lengths are (oneDNN
 compiles a kernel for each new shape).
 
-    P = softmax(q k^T + mask)    o = P v    dv = P^T do    dP = do v^T - rowsum(do o)    dS = P dP    dq = dS k    dk = dS^T q
+    P = softmax(q k^T + mask)    o = P v    dv = P^T do    dP = do v^T - rowsum(do o)
+    dS = P dP    dq = dS k    dk = dS^T q
 
 The row sums go into the product: do and v get more columns, [do, -d_high, -d_low] [v, 1, 1]^T, so the difference is
 taken in float32 before it is rounded to bf16, and no pass over the scores is needed for it. Probabilities of tiles that
