@@ -24,10 +24,14 @@ from pipeline.run.workdir import Job
 class Params:
     """The block `code`; its keys are also those of FitConfig, and of RouterWeights."""
 
-    fim_rate: float  # share of code pieces that become fill-in-the-middle
-    code_weight: int  # batches of code
-    text_weight: int  # for so many batches of text; 0: code only
-    router: RouterWeights = field(default_factory=RouterWeights)  # of a model with a memory
+    fim_rate: float
+    """Share of code pieces that become fill-in-the-middle."""
+    code_weight: int
+    """Batches of code."""
+    text_weight: int
+    """For so many batches of text; 0: code only."""
+    router: RouterWeights = field(default_factory=RouterWeights)
+    """Of a model with a memory."""
     fit: FitConfig
 
     def __post_init__(self) -> None:

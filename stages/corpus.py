@@ -52,17 +52,24 @@ GENERATED_VAL = 50  # one generated file in so many is held out
 class Params:
     """Block `corpus` of params.yaml, and the files of conf/data/."""
 
-    stories_mb: (
-        float  # quotas of data=packages and machine in 10^6 bytes kept, train and val together: generated stories,
-    )
-    prose_mb: float  # English of READMEs and docstrings,
-    drills_mb: float  # exercises in copying,
-    transcripts_mb: float  # tool conversations as text,
-    python_mb: float  # Python of packages (machine: and of the standard library),
-    shell_mb: float  # machine: shell scripts,
-    generated_mb: float  # generated functions
-    cap_mb: float  # packages, machine: at most so much of one package in each of these
-    near_duplicates: float  # estimated Jaccard similarity from which the later document is dropped
+    stories_mb: float
+    """packages, machine: 10^6 bytes kept of generated stories, train and val together; the next six likewise."""
+    prose_mb: float
+    """Of English from READMEs and docstrings."""
+    drills_mb: float
+    """Of exercises in copying."""
+    transcripts_mb: float
+    """Of tool conversations as text."""
+    python_mb: float
+    """Of Python from packages (machine: and from the standard library)."""
+    shell_mb: float
+    """machine: of shell scripts."""
+    generated_mb: float
+    """Of generated functions."""
+    cap_mb: float
+    """packages, machine: at most so much of one package in each of these."""
+    near_duplicates: float
+    """Estimated Jaccard similarity from which the later document is dropped."""
     data: sources.DataConfig = group("data")
 
     def __post_init__(self) -> None:

@@ -30,9 +30,12 @@ Proofs = dict[str, dict[str, float | int]]
 class Params:
     """The block `deploy`."""
 
-    model: str  # a folder of models/
-    gguf: tuple[str, ...] = ("f16", "q8_0")  # types of GGUF files: f32, f16, bf16, q8_0; the last one is Ollama's
-    onnx: str | None = None  # none, fp32 or int4; needs the extra onnx
+    model: str
+    """A folder of models/."""
+    gguf: tuple[str, ...] = ("f16", "q8_0")
+    """Types of GGUF files: f32, f16, bf16, q8_0; the last one is Ollama's."""
+    onnx: str | None = None
+    """none, fp32 or int4; needs the extra onnx."""
 
     def __post_init__(self) -> None:
         if not self.model or "/" in self.model or self.model.startswith(".") or self.model == "deploy":

@@ -46,8 +46,10 @@ INITS = ("code", "scratch", "pretrained")
 class Params:
     """The block `diffusion`; its training keys are those of DiffusionConfig."""
 
-    init: str = "code"  # the causal model; scratch: fresh weights in its shape; pretrained: the checkpoint below
-    pretrained: str = "data/pretrained"  # a directory with Dream's, DiffuCoder's or LLaDA's weights and tokenizer.json
+    init: str = "code"
+    """The causal model; scratch: fresh weights in its shape; pretrained: the checkpoint below."""
+    pretrained: str = "data/pretrained"
+    """A directory with Dream's, DiffuCoder's or LLaDA's weights and tokenizer.json."""
     noise: Noise = field(default_factory=Noise)
     fit: DiffusionConfig
 

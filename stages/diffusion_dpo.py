@@ -33,16 +33,22 @@ from pipeline.run.workdir import Job
 class Params:
     """The block `diffusion_dpo`; its training keys are those of PairConfig."""
 
-    diffusion_steps: (
-        int  # masked passes over which an answer's likelihood is the mean: more, less variance, same memory
-    )
-    beta: float  # larger stays closer to the reference
-    sft_weight: float  # of the chosen answer's mean negative likelihood, added to the loss
-    timesteps: str = "stratified"  # numbers of masks spread evenly over the passes; or independent
-    dpo_reduction: str = "sum"  # of an answer's tokens; or mean
-    kinds: list[str] = field(default_factory=list)  # of pairs, for example [code]; []: all
-    eval_draws: int = 8  # masked passes over which the likelihood of a held-out answer is the mean
-    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    diffusion_steps: int
+    """Masked passes over which an answer's likelihood is the mean: more, less variance, same memory."""
+    beta: float
+    """Larger stays closer to the reference."""
+    sft_weight: float
+    """Of the chosen answer's mean negative likelihood, added to the loss."""
+    timesteps: str = "stratified"
+    """Numbers of masks spread evenly over the passes; or independent."""
+    dpo_reduction: str = "sum"
+    """Of an answer's tokens; or mean."""
+    kinds: list[str] = field(default_factory=list)
+    """Of pairs, for example [code]; []: all."""
+    eval_draws: int = 8
+    """Masked passes over which the likelihood of a held-out answer is the mean."""
+    adapter: AdapterConfig | None = None
+    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
     fit: PairConfig
 
     def __post_init__(self) -> None:

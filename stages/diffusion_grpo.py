@@ -42,25 +42,41 @@ ADVANTAGES = {"loo": "others", "mean": "centred"}
 class Params:
     """The block `diffusion_grpo`; its training keys are those of RolloutConfig. `epochs` are the inner iterations."""
 
-    rewards: dict[str, float]  # name: weight; code, code_format, length
-    # of the problems: frontier (solved by 20 to 80 % of 8 samples, the first 4 not all alike), all, or a group
+    rewards: dict[str, float]
+    """name: weight; code, code_format, length."""
     difficulty: str = "frontier"
-    frontier_problems: int = 1000  # that are tried for it
-    denoising_steps: int  # forward passes of a completion, at most its length
-    threshold: float | None = None  # uncover all tokens of at least this probability at once: fewer passes than steps
-    top_p: float = 1.0  # sample from the most likely tokens that hold this share; 1: from all
-    order: str = "entropy"  # which tokens are uncovered first
-    denoising_schedule: str = "balanced"  # how many a step: balanced, or dream
-    confidence: str = "raw"  # or tempered
-    estimator: str = "normalised"  # released: as published, whose mean is 1.5 log p
-    advantage: str = "loo"  # over the other completions of a group; or mean: over all
-    t_scope: str = "sample"  # a time for each completion, or one for the batch
-    clip_low: float = 0.5  # ratios are held above 1 - clip_low
-    clip_high: float = 0.5  # and below 1 + clip_high
-    beta: float = 0.01  # weight of the divergence from the reference
-    ref_sync: int = 0  # every so many steps the reference becomes 0.6 policy + 0.4 reference; 0: it stays
+    """Of the problems: frontier (solved by 20 to 80 % of 8 samples, the first 4 not all alike), all, or a group."""
+    frontier_problems: int = 1000
+    """That are tried for it."""
+    denoising_steps: int
+    """Forward passes of a completion, at most its length."""
+    threshold: float | None = None
+    """Uncover all tokens of at least this probability at once: fewer passes than steps."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that hold this share; 1: from all."""
+    order: str = "entropy"
+    """Which tokens are uncovered first."""
+    denoising_schedule: str = "balanced"
+    """How many a step: balanced, or dream."""
+    confidence: str = "raw"
+    """Or tempered."""
+    estimator: str = "normalised"
+    """released: as published, whose mean is 1.5 log p."""
+    advantage: str = "loo"
+    """Over the other completions of a group; or mean: over all."""
+    t_scope: str = "sample"
+    """A time for each completion, or one for the batch."""
+    clip_low: float = 0.5
+    """Ratios are held above 1 - clip_low."""
+    clip_high: float = 0.5
+    """And below 1 + clip_high."""
+    beta: float = 0.01
+    """Weight of the divergence from the reference."""
+    ref_sync: int = 0
+    """Every so many steps the reference becomes 0.6 policy + 0.4 reference; 0: it stays."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
-    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    adapter: AdapterConfig | None = None
+    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
     sandbox: SandboxConfig = block("sandbox")
     fit: RolloutConfig
 

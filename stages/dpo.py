@@ -30,8 +30,10 @@ class Params:
     """The block `dpo`; its training keys are those of PairConfig."""
 
     loss: PairLoss = field(default_factory=PairLoss)
-    precompute_reference: bool  # compute the reference's log-probabilities once, before training
-    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    precompute_reference: bool
+    """Compute the reference's log-probabilities once, before training."""
+    adapter: AdapterConfig | None = None
+    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
     fit: PairConfig
 
 

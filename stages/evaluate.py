@@ -67,8 +67,10 @@ class Params:
 
     settings: Settings
     canvas: CanvasSettings = field(default_factory=CanvasSettings)
-    every_suite: bool = False  # measure each causal model by all suites, also those that its work does not ask for
-    benchmarks: list[str] = field(default_factory=list)  # files of data/benchmarks/ to score: HumanEval, MBPP, BFCL
+    every_suite: bool = False
+    """Measure each causal model by all suites, also those that its work does not ask for."""
+    benchmarks: list[str] = field(default_factory=list)
+    """Files of data/benchmarks/ to score: HumanEval, MBPP, BFCL."""
     sandbox: SandboxConfig = block("sandbox")
 
     def __post_init__(self) -> None:

@@ -35,14 +35,21 @@ from pipeline.sandbox.judge import SandboxConfig
 class Params:
     """The block `grpo`; its training keys are those of RolloutConfig."""
 
-    method: str  # grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp
-    rewards: dict[str, float]  # name: weight; code, code_format, length
-    clip_low: float | None = None  # ratios are held above 1 - clip_low; none: the method's
-    clip_high: float | None = None  # and below 1 + clip_high
-    beta: float | None = None  # weight of the divergence from the reference
-    dynamic: bool | None = None  # draw again for groups whose scores are all equal
+    method: str
+    """grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp."""
+    rewards: dict[str, float]
+    """name: weight; code, code_format, length."""
+    clip_low: float | None = None
+    """Ratios are held above 1 - clip_low; none: the method's."""
+    clip_high: float | None = None
+    """And below 1 + clip_high."""
+    beta: float | None = None
+    """Weight of the divergence from the reference."""
+    dynamic: bool | None = None
+    """Draw again for groups whose scores are all equal."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
-    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    adapter: AdapterConfig | None = None
+    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
     sandbox: SandboxConfig = block("sandbox")
     fit: RolloutConfig
 

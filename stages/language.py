@@ -33,11 +33,11 @@ class Params:
     """The block `language`; its keys are also those of FitConfig, and of RouterWeights."""
 
     base: Start
-    induction_heads: (
-        bool  # fresh weights that can copy from the context (pipeline/model/initialization.py); false: GPT-2's
-    )
+    induction_heads: bool
+    """Fresh weights that can copy from the context (pipeline/model/initialization.py); false: GPT-2's."""
     model: ModelConfig = group("model")
-    router: RouterWeights = field(default_factory=RouterWeights)  # of a model with a memory (`memory` in its file)
+    router: RouterWeights = field(default_factory=RouterWeights)
+    """Of a model with a memory (`memory` in its file)."""
     fit: FitConfig
 
 

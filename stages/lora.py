@@ -28,9 +28,8 @@ from pipeline.text.tokenizer import ADDED, SPECIAL
 class Params:
     """The block `lora`; its training keys are those of AdaptConfig, its adapter's those of AdapterConfig."""
 
-    trained_roles: tuple[
-        str, ...
-    ] = ()  # control tokens whose embeddings train too, whatever their ids: turn_start, tool_call
+    trained_roles: tuple[str, ...] = ()
+    """Control tokens whose embeddings train too, whatever their ids: turn_start, tool_call."""
     adapter: AdapterConfig
     fit: AdaptConfig
 

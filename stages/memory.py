@@ -47,13 +47,20 @@ MOST_LOST = 0.005  # of the bits per byte, by a bank in few bits
 class Params:
     """The block `memory`; its keys are also those of MemoryConfig, RouterWeights and FitConfig."""
 
-    facts_weight: int = 1  # batches of facts
-    code_weight: int = 1  # for so many of code
-    adapter: AdapterConfig | None = None  # {rank, ...}: adapters in the base train too, and are merged at the end
-    train_base: bool = False  # the base trains too
-    quantise: str = "none"  # the bank after training: none, int8, int4
-    questions: int = 400  # of each kind that are asked at the end
-    baseline_learning_rate: float | None = None  # of the wider model; None: learning_rate
+    facts_weight: int = 1
+    """Batches of facts."""
+    code_weight: int = 1
+    """For so many of code."""
+    adapter: AdapterConfig | None = None
+    """{rank, ...}: adapters in the base train too, and are merged at the end."""
+    train_base: bool = False
+    """The base trains too."""
+    quantise: str = "none"
+    """The bank after training: none, int8, int4."""
+    questions: int = 400
+    """Of each kind that are asked at the end."""
+    baseline_learning_rate: float | None = None
+    """Of the wider model; None: learning_rate."""
     memory: MemoryConfig
     router: RouterWeights
     fit: FitConfig

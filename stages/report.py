@@ -23,12 +23,14 @@ from pipeline.run.workdir import Job
 class Params:
     """The block `report`."""
 
-    samples: int  # items of each suite whose answers are shown
-    baseline: str | None = None  # full hash of a commit to compare with; python -m pipeline.report.baseline pin sets it
-    prices: Prices | None = None  # what an hour costs: {core: 0.04, gpu: 2.5, currency: EUR}
-    gate: dict[str, float] = field(
-        default_factory=dict
-    )  # measure: what the deployed model must reach to be the next champion
+    samples: int
+    """Items of each suite whose answers are shown."""
+    baseline: str | None = None
+    """Full hash of a commit to compare with; python -m pipeline.report.baseline pin sets it."""
+    prices: Prices | None = None
+    """What an hour costs: {core: 0.04, gpu: 2.5, currency: EUR}."""
+    gate: dict[str, float] = field(default_factory=dict)
+    """measure: what the deployed model must reach to be the next champion."""
 
     def __post_init__(self) -> None:
         if self.samples < 0:

@@ -37,13 +37,20 @@ from pipeline.sandbox.judge import SandboxConfig
 class Params:
     """The block `reward`; its training keys are those of PairConfig."""
 
-    centring: float  # weight of the squared sum of both rewards, which keeps their mean near 0
-    label_flip: float  # share of the training pairs whose labels are swapped, to measure what noise costs
-    extra_layers: int = 0  # put on top of the base model's, to compare what it expects with what was said
-    likelihood_weight: float = 0.0  # of guessing how likely the base model finds each token of an answer
-    own_prompts: int  # prompts that the base model answers itself, for pairs of its own answers; 0: none
-    calibration_answers: int  # answers of the base model over which mean and spread are taken
-    answer_tokens: int  # of each of its answers at most
+    centring: float
+    """Weight of the squared sum of both rewards, which keeps their mean near 0."""
+    label_flip: float
+    """Share of the training pairs whose labels are swapped, to measure what noise costs."""
+    extra_layers: int = 0
+    """Put on top of the base model's, to compare what it expects with what was said."""
+    likelihood_weight: float = 0.0
+    """Of guessing how likely the base model finds each token of an answer."""
+    own_prompts: int
+    """Prompts that the base model answers itself, for pairs of its own answers; 0: none."""
+    calibration_answers: int
+    """Answers of the base model over which mean and spread are taken."""
+    answer_tokens: int
+    """Of each of its answers at most."""
     sandbox: SandboxConfig = block("sandbox")
     fit: PairConfig
 

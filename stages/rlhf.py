@@ -38,11 +38,13 @@ from pipeline.sandbox.judge import SandboxConfig
 class Params:
     """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig."""
 
-    kinds: tuple[str, ...] = ()  # of prompts to train on; empty: all whose better answer has room
-    # name: weight; tool_call with kinds: [tools], code with [code]
+    kinds: tuple[str, ...] = ()
+    """Of prompts to train on; empty: all whose better answer has room."""
     rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
+    """name: weight; tool_call with kinds: [tools], code with [code]."""
     held_out: own_answers.HeldOutConfig = field(default_factory=own_answers.HeldOutConfig)
-    adapter: AdapterConfig | None = None  # {rank, alpha, ...}: train an adapter alone, and merge it at the end
+    adapter: AdapterConfig | None = None
+    """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
     ppo: PPOConfig
     sandbox: SandboxConfig = block("sandbox")
     fit: RolloutConfig

@@ -45,15 +45,22 @@ SHARES = {"tools": 0.40, "choice": 0.10, "code": 0.35, "copy": 0.05, "story": 0.
 class Params:
     """The block `tasks`."""
 
-    dialogues: int  # conversations to train on
-    problems: int  # programming problems with a known answer
-    rl_problems: int  # problems for reinforcement learning: tests, no answer
-    pairs: int  # preference pairs to train on
-    services: int  # that facts are invented about, four each, for the memory branch
-    test_items: int  # held-out items of each kind; three times as many pairs, a third of each kind
-    label_noise: float  # share of the training pairs whose answers are swapped
-    # {accept: reviewed, share: 0.2}: pairs that people gave on the web page; none: leave them out
+    dialogues: int
+    """Conversations to train on."""
+    problems: int
+    """Programming problems with a known answer."""
+    rl_problems: int
+    """Problems for reinforcement learning: tests, no answer."""
+    pairs: int
+    """Preference pairs to train on."""
+    services: int
+    """That facts are invented about, four each, for the memory branch."""
+    test_items: int
+    """Held-out items of each kind; three times as many pairs, a third of each kind."""
+    label_noise: float
+    """Share of the training pairs whose answers are swapped."""
     feedback: FeedbackConfig | None = field(default_factory=FeedbackConfig)
+    """{accept: reviewed, share: 0.2}: pairs that people gave on the web page; none: leave them out."""
     data: ingest_sources.DataConfig = group("data")
     sandbox: SandboxConfig = block("sandbox")
 

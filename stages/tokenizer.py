@@ -32,9 +32,12 @@ HELD_OUT_BYTES = 2_000_000  # of each corpus's val split, for the report
 class Params:
     """Block `tokenizer` of params.yaml."""
 
-    vocab_size: int = field(metadata={"from": "model.vocab_size"})  # ids, a multiple of 64; a key of the model file
-    sample_mb: float  # text that the merges are counted on, in 10^6 bytes
-    text_share: float  # of the sample from the text corpus; the rest is code
+    vocab_size: int = field(metadata={"from": "model.vocab_size"})
+    """ids, a multiple of 64; a key of the model file."""
+    sample_mb: float
+    """Text that the merges are counted on, in 10^6 bytes."""
+    text_share: float
+    """Of the sample from the text corpus; the rest is code."""
     base: Start = block("language")
 
     def __post_init__(self) -> None:

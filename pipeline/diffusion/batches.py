@@ -54,10 +54,14 @@ from pipeline.text.tokenizer import Tokenizer
 class Noise:
     """How training noise is drawn and weighted; `batch` is always the optimiser step, never the micro-batch."""
 
-    t_scope: str = "sample"  # a time for each row, or one for the batch
-    token_weight: str = "elbo"  # 1 / p; or cart: by the clean tokens nearby
-    cart_p: float = 0.3  # of cart: how fast the weight of a clean token falls with its distance
-    block_size: int = 0  # tokens that are denoised together, from the left block by block; 0: all
+    t_scope: str = "sample"
+    """A time for each row, or one for the batch."""
+    token_weight: str = "elbo"
+    """1 / p; or cart: by the clean tokens nearby."""
+    cart_p: float = 0.3
+    """Of cart: how fast the weight of a clean token falls with its distance."""
+    block_size: int = 0
+    """Tokens that are denoised together, from the left block by block; 0: all."""
 
     def __post_init__(self) -> None:
         for name, options in {"t_scope": ("sample", "batch"), "token_weight": ("elbo", "cart")}.items():

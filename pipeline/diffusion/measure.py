@@ -127,20 +127,22 @@ AR_WITHIN = (1, 2, 4)
 class CanvasSettings:
     """The keys of the block `evaluate` that masked-diffusion models have."""
 
-    canvas: int = 96  # tokens of a completion
-    canvas_block: int = 32  # tokens that thresholds and caches uncover together
-    canvas_threshold: float | None = (
-        0.99  # a forward pass uncovers all tokens that are at least as likely; none: one token
-    )
-    canvas_cache: str = (
-        "dual"  # what is kept between the passes of a block where there is a threshold: none, prefix, dual
-    )
-    canvas_problems: int = 100  # the first so many problems are answered
-    canvas_samples: int = 1  # of each problem at `temperature`, beside the greedy one
-    elbo_draws: int = 8  # masks of each window for bits per byte
-    canvas_curve: tuple[str, ...] = (
-        "diffusion",
-    )  # models whose quality is measured against forward passes too, the dearest part
+    canvas: int = 96
+    """Tokens of a completion."""
+    canvas_block: int = 32
+    """Tokens that thresholds and caches uncover together."""
+    canvas_threshold: float | None = 0.99
+    """A forward pass uncovers all tokens that are at least as likely; none: one token."""
+    canvas_cache: str = "dual"
+    """What is kept between the passes of a block where there is a threshold: none, prefix, dual."""
+    canvas_problems: int = 100
+    """The first so many problems are answered."""
+    canvas_samples: int = 1
+    """Of each problem at `temperature`, beside the greedy one."""
+    elbo_draws: int = 8
+    """Masks of each window for bits per byte."""
+    canvas_curve: tuple[str, ...] = ("diffusion",)
+    """Models whose quality is measured against forward passes too, the dearest part."""
 
     def __post_init__(self) -> None:
         numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)

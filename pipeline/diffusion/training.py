@@ -74,21 +74,32 @@ class DiffusionConfig(ValidatedConfig):
     What is not said otherwise for one of them is the same for both.
     """
 
-    adapt_steps: int  # batches of windows; 0: none
-    context: int = 2048  # tokens in a window
-    tokens_per_step: int = 16384  # of a batch of windows, whatever the number of processes
-    anneal_fraction: float = 0.1  # of the adaptation, in which attention grows from causal to full; 0: full at once
-    sft_epochs: float = 3.0  # over the problems; 0: no fine-tuning
-    sft_examples: int = 32  # of a step, whatever the number of processes
-    sft_learning_rate: float | None = None  # none: learning_rate
-    sft_learning_rates: dict[str, float] | None = None  # of parameter groups; none: learning_rates
-    sft_warmup_steps: int | None = None  # none: warmup_steps
-    sft_norm: str = "answer"  # a row's loss is divided by its canvas (answer), by all canvases (tokens), or not (batch)
-    max_prompt: int = 512  # tokens; problems with a longer prompt are dropped and counted
-    max_new_tokens: int = 256  # of the longest canvas
-    control_steps: int | None = (
-        None  # of each of the causal control's two runs at most; none: as many as the masked model's
-    )
+    adapt_steps: int
+    """Batches of windows; 0: none."""
+    context: int = 2048
+    """Tokens in a window."""
+    tokens_per_step: int = 16384
+    """Of a batch of windows, whatever the number of processes."""
+    anneal_fraction: float = 0.1
+    """Of the adaptation, in which attention grows from causal to full; 0: full at once."""
+    sft_epochs: float = 3.0
+    """Over the problems; 0: no fine-tuning."""
+    sft_examples: int = 32
+    """Of a step, whatever the number of processes."""
+    sft_learning_rate: float | None = None
+    """none: learning_rate."""
+    sft_learning_rates: dict[str, float] | None = None
+    """Of parameter groups; none: learning_rates."""
+    sft_warmup_steps: int | None = None
+    """none: warmup_steps."""
+    sft_norm: str = "answer"
+    """A row's loss is divided by its canvas (answer), by all canvases (tokens), or not (batch)."""
+    max_prompt: int = 512
+    """tokens; problems with a longer prompt are dropped and counted."""
+    max_new_tokens: int = 256
+    """Of the longest canvas."""
+    control_steps: int | None = None
+    """Of each of the causal control's two runs at most; none: as many as the masked model's."""
 
     length_key: ClassVar[str] = "context and max_prompt + max_new_tokens"
 

@@ -199,10 +199,14 @@ SHOWN = 16  # sample answers that are kept
 class HeldOutConfig:
     """What is measured beside training."""
 
-    eval_prompts: int = 200  # held-out prompts that every evaluation answers
-    report_samples: int = 1  # answers to each of them at the end, where policy and reference are compared
-    best_of: int = 16  # answers of the reference for the best-of-n line, to
-    best_of_prompts: int = 64  # so many of them; 0: no such line
+    eval_prompts: int = 200
+    """Held-out prompts that every evaluation answers."""
+    report_samples: int = 1
+    """Answers to each of them at the end, where policy and reference are compared."""
+    best_of: int = 16
+    """Answers of the reference for the best-of-n line."""
+    best_of_prompts: int = 64
+    """Prompts of the best-of-n line; 0: no such line."""
 
     def __post_init__(self) -> None:
         if self.eval_prompts < 2 or min(self.best_of, self.report_samples) < 1 or not self.best_of_prompts >= 0:

@@ -40,8 +40,10 @@ SHOWN = 16  # sample answers that are kept
 class SolvingConfig:
     """What is measured beside training."""
 
-    eval_problems: int = 100  # held-out problems that every evaluation answers
-    eval_samples: int = 1  # answers to each
+    eval_problems: int = 100
+    """Held-out problems that every evaluation answers."""
+    eval_samples: int = 1
+    """Answers to each."""
 
     def __post_init__(self) -> None:
         if self.eval_problems < 1 or self.eval_samples < 1:

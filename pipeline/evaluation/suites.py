@@ -44,23 +44,36 @@ PASS_AT = (1, 5, 10)
 class Settings:
     """The block `evaluate`: how much is measured, and how answers are sampled."""
 
-    documents: int  # of each kind for bits per byte
-    stories: int  # sampled from the openings of held-out stories
-    problems: int  # held-out programming problems; facts, trained and untrained, as many of each
-    samples: int  # answers to each problem besides the greedy one; 0: greedy only
-    dialogues: int  # held-out conversations with tool calls, and half as many with answers in words
-    gaps: int  # lines of held-out code to fill in
-    max_new_tokens: int  # of an answer
-    story_tokens: int  # of a story
-    temperature: float  # of sampled answers and stories
-    top_p: float  # they are drawn from the most likely tokens that hold this share; 1: from all
-    context: int  # window of the likelihoods
-    bootstrap: int  # resamples of the items
-    constrained: int = 0  # of the dialogues so many are answered again under the grammar of their tools
-    bertscore: str | None = (
-        None  # a local directory of a BERT: how near answers are to their references; none: not measured
-    )
-    bertscore_layer: int | None = None  # whose output is compared; none: its last
+    documents: int
+    """Of each kind for bits per byte."""
+    stories: int
+    """Sampled from the openings of held-out stories."""
+    problems: int
+    """Held-out programming problems; facts, trained and untrained, as many of each."""
+    samples: int
+    """Answers to each problem besides the greedy one; 0: greedy only."""
+    dialogues: int
+    """Held-out conversations with tool calls, and half as many with answers in words."""
+    gaps: int
+    """Lines of held-out code to fill in."""
+    max_new_tokens: int
+    """Of an answer."""
+    story_tokens: int
+    """Of a story."""
+    temperature: float
+    """Of sampled answers and stories."""
+    top_p: float
+    """They are drawn from the most likely tokens that hold this share; 1: from all."""
+    context: int
+    """Window of the likelihoods."""
+    bootstrap: int
+    """Resamples of the items."""
+    constrained: int = 0
+    """Of the dialogues so many are answered again under the grammar of their tools."""
+    bertscore: str | None = None
+    """A local directory of a BERT: how near answers are to their references; none: not measured."""
+    bertscore_layer: int | None = None
+    """Whose output is compared; none: its last."""
 
     def __post_init__(self) -> None:
         if min(self.documents, self.max_new_tokens, self.story_tokens, self.bootstrap) < 1:

@@ -32,8 +32,10 @@ SOURCE = "feedback"  # the `source` of these pairs
 class FeedbackConfig:
     """`tasks.feedback`: how far what people gave on the web page is believed."""
 
-    accept: str = "all"  # all; reviewed: only rows to which somebody has added `"reviewed": true`
-    share: float = 0.2  # of the training pairs that may come from there
+    accept: str = "all"
+    """all; reviewed: only rows to which somebody has added `"reviewed": true`."""
+    share: float = 0.2
+    """Of the training pairs that may come from there."""
 
     def __post_init__(self) -> None:
         if self.accept not in ACCEPT:

@@ -144,42 +144,68 @@ DPKG, DOCUMENTS = Path("/var/lib/dpkg/info"), Path("/usr/share/doc")
 class HubSet:
     """One data set of the Hugging Face hub, for one kind of record."""
 
-    id: str  # owner/name
-    config: str | None = None  # the data set's configuration, where it has several
-    data_dir: str | None = None  # folder inside the data set
-    revision: str | None = None  # 40 hex digits; none: resolved once, printed and recorded
-    train: str = "train"  # the split that is trained on
-    val: str | None = None  # the split that is held out; none: blake2b(id) mod 50 = 0
-    shape: str = "auto"  # one of ingest/shapes.py
-    text_field: str = "text"  # the column of the text, for kinds text and code
-    licence: str = "unknown"  # the licence of every row,
-    licence_field: str | None = None  # or the column that names it
-    level: str | None = None  # for AceCode: easy, medium, hard
-    max_rows: int | None = None  # at most so many rows of each split
-    enabled: bool = True  # gated sets stand here switched off
+    id: str
+    """Owner/name."""
+    config: str | None = None
+    """The data set's configuration, where it has several."""
+    data_dir: str | None = None
+    """Folder inside the data set."""
+    revision: str | None = None
+    """40 hex digits; none: resolved once, printed and recorded."""
+    train: str = "train"
+    """The split that is trained on."""
+    val: str | None = None
+    """The split that is held out; none: blake2b(id) mod 50 = 0."""
+    shape: str = "auto"
+    """One of ingest/shapes.py."""
+    text_field: str = "text"
+    """The column of the text, for kinds text and code."""
+    licence: str = "unknown"
+    """The licence of every row."""
+    licence_field: str | None = None
+    """The column that names the licence of each row, instead."""
+    level: str | None = None
+    """For AceCode: easy, medium, hard."""
+    max_rows: int | None = None
+    """At most so many rows of each split."""
+    enabled: bool = True
+    """Gated sets stand here switched off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """conf/data/<name>.yaml: where text, code, dialogues, problems and preferences come from."""
 
-    source: str  # packages, machine, files, hub
-    licences: str = "any"  # any, or permissive: MIT, BSD, ISC, Apache, PSF, Zlib, CC0 (drops most shell)
-    min_bytes: int = 200  # a shorter document of text or code is dropped
-    max_bytes: int = 1_000_000  # a longer one too
-    packages: list[str] = field(
-        default_factory=list
-    )  # packages: of requirements.lock, pure Python, permissively licensed
-    text: list[str] = field(default_factory=list)  # files: globs in data/own/, one list per kind
-    code: list[str] = field(default_factory=list)  # files
-    dialogues: list[str] = field(default_factory=list)  # files
-    problems: list[str] = field(default_factory=list)  # files
-    preferences: list[str] = field(default_factory=list)  # files
-    shape: str = "auto"  # files: the shape of the rows; auto takes what fits the first 100
-    encoding: str = "utf-8"  # files: of what is neither UTF-8 nor marked as UTF-16
-    text_field: list[str] = field(default_factory=list)  # files: columns that make the text, joined by blank lines
-    max_rejected: float = 0.01  # files: share of rejected rows above which the stage fails
-    hub: dict[str, list[HubSet]] = field(default_factory=dict)  # hub: kind -> data sets
+    source: str
+    """packages, machine, files, hub."""
+    licences: str = "any"
+    """any, or permissive: MIT, BSD, ISC, Apache, PSF, Zlib, CC0 (drops most shell)."""
+    min_bytes: int = 200
+    """A shorter document of text or code is dropped."""
+    max_bytes: int = 1_000_000
+    """A longer one too."""
+    packages: list[str] = field(default_factory=list)
+    """packages: of requirements.lock, pure Python, permissively licensed."""
+    text: list[str] = field(default_factory=list)
+    """files: globs in data/own/, one list per kind."""
+    code: list[str] = field(default_factory=list)
+    """Files."""
+    dialogues: list[str] = field(default_factory=list)
+    """Files."""
+    problems: list[str] = field(default_factory=list)
+    """Files."""
+    preferences: list[str] = field(default_factory=list)
+    """Files."""
+    shape: str = "auto"
+    """files: the shape of the rows; auto takes what fits the first 100."""
+    encoding: str = "utf-8"
+    """files: of what is neither UTF-8 nor marked as UTF-16."""
+    text_field: list[str] = field(default_factory=list)
+    """files: columns that make the text, joined by blank lines."""
+    max_rejected: float = 0.01
+    """files: share of rejected rows above which the stage fails."""
+    hub: dict[str, list[HubSet]] = field(default_factory=dict)
+    """hub: kind -> data sets."""
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:

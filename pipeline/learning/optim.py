@@ -45,9 +45,10 @@ class OptimizerConfig:
     weight_decay: float
     betas: tuple[float, ...]
     eps: float
-    # Of GROUPS; one that is not named has learning_rate, but bank and router have memory's.
     learning_rates: dict[str, float] = field(default_factory=dict)
-    layer_decay: float = 1.0  # layer l of L has its rate times this to the power L - l
+    """Of GROUPS; one that is not named has learning_rate, but bank and router have memory's."""
+    layer_decay: float = 1.0
+    """Layer l of L has its rate times this to the power L - l."""
 
     def check_groups(self) -> None:
         """Raise ValueError for a rate of a group that does not exist or below 0, or a layer decay outside (0, 1]."""

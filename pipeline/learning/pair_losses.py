@@ -77,12 +77,18 @@ def untrained_loss(margins: Tensor) -> float:
 class PairLoss:
     """Which loss of the family, and its constants. Raises ValueError for a constant that the loss does not read."""
 
-    loss: str = "sigmoid"  # sigmoid, cdpo, robust, ipo, hinge, norm, simpo, apo_zero, apo_down
-    beta: float = 0.1  # larger stays closer to the reference
-    label_smoothing: float = 0.0  # the share of labels taken for wrong: cdpo, robust
-    gamma: float = 0.0  # simpo: the margin that the means per token should have
-    reference_free: bool = False  # the reference counts as uniform: its terms are 0
-    nll_weight: float = 0.0  # of the chosen answer's mean negative log-likelihood, added to the loss
+    loss: str = "sigmoid"
+    """sigmoid, cdpo, robust, ipo, hinge, norm, simpo, apo_zero, apo_down."""
+    beta: float = 0.1
+    """Larger stays closer to the reference."""
+    label_smoothing: float = 0.0
+    """The share of labels taken for wrong: cdpo, robust."""
+    gamma: float = 0.0
+    """simpo: the margin that the means per token should have."""
+    reference_free: bool = False
+    """The reference counts as uniform: its terms are 0."""
+    nll_weight: float = 0.0
+    """Of the chosen answer's mean negative log-likelihood, added to the loss."""
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:

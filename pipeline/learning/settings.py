@@ -76,34 +76,49 @@ LEAST = {
 class TrainingConfig(OptimizerConfig):
     """What every training run has. Subclasses say what a step's batch is and how many steps there are."""
 
-    optimizer: str = "adamw"  # adamw, or muon: Muon for the hidden matrices, AdamW for the rest
-    learning_rate: float  # at the top of the schedule
-    weight_decay: float = 0.1  # of matrices, times the learning rate; none on norms, biases, bank and router
-    betas: tuple[float, ...] = (0.9, 0.95)  # AdamW's
-    eps: float = 1e-8  # AdamW's
-    max_grad_norm: float = 1.0  # the global gradient norm is clipped to this; 0 is off
-    schedule: str = "cosine"  # constant, linear, cosine, cosine_with_restarts, wsd
-    min_ratio: float = 0.1  # the last learning rate as a share of the first
-    cycles: int = 1  # of cosine_with_restarts
-    decay_ratio: float = 0.2  # wsd: the share of steps that decays
-    warmup_steps: int = 0  # at most one of these two
-    warmup_ratio: float = 0.0  # the share of steps in which the rate rises to its top; warmup_steps: their number
-    eval_steps: int = 500  # evaluate every so many steps, and at the end
-    on_nonfinite: str = (
-        "skip"  # a loss or norm that is no number: skip the update, stop, or rollback (learning/update.py)
-    )
-    on_spike: str = "skip"  # one far above the last 128 steps: skip, stop, rollback, or ignore
+    optimizer: str = "adamw"
+    """adamw, or muon: Muon for the hidden matrices, AdamW for the rest."""
+    learning_rate: float
+    """At the top of the schedule."""
+    weight_decay: float = 0.1
+    """Of matrices, times the learning rate; none on norms, biases, bank and router."""
+    betas: tuple[float, ...] = (0.9, 0.95)
+    """AdamW's."""
+    eps: float = 1e-8
+    """AdamW's."""
+    max_grad_norm: float = 1.0
+    """The global gradient norm is clipped to this; 0 is off."""
+    schedule: str = "cosine"
+    """constant, linear, cosine, cosine_with_restarts, wsd."""
+    min_ratio: float = 0.1
+    """The last learning rate as a share of the first."""
+    cycles: int = 1
+    """Of cosine_with_restarts."""
+    decay_ratio: float = 0.2
+    """wsd: the share of steps that decays."""
+    warmup_steps: int = 0
+    """At most one of these two."""
+    warmup_ratio: float = 0.0
+    """The share of steps in which the rate rises to its top; warmup_steps: their number."""
+    eval_steps: int = 500
+    """Evaluate every so many steps, and at the end."""
+    on_nonfinite: str = "skip"
+    """A loss or norm that is no number: skip the update, stop, or rollback (learning/update.py)."""
+    on_spike: str = "skip"
+    """One far above the last 128 steps: skip, stop, rollback, or ignore."""
 
-    # Of runs that have a validation loss (ValidatedConfig makes them keys); the others publish their last weights.
     eval_tokens: ClassVar[int] = 0
+    """Of runs that have a validation loss (ValidatedConfig makes them keys); the others publish their last weights."""
     patience: ClassVar[int] = 0
     threshold: ClassVar[float] = 0.0
     publish: ClassVar[str] = "last"
     ema_decay: ClassVar[float] = 0.0
     dropout: ClassVar[float] = 0.0
     curriculum: ClassVar["Curriculum | None"] = None
-    length_key: ClassVar[str] = "context"  # what a person says the longest row by
-    even_rows: ClassVar[bool] = False  # whether all rows have one length, so that every batch has the same shape
+    length_key: ClassVar[str] = "context"
+    """What a person says the longest row by."""
+    even_rows: ClassVar[bool] = False
+    """Whether all rows have one length, so that every batch has the same shape."""
 
     def check(self) -> None:
         """Raise ValueError for values that cannot be; called by the subclasses' `__post_init__`."""
@@ -205,9 +220,12 @@ class ValidatedConfig(TrainingConfig):
 class Curriculum:
     """Rows grow with the run (by length; Li et al. 2022, arXiv:2108.06084), at a constant number of tokens a step."""
 
-    start: int = 128  # tokens of a row at first; each further length is twice the one before
-    end: int = 2048  # and in the end
-    steps: int = 1000  # in which they grow
+    start: int = 128
+    """Tokens of a row at first; each further length is twice the one before."""
+    end: int = 2048
+    """And in the end."""
+    steps: int = 1000
+    """In which they grow."""
 
     def __post_init__(self) -> None:
         ratio = self.end // max(1, self.start)
@@ -227,15 +245,21 @@ class Curriculum:
 class FitConfig(ValidatedConfig):
     """A run over packed rows. Exactly one of steps, tokens, epochs says how long it is."""
 
-    steps: int | None = None  # batches
-    tokens: int | None = None  # or: trained on so many tokens
-    epochs: float | None = None  # or: so often over the data
-    tokens_per_step: int = 16384  # of the global batch, whatever the number of processes
-    context: int = 2048  # tokens in a row
+    steps: int | None = None
+    """Batches."""
+    tokens: int | None = None
+    """or: trained on so many tokens."""
+    epochs: float | None = None
+    """or: so often over the data."""
+    tokens_per_step: int = 16384
+    """Of the global batch, whatever the number of processes."""
+    context: int = 2048
+    """Tokens in a row."""
     curriculum: Curriculum | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  # {start, end, steps}: rows grow
     even_rows: ClassVar[bool] = True
     dropout: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]  # share of each layer's outputs dropped in training
-    save_precision: str = "fp32"  # of the published weights: fp32, bf16, fp16
+    save_precision: str = "fp32"
+    """Of the published weights: fp32, bf16, fp16."""
 
     def __post_init__(self) -> None:
         _exactly_one(steps=self.steps, tokens=self.tokens, epochs=self.epochs)
@@ -278,7 +302,8 @@ class FitConfig(ValidatedConfig):
 class TuneConfig(FitConfig):
     """A run over dialogues."""
 
-    neftune_alpha: float = 0.0  # noise on the embeddings in training (arXiv:2310.05914: 5 to 15); 0: none
+    neftune_alpha: float = 0.0
+    """Noise on the embeddings in training (arXiv:2310.05914: 5 to 15); 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -291,18 +316,24 @@ class AdaptConfig(TuneConfig):
     """A run over dialogues that trains an adapter; `dropout` in its block is the adapter's (model/lora.py)."""
 
     dropout: ClassVar[float] = 0.0
-    save_precision: ClassVar[str] = "fp32"  # the merged weights are compared with the adapter's
+    save_precision: ClassVar[str] = "fp32"
+    """The merged weights are compared with the adapter's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(ValidatedConfig):
     """A run over pairs of answers. Exactly one of steps and epochs says how long it is."""
 
-    steps: int | None = None  # batches
-    epochs: float | None = None  # or: so often over the pairs
-    pairs: int = 32  # of a step, whatever the number of processes
-    max_prompt: int = 512  # tokens; pairs with a longer prompt are dropped and counted
-    max_length: int = 1024  # tokens of prompt and answer; a cut answer would lose its end, so longer pairs are dropped
+    steps: int | None = None
+    """Batches."""
+    epochs: float | None = None
+    """or: so often over the pairs."""
+    pairs: int = 32
+    """Of a step, whatever the number of processes."""
+    max_prompt: int = 512
+    """tokens; pairs with a longer prompt are dropped and counted."""
+    max_length: int = 1024
+    """Tokens of prompt and answer; a cut answer would lose its end, so longer pairs are dropped."""
 
     length_key: ClassVar[str] = "max_length"
 

@@ -22,21 +22,36 @@ LEAK = (
 class MemoryConfig:
     """Shape of a `Memory`. Raises ValueError where the numbers do not fit together."""
 
-    rows: int  # of the bank, N; chapters of equal length, the shared ones first
-    chapters: int  # C, of which a text reads some
-    top_k: int  # how many; one alone would teach the router nothing
-    shared: int = 0  # chapters besides, that every text reads
-    storage: str = "full"  # rows of the model's width; factorised: a product of two; reduced: narrow rows
-    bank_rank: int | None = None  # numbers of a row of factorised and reduced
-    bank_std: float = 0.02  # deviation of fresh rows; so small, attention begins even and parts the rows slowly
-    qk_norm: bool = False  # queries and keys of size one: rows stand apart from the first step on
-    gated: bool = False  # what is read times silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, 3)
-    rank: int | None = None  # of the four projections of a reading layer; None: whole matrices
-    layers: str | tuple[int, ...] = "last_2"  # that read: all, none, first_3, last_2, every_4, or a list from 0
-    share: str = "all"  # which layers have one bank: all, each (its own), or every_2 in turn
-    routing: str = "chunk"  # what chooses: the chunk before; prompt, the block before an answer; token; sequence
-    window: int = 64  # tokens of a chunk
-    allow_leak: bool = False  # let a causal loss see the future through routing: sequence
+    rows: int
+    """Of the bank, N; chapters of equal length, the shared ones first."""
+    chapters: int
+    """C, of which a text reads some."""
+    top_k: int
+    """How many; one alone would teach the router nothing."""
+    shared: int = 0
+    """Chapters besides, that every text reads."""
+    storage: str = "full"
+    """Rows of the model's width; factorised: a product of two; reduced: narrow rows."""
+    bank_rank: int | None = None
+    """Numbers of a row of factorised and reduced."""
+    bank_std: float = 0.02
+    """Deviation of fresh rows; so small, attention begins even and parts the rows slowly."""
+    qk_norm: bool = False
+    """Queries and keys of size one: rows stand apart from the first step on."""
+    gated: bool = False
+    """What is read times silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, 3)."""
+    rank: int | None = None
+    """Of the four projections of a reading layer; None: whole matrices."""
+    layers: str | tuple[int, ...] = "last_2"
+    """That read: all, none, first_3, last_2, every_4, or a list from 0."""
+    share: str = "all"
+    """Which layers have one bank: all, each (its own), or every_2 in turn."""
+    routing: str = "chunk"
+    """What chooses: the chunk before; prompt, the block before an answer; token; sequence."""
+    window: int = 64
+    """Tokens of a chunk."""
+    allow_leak: bool = False
+    """Let a causal loss see the future through routing: sequence."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "chapters", "top_k", "window"):

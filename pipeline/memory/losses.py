@@ -27,9 +27,12 @@ from pipeline.run import device
 class RouterWeights:
     """What the router's losses count beside the loss of the text. Raises ValueError below 0."""
 
-    load_balance: float = 0.01  # weight of the loss that has a memory's chapters chosen alike
-    auxiliary: float = 0.0  # the same gradient but for its size
-    z: float = 0.001  # weight of the loss that keeps the router's logits small
+    load_balance: float = 0.01
+    """Weight of the loss that has a memory's chapters chosen alike."""
+    auxiliary: float = 0.0
+    """The same gradient but for its size."""
+    z: float = 0.001
+    """Weight of the loss that keeps the router's logits small."""
 
     def __post_init__(self) -> None:
         for name in ("load_balance", "auxiliary", "z"):

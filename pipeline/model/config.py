@@ -31,21 +31,36 @@ REMEMBERING = "stagecoach_memory"
 class ModelConfig:
     """Shape of a `Transformer`. Raises ValueError where the numbers do not fit together."""
 
-    vocab_size: int  # rows of the embedding; a multiple of 64 in our own models
-    width: int  # of the residual stream
-    layers: int  # blocks of attention and SwiGLU
-    heads: int  # query heads
-    kv_heads: int  # key and value heads; divides `heads`
-    head_dim: int  # even; heads * head_dim need not equal width
-    d_ff: int  # width of SwiGLU's three matrices, taken literally
-    max_context: int  # longest row, in tokens
-    rope_theta: float  # base of the rotary angles
-    tied: bool  # the head is the embedding
-    bias: bool = False  # on q, k, v: the Qwen2 family, which has no head norms
-    qk_norm: bool = True  # RMSNorm on each query and key head, before RoPE; has no effect with `bias`
-    norm_eps: float = 1e-6  # RMSNorm's, added to the mean square
-    attention: str = "causal"  # or "bidirectional"
-    memory: MemoryConfig | None = None  # {rows, chapters, top_k, ...}: a bank that some layers read (memory.py)
+    vocab_size: int
+    """Rows of the embedding; a multiple of 64 in our own models."""
+    width: int
+    """Of the residual stream."""
+    layers: int
+    """Blocks of attention and SwiGLU."""
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads; divides `heads`."""
+    head_dim: int
+    """even; heads * head_dim need not equal width."""
+    d_ff: int
+    """Width of SwiGLU's three matrices, taken literally."""
+    max_context: int
+    """Longest row, in tokens."""
+    rope_theta: float
+    """Base of the rotary angles."""
+    tied: bool
+    """The head is the embedding."""
+    bias: bool = False
+    """On q, k, v: the Qwen2 family, which has no head norms."""
+    qk_norm: bool = True
+    """RMSNorm on each query and key head, before RoPE; has no effect with `bias`."""
+    norm_eps: float = 1e-6
+    """RMSNorm's, added to the mean square."""
+    attention: str = "causal"
+    """Or "bidirectional"."""
+    memory: MemoryConfig | None = None
+    """{rows, chapters, top_k, ...}: a bank that some layers read (memory.py)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_context"):

@@ -51,15 +51,20 @@ ROUNDING = 1e-5  # of the largest logit
 class AdapterConfig:
     """Which modules get an adapter, and its size. Raises ValueError."""
 
-    rank: int  # of the update B A: rows of A, columns of B
-    alpha: float  # the update is scaled by alpha / rank
-    dropout: float = 0.0  # of what enters A, in training
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # or all-linear, alone
-    rslora: bool = False  # scale by alpha / sqrt(rank), so that a larger rank does not learn more slowly
-    dora: bool = False  # learn the norm of each row apart from its direction
-    trained_tokens: tuple[
-        int, ...
-    ] = ()  # ids whose embeddings train too, as those of a template that the base never read
+    rank: int
+    """Of the update B A: rows of A, columns of B."""
+    alpha: float
+    """The update is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Of what enters A, in training."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Or all-linear, alone."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank), so that a larger rank does not learn more slowly."""
+    dora: bool = False
+    """Learn the norm of each row apart from its direction."""
+    trained_tokens: tuple[int, ...] = ()
+    """Ids whose embeddings train too, as those of a template that the base never read."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:

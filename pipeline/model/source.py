@@ -31,9 +31,12 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 class Start:
     """Where `stage_language` starts; keys of its block that `stage_tokenizer` reads too. Raises ValueError."""
 
-    start: str = "scratch"  # scratch; pretrained: from the folder below; hub: from the id below
-    pretrained: str = "data/pretrained"  # a directory with Qwen3, Qwen2 or LLaMA weights and their tokenizer.json
-    hub: str | None = None  # owner/name@revision on the Hugging Face hub; best 40 hex digits, else resolved once
+    start: str = "scratch"
+    """scratch; pretrained: from the folder below; hub: from the id below."""
+    pretrained: str = "data/pretrained"
+    """A directory with Qwen3, Qwen2 or LLaMA weights and their tokenizer.json."""
+    hub: str | None = None
+    """Owner/name@revision on the Hugging Face hub; best 40 hex digits, else resolved once."""
 
     def __post_init__(self) -> None:
         if self.start not in STARTS:

@@ -353,9 +353,12 @@ def lookup(numbers: dict[str, Any], headline: Headline) -> dict[str, float] | No
 class Prices:
     """`report.prices`: what an hour costs."""
 
-    core: float = 0.0  # an hour of a processor core that the stage may use
-    gpu: float = 0.0  # an hour of each GPU
-    currency: str = "EUR"  # as it is shown
+    core: float = 0.0
+    """An hour of a processor core that the stage may use."""
+    gpu: float = 0.0
+    """An hour of each GPU."""
+    currency: str = "EUR"
+    """As it is shown."""
 
     def __post_init__(self) -> None:
         if min(self.core, self.gpu) < 0:

@@ -27,14 +27,22 @@ UNFINISHED = -1.0  # the most that an answer without its end can score in PPO: n
 class PPOConfig:
     """PPO's constants."""
 
-    beta: float  # weight of the KL divergence from the reference in the reward, to begin with
-    target_kl: float  # nats an answer; beta is moved towards it
-    horizon: int  # answers over which it moves
-    gamma: float = 1.0  # discount of a reward for each token that it lies ahead
-    lam: float = 0.95  # GAE's lambda: 1 counts on the rewards that came, 0 on the critic
-    clip: float = 0.2  # of the policy's ratio
-    value_clip: float = 0.2  # of a value's distance from what it was when sampled
-    value_weight: float = 0.1  # of the critic's loss beside the policy's
+    beta: float
+    """Weight of the KL divergence from the reference in the reward, to begin with."""
+    target_kl: float
+    """Nats an answer; beta is moved towards it."""
+    horizon: int
+    """Answers over which it moves."""
+    gamma: float = 1.0
+    """Discount of a reward for each token that it lies ahead."""
+    lam: float = 0.95
+    """GAE's lambda: 1 counts on the rewards that came, 0 on the critic."""
+    clip: float = 0.2
+    """Of the policy's ratio."""
+    value_clip: float = 0.2
+    """Of a value's distance from what it was when sampled."""
+    value_weight: float = 0.1
+    """Of the critic's loss beside the policy's."""
 
     def __post_init__(self) -> None:
         if self.beta < 0 or self.target_kl <= 0 or self.horizon < 1:

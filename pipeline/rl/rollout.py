@@ -41,18 +41,26 @@ UNSCORABLE_STOPS = 0.05  # the share of answers without a score that ends a run
 class RolloutConfig(TrainingConfig):
     """A run over answers that the policy gives itself. Exactly one of iterations and passes says how long it is."""
 
-    prompts: int  # of an iteration
-    samples: int = 1  # answers to each prompt
-    iterations: int | None = None  # fills
-    passes: float | None = None  # or: so often over the prompts
-    epochs: int = 1  # over the answers of an iteration
-    minibatches: int = 1  # updates of an epoch
-    max_prompt: int  # tokens; longer prompts are left out and counted
-    max_new_tokens: int  # of an answer
-    temperature: float = 1.0  # of sampling, and of every log-probability
-    on_spike: str = (
-        "ignore"  # skip, stop, or ignore: norms of policies are heavy-tailed, six deviations are nothing rare
-    )
+    prompts: int
+    """Of an iteration."""
+    samples: int = 1
+    """Answers to each prompt."""
+    iterations: int | None = None
+    """Fills."""
+    passes: float | None = None
+    """or: so often over the prompts."""
+    epochs: int = 1
+    """Over the answers of an iteration."""
+    minibatches: int = 1
+    """Updates of an epoch."""
+    max_prompt: int
+    """tokens; longer prompts are left out and counted."""
+    max_new_tokens: int
+    """Of an answer."""
+    temperature: float = 1.0
+    """Of sampling, and of every log-probability."""
+    on_spike: str = "ignore"
+    """skip, stop, or ignore: norms of policies are heavy-tailed, six deviations are nothing rare."""
 
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
 

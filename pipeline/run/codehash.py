@@ -52,7 +52,7 @@ def dump(node: object) -> str:
         for name in node._fields:
             value = getattr(node, name, None)
             if name == "body" and isinstance(value, list):
-                value = _without_docstring(node, value)
+                value = _without_docstrings(node, value)
             if name in ("kind", "type_comment", "type_ignores", "ctx") or value is None or value == []:
                 continue
             fields.append(f"{name}={dump(value)}")
@@ -62,12 +62,19 @@ def dump(node: object) -> str:
     return repr(node)
 
 
-def _without_docstring(node: ast.AST, body: list[ast.stmt]) -> list[ast.stmt]:
-    documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    first = body[0] if body else None
-    if not (documented and isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)):
+def _without_docstrings(node: ast.AST, body: list[ast.stmt]) -> list[ast.stmt]:
+    """A body without its docstring, and a class's without those of its fields."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return body
-    return body[1:] if isinstance(first.value.value, str) else body
+    last = len(body) if isinstance(node, ast.ClassDef) else 1
+    return [statement for n, statement in enumerate(body) if n >= last or not _is_text(statement)]
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return True
+    return False
 
 
 def module_file(root: Path, module: str) -> Path | None:
@@ -96,7 +103,7 @@ def read(path: Path, text: str, module: str) -> dict[str, Any]:
     loads: list[str] = []
     opaque = False
     groups: dict[str, list[ast.stmt]] = {}
-    for statement in _without_docstring(tree, tree.body):
+    for statement in _without_docstrings(tree, tree.body):
         if isinstance(statement, ast.Import | ast.ImportFrom):
             imports |= bindings(statement, package)
             loads += loaded(statement, package)

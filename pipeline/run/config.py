@@ -52,7 +52,8 @@ def without_password(url: str) -> str:
 class SandboxAddress:
     """`runtime.sandbox`: where generated code runs."""
 
-    url: str | None = None  # of a sandbox service (python -m pipeline.sandbox.service); none: this machine
+    url: str | None = None
+    """Of a sandbox service (python -m pipeline.sandbox.service); none: this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +62,40 @@ class Runtime:
     rounding.
     """
 
-    device: str = "auto"  # auto: CUDA where there is one, else the CPU; cpu, cuda, mps (Apple's GPU: untested)
-    precision: str = "auto"  # auto, fp32, bf16, fp16
-    micro_batch: int | str = "auto"  # rows in one forward pass; auto: what fits the memory
-    workers: int | str = "auto"  # processes of the data stages; auto: one per core
-    gradient_checkpointing: str = "none"  # none, full, every_2, selective: recompute activations to save memory
-    compile: bool | str = "auto"  # the layers; auto: where it pays (learning/performance.py)
-    pin_memory: bool | str = "auto"  # batches in page-locked memory on their way to a GPU; auto: where there is one
-    logging_steps: int = 10  # a row of the curve every so many steps
-    save_steps: int = 500  # a resumable state every so many steps,
-    save_minutes: float = 2.0  # and every so many minutes
-    keep: int = 3  # how many states are kept besides the best
-    async_save: bool = False  # write states in a thread, from a copy in memory, while training goes on
-    profile: bool = False  # record some steps with torch.profiler (learning/performance.py)
-    find_lr: bool = False  # train nothing: look for a learning rate, write a plot and a line for params.yaml
-    trackers: tuple[str, ...] = ()  # besides DVC and MLflow: tensorboard, wandb (the extra `trackers`)
-    fresh: bool = False  # throw away the state and the finished result of this key first
-    sandbox: SandboxAddress | None = None  # {url: http://machine:8801}: judge generated code on another machine
+    device: str = "auto"
+    """auto: CUDA where there is one, else the CPU; cpu, cuda, mps (Apple's GPU: untested)."""
+    precision: str = "auto"
+    """auto, fp32, bf16, fp16."""
+    micro_batch: int | str = "auto"
+    """Rows in one forward pass; auto: what fits the memory."""
+    workers: int | str = "auto"
+    """Processes of the data stages; auto: one per core."""
+    gradient_checkpointing: str = "none"
+    """none, full, every_2, selective: recompute activations to save memory."""
+    compile: bool | str = "auto"
+    """The layers; auto: where it pays (learning/performance.py)."""
+    pin_memory: bool | str = "auto"
+    """Batches in page-locked memory on their way to a GPU; auto: where there is one."""
+    logging_steps: int = 10
+    """A row of the curve every so many steps."""
+    save_steps: int = 500
+    """A resumable state every so many steps."""
+    save_minutes: float = 2.0
+    """A resumable state every so many minutes, too."""
+    keep: int = 3
+    """How many states are kept besides the best."""
+    async_save: bool = False
+    """Write states in a thread, from a copy in memory, while training goes on."""
+    profile: bool = False
+    """Record some steps with torch.profiler (learning/performance.py)."""
+    find_lr: bool = False
+    """Train nothing: look for a learning rate, write a plot and a line for params.yaml."""
+    trackers: tuple[str, ...] = ()
+    """Besides DVC and MLflow: tensorboard, wandb (the extra `trackers`)."""
+    fresh: bool = False
+    """Throw away the state and the finished result of this key first."""
+    sandbox: SandboxAddress | None = None
+    """{url: http://machine:8801}: judge generated code on another machine."""
 
     @property
     def sandbox_url(self) -> str | None:

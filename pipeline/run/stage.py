@@ -13,14 +13,12 @@ import ast
 import dataclasses
 import errno
 import inspect
-import io
+import itertools
 import os
-import re
 import signal
 import sys
 import textwrap
 import time
-import tokenize
 import typing
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -386,34 +384,17 @@ def help_text(module: Any, stage: str, wiring: Wiring) -> str:
     return "\n".join(lines) + "\n"
 
 
-def meanings(kind: Any) -> dict[str, str]:
-    """The comment behind each field of a dataclass and of those that it extends, as their source gives it."""
-    found: dict[str, str] = {}
+def meanings(kind: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass and of those that it extends."""
+    texts: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
-        found |= {name: text for name, text in _comments(base).items() if text}
-    return found
-
-
-def _comments(kind: Any) -> dict[str, str]:
-    """Of each field the comments on its lines, and those that stand alone right above it."""
-    source = textwrap.dedent(inspect.getsource(kind))
-    said: dict[int, str] = {}
-    alone: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            text = re.sub(r"^pyright: ignore\[\w+\]\s*#? *", "", token.string.lstrip("# "))
-            said[token.start[0]] = "" if text == "fmt: skip" else text
-            alone |= {token.start[0]} if token.line.strip().startswith("#") else set()
-    found: dict[str, str] = {}
-    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    for field in body:
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            first = field.lineno
-            while first - 1 in alone:
-                first -= 1
-            texts = (said.get(line, "") for line in range(first, (field.end_lineno or first) + 1))
-            found[field.target.id] = " ".join(text for text in texts if text)
-    return found
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in itertools.pairwise(node.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def explain(kind: Any, settings: Settings, name: str) -> list[str]:

@@ -11,16 +11,26 @@ from dataclasses import dataclass, field
 class Limits:
     """What one candidate may use. All of it changes verdicts, so all of it is tracked."""
 
-    cpu_seconds: float = 0.5  # of one test, where the problem does not say
-    job_cpu_seconds: float = 10.0  # of all tests of a candidate together
-    wall_extra_seconds: float = 2.0  # a test may last 4 x its CPU limit and this
-    timeouts: int = 3  # after so many the rest of the tests time out
-    memory_mib: int = 256  # address space above the server's own
-    stdout_kib: int = 64  # what a candidate may write; more ends it
-    stderr_kib: int = 8  # the same of its errors
-    results_kib: int = 4096  # of all answers of a candidate
-    source_kib: int = 64  # of the candidate's code; a longer one is not run
-    max_tests: int = 256  # of a problem; one with more is refused
+    cpu_seconds: float = 0.5
+    """Of one test, where the problem does not say."""
+    job_cpu_seconds: float = 10.0
+    """Of all tests of a candidate together."""
+    wall_extra_seconds: float = 2.0
+    """A test may last 4 x its CPU limit and this."""
+    timeouts: int = 3
+    """After so many the rest of the tests time out."""
+    memory_mib: int = 256
+    """Address space above the server's own."""
+    stdout_kib: int = 64
+    """What a candidate may write; more ends it."""
+    stderr_kib: int = 8
+    """The same of its errors."""
+    results_kib: int = 4096
+    """Of all answers of a candidate."""
+    source_kib: int = 64
+    """Of the candidate's code; a longer one is not run."""
+    max_tests: int = 256
+    """Of a problem; one with more is refused."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -37,5 +47,7 @@ class SandboxConfig:
     """Block `sandbox` of params.yaml; the keys of `limits` stand flat in it."""
 
     limits: Limits = field(default_factory=Limits)
-    preload: tuple[str, ...] = ()  # modules that candidates may import besides the standard library's: [numpy]
-    allow_unsafe: bool = False  # where there is no sandbox: run with resource limits only, and mark the results
+    preload: tuple[str, ...] = ()
+    """Modules that candidates may import besides the standard library's: [numpy]."""
+    allow_unsafe: bool = False
+    """Where there is no sandbox: run with resource limits only, and mark the results."""

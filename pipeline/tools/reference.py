@@ -5,7 +5,7 @@
     python -m pipeline.tools.reference --check      writes nothing; ends with 1 and says what differs when the file is
                                                     out of date
 
-A key's meaning is the comment beside its field (`running.meanings`); a field without one is refused by name. Values are
+A key's meaning is the docstring under its field (`running.meanings`); a field without one is refused by name. Values are
 those of the scale files, or the field's default. A new stage, model file or preset appears by itself; the environment
 variables are the table below.
 
@@ -40,7 +40,7 @@ SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff
 HEAD = """\
 # Reference: every key
 
-Written by `python -m pipeline.tools.reference` from the code: a meaning is the comment beside the key's field.
+Written by `python -m pipeline.tools.reference` from the code: a meaning is the docstring under the key's field.
 Change it there, then run
 the
 command again.
@@ -256,7 +256,7 @@ def rows_of(kind: Any, given: Sequence[Mapping[str, Any]] | None, prefix: str = 
             continue
         if field.name not in said:
             raise InputError(
-                f"{kind.__module__}.{kind.__qualname__}.{field.name} has no meaning; write it as a comment beside the"
+                f"{kind.__module__}.{kind.__qualname__}.{field.name} has no meaning; write it as a docstring under the"
                 " field"
             )
         raws = [] if given is None else [layer.get(field.name) for layer in given]
