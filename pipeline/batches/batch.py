@@ -11,6 +11,8 @@ A packed row holds several pieces (documents, dialogues) side by side:
 Curriculum by length: rows are shifted first and split into windows after, so a window's last target is not lost.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +28,7 @@ PADDING = -1  # the document number of padding
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """`B` windows of `T` tokens with what is to be predicted at each position."""
+    """`B` windows of `T` tokens with the token to predict at each position."""
 
     input_ids: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, -100 where nothing is trained (next document, prompt, padding)
@@ -36,12 +38,12 @@ class TokenBatch:
 
     @cached_property
     def num_targets(self) -> int:
-        """Positions with a target; counted on the CPU, before the batch moves."""
+        """Number of positions with a target; counted on the CPU, before the batch moves."""
         return int((self.targets >= 0).sum())
 
     @property
     def counts(self) -> dict[str, int]:
-        """What sums are divided by."""
+        """The counts that sums are divided by."""
         return {"tokens": self.num_targets, "bytes": self.num_bytes, "positions": self.input_ids.numel()}
 
     def to(self, device: torch.device | str) -> "TokenBatch":
@@ -54,7 +56,7 @@ class TokenBatch:
 
 
 class Tokens(Protocol):
-    """What a model and a scorer read of any batch."""
+    """The tensors of a batch that a model and a scorer need."""
 
     @property
     def input_ids(self) -> Tensor: ...  # (B, T)
@@ -70,16 +72,16 @@ _TENSORS = ("input_ids", "targets", "documents", "positions")
 
 
 def concatenate(batches: Sequence[TokenBatch], order: np.ndarray) -> TokenBatch:
-    """Batches of one context under each other, then their rows in the given order (a permutation of all rows)."""
+    """Concatenate batches of one context, and reorder the rows by `order`, a permutation of all rows."""
     index = torch.from_numpy(order)
     tensors = {name: torch.cat([getattr(batch, name) for batch in batches])[index] for name in _TENSORS}
     return TokenBatch(**tensors, num_bytes=sum(batch.num_bytes for batch in batches))
 
 
 class Stream(Protocol):
-    """What `fit` takes: batches as a pure function of (seed, step)."""
+    """Training data as `fit` takes it: batches as a pure function of (seed, step)."""
 
-    fingerprint: str  # changes with the data, the seed and the shape of the rows: a resume with another is refused
+    fingerprint: str  # of the data, the seed and the shape of the rows; a resume with another fingerprint is refused
     rows_per_epoch: int  # packed rows
     tokens_per_epoch: int  # positions in them, padding counted: rows_per_epoch * packed length
 
@@ -88,16 +90,16 @@ class Stream(Protocol):
         ...
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """Those rows, for any subset (a rank's, a micro-batch's): a function of the row ids alone."""
+        """The rows with these ids, which may be any subset (a rank's, a micro-batch's): a function of the ids alone."""
         ...
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """The val split in a fixed order, until `tokens` targets have been given or it ends."""
+        """The val split in a fixed order, until `tokens` targets or its end."""
         ...
 
 
 class Piece(NamedTuple):
-    """A stretch of one document in a row; one token more than the row holds if that token is still to be predicted."""
+    """Consecutive tokens of one document in a row; one token more than fits the row if that token is still a target."""
 
     ids: np.ndarray  # (n,)
     trained: np.ndarray | bool  # (n,) bool: which ids may be a target
@@ -113,7 +115,7 @@ def token_batch(
     byte_lengths: np.ndarray,
     document_mask: bool = True,
 ) -> TokenBatch:
-    """Lay pieces out in rows of `packed` tokens, shift, split into windows of `context`, keep the given windows.
+    """Lay pieces out in rows of `packed` tokens, shift, split into windows of `context`, select `windows`.
 
     `windows` (n,) counts windows through all rows: row * (packed / context) + window. `byte_lengths` (V,) are the bytes
     of each id. `document_mask` false makes a row one segment (an ablation); targets stay within documents all the same.
@@ -146,9 +148,7 @@ def token_batch(
 
 
 class Answered(NamedTuple):
-    """Rows of one document each, padded to the longest: a prompt and an answer. The last token is read, not only
-    aimed at.
-    """
+    """Rows of one prompt and answer each, padded to the longest. The last token is an input too, not only a target."""
 
     input_ids: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, the next token where it is trained, else -100
@@ -157,7 +157,7 @@ class Answered(NamedTuple):
 
 
 def answered(rows: Sequence[Piece], pad: int) -> Answered:
-    """Lay one piece into each row and shift. Padding is known by length alone, so `pad` may be any id."""
+    """Lay one piece into each row and shift. Padding follows from the lengths alone, so `pad` may be any id."""
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int64)
     longest = int(lengths.max(initial=1))
     tokens = np.full((len(rows), longest + 1), pad, dtype=np.int64)  # a last column for targets only
@@ -176,8 +176,13 @@ def answered(rows: Sequence[Piece], pad: int) -> Answered:
 
 
 def _positions(segments: np.ndarray) -> np.ndarray:
-    """Distance of each place from the start of its run of equal numbers, (B, T) -> (B, T) int64."""
+    """Distance of each position from the start of its run of equal numbers, (B, T) -> (B, T) int64."""
     column = np.arange(segments.shape[1], dtype=np.int64)
     starts = np.ones_like(segments, dtype=bool)
     np.not_equal(segments[:, 1:], segments[:, :-1], out=starts[:, 1:])
     return column - np.maximum.accumulate(np.where(starts, column, 0), axis=1)
+
+
+def fingerprint_of(parts: Sequence[object]) -> str:
+    """16 hex digits of the sha256 of `parts`, written as a JSON list."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

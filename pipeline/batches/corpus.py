@@ -1,97 +1,40 @@
-"""Token shards as training batches: memory-mapped, packed, in a keyed order, some documents with the middle to fill in.
+"""Token shards as training batches: memory-mapped, packed, in a keyed order, some documents as fill-in-the-middle.
 
     data/tokens/<corpus>/{train,val}.bin, .idx, meta.json  ->  CorpusStream
 
-Memory stays flat however large the corpus: the token file is mapped, the packing index is cached on disk and mapped
-too. Which documents are infilled depends on the seed, where they are cut on (seed, epoch): a second epoch is cut
-elsewhere.
+Memory does not grow with the corpus: the token file is mapped; the packing index is cached on disk and mapped too.
 
-Not promised: that a piece of a document longer than a row sees what came before it.
-
-Fill-in-the-middle: a document told in another order, so that a causal model learns to insert (Bavarian et al. 2022,
-arXiv:2207.14255, sections 3-4).
+Fill-in-the-middle reorders a document, so that a causal model learns to insert (Bavarian et al. 2022, arXiv:2207.14255,
+sections 3-4). Which documents are infilled depends on the seed, where they are cut on (seed, epoch): a second epoch
+cuts elsewhere.
 
     prefix p, middle m, suffix s, END = end of text
     PSM   PRE p SUF s MID m END        SPM   PRE SUF s MID p m END        half each
 
 The two cuts are uniform over the document's characters; only the tokens that are cut are encoded anew. Where that takes
-more than RESERVE tokens, the cuts move to token borders. Undone, the bytes are the document's.
+more than RESERVE tokens, the cuts move to token borders. Put back in order, the bytes are the document's.
 
-Not promised: canonical encoding around a cut, which is the point: at use, the cursor cuts tokens too.
+Not promised: that a piece of a document longer than a row sees what came before it; canonical encoding around a cut,
+which is the point: at use, the cursor cuts tokens too.
 """
 
-import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.batches.batch import Piece
-from pipeline.batches.packing import PackedStream, cached, cut, mix, packing_of
+from pipeline.batches.batch import Piece, fingerprint_of
+from pipeline.batches.packing import PackedStream, Packing, cached, cut, mix, packing_of
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError, ModelError
+from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer
 
 RESERVE = 8  # tokens kept free in a row for an infilled document: 3 control tokens, and 5 for the tokens that are cut
 
 
-def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer) -> np.ndarray:
-    """A whole document (n,), end of text included, in PSM or SPM order: at most n + RESERVE ids, cut as `key` says."""
-    body, end = ids[:-1], ids[-1:]
-    raw = b"".join([tokenizer.token_bytes[id_] for id_ in body.tolist()])
-    borders = np.concatenate([[0], np.cumsum(tokenizer.byte_lengths[body])])  # byte offset of each token, and the end
-    data = np.frombuffer(raw, dtype=np.uint8)
-    characters = np.append(np.flatnonzero((data & 0xC0) != 0x80), len(raw))  # no cut inside a UTF-8 character
-    first, second, form = mix(np.arange(3), key)
-    suffix_first = bool(form & np.uint64(1))
-    a, b = sorted(int(characters[int(draw) % len(characters)]) for draw in (first, second))
-    out = _arrange(body, borders, raw, (a, b), suffix_first, tokenizer)
-    if len(out) + 1 > len(ids) + RESERVE:
-        a, b = (int(borders[np.searchsorted(borders, cut, "right") - 1]) for cut in (a, b))
-        out = _arrange(body, borders, raw, (a, b), suffix_first, tokenizer)
-    return np.concatenate([out, end])
-
-
-def _arrange(
-    body: np.ndarray, borders: np.ndarray, raw: bytes, cuts: tuple[int, int], suffix_first: bool, tokenizer: Tokenizer
-) -> np.ndarray:
-    a, b = cuts
-    prefix = _stretch(body, borders, raw, 0, a, tokenizer)
-    middle = _stretch(body, borders, raw, a, b, tokenizer)
-    suffix = _stretch(body, borders, raw, b, len(raw), tokenizer)
-    pre, suf, mid = ([id_] for id_ in (tokenizer.fim_prefix, tokenizer.fim_suffix, tokenizer.fim_middle))
-    order = [pre, suf, suffix, mid, prefix, middle] if suffix_first else [pre, prefix, suf, suffix, mid, middle]
-    return np.concatenate([np.asarray(part, dtype=np.int64) for part in order])
-
-
-def _stretch(
-    body: np.ndarray, borders: np.ndarray, raw: bytes, start: int, end: int, tokenizer: Tokenizer
-) -> np.ndarray:
-    """Ids of the bytes start..end: the whole tokens inside as they are, the cut ones at both ends encoded anew."""
-    i = int(np.searchsorted(borders, start, "left"))
-    j = int(np.searchsorted(borders, end, "right")) - 1
-    if i > j:  # both cuts in one token
-        return np.asarray(_fragment(raw[start:end], tokenizer), dtype=np.int64)
-    left = _fragment(raw[start : borders[i]], tokenizer)
-    right = _fragment(raw[borders[j] : end], tokenizer)
-    return np.concatenate([np.asarray(left, dtype=np.int64), body[i:j], np.asarray(right, dtype=np.int64)])
-
-
-def _fragment(piece: bytes, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a piece of a token; byte by byte where the piece is not UTF-8 (a token may hold half a character)."""
-    if not piece:
-        return []
-    try:
-        return tokenizer.encode(piece.decode("utf-8"))
-    except UnicodeDecodeError:
-        return [tokenizer.byte_ids[byte] for byte in piece]
-
-
-# -- corpus ------------------------------------------------------------------------------------------------------------
-
-
 class TokenShard:
-    """One split of `data/tokens/<corpus>`, packed: a `packed.Source`."""
+    """One split of `data/tokens/<corpus>`, packed: a `packing.PackedSplit`."""
 
     def __init__(
         self, folder: Path, split: str, tokenizer: Tokenizer, *, context: int, seed: int, fim_rate: float, cache: Path
@@ -107,15 +50,15 @@ class TokenShard:
         self._tokens = np.memmap(path, dtype=dtype, mode="r") if expected else np.zeros(0, dtype)
         self._tokenizer, self._seed = tokenizer, seed
 
-        def build():
+        def build() -> Packing:
             pieces = cut(np.fromfile(folder / f"{split}.idx", dtype="<u8"), context)
             chance = mix(np.arange(len(pieces.starts)), stable_hash("infill", seed)) / 2.0**64
             room = pieces.whole & (pieces.lengths + RESERVE <= context)
-            infilled = (chance < fim_rate) & room & (pieces.starts > 0)  # the first document has no lead to keep
+            infilled = (chance < fim_rate) & room & (pieces.starts > 0)  # the first document has no lead
             return packing_of(pieces, infilled, RESERVE, context)
 
-        data = meta["splits"][split]["sha256"]
-        self._packing = cached(cache, [data, context, fim_rate, seed if fim_rate else 0], build)
+        checksum = meta["splits"][split]["sha256"]
+        self._packing = cached(cache, [checksum, context, fim_rate, seed if fim_rate else 0], build)
         self.num_rows = self._packing.num_rows
 
     def pieces(self, epoch: int, row: int) -> list[Piece]:
@@ -124,17 +67,18 @@ class TokenShard:
         first, last = packing.row_starts[row : row + 2].tolist()
         starts, lengths = packing.starts[first:last].tolist(), packing.lengths[first:last].tolist()
         continues, infilled = packing.continues[first:last].tolist(), packing.infilled[first:last].tolist()
-        out = []
-        for start, length, goes_on, is_infilled in zip(starts, lengths, continues, infilled, strict=True):
-            ids = self._tokens[start : start + length + goes_on]  # the token behind is a target, never an input
-            if is_infilled:  # the end of text before the document stays in front
+        row_pieces = []
+        for start, length, continued, is_infilled in zip(starts, lengths, continues, infilled, strict=True):
+            # The token after a piece that continues is a target, never an input.
+            ids = self._tokens[start : start + length + continued]
+            if is_infilled:  # the end of text before the document stays first
                 key = stable_hash("cuts", self._seed, epoch, start)
                 ids = np.concatenate([ids[:1], infill(ids[1:].astype(np.int64), key, self._tokenizer)])
-            out.append(Piece(ids, True))
-        return out
+            row_pieces.append(Piece(ids, True))
+        return row_pieces
 
 
-def read_meta(folder: Path) -> dict:
+def read_meta(folder: Path) -> JsonObject:
     """`meta.json` of a token folder. Raises DataError when there is none."""
     path = folder / "meta.json"
     if not path.is_file():
@@ -157,7 +101,8 @@ class CorpusStream(PackedStream):
         cache: Path,
         document_mask: bool = True,
     ) -> None:
-        """`fim_rate` of the documents with room are infilled; without `document_mask` those of a row see each other.
+        """`fim_rate`: share of the documents with room that are infilled; without `document_mask` the documents of a
+        row see each other.
 
         Raises ModelError when the tokens were encoded with another tokenizer, DataError when they do not fill one
         batch, ValueError when `fim_rate` is not in [0, 1] or `tokens_per_step` is no multiple of `context`.
@@ -176,7 +121,6 @@ class CorpusStream(PackedStream):
             for split, rate in (("train", fim_rate), ("val", 0.0))
         )
         hashes = [meta["splits"][split]["sha256"] for split in ("train", "val")]
-        identity = json.dumps([*hashes, context, tokens_per_step, seed, fim_rate, document_mask])
         super().__init__(
             str(folder),
             train,
@@ -185,6 +129,61 @@ class CorpusStream(PackedStream):
             context=context,
             tokens_per_step=tokens_per_step,
             seed=seed,
-            fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
+            fingerprint=fingerprint_of([*hashes, context, tokens_per_step, seed, fim_rate, document_mask]),
             document_mask=document_mask,
         )
+
+
+# --- fill-in-the-middle ----------------------------------------------------------------------------------------------
+
+
+def infill(ids: np.ndarray, key: int, tokenizer: Tokenizer) -> np.ndarray:
+    """A whole document (n,), end of text included, in PSM or SPM order: at most n + RESERVE ids, cut by `key`."""
+    body, end = ids[:-1], ids[-1:]
+    raw = b"".join([tokenizer.token_bytes[id_] for id_ in body.tolist()])
+    borders = np.concatenate([[0], np.cumsum(tokenizer.byte_lengths[body])])  # byte offset of each token, and the end
+    data = np.frombuffer(raw, dtype=np.uint8)
+    characters = np.append(np.flatnonzero((data & 0xC0) != 0x80), len(raw))  # no cut inside a UTF-8 character
+    first, second, form = mix(np.arange(3), key)
+    suffix_first = bool(form & np.uint64(1))
+    start, stop = sorted(int(characters[int(draw) % len(characters)]) for draw in (first, second))
+    infilled = _arrange(body, borders, raw, (start, stop), suffix_first, tokenizer)
+    if len(infilled) + 1 > len(ids) + RESERVE:
+        start, stop = (int(borders[np.searchsorted(borders, offset, "right") - 1]) for offset in (start, stop))
+        infilled = _arrange(body, borders, raw, (start, stop), suffix_first, tokenizer)
+    return np.concatenate([infilled, end])
+
+
+def _arrange(
+    body: np.ndarray, borders: np.ndarray, raw: bytes, cuts: tuple[int, int], suffix_first: bool, tokenizer: Tokenizer
+) -> np.ndarray:
+    start, stop = cuts
+    prefix = _encode_range(body, borders, raw, 0, start, tokenizer)
+    middle = _encode_range(body, borders, raw, start, stop, tokenizer)
+    suffix = _encode_range(body, borders, raw, stop, len(raw), tokenizer)
+    pre, suf, mid = ([id_] for id_ in (tokenizer.fim_prefix, tokenizer.fim_suffix, tokenizer.fim_middle))
+    order = [pre, suf, suffix, mid, prefix, middle] if suffix_first else [pre, prefix, suf, suffix, mid, middle]
+    return np.concatenate([np.asarray(part, dtype=np.int64) for part in order])
+
+
+def _encode_range(
+    body: np.ndarray, borders: np.ndarray, raw: bytes, start: int, end: int, tokenizer: Tokenizer
+) -> np.ndarray:
+    """Ids of the bytes start..end: whole tokens as they are, the cut ones at both ends encoded anew."""
+    first = int(np.searchsorted(borders, start, "left"))
+    last = int(np.searchsorted(borders, end, "right")) - 1
+    if first > last:  # both cuts in one token
+        return np.asarray(_encode_fragment(raw[start:end], tokenizer), dtype=np.int64)
+    left = _encode_fragment(raw[start : borders[first]], tokenizer)
+    right = _encode_fragment(raw[borders[last] : end], tokenizer)
+    return np.concatenate([np.asarray(left, dtype=np.int64), body[first:last], np.asarray(right, dtype=np.int64)])
+
+
+def _encode_fragment(fragment: bytes, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a fragment of a token; byte by byte where it is not UTF-8 (a token may hold half a character)."""
+    if not fragment:
+        return []
+    try:
+        return tokenizer.encode(fragment.decode("utf-8"))
+    except UnicodeDecodeError:
+        return [tokenizer.byte_ids[byte] for byte in fragment]

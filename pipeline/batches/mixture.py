@@ -1,18 +1,16 @@
-"""Several streams as one, in whole weights: what `fit` takes, row by row in fixed proportion.
+"""Several streams as one, row by row in fixed proportion, by whole weights.
 
     [(2, CorpusStream(text)), (1, CorpusStream(code))]  ->  MixtureStream: text, text, code, text, text, code, ...
 
-Not promised: that an epoch of the mixture reads each member once. A member is read as often as its weight asks; read
-its `rows_per_epoch` against its share to know how often.
+Not promised: that an epoch of the mixture reads each member once. A member is read as often as its weight asks; compare
+its `rows_per_epoch` with its share to learn how often.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.batches.batch import TokenBatch, concatenate
+from pipeline.batches.batch import TokenBatch, concatenate, fingerprint_of
 from pipeline.batches.packing import PackedStream
 from pipeline.run.errors import DataError
 
@@ -35,18 +33,16 @@ class MixtureStream:
             raise ValueError("mixture: members must have the same context and tokens_per_step")
         self._weights = np.array(weights, dtype=np.int64)
         self._period = round_robin(weights)  # (sum of weights,) member of each slot
-        nth = np.zeros_like(self._period)  # how many of this member's slots come before, within the period
+        self._nth = np.zeros_like(self._period)  # number of the member's earlier slots in the period
         for member in range(len(members)):
-            here = self._period == member
-            nth[here] = np.arange(here.sum())
-        self._nth = nth
+            slots = self._period == member
+            self._nth[slots] = np.arange(slots.sum())
         self.context = self._members[0].context
         self.tokens_per_step = self._members[0].tokens_per_step
         self.has_val: bool = any(stream.has_val for stream in self._members)
         self.rows_per_epoch: int = sum(stream.rows_per_epoch for stream in self._members)
         self.tokens_per_epoch: int = sum(stream.tokens_per_epoch for stream in self._members)
-        identity = json.dumps([[int(weight), stream.fingerprint] for weight, stream in members])
-        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self.fingerprint = fingerprint_of([[int(weight), stream.fingerprint] for weight, stream in members])
 
     def at(self, positions: np.ndarray, context: int) -> np.ndarray:
         """Row ids at positions of the mixed sequence, (n,) -> (n * windows,) int64."""
@@ -55,9 +51,9 @@ class MixtureStream:
         index = periods * self._weights[owner] + self._nth[slots]  # position in the member's own sequence
         ids = np.empty((len(positions), self.context // context), dtype=np.int64)
         for member, stream in enumerate(self._members):
-            here = owner == member
-            own = stream.at(index[here], context)  # also for none: it checks the context
-            ids[here] = own.reshape(-1, ids.shape[1]) * len(self._members) + member
+            owned = owner == member
+            member_ids = stream.at(index[owned], context)  # also for none: it checks the context
+            ids[owned] = member_ids.reshape(-1, ids.shape[1]) * len(self._members) + member
         return ids.reshape(-1)
 
     def rows(self, step: int, context: int) -> np.ndarray:
@@ -66,15 +62,15 @@ class MixtureStream:
         return self.at(np.arange(step * rows_per_step, (step + 1) * rows_per_step, dtype=np.int64), context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """Those rows, (B, context), in the order given."""
+        """The rows with these ids, (B, context), in this order."""
         inner, owner = np.divmod(rows, len(self._members))
         present = np.unique(owner)
         batches = [self._members[int(m)].batch(step, context, inner[owner == m]) for m in present]
-        behind = np.argsort(owner, kind="stable")  # row k of the concatenation is row behind[k] of the batch
-        return concatenate(batches, np.argsort(behind))
+        batch_rows = np.argsort(owner, kind="stable")  # row k of the concatenation is row batch_rows[k] of the batch
+        return concatenate(batches, np.argsort(batch_rows))
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """Each member's val split in turn, its share of `tokens` by weight; members without one are passed over.
+        """Each member's val split in turn, its share of `tokens` by weight; members without one are skipped.
 
         Raises DataError when no member has a val split.
         """
@@ -89,22 +85,22 @@ class MixtureStream:
 
 
 def round_robin(weights: Sequence[int]) -> np.ndarray:
-    """One period of smooth weighted round-robin, (sum of weights,): every start of it is within 1 of the shares.
+    """One period of smooth weighted round-robin, (sum of weights,): every prefix of it is within 1 of the shares.
 
-    Share c of a member with weight w of W may start in slot floor(cW/w) and must be given before ceil((c+1)W/w); the
+    Share c of a member with weight w of W may start in slot floor(cW/w) and must come before ceil((c+1)W/w); the
     earliest deadline goes first, which is always feasible (Baruah et al. 1996, "Proportionate progress"). Giving each
     slot to the member with the most credit, as nginx does, can be off by more than 1.
     """
     total = sum(weights)
-    given = [0] * len(weights)
+    counts = [0] * len(weights)
     period = []
     for slot in range(total):
         deadlines = [
             (-(-(count + 1) * total // weight), member)
-            for member, (count, weight) in enumerate(zip(given, weights, strict=True))
+            for member, (count, weight) in enumerate(zip(counts, weights, strict=True))
             if count * total // weight <= slot
         ]
         _, member = min(deadlines)
-        given[member] += 1
+        counts[member] += 1
         period.append(member)
     return np.array(period, dtype=np.int64)

@@ -1,33 +1,26 @@
-"""Whole documents into rows of fixed length, with little padding and no document cut that fits a row.
+"""Packed rows: documents into rows of fixed length, the order of the rows, and the stream that batches them.
 
-Documents longer than a row become pieces of a row's length; then best-fit decreasing (Ding et al. 2024,
+    documents -> cut -> pack -> a split of packed rows  +  RowOrder (which row when)  ->  PackedStream -> TokenBatch
+
+Packing. Documents longer than a row become pieces of a row's length; then best-fit decreasing (Ding et al. 2024,
 arXiv:2404.10830, "Fewer truncations improve language modeling") over windows of 65,536 pieces, with the rows that are
-still open carried from window to window. Concatenating and cutting instead would cut about half of all Python files.
+still open carried from window to window. Concatenating and cutting instead would cut about half of all Python files. No
+document is cut that fits a row. A document is read after the end of text before it, so every token of a file but the
+very first is predicted exactly once; nothing is dropped.
 
-A document is read after the end of text before it, so every token of a file but the very first is predicted exactly
-once; nothing is dropped. Not promised: the optimal packing.
+Order. Each epoch has a keyed permutation of the row numbers, computed where it is needed: step -> positions -> a
+4-round Feistel network keyed by (seed, epoch), walked until it falls inside (Black and Rogaway 2002, "Ciphers with
+arbitrary finite domains") -> row ids. Nothing is stored or shuffled, so the state of a run is one integer and any rank
+can compute any row. A row id is `(epoch * num_rows + row) * windows + window`, so an id alone determines the content of
+a batch; `windows` is the packed length over the current context (curriculum by length: rows are split, not skipped).
 
-In which order rows are visited: a keyed permutation of the row numbers for each epoch, computed where it is needed.
+Stream. A batch is a pure function of (seed, step). The val split has its own rows and one fixed order, whatever the
+seed, so that evaluations of different runs see the same tokens.
 
-Step -> positions -> a 4-round Feistel network keyed by (seed, epoch), walked until it falls inside (Black and Rogaway
-2002, "Ciphers with arbitrary finite domains") -> row ids. Nothing is stored or shuffled, so the state of a run is one
-integer and any rank can compute any row. A row id is `(epoch * num_rows + row) * windows + window`, so an id alone says
-what a batch holds; `windows` is the packed length over the present context (curriculum by length: rows are split, not
-skipped).
-
-Not promised: cryptographic quality; for fewer than about 16 rows few of the possible orders occur.
-
-A stream of packed rows: what corpora and dialogues have in common.
-
-    source (pieces of a packed row)  +  order (which row when)  ->  TokenBatch, a pure function of (seed, step)
-
-`CorpusStream` and `DialogueStream` only build the two sources; everything else is here. The val split has its own
-source and one fixed order, whatever the seed, so that evaluations of different runs see the same tokens. Not promised:
-that a batch of the val split is full; its last one may be smaller.
+Not promised: the optimal packing; cryptographic quality of the order (for fewer than about 16 rows few of the possible
+orders occur); that a batch of the val split is full: its last one may be smaller.
 """
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -37,7 +30,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.batches.batch import Piece, TokenBatch, token_batch
+from pipeline.batches.batch import Piece, TokenBatch, fingerprint_of, token_batch
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
@@ -51,18 +44,18 @@ class Pieces:
     """Documents cut to a row's length."""
 
     starts: np.ndarray  # (P,) int64, first token in the .bin file
-    lengths: np.ndarray  # (P,) int64, tokens that are read
+    lengths: np.ndarray  # (P,) int64, tokens that are inputs
     whole: np.ndarray  # (P,) bool: the piece is a whole document
-    continues: np.ndarray  # (P,) bool: one more token is predicted behind the piece, which fills its row
+    continues: np.ndarray  # (P,) bool: the token after the piece is a target; the piece fills its row
 
 
 def cut(offsets: np.ndarray, context: int) -> Pieces:
     """Cut documents, given as n + 1 token offsets, into pieces of at most `context` tokens.
 
-    A document's first piece begins with the token before it, the end of text of another document, which is read and not
-    predicted: so its first token is a target too, and a model can begin a text from nothing. The first document of a
-    file has no such lead. A document's last token is a target and need not be read, so a document of up to `context`
-    tokens is never cut.
+    A document's first piece begins with the token before it, the end of text of another document, which is an input and
+    no target: so its first token is a target too, and a model can begin a text from nothing. The first document of a
+    file has no such lead. A document's last token is a target and need not be an input, so a document of up to
+    `context` tokens is never cut.
     """
     offsets = offsets.astype(np.int64)
     begins = np.maximum(offsets[:-1] - 1, 0)  # (n,)
@@ -107,9 +100,9 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
                 space, row = capacity, num_rows
                 num_rows += 1
             rows.append(row)
-            if left := space - length:
-                open_rows[left].append(row)
-                free |= 1 << left
+            if remaining := space - length:
+                open_rows[remaining].append(row)
+                free |= 1 << remaining
         row_of[start + decreasing] = rows
     members = np.argsort(row_of, kind="stable")
     row_starts = np.zeros(num_rows + 1, dtype=np.int64)
@@ -119,7 +112,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Packing:
-    """The index of a packed split: pieces, and which of them stand in which row."""
+    """The index of a packed split: its pieces, and the row of each."""
 
     starts: np.ndarray  # (P,) int64, first token of each piece in the .bin file, row by row
     lengths: np.ndarray  # (P,) int64, tokens in the .bin file that are read
@@ -134,7 +127,7 @@ class Packing:
 
 
 def packing_of(pieces: Pieces, infilled: np.ndarray, reserve: int, context: int) -> Packing:
-    """Pack pieces into rows of `context`; those that are to be infilled take `reserve` tokens more."""
+    """Pack pieces into rows of `context`; infilled ones take `reserve` tokens more."""
     members, row_starts = pack(pieces.lengths + reserve * infilled, context)
     return Packing(
         starts=pieces.starts[members],
@@ -146,30 +139,30 @@ def packing_of(pieces: Pieces, infilled: np.ndarray, reserve: int, context: int)
 
 
 def cached(cache: Path, parts: list[str | int | float], build: Callable[[], Packing]) -> Packing:
-    """The packing for `parts` from `cache`, memory-mapped; built and written by rename when it is not there yet."""
-    key = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()[:16]
+    """The packing for the key `parts` from `cache`, memory-mapped; built and published by rename if it is missing."""
+    key = fingerprint_of([FORMAT, *parts])
     folder = cache / f"packing-{key}"
     if not folder.is_dir():
         packing = build()
-        part = cache / f".packing-{key}.{os.getpid()}.part"
-        part.mkdir(parents=True, exist_ok=True)
+        temporary = cache / f".packing-{key}.{os.getpid()}.part"
+        temporary.mkdir(parents=True, exist_ok=True)
         for field in fields(Packing):
-            np.save(part / f"{field.name}.npy", getattr(packing, field.name))
+            np.save(temporary / f"{field.name}.npy", getattr(packing, field.name))
         try:
-            part.rename(folder)
-        except OSError:  # another process was faster; what it wrote is the same
-            shutil.rmtree(part)
+            temporary.rename(folder)
+        except OSError:  # another process was faster and wrote the same
+            shutil.rmtree(temporary)
     return Packing(*(np.load(folder / f"{field.name}.npy", mmap_mode="r") for field in fields(Packing)))
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
+# --- order of the rows -----------------------------------------------------------------------------------------------
 
 
 ROUNDS = 4
 
 
 def mix(values: np.ndarray, key: int) -> np.ndarray:
-    """A 64-bit hash of each value under a key, uint64 of the same shape (the finaliser of SplitMix64)."""
+    """A 64-bit hash of each value under a key, uint64 of the same shape (the finalizer of SplitMix64)."""
     h = (values.astype(np.uint64) ^ np.uint64(key)) + np.uint64(0x9E3779B97F4A7C15)
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -177,18 +170,18 @@ def mix(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Where each index of range(size) goes under the key's permutation; (n,) int64 in, (n,) int64 out."""
+    """The image of each index of range(size) under the key's permutation, (n,) int64 -> (n,) int64."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     keys = [stable_hash(key, round_) for round_ in range(ROUNDS)]
     out = index.astype(np.uint64)
-    walking = np.arange(len(out))
-    while len(walking):  # the domain is a power of 4, up to 4 times `size`: walk the cycle until inside
-        left, right = out[walking] >> shift, out[walking] & mask
+    outside = np.arange(len(out))
+    while len(outside):  # the domain is a power of 4, up to 4 times `size`: walk each cycle until inside
+        left, right = out[outside] >> shift, out[outside] & mask
         for round_key in keys:
             left, right = right, left ^ (mix(right, round_key) & mask)
-        out[walking] = (left << shift) | right
-        walking = walking[out[walking] >= size]
+        out[outside] = (left << shift) | right
+        outside = outside[out[outside] >= size]
     return out.astype(np.int64)
 
 
@@ -202,7 +195,6 @@ class RowOrder:
     seed: int
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not divide."""
         if self.tokens_per_step <= 0 or self.tokens_per_step % self.context:
             raise ValueError(
                 f"tokens_per_step: expected a multiple of the context {self.context}, found {self.tokens_per_step}"
@@ -229,45 +221,45 @@ class RowOrder:
         epochs, index = np.divmod(positions, self.num_rows)
         rows = np.empty_like(index)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            rows[here] = permute(index[here], self.num_rows, stable_hash("order", self.seed, int(epoch)))
+            in_epoch = epochs == epoch
+            rows[in_epoch] = permute(index[in_epoch], self.num_rows, stable_hash("order", self.seed, int(epoch)))
         ids = (epochs * self.num_rows + rows)[:, None] * windows + np.arange(windows)  # (n, windows)
         return ids.reshape(-1)
 
     def locate(self, ids: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-        """Take row ids apart: packed rows with their epoch (`epoch * num_rows + row`), and the window in each."""
+        """Split row ids into packed rows with their epoch (`epoch * num_rows + row`), and the window in each."""
         return np.divmod(ids, self.num_windows(context))
 
 
-# -- packed ------------------------------------------------------------------------------------------------------------
+# --- streams ---------------------------------------------------------------------------------------------------------
 
 
-class Source(Protocol):
-    """A packed split."""
+class PackedSplit(Protocol):
+    """A split as packed rows of pieces."""
 
     @property
     def num_rows(self) -> int:
-        """Packed rows."""
+        """Number of packed rows."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the split, each counted once; no padding."""
+        """Number of tokens, each counted once, without padding."""
         ...
 
     def pieces(self, epoch: int, row: int) -> list[Piece]:
-        """What stands in a row; only infilling looks at the epoch."""
+        """The pieces in a row; only infilling depends on the epoch."""
         ...
 
 
 class PackedStream:
-    """Implements `batch.Stream` over two sources; `at` serves the mixture."""
+    """A `batch.Stream` over two packed splits; `at` is for `MixtureStream`."""
 
     def __init__(
         self,
         name: str,
-        train: Source,
-        val: Source,
+        train: PackedSplit,
+        val: PackedSplit,
         tokenizer: Tokenizer,
         *,
         context: int,
@@ -277,7 +269,7 @@ class PackedStream:
         document_mask: bool = True,
         left_out: str = "",
     ) -> None:
-        """`name` is said in errors, with what was `left_out` of it.
+        """`name` and `left_out`, a sentence about data that could not be used, are for errors.
 
         Raises DataError when `train` does not fill one batch, ValueError when sizes do not divide.
         """
@@ -309,7 +301,7 @@ class PackedStream:
         return self.at(self._order.positions(step), context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """Those rows, (B, context), in the order given; `step` changes nothing (the ids carry the epoch)."""
+        """The rows with these ids, (B, context), in this order; `step` changes nothing (the ids contain the epoch)."""
         return self._batch(self._train, self._order, context, rows)
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
@@ -320,22 +312,21 @@ class PackedStream:
             num_rows=self._val.num_rows, context=self.context, tokens_per_step=self.tokens_per_step, seed=0
         )
         ids = order.at(np.arange(self._val.num_rows), self.context)  # one epoch, in a fixed order
-        given = 0
+        num_targets = 0
         for start in range(0, len(ids), order.rows_per_step):
-            if given >= tokens:
+            if num_targets >= tokens:
                 return
             batch = self._batch(self._val, order, self.context, ids[start : start + order.rows_per_step])
-            given += batch.num_targets
+            num_targets += batch.num_targets
             yield batch
 
-    def _batch(self, source: Source, order: RowOrder, context: int, rows: np.ndarray) -> TokenBatch:
+    def _batch(self, split: PackedSplit, order: RowOrder, context: int, rows: np.ndarray) -> TokenBatch:
         packed, window = order.locate(rows, context)
-        wanted, place = np.unique(
-            packed, return_inverse=True
-        )  # a row is read once, however many of its windows are asked
+        # A row is read once, however many of its windows are in the batch.
+        unique_rows, index = np.unique(packed, return_inverse=True)
         return token_batch(
-            [source.pieces(*divmod(int(row), source.num_rows)) for row in wanted],
-            place * order.num_windows(context) + window,
+            [split.pieces(*divmod(int(row), split.num_rows)) for row in unique_rows],
+            index * order.num_windows(context) + window,
             packed=order.context,
             context=context,
             pad=self._tokenizer.pad,

@@ -2,13 +2,12 @@
 
     data/preferences/{train,val,test}.jsonl (records.Pair)  --chat.render-->  PairBatch, a pure function of (seed, step)
 
-Prompt and answers are rendered by `text/chat.py`, whose prompts are prefixes of whole conversations; the answer is what
-the assistant says behind the prompt, its end of turn included. Left out and counted: equal answers, an empty answer,
-what is longer than asked (a cut answer would lose its end). More than a tenth left out stops the stage.
+`text/chat.py` renders prompt and answers; its prompts are prefixes of whole conversations. The answer is what the
+assistant says after the prompt, its end of turn included. Left out and counted: equal answers, an empty answer, and
+what exceeds the length limits (a cut answer would lose its end). More than a tenth left out stops the stage.
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.batches.batch import Piece, answered
+from pipeline.batches.batch import Piece, answered, fingerprint_of
 from pipeline.ingest import records
 from pipeline.ingest.records import Message, Pair
 from pipeline.run.device import stable_hash
@@ -40,9 +39,7 @@ class PairBatch:
     documents: Tensor  # (2P, T) int32, -1 in the padding
     positions: Tensor  # (2P, T) int64
     margins: Tensor  # (P,) float32, 0 where the data has none
-    reference: (
-        Tensor | None
-    )  # (2P,) float32, summed log-probabilities of the reference, where they were computed before
+    reference: Tensor | None  # (2P,) float32, summed log-probabilities of the reference, if computed in advance
     counts: dict[str, int]  # pairs, tokens (of the answers), positions
 
     @property
@@ -54,7 +51,7 @@ class PairBatch:
     @property
     def said(self) -> Tensor:
         """True at the answers' tokens as inputs, (2P, T); in their order they are the targets that are not -100."""
-        return functional.pad(self.targets >= 0, (1, -1))  # one to the right
+        return functional.pad(self.targets >= 0, (1, -1))  # shifted right by one
 
     def to(self, device: torch.device | str) -> "PairBatch":
         """The same batch on another device."""
@@ -65,7 +62,7 @@ class PairBatch:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A pair as ids."""
+    """A pair as token ids."""
 
     pair: Pair
     chosen: Piece
@@ -73,19 +70,19 @@ class Encoded:
 
     @property
     def margin(self) -> float:
-        """The margin that the data asks for between the two rewards."""
+        """The margin in the data between the two rewards, 0 where there is none."""
         return self.pair.margin or 0.0
 
 
 def encode(tokenizer: Tokenizer, pair: Pair, max_prompt: int, max_length: int) -> Encoded | str:
-    """The pair as ids, or why it is left out. Raises DataError naming the pair."""
+    """The pair as ids, or the reason why it is left out. Raises DataError naming the pair."""
     if pair.chosen == pair.rejected:
         return "chosen equals rejected"
-    if any(_empty(answer) for answer in (pair.chosen, pair.rejected)):
+    if any(_is_empty(answer) for answer in (pair.chosen, pair.rejected)):
         return "empty answer"
     try:
         prompt = chat.render(tokenizer, pair.prompt, pair.tools, generation_prompt=True).ids
-        pieces = [_answer(tokenizer, pair, answer, prompt) for answer in (pair.chosen, pair.rejected)]
+        pieces = [_answer_piece(tokenizer, pair, answer, prompt) for answer in (pair.chosen, pair.rejected)]
     except DataError as error:
         raise DataError(f"pair {pair.id}: {error}") from error
     if len(prompt) > max_prompt:
@@ -95,12 +92,12 @@ def encode(tokenizer: Tokenizer, pair: Pair, max_prompt: int, max_length: int) -
     return Encoded(pair, *pieces)
 
 
-def _empty(answer: Sequence[Message]) -> bool:
+def _is_empty(answer: Sequence[Message]) -> bool:
     return not any((m.get("content") or "").strip() or m.get("tool_calls") for m in answer if m["role"] == "assistant")
 
 
-def _answer(tokenizer: Tokenizer, pair: Pair, answer: list[Message], prompt: list[int]) -> Piece:
-    """Prompt and answer up to the last token that the assistant says; trained behind the prompt alone."""
+def _answer_piece(tokenizer: Tokenizer, pair: Pair, answer: list[Message], prompt: list[int]) -> Piece:
+    """Prompt and answer up to the last token that the assistant says; trained after the prompt only."""
     whole = chat.render(tokenizer, [*pair.prompt, *answer], pair.tools)
     trained = np.array(whole.trained, dtype=bool)
     trained[: len(prompt)] = False
@@ -118,16 +115,16 @@ class PairSplit:
         self.pairs: list[Encoded] = []
         self.dropped: Counter[str] = Counter()
         for pair in records.read(path, Pair):
-            found = encode(tokenizer, pair, max_prompt, max_length)
-            if isinstance(found, str):
-                self.dropped[found] += 1
+            encoded = encode(tokenizer, pair, max_prompt, max_length)
+            if isinstance(encoded, str):
+                self.dropped[encoded] += 1
             else:
-                self.pairs.append(found)
+                self.pairs.append(encoded)
         total = len(self.pairs) + self.dropped.total()
         if not self.pairs or self.dropped.total() > MOST_DROPPED * total:
-            why = ", ".join(f"{number} {reason}" for reason, number in self.dropped.most_common())
+            drops = ", ".join(f"{number} {reason}" for reason, number in self.dropped.most_common())
             raise DataError(
-                f"{path}: {self.dropped.total()} of {total} pairs cannot be used ({why or 'it is empty'}); at most a"
+                f"{path}: {self.dropped.total()} of {total} pairs cannot be used ({drops or 'it is empty'}); at most a"
                 f" tenth may be left out. Mend the file, or raise max_prompt ({max_prompt}) and max_length"
                 f" ({max_length})"
             )
@@ -144,7 +141,7 @@ class PairSplit:
 
 
 def batch_of(pairs: Sequence[Encoded], pad: int, reference: np.ndarray | None = None) -> PairBatch:
-    """Pairs laid out; `reference` (2P,) are the reference's sums, chosen first."""
+    """Lay pairs out as a batch; `reference` (2P,): log-probability sums of the reference, chosen answers first."""
     rows = answered([encoded.chosen for encoded in pairs] + [encoded.rejected for encoded in pairs], pad)
     return PairBatch(
         *rows,
@@ -173,8 +170,8 @@ class PairStream:
         label_flip: float = 0.0,
         more: Sequence[Encoded] = (),
     ) -> None:
-        """`pairs` a step. `more` join the training pairs. `label_flip` swaps the answers of that share of the
-        training pairs, by the hash of their ids.
+        """`pairs`: number in a step. `more`: further training pairs. `label_flip`: share of the training pairs whose
+        answers are swapped, by the hash of their ids.
         """
         self.train = PairSplit(folder / "train.jsonl", tokenizer, max_prompt, max_length)
         self.val = PairSplit(folder / "val.jsonl", tokenizer, max_prompt, max_length)
@@ -182,26 +179,25 @@ class PairStream:
         self.train.pairs += more
         if label_flip:
             self.train.pairs = [flipped(p, label_flip, seed) for p in self.train.pairs]
-        identity = json.dumps([self.train.digest(), self.val.digest(), pairs, seed])
-        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self.fingerprint = fingerprint_of([self.train.digest(), self.val.digest(), pairs, seed])
         self.tokens_per_epoch = len(self.train.pairs) * 2 * max_length
         self.references: dict[str, np.ndarray] = {}  # by split: (n, 2) sums of the reference
         self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Numbers of the step's pairs, (pairs,): each epoch goes once through all of them."""
-        places = np.arange(step * self._pairs, (step + 1) * self._pairs)
+        """Indices of the step's pairs, (pairs,); each epoch visits every pair once."""
+        positions = np.arange(step * self._pairs, (step + 1) * self._pairs)
         count = len(self.train.pairs)
-        return np.array([self._at(int(place) // count)[int(place) % count] for place in places])
+        return np.array([self._epoch_order(int(position) // count)[int(position) % count] for position in positions])
 
-    def _at(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
             draws = np.random.default_rng(stable_hash("pairs", self._seed, epoch) % 2**63)
             self._order = (epoch, draws.permutation(len(self.train.pairs)))
         return self._order[1]
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> PairBatch:
-        """Those pairs."""
+        """The pairs with these indices."""
         return self._batch("train", self.train, rows)
 
     def _batch(self, name: str, split: PairSplit, rows: np.ndarray) -> PairBatch:
@@ -215,12 +211,12 @@ class PairStream:
             yield self._batch(name, split, np.arange(first, min(first + EVALUATION_PAIRS, len(split.pairs))))
 
     def evaluation(self, tokens: int) -> Iterator[PairBatch]:
-        """The val split, until `tokens` answer tokens have been given."""
-        given = 0
+        """The val split, until `tokens` answer tokens."""
+        num_tokens = 0
         for batch in self.batches("val"):
-            if given >= tokens:
+            if num_tokens >= tokens:
                 return
-            given += batch.counts["tokens"]
+            num_tokens += batch.counts["tokens"]
             yield batch
 
 

@@ -1,28 +1,23 @@
-"""Texts with masks as training batches of masked diffusion: windows of a corpus, and problems with their answers.
+"""Training batches of masked diffusion: windows of a corpus, pairs of answers, and problems with answers on canvases.
 
-    CorpusStream windows              --times, bernoulli-->  NoisedBatch     adaptation, pre-training
-    prompt + answer on a canvas       --times, bernoulli-->  NoisedBatch     supervised fine-tuning
+    CorpusStream windows                --times, masks-->       NoisedBatch     adaptation, pre-training
+    prompt | answer, end of turn, fill  --times, masks-->       NoisedBatch     supervised fine-tuning
+    prompt | answer of a pair           --k of L tokens, n x--> Drawn           Diffusion-DPO
 
-The loss of a row is sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:2502.09992, eq. 3 and 5), so a mean
-over a validation set is its negative ELBO per token. There the k form is used, which has less variance and never an
-empty mask. Which tokens are masked is `masking.py`'s and hangs on (seed, sample, pass) alone.
+Batches are a pure function of (seed, step). The masks (`diffusion/masks.py`) depend on (seed, sample, pass) alone.
 
-Pairs of answers under sampled masks, for Diffusion-DPO: each answer n times, of each time k of its tokens hidden.
+The loss of a row is the sum over its masked tokens of -log p / p_mask (LLaDA, arXiv:2502.09992, eq. 3 and 5), so its
+mean over a validation set is the negative ELBO per token. Validation uses the k form, which has less variance and never
+an empty mask.
 
-    data/preferences/{train,val}.jsonl --PairSplit--> Drawn, a pure function of (seed, place in the passes)
+**Pairs** (data/preferences/{train,val}.jsonl). Each answer is drawn n times, each time with k of its tokens masked. The
+masks depend on (seed, pair, side, pass); policy and reference score the same batch, so they share them. An answer ends
+with the end of its turn; unlike in fine-tuning, no fill follows it.
 
-The masks of a pair's answer hang on (seed, pair, side, pass); policy and reference score the same batch, so they share
-them. The answer ends with the end of its turn; unlike in fine-tuning nothing fills the canvas behind it (specs:
-diffusion, 5).
-
-Programming problems with their answers on a canvas, for the fine-tuning of masked-diffusion models.
-
-    data/problems/{train,val}.jsonl  --chat.render-->  prompt | answer, end of turn, fill ... up to the canvas
-
-A diffusion model writes on a canvas whose length is given, so it must learn to stop: behind the answer and its end the
-canvas is filled, and the filling is noised and predicted like the rest (LLaDA, arXiv:2502.09992, appendix B.1). How
-long a canvas is hangs on the example and the pass, never on its neighbours. The prompt stays clean. The causal control
-reads the same examples in the same order, without the filling.
+**Problems** (data/problems/{train,val}.jsonl). A diffusion model writes on a canvas of given length, so it must learn
+to stop: after the answer and its end the canvas is filled, and the fill is noised and predicted like the rest (LLaDA,
+arXiv:2502.09992, appendix B.1). The length of a canvas depends on the example and the pass, never on the rest of the
+batch. The prompt stays clean. The causal control reads the same examples in the same order, without the fill.
 """
 
 import hashlib
@@ -52,16 +47,16 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How training noise is drawn and weighted; `batch` is always the optimiser step, never the micro-batch."""
+    """How training noise is drawn and weighted; a batch is that of an optimizer step, not a micro-batch."""
 
     t_scope: str = "sample"
-    """A time for each row, or one for the batch."""
+    """sample: a time for each row; batch: one for the batch of a step."""
     token_weight: str = "elbo"
-    """1 / p; or cart: by the clean tokens nearby."""
+    """elbo: 1 / p; cart: by the clean tokens nearby."""
     cart_p: float = 0.3
-    """Of cart: how fast the weight of a clean token falls with its distance."""
+    """For cart: how fast the weight of a clean token falls with its distance."""
     block_size: int = 0
-    """Tokens that are denoised together, from the left block by block; 0: all."""
+    """Tokens that are denoised together, block by block from the left; 0: all."""
 
     def __post_init__(self) -> None:
         for name, options in {"t_scope": ("sample", "batch"), "token_weight": ("elbo", "cart")}.items():
@@ -75,11 +70,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class NoisedBatch:
-    """Rows under masks, and how much each masked token counts."""
+    """Rows under masks, and the weight of each masked token."""
 
     noised: Noised
-    weights: Tensor  # (n,) float32 of the asked tokens, row by row
-    counts: dict[str, int]  # tokens that may be masked, rows, positions; bytes where they are known
+    weights: Tensor  # (n,) float32, of the predicted tokens, row by row
+    counts: dict[str, int]  # tokens that may be masked, rows, positions; bytes if they are known
 
     def to(self, device: torch.device | str) -> "NoisedBatch":
         """The same batch on another device."""
@@ -88,36 +83,36 @@ class NoisedBatch:
 
 @dataclass(frozen=True)
 class Row:
-    """One row before its noise: which of its places may be masked, and their numbers."""
+    """A row before its noise: the positions that may be masked, and their uniform numbers."""
 
-    places: np.ndarray  # (L,) int64, in the row
-    blocks: np.ndarray  # (L,) int64, the block of each from 0 on; all 0 without blocks
-    numbers: np.ndarray  # (number of blocks - 1 + L,) uniform: further times, then one a token
+    places: np.ndarray  # (L,) int64, positions in the row
+    blocks: np.ndarray  # (L,) int64, the block of each, from 0; all 0 without blocks
+    numbers: np.ndarray  # (number of blocks - 1 + L,) uniform: times of further blocks, then one a token
 
 
 def noised_row(row: Row, t: float, noise: Noise) -> tuple[np.ndarray, np.ndarray]:
-    """Masks (L,) and weights (L,) of a row at time t; a further block has its own time."""
-    more = int(row.blocks[-1]) if len(row.blocks) else 0
-    rates = np.array([diffusion_masks.probability(time) for time in (t, *row.numbers[:more])])[row.blocks]
-    masks = row.numbers[more:] < rates
+    """Masks (L,) and weights (L,) of a row at time t; each further block has its own time."""
+    num_further = int(row.blocks[-1]) if len(row.blocks) else 0
+    rates = np.array([diffusion_masks.probability(time) for time in (t, *row.numbers[:num_further])])[row.blocks]
+    masks = row.numbers[num_further:] < rates
     if noise.token_weight == "cart":
         return masks, diffusion_masks.cart_weights(masks, noise.cart_p)
     return masks, np.where(masks, 1 / rates, 0.0)
 
 
 def evaluated_row(row: Row, u: float) -> tuple[np.ndarray, np.ndarray]:
-    """Masks (L,) and weights (L,) of the k form: in each block k of its tokens, which weigh its length / k."""
-    more = int(row.blocks[-1]) if len(row.blocks) else 0
+    """Masks (L,) and weights (L,) of the k form: in each block k of its tokens, weighted by its length / k."""
+    num_further = int(row.blocks[-1]) if len(row.blocks) else 0
     masks, weights = np.zeros(len(row.places), dtype=bool), np.zeros(len(row.places))
-    for block, time in enumerate((u, *row.numbers[:more]) if len(row.places) else ()):
-        here = np.flatnonzero(row.blocks == block)
-        k = int(diffusion_masks.strata(time, 1, len(here))[0])
-        masks[here] = diffusion_masks.subset(row.numbers[more:][here], k)
-        weights[here] = len(here) / k
+    for block, time in enumerate((u, *row.numbers[:num_further]) if len(row.places) else ()):
+        inside = np.flatnonzero(row.blocks == block)
+        k = int(diffusion_masks.strata(time, 1, len(inside))[0])
+        masks[inside] = diffusion_masks.subset(row.numbers[num_further:][inside], k)
+        weights[inside] = len(inside) / k
     return masks, np.where(masks, weights, 0.0)
 
 
-def laid_out(
+def _build_input(
     tokens: Tensor,
     documents: Tensor,
     positions: Tensor,
@@ -126,22 +121,45 @@ def laid_out(
     blocks: np.ndarray | None,
     sight: np.ndarray | None,
 ) -> tuple[Noised, Tensor]:
-    """The input and the weights of its masked tokens; `blocks` (B, T) put the clean tokens beside the noised ones."""
+    """The input and the weights of its masked tokens; with `blocks` (B, T) the clean tokens are beside the noised ones.
+
+    `drawn` are the masks and weights of each of the `rows`.
+    """
     masks, weights = np.zeros(tokens.shape, dtype=bool), np.zeros(tokens.shape, dtype=np.float32)
-    for number, (row, (hidden, weight)) in enumerate(zip(rows, drawn, strict=True)):
-        masks[number, row.places], weights[number, row.places] = hidden, weight
+    for number, (row, (row_masks, row_weights)) in enumerate(zip(rows, drawn, strict=True)):
+        masks[number, row.places], weights[number, row.places] = row_masks, row_weights
     clean = None
     if blocks is not None:
-        sight = np.stack([diffusion_masks.block_sight(own) for own in blocks])[:, None]
+        sight = np.stack([diffusion_masks.block_sight(row_blocks) for row_blocks in blocks])[:, None]
         clean = tokens
-    seen = None if sight is None else torch.from_numpy(np.ascontiguousarray(sight))
-    noised = Noised(tokens, torch.from_numpy(masks), documents, positions, sight=seen, clean=clean)
+    attention = None if sight is None else torch.from_numpy(np.ascontiguousarray(sight))
+    noised = Noised(tokens, torch.from_numpy(masks), documents, positions, sight=attention, clean=clean)
     return noised, torch.from_numpy(weights[masks])
 
 
+class _Passes:
+    """Endless passes over `count` items, each in its own random order. An index counts through all passes."""
+
+    def __init__(self, name: str, seed: int, count: int) -> None:
+        self._name, self._seed, self._count = name, seed, count
+        self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
+
+    def items(self, indices: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
+        """(item, pass) at each index."""
+        pairs = [(int(index) // self._count, int(index) % self._count) for index in indices]
+        return [(int(self.order(turn)[index]), turn) for turn, index in pairs]
+
+    def order(self, turn: int) -> np.ndarray:
+        """The items of a pass, (count,), in its order."""
+        if self._order[0] != turn:
+            generator = np.random.default_rng(stable_hash(self._name, self._seed, turn) % 2**63)
+            self._order = (turn, generator.permutation(self._count))
+        return self._order[1]
+
+
 class WindowStream:
-    """Windows of a corpus under masks: a `protocols.Stream`. The first token of a document stays clean: a state
-    before it.
+    """Windows of a corpus under masks: a `fit.Stream`. The first token of a document stays clean: no state is before
+    it.
     """
 
     def __init__(
@@ -154,7 +172,7 @@ class WindowStream:
         byte_lengths: np.ndarray,
         anneal_steps: int = 0,
     ) -> None:
-        """`anneal_steps`: over so many steps attention grows from causal to full; 0: it is full at once."""
+        """`anneal_steps`: steps in which attention grows from causal to full; 0: it is full at once."""
         assert not (noise.block_size and anneal_steps), "block diffusion starts from scratch"
         self._corpus, self._noise, self._name, self._seed = corpus, noise, name, seed
         self._byte_lengths, self._anneal_steps = byte_lengths, anneal_steps
@@ -162,15 +180,14 @@ class WindowStream:
         self.tokens_per_epoch = corpus.tokens_per_epoch
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Row ids of the step, as the corpus numbers them: an id carries its pass."""
+        """Row ids of the step, as the corpus numbers them: an id includes its pass."""
         return self._corpus.rows(step, context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> NoisedBatch:
-        """Those rows under their masks."""
-        times = diffusion_masks.times(
-            self._seed, step, len(self.rows(step, context)), shared=self._noise.t_scope == "batch"
-        )
-        place = {int(row): n for n, row in enumerate(self.rows(step, context))}
+        """These rows under their masks."""
+        step_rows = self.rows(step, context)
+        times = diffusion_masks.times(self._seed, step, len(step_rows), shared=self._noise.t_scope == "batch")
+        time_of = {int(row): float(time) for row, time in zip(step_rows, times, strict=True)}
         base = self._corpus.batch(step, context, rows)
         per_epoch = self._corpus.rows_per_epoch * (self._corpus.context // context)
         names = [divmod(int(row), per_epoch) for row in rows]
@@ -180,22 +197,22 @@ class WindowStream:
         ]
         keys = [diffusion_masks.key(self._seed, "mdm", f"{self._name}:{window}", turn) for turn, window in names]
         sight = diffusion_masks.anneal(self._seed, step, context, self._anneal_steps)
-        drawn = [partial(noised_row, t=float(times[place[int(row)]]), noise=self._noise) for row in rows]
-        return self._batch(base, keys, trims, drawn, sight)
+        draws = [partial(noised_row, t=time_of[int(row)], noise=self._noise) for row in rows]
+        return self._batch(base, keys, trims, draws, sight)
 
     def evaluation(self, tokens: int) -> Iterator[NoisedBatch]:
-        """The val split under fixed masks, the k form, until `tokens` that may be masked have been given."""
-        given = number = 0
+        """The val split under fixed masks, in the k form, up to `tokens` tokens that may be masked."""
+        num_tokens = num_rows = 0
         for base in self._corpus.evaluation(10**12):
-            if given >= tokens:
+            if num_tokens >= tokens:
                 return
             count, length = base.input_ids.shape
             spread = (np.arange(count) + 0.5) / count
-            keys = [diffusion_masks.key(0, "eval", f"{self._name}:val:{number + n}", 0) for n in range(count)]
-            drawn = [partial(evaluated_row, u=float(u)) for u in spread]
-            batch = self._batch(base, keys, [diffusion_masks.Trim(length, 0)] * count, drawn, None)
-            number += count
-            given += batch.counts["tokens"]
+            keys = [diffusion_masks.key(0, "eval", f"{self._name}:val:{num_rows + n}", 0) for n in range(count)]
+            draws = [partial(evaluated_row, u=float(u)) for u in spread]
+            batch = self._batch(base, keys, [diffusion_masks.Trim(length, 0)] * count, draws, None)
+            num_rows += count
+            num_tokens += batch.counts["tokens"]
             yield batch
 
     def _batch(
@@ -203,7 +220,7 @@ class WindowStream:
         base: TokenBatch,
         keys: list[int],
         trims: list[diffusion_masks.Trim],
-        draw: list[Callable[[Row], tuple[np.ndarray, np.ndarray]]],
+        draws: list[Callable[[Row], tuple[np.ndarray, np.ndarray]]],
         sight: np.ndarray | None,
     ) -> NoisedBatch:
         documents, positions, size = base.documents.numpy().copy(), base.positions.numpy(), self._noise.block_size
@@ -212,27 +229,28 @@ class WindowStream:
         for number, (key, (end, start)) in enumerate(zip(keys, trims, strict=True)):
             documents[number, end:] = PADDING
             inside = (column >= start) & (column < end) & (positions[number] > 0) & (documents[number] >= 0)
-            places = np.flatnonzero(inside)
-            own = numbered(documents[number, places], blocks[number, places])
-            more = int(own[-1]) if len(own) else 0
-            numbers = diffusion_masks.uniforms(key, more + documents.shape[1])
-            rows.append(Row(places, own, np.concatenate([numbers[:more], numbers[more:][places]])))
-        drawn = [one(row) for one, row in zip(draw, rows, strict=True)]
-        noised, weights = laid_out(
+            maskable = np.flatnonzero(inside)
+            row_blocks = _number_blocks(documents[number, maskable], blocks[number, maskable])
+            num_further = int(row_blocks[-1]) if len(row_blocks) else 0
+            numbers = diffusion_masks.uniforms(key, num_further + documents.shape[1])
+            numbers = np.concatenate([numbers[:num_further], numbers[num_further:][maskable]])
+            rows.append(Row(maskable, row_blocks, numbers))
+        drawn = [draw(row) for draw, row in zip(draws, rows, strict=True)]
+        noised, weights = _build_input(
             base.input_ids, torch.from_numpy(documents), base.positions, rows, drawn, blocks if size else None, sight
         )
-        maskable = np.concatenate([base.input_ids[n].numpy()[row.places] for n, row in enumerate(rows)])
+        tokens = np.concatenate([base.input_ids[n].numpy()[row.places] for n, row in enumerate(rows)])
         counts = {
-            "tokens": len(maskable),
-            "bytes": int(self._byte_lengths[maskable].sum()),
+            "tokens": len(tokens),
+            "bytes": int(self._byte_lengths[tokens].sum()),
             "rows": len(rows),
             "positions": int((documents >= 0).sum()),
         }
         return NoisedBatch(noised, weights, counts)
 
 
-def numbered(documents: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """Numbers from 0 on of the blocks of a row's documents, (L,) -> (L,); without blocks all are one."""
+def _number_blocks(documents: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """The blocks of a row's documents numbered from 0, (L,) -> (L,); without blocks all are 0."""
     if not len(blocks) or not blocks.any():
         return np.zeros(len(blocks), dtype=np.int64)
     changes = (np.diff(documents, prepend=documents[:1]) != 0) | (np.diff(blocks, prepend=blocks[:1]) != 0)
@@ -240,28 +258,28 @@ def numbered(documents: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 
 
 def masking_fingerprint(data: str, noise: Noise, anneal_steps: int = 0) -> str:
-    """What a resume compares: the data, and how it is masked."""
+    """Identifies the data and its masking for a resumed run."""
     return f"{data}-{diffusion_masks.key(0, 'fingerprint', repr(noise), anneal_steps):032x}"[:33]
 
 
-# -- noised_pairs ------------------------------------------------------------------------------------------------------
+# -- pairs of answers --------------------------------------------------------------------------------------------------
 
 
 SIDES = ("chosen", "rejected")
 
 
 def of_kinds(split: PairSplit, kinds: Collection[str], name: str) -> PairSplit:
-    """The split with the pairs of some kinds alone; none named: all. Raises DataError where nothing is left."""
+    """The split with only the pairs of some kinds; no `kinds`: all. Raises DataError if no pair is left."""
     if kinds:
-        have = sorted({encoded.pair.kind for encoded in split.pairs})
+        existing = sorted({encoded.pair.kind for encoded in split.pairs})
         split.pairs = [encoded for encoded in split.pairs if encoded.pair.kind in kinds]
         if not split.pairs:
-            raise DataError(f"{name}: expected pairs of the kinds {', '.join(kinds)}, found {', '.join(have)}")
+            raise DataError(f"{name}: expected pairs of the kinds {', '.join(kinds)}, found {', '.join(existing)}")
     return split
 
 
 def check_texts(split: PairSplit, mask: int, name: str) -> PairSplit:
-    """The split. Raises DataError naming a pair that holds the mask, which no text may."""
+    """The split. Raises DataError naming a pair that contains the mask, which no text may."""
     for encoded in split.pairs:
         if mask in encoded.chosen.ids or mask in encoded.rejected.ids:
             raise DataError(f"{name}: pair {encoded.pair.id} holds the mask token; take it out")
@@ -269,7 +287,7 @@ def check_texts(split: PairSplit, mask: int, name: str) -> PairSplit:
 
 
 class NoisedPairs:
-    """Batches of pairs under masks: a `protocols.Stream`."""
+    """Batches of pairs under masks: a `fit.Stream`."""
 
     def __init__(
         self,
@@ -289,36 +307,28 @@ class NoisedPairs:
         identity = [train.digest(), val.digest(), pairs, draws, stratified, seed]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         self.tokens_per_epoch = len(train.pairs) * 2 * max_length
-        self.references: dict[
-            tuple[str, int], np.ndarray
-        ] = {}  # (split, pass) -> (n, 2) ELBOs of the reference, NaN where they are not read
-        self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
+        # (split, pass) -> (n, 2) ELBOs of the reference, NaN where they are not read
+        self.references: dict[tuple[str, int], np.ndarray] = {}
+        self._passes = _Passes("pairs", seed, len(train.pairs))
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Places of the step's pairs in the endless sequence of passes, (pairs,)."""
+        """Indices of the step's pairs in the endless sequence of passes, (pairs,)."""
         return np.arange(step * self._pairs, (step + 1) * self._pairs)
 
     def _chosen(self, rows: np.ndarray) -> list[tuple[int, int]]:
-        """(number of the pair, pass) at each place; each pass goes once through all pairs, in an order of its own."""
-        count = len(self.train.pairs)
-        return [(int(self._at(int(row) // count)[int(row) % count]), int(row) // count) for row in rows]
-
-    def _at(self, turn: int) -> np.ndarray:
-        if self._order[0] != turn:
-            draws = np.random.default_rng(stable_hash("pairs", self._seed, turn) % 2**63)
-            self._order = (turn, draws.permutation(len(self.train.pairs)))
-        return self._order[1]
+        """(number of the pair, pass) of each row."""
+        return self._passes.items(rows)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> Drawn:
-        """Those pairs."""
+        """These pairs under their masks."""
         return self._batch("train", self.train, self._chosen(rows))
 
     def read(self, name: str, turn: int, places: int) -> np.ndarray:
-        """Which pairs of a split are read in a pass, if the run goes over so many `places`; sorted."""
+        """The pairs of a split that a run over `places` pairs reads in a pass; sorted."""
         if name == "val":
             return np.arange(len(self.val.pairs))
         count = len(self.train.pairs)
-        return np.sort(self._at(turn)[: max(0, min(count, places - turn * count))])
+        return np.sort(self._passes.order(turn)[: max(0, min(count, places - turn * count))])
 
     def some(self, name: str, turn: int, numbers: np.ndarray) -> Iterator[Drawn]:
         """Pairs of a split ("train" or "val") by their numbers, under the masks of a pass."""
@@ -327,12 +337,12 @@ class NoisedPairs:
             yield self._batch(name, split, [(int(n), turn) for n in numbers[first : first + EVALUATION_PAIRS]])
 
     def evaluation(self, tokens: int) -> Iterator[Drawn]:
-        """The val split under fixed masks, until `tokens` answer tokens have been given."""
-        given = 0
+        """The val split under fixed masks, up to `tokens` answer tokens."""
+        num_tokens = 0
         for batch in self.some("val", 0, np.arange(len(self.val.pairs))):
-            if given >= tokens:
+            if num_tokens >= tokens:
                 return
-            given += batch.counts["tokens"]
+            num_tokens += batch.counts["tokens"]
             yield batch
 
     def _batch(self, name: str, split: PairSplit, chosen: list[tuple[int, int]]) -> Drawn:
@@ -350,8 +360,8 @@ class NoisedPairs:
         ]
         reference = None
         if (name, chosen[0][1]) in self.references:
-            told = np.stack([self.references[name, turn][number] for number, turn in chosen])  # (P, 2)
-            reference = torch.from_numpy(told.T.reshape(-1).astype(np.float32))
+            elbos = np.stack([self.references[name, turn][number] for number, turn in chosen])  # (P, 2)
+            reference = torch.from_numpy(elbos.T.reshape(-1).astype(np.float32))
         pairs = [split.pairs[number] for number, _ in chosen]
         return drawn_pairs(pairs, keys, self._pad, self._draws, stratified=self._stratified, reference=reference)
 
@@ -367,23 +377,23 @@ def drawn_pairs(
 ) -> Drawn:
     """Pairs as 2P rows under `draws` masks each; `keys` are those of the chosen answers, then of the rejected ones."""
     pieces = [encoded.chosen for encoded in pairs] + [encoded.rejected for encoded in pairs]
-    laid = answered(pieces, pad)
-    masks = np.zeros((draws, *laid.input_ids.shape), dtype=bool)
+    rows = answered(pieces, pad)
+    masks = np.zeros((draws, *rows.input_ids.shape), dtype=bool)
     scales, lengths = np.zeros((draws, len(pieces)), dtype=np.float32), np.zeros(len(pieces), dtype=np.int64)
     for row, (piece, key) in enumerate(zip(pieces, [key for side in keys for key in side], strict=True)):
-        places = np.flatnonzero(piece.trained)
-        found = diffusion_masks.elbo_draws(key, len(places), draws, stratified=stratified)
-        masks[:, row, places], scales[:, row], lengths[row] = found.masks, found.scales, len(places)
-    inputs = [Noised(laid.input_ids, torch.from_numpy(mask), laid.documents, laid.positions) for mask in masks]
-    counts = {"pairs": len(pairs), "tokens": int(lengths.sum()), "positions": int((laid.documents >= 0).sum()) * draws}
+        maskable = np.flatnonzero(piece.trained)
+        drawn = diffusion_masks.elbo_draws(key, len(maskable), draws, stratified=stratified)
+        masks[:, row, maskable], scales[:, row], lengths[row] = drawn.masks, drawn.scales, len(maskable)
+    inputs = [Noised(rows.input_ids, torch.from_numpy(mask), rows.documents, rows.positions) for mask in masks]
+    counts = {"pairs": len(pairs), "tokens": int(lengths.sum()), "positions": int((rows.documents >= 0).sum()) * draws}
     return Drawn(inputs, torch.from_numpy(scales), torch.from_numpy(lengths), counts, reference)
 
 
-# -- examples ----------------------------------------------------------------------------------------------------------
+# -- problems on canvases ----------------------------------------------------------------------------------------------
 
 
-UNIT = 32  # tokens by which canvases grow
-MOST_DROPPED = 0.1
+UNIT = 32  # canvases are multiples of it, in tokens
+MOST_DROPPED = 0.1  # share of the problems
 EVALUATION_ROWS = 32
 NORMS = ("answer", "tokens", "batch")
 
@@ -398,10 +408,10 @@ class Example:
 
 
 class ExampleSplit:
-    """One split, encoded, in memory."""
+    """An encoded split in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, traits: Traits, *, max_prompt: int, max_new: int) -> None:
-        """Raises DataError for a missing file, text that holds the mask, or more than a tenth left out as too long."""
+        """Raises DataError for a missing file, text with the mask, or if more than a tenth is left out as too long."""
         if not path.is_file():
             raise DataError(f"{path}: expected programming problems here, found none; run dvc repro stage_tasks")
         self.examples: list[Example] = []
@@ -423,23 +433,23 @@ class ExampleSplit:
 
     def digest(self) -> str:
         """A hash of every id, in order."""
-        told = json.dumps([[example.id, example.prompt, example.answer] for example in self.examples])
-        return hashlib.sha256(told.encode()).hexdigest()
+        text = json.dumps([[example.id, example.prompt, example.answer] for example in self.examples])
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def encoded(problem: Problem, tokenizer: Tokenizer) -> Example:
     """Prompt and answer of a problem that has one. Raises DataError for an empty answer."""
     if not (problem.answer or "").strip():
         raise DataError(f"problem {problem.id}: its answer is empty; mend it, or leave `answer` out")
-    asked = [{"role": "user", "content": problem.question}]
-    prompt = chat.render(tokenizer, asked, generation_prompt=True).ids
-    whole = chat.render(tokenizer, [*asked, {"role": "assistant", "content": problem.answer}])
-    end = int(np.flatnonzero(np.array(whole.trained))[-1]) + 1
-    return Example(problem.id, prompt, whole.ids[len(prompt) : end])
+    question = [{"role": "user", "content": problem.question}]
+    prompt = chat.render(tokenizer, question, generation_prompt=True).ids
+    dialogue = chat.render(tokenizer, [*question, {"role": "assistant", "content": problem.answer}])
+    end = int(np.flatnonzero(np.array(dialogue.trained))[-1]) + 1
+    return Example(problem.id, prompt, dialogue.ids[len(prompt) : end])
 
 
 class ExampleStream:
-    """Examples on canvases under masks: a `protocols.Stream`."""
+    """Examples on canvases under masks: a `fit.Stream`."""
 
     def __init__(
         self,
@@ -454,7 +464,7 @@ class ExampleStream:
         norm: str,
         seed: int,
     ) -> None:
-        """`norm` is what a row's loss is divided by: its canvas (answer), all canvases (tokens), nothing (batch)."""
+        """`norm` divides a row's loss by its canvas (answer), by all canvases (tokens), or by nothing (batch)."""
         self.train, self.val = (
             ExampleSplit(folder / f"{split}.jsonl", tokenizer, traits, max_prompt=max_prompt, max_new=max_new)
             for split in ("train", "val")
@@ -465,51 +475,42 @@ class ExampleStream:
         data = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         self.fingerprint = masking_fingerprint(data, noise)
         self.tokens_per_epoch = len(self.train.examples) * (max_prompt + max_new)
-        self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
+        self._passes = _Passes("examples", seed, len(self.train.examples))
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """Places of the step's rows in the endless sequence of passes, (rows,)."""
+        """Indices of the step's rows in the endless sequence of passes, (rows,)."""
         return np.arange(step * self._rows, (step + 1) * self._rows)
 
     def chosen(self, rows: Sequence[int] | np.ndarray) -> list[tuple[Example, int]]:
-        """The example at each place, and the pass that it is read in."""
-        count = len(self.train.examples)
-        return [(self.train.examples[self._at(int(row) // count)[int(row) % count]], int(row) // count) for row in rows]
-
-    def _at(self, turn: int) -> np.ndarray:
-        if self._order[0] != turn:
-            draws = np.random.default_rng(stable_hash("examples", self._seed, turn) % 2**63)
-            self._order = (turn, draws.permutation(len(self.train.examples)))
-        return self._order[1]
+        """The example and the pass of each row."""
+        return [(self.train.examples[number], turn) for number, turn in self._passes.items(rows)]
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> NoisedBatch:
-        """Those rows under their masks."""
+        """These rows under their masks."""
         times = diffusion_masks.times(self._seed, step, self._rows, shared=self._noise.t_scope == "batch", stream="sft")
-        given, drawn = [], []
-        for row, (example, turn) in zip(rows, self.chosen(rows), strict=True):
+        layout, drawn = [], []
+        for index, (example, turn) in zip(rows, self.chosen(rows), strict=True):
             key = diffusion_masks.key(self._seed, "canvas", example.id, turn)
             canvas = diffusion_masks.canvas(key, len(example.answer) - 1, self._max_new, UNIT)
-            one = self._row(example, canvas, diffusion_masks.key(self._seed, "sft", example.id, turn))
-            given.append((example, canvas, one))
-            drawn.append(noised_row(one, float(times[int(row) - step * self._rows]), self._noise))
-        return self._batch(given, drawn)
+            row = self._row(example, canvas, diffusion_masks.key(self._seed, "sft", example.id, turn))
+            layout.append((example, canvas, row))
+            drawn.append(noised_row(row, float(times[int(index) - step * self._rows]), self._noise))
+        return self._batch(layout, drawn)
 
     def evaluation(self, tokens: int) -> Iterator[NoisedBatch]:
-        """The val split in its order on its shortest canvases, the k form, until `tokens` of them have been given."""
-        given = 0
+        """The val split in its order on its shortest canvases, in the k form, up to `tokens` tokens of canvases."""
+        num_tokens = 0
         for first in range(0, len(self.val.examples), EVALUATION_ROWS):
-            if given >= tokens:
+            if num_tokens >= tokens:
                 return
-            examples = self.val.examples[first : first + EVALUATION_ROWS]
-            rows = []
-            for example in examples:
+            layout = []
+            for example in self.val.examples[first : first + EVALUATION_ROWS]:
                 canvas = UNIT * -(-len(example.answer) // UNIT)
-                rows.append(
-                    (example, canvas, self._row(example, canvas, diffusion_masks.key(0, "eval", example.id, 0)))
-                )
-            drawn = [evaluated_row(one, (n + 0.5) / len(rows)) for n, (_, _, one) in enumerate(rows)]
-            batch = self._batch(rows, drawn)
-            given += batch.counts["tokens"]
+                row = self._row(example, canvas, diffusion_masks.key(0, "eval", example.id, 0))
+                layout.append((example, canvas, row))
+            drawn = [evaluated_row(row, (n + 0.5) / len(layout)) for n, (_, _, row) in enumerate(layout)]
+            batch = self._batch(layout, drawn)
+            num_tokens += batch.counts["tokens"]
             yield batch
 
     def _row(self, example: Example, canvas: int, key: int) -> Row:
@@ -519,6 +520,7 @@ class ExampleStream:
         return Row(len(example.prompt) + np.arange(canvas), blocks, numbers)
 
     def _batch(self, rows: list[tuple[Example, int, Row]], drawn: list[tuple[np.ndarray, np.ndarray]]) -> NoisedBatch:
+        """Examples with the lengths of their canvases and their rows, under the `drawn` masks and weights."""
         longest = max(len(example.prompt) + canvas for example, canvas, _ in rows)
         tokens = np.full((len(rows), longest), self._traits.fill, dtype=np.int64)
         documents = np.full((len(rows), longest), PADDING, dtype=np.int32)
@@ -529,7 +531,7 @@ class ExampleStream:
             documents[n, : len(example.prompt) + canvas] = 0
             blocks[n, row.places] = 1 + row.blocks
         positions = np.where(documents == 0, np.arange(longest), 0)
-        noised, weights = laid_out(
+        noised, weights = _build_input(
             torch.from_numpy(tokens),
             torch.from_numpy(documents),
             torch.from_numpy(positions),
@@ -550,7 +552,7 @@ class ExampleStream:
 
 
 class PlainExamples:
-    """The same examples in the same order for the causal control: a `protocols.Stream` of next tokens."""
+    """The same examples in the same order for the causal control: a `fit.Stream` for next-token training."""
 
     def __init__(self, noised: ExampleStream, tokenizer: Tokenizer) -> None:
         self._noised, self._tokenizer = noised, tokenizer
@@ -558,21 +560,21 @@ class PlainExamples:
         self.tokens_per_epoch = noised.tokens_per_epoch
 
     def rows(self, step: int, context: int) -> np.ndarray:
-        """As the masked stream's."""
+        """Those of the masked stream."""
         return self._noised.rows(step, context)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> TokenBatch:
-        """Those examples; the targets are the answers and their ends."""
+        """These examples; the targets are the answers and their ends."""
         return self._batch([example for example, _ in self._noised.chosen(rows)])
 
     def evaluation(self, tokens: int) -> Iterator[TokenBatch]:
-        """The val split in its order, until `tokens` targets have been given."""
-        given, examples = 0, self._noised.val.examples
+        """The val split in its order, up to `tokens` targets."""
+        num_targets, examples = 0, self._noised.val.examples
         for first in range(0, len(examples), EVALUATION_ROWS):
-            if given >= tokens:
+            if num_targets >= tokens:
                 return
             batch = self._batch(examples[first : first + EVALUATION_ROWS])
-            given += batch.num_targets
+            num_targets += batch.num_targets
             yield batch
 
     def _batch(self, examples: Sequence[Example]) -> TokenBatch:
@@ -581,5 +583,5 @@ class PlainExamples:
             ids = np.array(example.prompt + example.answer, dtype=np.int64)
             pieces.append(Piece(ids, np.arange(len(ids)) >= len(example.prompt)))
         rows = answered(pieces, self._tokenizer.pad)
-        said = rows.targets[rows.targets >= 0].numpy()
-        return TokenBatch(*rows, num_bytes=int(self._tokenizer.byte_lengths[said].sum()))
+        targets = rows.targets[rows.targets >= 0].numpy()
+        return TokenBatch(*rows, num_bytes=int(self._tokenizer.byte_lengths[targets].sum()))

@@ -1,16 +1,15 @@
-"""Directories of masked-diffusion models: those of `checkpoint.py`, with the traits in config.json.
+"""Directories of masked-diffusion models: those of `model/checkpoint.py`, with the model's traits in config.json.
 
     config.json: "model_type": "stagecoach_mdm", "shift", "mask_token_id", "fill_token_id", "banned_ids", "block_size",
     "end_ids"
 
-The tensors carry Qwen3's names; the model_type makes causal engines refuse the directory instead of answering nonsense.
-No generation_config.json: nothing here decodes left to right.
+Tensors have Qwen3's names; the model_type makes causal engines refuse the directory instead of answering nonsense.
+There is no generation_config.json: these models do not decode left to right.
 """
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
+from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer
 
 KEYS = {
@@ -33,7 +33,7 @@ REMEDY = "make one with dvc repro stage_diffusion"
 
 
 def traits(tokenizer: Tokenizer, *, shift: bool, block_size: int = 0) -> Traits:
-    """Those of a model of ours: a canvas is filled with the end of turn; mask and padding are never predicted."""
+    """The traits of our own models: the fill is the end of turn; mask and padding are never predicted."""
     return Traits(
         mask=tokenizer.mask,
         fill=tokenizer.turn_end,
@@ -43,7 +43,7 @@ def traits(tokenizer: Tokenizer, *, shift: bool, block_size: int = 0) -> Traits:
     )
 
 
-def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: dict[str, Any]) -> None:
+def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: JsonObject) -> None:
     """Write a model directory. Raises as `checkpoint.save`."""
     checkpoint.save(folder, model.trunk, tokenizer, lineage)
     (folder / "generation_config.json").unlink()
@@ -69,7 +69,7 @@ def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
 
 
 def load_frozen(folder: Path) -> Denoiser:
-    """The model in evaluation mode, none of its weights trainable. Raises as `load`."""
+    """The model in evaluation mode with frozen weights. Raises as `load`."""
     model, _ = load(folder)
     return model.train(False).requires_grad_(False)
 
@@ -102,12 +102,13 @@ def _traits(folder: Path, tokenizer: Tokenizer) -> Traits:
 
 @torch.no_grad()
 def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0) -> Denoiser:
-    """A causal model that sees both sides from now on and keeps its shift; the mask starts as the mean embedding.
+    """A bidirectional copy of a causal model, which keeps its shift; the mask starts as the mean embedding.
 
-    Gong et al. 2024 (DiffuLLaMA, arXiv:2410.17891), section 3. The weights are shared with nothing. Raises ModelError
-    for a model with a memory.
+    Gong et al. 2024 (DiffuLLaMA, arXiv:2410.17891), section 3. No weights are shared. Raises ModelError for a model
+    with a memory.
     """
-    trunk = _seeing_both_sides(model)
+    trunk = Transformer(_bidirectional(model))
+    trunk.load_state_dict(model.state_dict())
     table = trunk.model.embed_tokens.weight
     table[tokenizer.mask] = table.mean(0)
     return Denoiser(trunk, traits(tokenizer, shift=True, block_size=block_size))
@@ -116,18 +117,12 @@ def from_causal(model: Transformer, tokenizer: Tokenizer, *, block_size: int = 0
 def from_scratch(
     shape: Transformer, tokenizer: Tokenizer, generator: torch.Generator, *, block_size: int = 0
 ) -> Denoiser:
-    """Fresh weights in the shape of a model; nothing is shifted. Raises ModelError for one with a memory."""
-    trunk = Transformer(_both_sides(shape), generator)
+    """Fresh weights in the shape of a model, without a shift. Raises ModelError for a model with a memory."""
+    trunk = Transformer(_bidirectional(shape), generator)
     return Denoiser(trunk, traits(tokenizer, shift=False, block_size=block_size))
 
 
-def _seeing_both_sides(model: Transformer) -> Transformer:
-    trunk = Transformer(_both_sides(model))
-    trunk.load_state_dict(model.state_dict())
-    return trunk
-
-
-def _both_sides(model: Transformer) -> ModelConfig:
+def _bidirectional(model: Transformer) -> ModelConfig:
     if model.memory is not None:
         raise ModelError(
             "a masked-diffusion model cannot begin from a model with a memory, whose choices go from left to right;"

@@ -1,17 +1,16 @@
-"""Masks as data: which tokens of a text are hidden is a pure function of (seed, stream, sample, iteration).
+"""Masks as data: which tokens of a text are masked is a pure function of (seed, stream, sample, iteration).
 
-    key  --Philox-->  uniforms  --bernoulli | subset | coupled-->  masks  (L,) bool, True where the mask stands
+    key  --Philox-->  uniforms  --p | subset | coupled-->  masks  (L,) bool, True for masked tokens
+    Drawn, CoupledBatch: rows under n masks each, or under three coupled ones, the input of the losses
 
 A sample draws one number u for its time t, or for the number k of masks, then L numbers a draw, counted from the first
-token that may be masked. So neither padding nor micro-batches, processes or a resume can move a mask, and policy, old
-policy and reference see the same ones (specs: diffusion, 2).
+token that may be masked. So neither padding nor micro-batches, processes or a resumed run can change a mask, and
+policy, old policy and reference use the same ones.
 
-Streams and what a sample is: `mdm` windows `<corpus>:<window>`; `sft`, `canvas` examples; `elbo` `<pair>/chosen`;
-`coupled`, `rollout` `<problem>/<g>`; `time`, `anneal` the step; `trim` windows; `eval` whatever is measured. The
-iteration is the pass over the data, in reinforcement learning rollout * inner iterations + the inner one. Nothing here
-touches a global generator.
-
-Rows under masks, as scorers of masked-diffusion models take them: n masks each, or three coupled ones.
+Streams and their samples: `mdm` windows `<corpus>:<window>`; `sft`, `canvas` examples; `elbo` `<pair>/chosen`;
+`coupled`, `rollout` `<problem>/<g>`; `time`, `anneal` the step; `trim` windows; `eval` anything that is evaluated. The
+iteration is the pass over the data, in reinforcement learning rollout * inner iterations + the inner one. No global
+generator is used.
 """
 
 import hashlib
@@ -26,13 +25,13 @@ from torch import Tensor
 
 from pipeline.diffusion.model import Noised
 
-LEAST = 1e-3  # of a masking probability in training: p = (1 - LEAST) t + LEAST
-COUPLED = (0.2, 0.8)  # between which the time of a coupled pair lies
+LEAST = 1e-3  # masking probability in training: p = (1 - LEAST) t + LEAST
+COUPLED = (0.2, 0.8)  # range of the time of a coupled pair
 WORDS = 2.0**-53
 
 
 def key(seed: int, stream: str, sample: str | int, iteration: int) -> int:
-    """128 bits that name a draw: BLAKE2b of the four as compact JSON, read little-endian."""
+    """128 bits that identify a draw: BLAKE2b of the four as compact JSON, read little-endian."""
     text = json.dumps([seed, stream, sample, iteration], separators=(",", ":"), ensure_ascii=False)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
@@ -47,9 +46,9 @@ def uniforms(key: int, count: int) -> np.ndarray:
 
 
 def times(seed: int, step: int, count: int, *, shared: bool = False, stream: str = "mdm") -> np.ndarray:
-    """The times t of an optimiser step's `count` rows, (count,) in [0, 1): t_i = (u + i / count) mod 1, or one for all.
+    """The times t of an optimizer step's `count` rows, (count,) in [0, 1): t_i = (u + i / count) mod 1, or one for all.
 
-    Spread evenly they are uniform each and vary less together (Kingma et al. 2021, arXiv:2107.00630, appendix I.1).
+    Spread evenly, each is uniform and their mean varies less (Kingma et al. 2021, arXiv:2107.00630, appendix I.1).
     """
     sample = step if stream == "mdm" else f"{stream}:{step}"
     u = float(uniforms(key(seed, "time", sample, 0), 1)[0])
@@ -57,7 +56,7 @@ def times(seed: int, step: int, count: int, *, shared: bool = False, stream: str
 
 
 def probability(t: float) -> float:
-    """The share p of masks at time t, (1 - LEAST) t + LEAST, so that 1 / p stays below 1,000 (LLaDA,
+    """The masking probability p at time t, (1 - LEAST) t + LEAST, so that 1 / p is at most 1,000 (LLaDA,
     arXiv:2502.09992, algorithm 1).
     """
     return (1 - LEAST) * t + LEAST
@@ -65,31 +64,28 @@ def probability(t: float) -> float:
 
 def strata(u: float, draws: int, length: int) -> np.ndarray:
     """How many of `length` tokens each of the draws masks, (draws,) in 1..length: k_j = 1 + floor(L ((j + u) / n))."""
-    found = 1 + np.floor(length * ((np.arange(draws) + u) / draws)).astype(np.int64)
-    return np.minimum(found, length)
+    counts = 1 + np.floor(length * ((np.arange(draws) + u) / draws)).astype(np.int64)
+    return np.minimum(counts, length)
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------
 
 
-def bernoulli(numbers: np.ndarray, p: float) -> np.ndarray:
-    """Each token masked by itself with probability p, (L,) bool."""
-    return numbers < p
-
-
 def subset(numbers: np.ndarray, k: int) -> np.ndarray:
     """The k tokens with the smallest numbers, ties to the left, (L,) bool."""
-    found = np.zeros(len(numbers), dtype=bool)
-    found[np.argsort(numbers, kind="stable")[:k]] = True
-    return found
+    mask = np.zeros(len(numbers), dtype=bool)
+    mask[np.argsort(numbers, kind="stable")[:k]] = True
+    return mask
 
 
 class Draws(NamedTuple):
-    """Masks of a sample of L tokens under the k form of its ELBO."""
+    """Masks of a sample of L tokens for the k form of its ELBO.
+
+    The mean over draws of scale * sum of log-probabilities of the masked tokens estimates the ELBO.
+    """
 
     masks: np.ndarray  # (n, L) bool
     scales: np.ndarray  # (n,) float64: L / k
-    # the mean over draws of scale * sum of log-probabilities at the masks estimates the ELBO
 
 
 def elbo_draws(key: int, length: int, draws: int, *, stratified: bool = True) -> Draws:
@@ -130,25 +126,23 @@ def coupled(key: int, length: int, shared: int | None = None) -> Coupled:
 
 
 def apart(key: int, length: int) -> Coupled:
-    """As `coupled`, but the second mask is drawn by itself, at rate 1 - t: what coupling is compared with, not
-    trained by.
-    """
+    """As `coupled`, but the second mask is independent, at rate 1 - t: for comparison, not for training."""
     t, first, _ = coupled(key, length)
     return Coupled(t, first, uniforms(key, 1 + 2 * length)[1 + length :] < 1 - t)
 
 
-# -- what surrounds them -----------------------------------------------------------------------------------------------
+# -- windows, canvases and attention -----------------------------------------------------------------------------------
 
 
 class Trim(NamedTuple):
-    """What of a window is read, and from where on it may be masked."""
+    """The end of a window, and the first position that may be masked."""
 
     end: int
     start: int
 
 
 def trim(key: int, length: int) -> Trim:
-    """1 % of windows are cut to U{1..L} tokens, another 1 % keep U{1..L} - 1 of them clean in front (LLaDA, appendix
+    """1 % of windows are cut to U{1..L} tokens, another 1 % keep their first U{1..L} - 1 tokens clean (LLaDA, appendix
     B.1).
     """
     which, where = uniforms(key, 2)
@@ -158,9 +152,9 @@ def trim(key: int, length: int) -> Trim:
 
 
 def canvas(key: int, tokens: int, longest: int, unit: int) -> int:
-    """The length of a response with its padding: `unit` * U{ceil((tokens + 1) / unit) .. floor(longest / unit)}.
+    """The length of an answer with its fill: `unit` * U{ceil((tokens + 1) / unit) .. floor(longest / unit)}.
 
-    `tokens` are those of the answer without its end. Raises ValueError where no multiple lies between.
+    `tokens` counts the answer without its end. Raises ValueError if the range is empty.
     """
     least, most = -(-(tokens + 1) // unit), longest // unit
     if least > most:
@@ -169,62 +163,58 @@ def canvas(key: int, tokens: int, longest: int, unit: int) -> int:
 
 
 def anneal(seed: int, step: int, length: int, steps: int) -> np.ndarray | None:
-    """Who may see whom at `step` of an annealing over `steps`, (L, L) bool; None once all see all.
+    """The attention mask at `step` of an annealing over `steps`, (L, L) bool; None once attention is full.
 
-    i sees j if j <= i or U_ij < r with r = min(1, (step + 1) / steps): one matrix a step for all rows and processes
-    (DiffuLLaMA, arXiv:2410.17891, section 3.2).
+    i attends to j if j <= i or U_ij < r with r = min(1, (step + 1) / steps): one matrix a step for all rows and
+    processes (DiffuLLaMA, arXiv:2410.17891, section 3.2).
     """
     ratio = 1.0 if steps <= 0 else min(1.0, (step + 1) / steps)
     return None if ratio >= 1 else sight(uniforms(key(seed, "anneal", step, 0), length * length), length, ratio)
 
 
 def sight(numbers: np.ndarray, length: int, ratio: float) -> np.ndarray:
-    """(L, L) bool: the past, and of the future what lies below `ratio`. 0 is causal attention, 1 is full attention."""
+    """(L, L) bool: the past, and the share `ratio` of the future. 0 is causal attention, 1 is full attention."""
     return np.tri(length, dtype=bool) | (numbers.reshape(length, length) < ratio)
 
 
 def block_sight(blocks: np.ndarray) -> np.ndarray:
-    """Who sees whom in a row of noisy and clean tokens side by side, (2T, 2T) bool; `blocks` (T,) number each token's
-    block.
+    """The attention mask of a row of T noised, then T clean tokens, (2T, 2T) bool; `blocks` (T,) is each token's block.
 
-    A noisy token sees its own noisy block and the clean blocks before it; the clean half is causal from block to block
-    (BD3-LM, arXiv:2503.09573, section 3.2).
+    A noised token attends to its own noised block and the clean blocks before it; the clean half is causal from block
+    to block (BD3-LM, arXiv:2503.09573, section 3.2).
     """
     same, before = blocks[:, None] == blocks[None], blocks[:, None] > blocks[None]
     return np.block([[same, before], [np.zeros_like(same), same | before]])
 
 
 def cart_weights(masked: np.ndarray, p: float) -> np.ndarray:
-    """Weights by the clean tokens near each masked one, (L,): 1/2 sum over clean j of p (1 - p)^(|i - j| - 1), 0 where
-    clean.
+    """Weights (L,): 1/2 sum over clean j of p (1 - p)^(|i - j| - 1) for each masked token i, 0 for clean ones.
 
     Dream's context-adaptive rescheduling (Ye et al. 2025, arXiv:2508.15487, section 3.3).
     """
-    places = np.arange(len(masked))
-    distance = np.abs(places[:, None] - places[None])
-    near = np.where(distance > 0, p * (1 - p) ** np.maximum(distance - 1, 0), 0.0)
-    return np.where(masked, 0.5 * (near * ~masked[None]).sum(1), 0.0)
+    positions = np.arange(len(masked))
+    distance = np.abs(positions[:, None] - positions[None])
+    nearness = np.where(distance > 0, p * (1 - p) ** np.maximum(distance - 1, 0), 0.0)
+    return np.where(masked, 0.5 * (nearness * ~masked[None]).sum(1), 0.0)
 
 
 def balanced(masks: int, steps: int) -> np.ndarray:
-    """How many masks each step removes, (steps,): masks // steps, the remainder first. As many steps as masks: one
-    each.
-    """
+    """How many masks each step removes, (steps,): masks // steps, the remainder first."""
     return masks // steps + (np.arange(steps) < masks % steps)
 
 
 def by_times(masks: int, steps: int) -> np.ndarray:
-    """Dream's counts, (steps,): int(left * (1 - s / t)) along linspace(1, 1e-3, steps + 1) in float32, all at the
-    last.
+    """Dream's counts, (steps,): int(masks left * (1 - s / t)) along linspace(1, 1e-3, steps + 1) in float32; the last
+    step removes all.
     """
     line = np.linspace(1, 1e-3, steps + 1, dtype=np.float32)
-    left, found = masks, []
+    remaining, counts = masks, []
     for step in range(steps):
         share = np.float32(1) - line[step + 1] / line[step]
-        count = left if step == steps - 1 else int(np.float32(left) * share)
-        found.append(count)
-        left -= count
-    return np.array(found, dtype=np.int64)
+        count = remaining if step == steps - 1 else int(np.float32(remaining) * share)
+        counts.append(count)
+        remaining -= count
+    return np.array(counts, dtype=np.int64)
 
 
 def schedule(name: str, masks: int, steps: int) -> Sequence[int]:
@@ -232,12 +222,12 @@ def schedule(name: str, masks: int, steps: int) -> Sequence[int]:
     return (balanced(masks, steps) if name == "balanced" else by_times(masks, steps)).tolist()
 
 
-# -- drawn -------------------------------------------------------------------------------------------------------------
+# -- batches under masks -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Rows under n masks each: what an ELBO is estimated from."""
+    """Rows under n masks each, from which ELBOs are estimated."""
 
     inputs: list[Noised]  # n, of the same rows
     scales: Tensor  # (n, B) float32: L / k
@@ -250,7 +240,7 @@ class Drawn:
         reference = None if self.reference is None else self.reference.to(device)
         return replace(
             self,
-            inputs=[one.to(device) for one in self.inputs],
+            inputs=[noised.to(device) for noised in self.inputs],
             scales=self.scales.to(device),
             lengths=self.lengths.to(device),
             reference=reference,
@@ -259,21 +249,21 @@ class Drawn:
 
 @dataclass(frozen=True)
 class CoupledBatch:
-    """Completions under their three masks: all of it, and two that share it out (specs: diffusion, 6)."""
+    """Completions under three masks: the whole canvas, and two that partition it."""
 
     tokens: Tensor  # (B, T) int64: prompt and canvas
     documents: Tensor  # (B, T) int32
     positions: Tensor  # (B, T) int64
-    canvas: Tensor  # (B, T) bool: the completion with what stands behind its end
+    canvas: Tensor  # (B, T) bool: the completion and everything after its end
     counted: Tensor  # (B, T) bool: the completion up to its first end
     first: Tensor  # (B, T) bool: R < t
     times: Tensor  # (B,) float32: t
     row_of: Tensor  # (N,) int64, the row of each counted token
-    old: Tensor | None  # (N,) float32; none: what the training pass itself gives
+    old: Tensor | None  # (N,) float32; None: the scores of the training pass itself
     arrays: dict[str, Tensor]  # (N,) float32 each: advantages, reference
     counts: dict[str, int] = field(default_factory=dict)
     fresh: bool = False  # the policy has not moved since the old scores
-    second: Tensor | None = None  # (B, T) bool; none: what `first` leaves of the canvas
+    second: Tensor | None = None  # (B, T) bool; None: the canvas without `first`
 
     def to(self, device: torch.device | str) -> "CoupledBatch":
         """The same on another device."""
@@ -282,7 +272,7 @@ class CoupledBatch:
 
     @property
     def inputs(self) -> list[Noised]:
-        """The three of them. The counted tokens under each mask are asked for, no others."""
+        """The input under each of the three masks, where only counted tokens under the mask are predicted."""
         second = self.canvas & ~self.first if self.second is None else self.second
         return [
             Noised(self.tokens, masks, self.documents, self.positions, asked=masks & self.counted)

@@ -1,33 +1,29 @@
-"""What a masked-diffusion model is measured by, beside the causal models: the same problems, judged alike, and its own
-curves.
+"""Evaluation of masked-diffusion models: the problems of the causal models, judged alike, and curves of their own.
 
-    problems   pass@k of programs written on a canvas, by group                suites.solved, with another way to answer
-    code       an upper bound of bits per byte of held-out sources
+    problems   pass@k of programs written on a canvas, by group                `suites.solved` with a `CanvasSubject`
+    code       an upper bound of bits per byte of held-out sources             `documents`
     quality    pass@1 against forward passes: tokens a step, thresholds, caches
-    order      how autoregressive its decoding is
+    order      how autoregressive the decoding is                              `with_orders`
+    pairs      the effect of preference learning on held-out pairs             `measure`
 
-Canvases are uncovered by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`),
-which takes 9 times fewer forward passes than a token a pass and lost nothing that 256 problems showed (docs/LOG.md,
-2026-11-23); `quality` measures both side by side. A completion costs forward passes over prompt and canvas;
-`flops_per_answer` says how many operations that is, so that a model that decodes token by token can be given as many
-tries (`suites.solved` of the control has its pass@k).
+Canvases are uncovered by threshold, block by block with a cache (`canvas_threshold`, `canvas_block`, `canvas_cache`).
+That takes 9 times fewer forward passes than one token a pass, without a measurable loss on 256 problems (docs/LOG.md,
+2026-11-23); `quality` measures both. A completion costs forward passes over prompt and canvas; `flops_per_answer`
+counts their operations, so that a model that decodes token by token can be given as many tries (`suites.solved` of the
+control has its pass@k).
 
-Bits per byte of documents under a masked-diffusion model: an upper bound, from the k form of its ELBO.
+**Bits per byte** of documents are an upper bound, from the k form of the ELBO. The windows are those of
+`evaluation/likelihood.py`: each token is scored once, within at most `context` tokens, after at least half as many
+clean ones (except in a document's first window). Tokens after a window are not visible, so the bound is that of writing
+a document from the left by windows. It bounds the likelihood of random-order decoding (diffusion/losses.py).
 
-The windows are those of `likelihood.py`: each token is scored once, within at most `context` tokens, after at least
-half as many that are clean (all of a shorter document's but the first window's). Tokens after a window are not seen, so
-the bound is that of writing a document from the left by windows. What it bounds is the likelihood of random-order
-decoding (diffusion/losses.py).
-
-What preference learning did to a masked-diffusion model, on held-out pairs: `pairs.py` with estimated likelihoods.
-
-Both models are asked under the same masks, `draws` of each answer, spread evenly: what differs is the model.
+**Pairs** are measured as in `evaluation/preferences.py`, with estimated likelihoods. Both models are scored under the
+same masks, `draws` of each answer, spread evenly, so only the model differs.
 """
 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +45,7 @@ from pipeline.ingest.records import Problem, Text
 from pipeline.run import device
 from pipeline.run.device import generator, stable_hash
 from pipeline.run.tracking import progress
+from pipeline.run.types import JsonObject
 from pipeline.sandbox.judge import Judge
 from pipeline.text.tokenizer import Tokenizer
 
@@ -57,54 +54,53 @@ ROWS = 16  # of a batch
 
 @torch.no_grad()
 def bounds(model: Denoiser, tokenizer: Tokenizer, texts: Sequence[str], *, context: int, draws: int) -> Likelihood:
-    """Estimated upper bounds of the documents' nats, by `draws` masks of each window. Raises ValueError as
-    `likelihood`.
+    """Estimated upper bounds of the documents' nats, from `draws` masks of each window. Raises ValueError for a wrong
+    `context`.
     """
     if context < 2 or context % 2 or context > model.config.max_context:
         raise ValueError(f"context: expected an even number from 2 to {model.config.max_context}, found {context}")
-    places = [n for n, text in enumerate(texts) if text and tokenizer.decode(tokenizer.encode(text)) == text]
-    kept = [texts[place] for place in places]
-    encoded = tokenizer.encode_batch(kept)
-    cut = [
+    indices = [n for n, text in enumerate(texts) if text and tokenizer.decode(tokenizer.encode(text)) == text]
+    scorable = [texts[index] for index in indices]
+    encoded = tokenizer.encode_batch(scorable)
+    all_windows = [
         window for number, ids in enumerate(encoded) for window in windows(number, ids, tokenizer.end_of_text, context)
     ]
     nats = np.zeros(len(encoded))
     was_training = model.training
     model.train(False)
-    for first in range(0, len(cut), ROWS):
-        some = cut[first : first + ROWS]
-        batch = drawn_windows(
-            some, [diffusion_masks.key(0, "eval", f"document:{first + n}", 0) for n in range(len(some))], draws
-        )
-        found = losses.elbo(model, batch.to(next(model.parameters()).device)).cpu().numpy()
-        for window, value in zip(some, found, strict=True):
+    for first in range(0, len(all_windows), ROWS):
+        batch_windows = all_windows[first : first + ROWS]
+        keys = [diffusion_masks.key(0, "eval", f"document:{first + n}", 0) for n in range(len(batch_windows))]
+        batch = drawn_windows(batch_windows, keys, draws)
+        elbos = losses.elbo(model, batch.to(next(model.parameters()).device)).cpu().numpy()
+        for window, value in zip(batch_windows, elbos, strict=True):
             nats[window.document] -= float(value)
     model.train(was_training)
-    scored = [Scored(float(n), len(ids), len(text.encode())) for n, ids, text in zip(nats, encoded, kept, strict=True)]
-    return Likelihood(scored, len([text for text in texts if text]) - len(kept), places)
+    scored = [
+        Scored(float(n), len(ids), len(text.encode())) for n, ids, text in zip(nats, encoded, scorable, strict=True)
+    ]
+    return Likelihood(scored, len([text for text in texts if text]) - len(scorable), indices)
 
 
-def drawn_windows(some: Sequence[Window], keys: Sequence[int], draws: int) -> Drawn:
-    """Windows as rows: what was read before the scored part, which may be masked, stays clean."""
-    rows = [[window.ids[0], *window.targets] for window in some]  # ids are shifted by one against targets
+def drawn_windows(batch: Sequence[Window], keys: Sequence[int], draws: int) -> Drawn:
+    """Windows as rows: the scored part may be masked, the context before it stays clean."""
+    rows = [[window.ids[0], *window.targets] for window in batch]  # ids are shifted by one against targets
     width = max(map(len, rows))
-    tokens, documents = (
-        np.zeros((len(rows), width), dtype=np.int64),
-        np.full((len(rows), width), PADDING, dtype=np.int32),
-    )
+    tokens = np.zeros((len(rows), width), dtype=np.int64)
+    documents = np.full((len(rows), width), PADDING, dtype=np.int32)
     masks, scales = np.zeros((draws, len(rows), width), dtype=bool), np.zeros((draws, len(rows)), dtype=np.float32)
     lengths = np.zeros(len(rows), dtype=np.int64)
-    for n, (row, window, key) in enumerate(zip(rows, some, keys, strict=True)):
+    for n, (row, window, key) in enumerate(zip(rows, batch, keys, strict=True)):
         tokens[n, : len(row)], documents[n, : len(row)] = row, 0
-        places = np.arange(1 + window.scored, len(row))
-        found = diffusion_masks.elbo_draws(key, len(places), draws)
-        masks[:, n, places], scales[:, n], lengths[n] = found.masks, found.scales, len(places)
+        scored = np.arange(1 + window.scored, len(row))
+        drawn = diffusion_masks.elbo_draws(key, len(scored), draws)
+        masks[:, n, scored], scales[:, n], lengths[n] = drawn.masks, drawn.scales, len(scored)
     positions = torch.from_numpy(np.where(documents == 0, np.arange(width), 0))
-    laid = [
+    inputs = [
         Noised(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(documents), positions)
         for mask in masks
     ]
-    return Drawn(laid, torch.from_numpy(scales), torch.from_numpy(lengths), {})
+    return Drawn(inputs, torch.from_numpy(scales), torch.from_numpy(lengths), {})
 
 
 # -- canvases ----------------------------------------------------------------------------------------------------------
@@ -113,36 +109,31 @@ def drawn_windows(some: Sequence[Window], keys: Sequence[int], draws: int) -> Dr
 PER_STEP = (1, 2, 4, 8)  # tokens
 THRESHOLDS = (0.7, 0.8, 0.9, 0.95, 0.99)
 CACHED = (0.9, 0.99)  # thresholds that are also measured with caches
-CURVE = (
-    "1 a step",
-    "4 a step",
-    "threshold 0.9",
-    "threshold 0.99",
-    "threshold 0.99, dual cache",
-)  # ways that each run measures
+# the settings that each run measures
+CURVE = ("1 a step", "4 a step", "threshold 0.9", "threshold 0.99", "threshold 0.99, dual cache")
 AR_WITHIN = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanvasSettings:
-    """The keys of the block `evaluate` that masked-diffusion models have."""
+    """The keys of the block `evaluate` for masked-diffusion models."""
 
     canvas: int = 96
     """Tokens of a completion."""
     canvas_block: int = 32
     """Tokens that thresholds and caches uncover together."""
     canvas_threshold: float | None = 0.99
-    """A forward pass uncovers all tokens that are at least as likely; none: one token."""
+    """A forward pass uncovers all tokens of at least this probability; none: one token."""
     canvas_cache: str = "dual"
-    """What is kept between the passes of a block where there is a threshold: none, prefix, dual."""
+    """Keys and values reused between the passes of a block, with a threshold: none, prefix, dual."""
     canvas_problems: int = 100
-    """The first so many problems are answered."""
+    """Number of problems that are answered, from the first on."""
     canvas_samples: int = 1
-    """Of each problem at `temperature`, beside the greedy one."""
+    """Samples of each problem at `temperature`, besides the greedy one."""
     elbo_draws: int = 8
     """Masks of each window for bits per byte."""
     canvas_curve: tuple[str, ...] = ("diffusion",)
-    """Models whose quality is measured against forward passes too, the dearest part."""
+    """Models whose quality is also measured against forward passes, the most expensive part."""
 
     def __post_init__(self) -> None:
         numbers = (self.canvas, self.canvas_block, self.canvas_problems, self.canvas_samples, self.elbo_draws)
@@ -165,30 +156,29 @@ class CanvasSubject(Subject):
 
     denoiser: Denoiser
     canvas: CanvasSettings
-    told: list[Generation] = field(default_factory=list)  # of the last `complete`
-    known: dict[tuple[str, Denoising], Generation] = field(
-        default_factory=dict
-    )  # greedy ones: nothing is drawn for them
+    told: list[Generation] = field(default_factory=list)  # the result of the last `complete`
+    # greedy ones, for which nothing is drawn
+    known: dict[tuple[str, Denoising], Generation] = field(default_factory=dict)
 
     def complete(
         self, suite: str, prompts: dict[str, list[int]], *, tokens: int, temperature: float, sample: int = 0
     ) -> dict[str, Completion]:
-        """One completion for each prompt on a canvas of its own length; `tokens` is the causal models'."""
+        """One completion for each prompt, on a canvas of the configured length; `tokens` is for causal models."""
         top_p = self.settings.top_p if temperature else 1.0
-        found = self.generate(suite, prompts, replace(self.way, temperature=temperature, top_p=top_p), sample)
-        self.told[:] = found.values()
-        return {name: Completion(one.ids, [], one.stop) for name, one in found.items()}
+        generations = self.generate(suite, prompts, replace(self.way, temperature=temperature, top_p=top_p), sample)
+        self.told[:] = generations.values()
+        return {name: Completion(generation.ids, [], generation.stop) for name, generation in generations.items()}
 
     @property
     def way(self) -> Denoising:
-        """How problems are answered, at temperature 0."""
-        canvas, own = self.canvas, self.denoiser.traits.block_size
+        """The settings for problems, at temperature 0."""
+        canvas, trained_block = self.canvas, self.denoiser.traits.block_size
         if canvas.canvas_threshold is None:
-            return Denoising(length=canvas.canvas, steps=canvas.canvas, block=own or None)
+            return Denoising(length=canvas.canvas, steps=canvas.canvas, block=trained_block or None)
         return Denoising(
             length=canvas.canvas,
             steps=canvas.canvas,
-            block=own or canvas.canvas_block,
+            block=trained_block or canvas.canvas_block,
             threshold=canvas.canvas_threshold,
             cache=canvas.canvas_cache,
         )
@@ -199,12 +189,12 @@ class CanvasSubject(Subject):
         """A canvas for each prompt that leaves room for it, by id."""
         room = self.model.config.max_context - settings.length
         fitting = {name: ids for name, ids in prompts.items() if 0 < len(ids) <= room}
-        asked = [name for name in fitting if (name, settings) not in self.known]
-        seeds = [stable_hash(self.seed, suite, name, sample) % 2**63 for name in asked]
-        done = dict(zip(asked, denoise(self.denoiser, [fitting[name] for name in asked], settings, seeds), strict=True))
+        names = [name for name in fitting if (name, settings) not in self.known]
+        seeds = [stable_hash(self.seed, suite, name, sample) % 2**63 for name in names]
+        new = dict(zip(names, denoise(self.denoiser, [fitting[name] for name in names], settings, seeds), strict=True))
         if settings.temperature == 0 and settings.order != "random":
-            self.known.update({(name, settings): one for name, one in done.items()})
-        return {name: done[name] if name in done else self.known[name, settings] for name in fitting}
+            self.known.update({(name, settings): generation for name, generation in new.items()})
+        return {name: new[name] if name in new else self.known[name, settings] for name in fitting}
 
 
 def documents(subject: CanvasSubject, texts: Sequence[Text]) -> SuiteResult:
@@ -226,12 +216,12 @@ def documents(subject: CanvasSubject, texts: Sequence[Text]) -> SuiteResult:
 
 
 def ways(canvas: int, block: int) -> dict[str, Denoising]:
-    """The settings that quality is measured at, by name; the first one is what the others are compared with."""
+    """The settings whose quality is measured, by name; the others are compared with the first one."""
     plain = Denoising(length=canvas, steps=canvas)
-    found = {f"{n} a step": replace(plain, steps=canvas // n) for n in PER_STEP if canvas % n == 0}
+    settings = {f"{n} a step": replace(plain, steps=canvas // n) for n in PER_STEP if canvas % n == 0}
     by_block = replace(plain, block=block)
-    found |= {f"threshold {t}": replace(by_block, threshold=t) for t in THRESHOLDS}
-    return found | {
+    settings |= {f"threshold {t}": replace(by_block, threshold=t) for t in THRESHOLDS}
+    return settings | {
         f"threshold {t}, {cache} cache": replace(by_block, threshold=t, cache=cache)
         for t in CACHED
         for cache in ("prefix", "dual")
@@ -241,7 +231,9 @@ def ways(canvas: int, block: int) -> dict[str, Denoising]:
 def quality(
     subject: CanvasSubject, problems: Sequence[Problem], judge: Judge, only: Collection[str] | None = None
 ) -> SuiteResult:
-    """Greedy pass@1 against forward passes; each way (or `only` some) beside the first one, problem by problem."""
+    """Greedy pass@1 against forward passes; each of the settings (or `only` some) is compared with the first one,
+    problem by problem.
+    """
     result, canvas = SuiteResult(), subject.canvas
     if subject.denoiser.traits.block_size:
         canvas = replace(canvas, canvas_block=subject.denoiser.traits.block_size)
@@ -255,54 +247,57 @@ def quality(
             settings = replace(settings, block=canvas.canvas_block)
             if settings.threshold is None and settings.steps < settings.blocks:
                 continue
-        done = subject.generate("quality", prompts, settings)
-        asked = [p for p in problems if p.id in done]
-        if not asked:
+        generations = subject.generate("quality", prompts, settings)
+        answered = [p for p in problems if p.id in generations]
+        if not answered:
             return result
-        texts = [[subject.tokenizer.decode(done[p.id].ids)] for p in asked]
-        passed = [float(one.verdict == "passed") for one in code.judge_answers(judge, asked, texts)]
+        texts = [[subject.tokenizer.decode(generations[p.id].ids)] for p in answered]
+        passed = [float(judged.verdict == "passed") for judged in code.judge_answers(judge, answered, texts)]
         first = first or passed
-        lost = paired_difference((first, None), (passed, None), generator=generator("quality", subject.seed))
+        gain = paired_difference((first, None), (passed, None), generator=generator("quality", subject.seed))
         share, part = wilson(int(sum(passed)), len(passed)), SuiteResult()
         part.measure("pass_at_1", share)
-        part.measure("gain", lost)
-        part.numbers |= {"forwards": float(np.mean([one.forwards for one in done.values()])), "n": len(passed)}
+        part.measure("gain", gain)
+        forwards = float(np.mean([generation.forwards for generation in generations.values()]))
+        part.numbers |= {"forwards": forwards, "n": len(passed)}
         result.numbers[name] = part.numbers
     return result
 
 
 def with_orders(result: SuiteResult, subject: CanvasSubject, problems: Sequence[Problem]) -> SuiteResult:
     """The result of the problems, with the AR-ness of the last completions, how they ended, and what one costs."""
-    told = [one for one in subject.told if one.steps]
-    if told:
-        own: dict[str, float] = {
-            "no_end": float(np.mean([one.stop == "length" for one in told])),
-            "forwards": float(np.mean([one.forwards for one in told])),
+    generations = [generation for generation in subject.told if generation.steps]
+    if generations:
+        metrics: dict[str, float] = {
+            "no_end": float(np.mean([generation.stop == "length" for generation in generations])),
+            "forwards": float(np.mean([generation.forwards for generation in generations])),
         }
+        orders = [order_of(generation.steps) for generation in generations]
         for k in AR_WITHIN:
-            for name, measure in (("local", local_ar), ("global", global_ar)):
-                own[f"{name}_ar_{k}"] = float(np.mean([measure(order_of(one.steps), k) for one in told]))
+            for name, ar_ness in (("local", local_ar), ("global", global_ar)):
+                metrics[f"{name}_ar_{k}"] = float(np.mean([ar_ness(order, k) for order in orders]))
         prompts = [suites.user(subject.tokenizer, problem.question) for problem in problems]
-        result.numbers |= {"decoding": own | {"flops_per_answer": flops_per_answer(subject, prompts, own["forwards"])}}
+        metrics["flops_per_answer"] = flops_per_answer(subject, prompts, metrics["forwards"])
+        result.numbers |= {"decoding": metrics}
     return result
 
 
 def flops_per_answer(subject: CanvasSubject, prompts: Sequence[Sequence[int]], forwards: float) -> float:
-    """Operations of a completion of so many passes: 2 a weight for each place that a pass computes, and attention's.
+    """Operations of a completion of `forwards` passes: 2 a weight for each position of a pass, and attention's.
 
-    Under a cache the first pass of a block computes all places, the others those from before the block to its end
+    With a cache the first pass of a block computes all positions, the others those from before the block to its end
     (dual) or to the canvas's (prefix: a mean over the blocks).
     """
-    config, way = subject.denoiser.config, subject.way
-    lengths = np.array([len(prompt) + way.length for prompt in prompts], dtype=np.float64)
-    window = {"none": lengths, "prefix": (way.length + way.size) / 2 + 1, "dual": way.size + 1}[way.cache]
-    whole = min(float(way.blocks), forwards)  # passes
-    places = whole * lengths + (forwards - whole) * window
+    config, settings = subject.denoiser.config, subject.way
+    lengths = np.array([len(prompt) + settings.length for prompt in prompts], dtype=np.float64)
+    windows = {"none": lengths, "prefix": (settings.length + settings.size) / 2 + 1, "dual": settings.size + 1}
+    full_passes = min(float(settings.blocks), forwards)
+    positions = full_passes * lengths + (forwards - full_passes) * windows[settings.cache]
     attention = 4 * config.layers * config.heads * config.head_dim * lengths
-    return float((places * (2 * config.matmul_parameters + attention)).mean())
+    return float((positions * (2 * config.matmul_parameters + attention)).mean())
 
 
-# -- pairs_masked ------------------------------------------------------------------------------------------------------
+# -- pairs -------------------------------------------------------------------------------------------------------------
 
 
 PAIRS = 32  # of a batch
@@ -312,25 +307,25 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 @torch.no_grad()
 def elbos(model: Denoiser, split: PairSplit, pad: int, draws: int, hardware: device.Hardware) -> np.ndarray:
     """ELBOs (n, 2), in nats, of the chosen and the rejected answers, in the precision of training."""
-    was_training, found = model.training, []
+    was_training, parts = model.training, []
     model.to(hardware.device).train(False)
-    batches = range(0, len(split.pairs), PAIRS)
-    with progress(total=len(batches), desc="held-out pairs", unit="batch") as bar, hardware.autocast():
-        for first in batches:
-            chosen = split.pairs[first : first + PAIRS]
+    starts = range(0, len(split.pairs), PAIRS)
+    with progress(total=len(starts), desc="held-out pairs", unit="batch") as bar, hardware.autocast():
+        for first in starts:
+            pairs = split.pairs[first : first + PAIRS]
             keys = [
-                [diffusion_masks.key(0, "eval", f"{encoded.pair.id}/{side}", 0) for encoded in chosen] for side in SIDES
+                [diffusion_masks.key(0, "eval", f"{encoded.pair.id}/{side}", 0) for encoded in pairs] for side in SIDES
             ]
-            batch = drawn_pairs(chosen, keys, pad, draws, stratified=True).to(hardware.device)
-            told = losses.pair_elbos(model, batch)
-            found.append(torch.stack([told.chosen, told.rejected], 1).cpu().numpy())
+            batch = drawn_pairs(pairs, keys, pad, draws, stratified=True).to(hardware.device)
+            logprobs = losses.pair_elbos(model, batch)
+            parts.append(torch.stack([logprobs.chosen, logprobs.rejected], 1).cpu().numpy())
             bar.update()
     model.train(was_training)
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
-def measure(split: PairSplit, before: np.ndarray, after: np.ndarray, seed: int, *, beta: float) -> dict[str, Any]:
-    """`pairs.measure`, where `likelihood` is the raw pair accuracy; and the quantiles of beta s."""
+def measure(split: PairSplit, before: np.ndarray, after: np.ndarray, seed: int, *, beta: float) -> JsonObject:
+    """`preferences.measure_pairs`, where `likelihood` is the raw pair accuracy; and the quantiles of beta s."""
     margins = beta * ((after - before)[:, 0] - (after - before)[:, 1])
-    spread = {f"q{100 * q:.0f}": float(np.quantile(margins, q)) for q in QUANTILES}
-    return preferences.measure_pairs(split, before, after, seed) | {"margin": spread}
+    quantiles = {f"q{100 * q:.0f}": float(np.quantile(margins, q)) for q in QUANTILES}
+    return preferences.measure_pairs(split, before, after, seed) | {"margin": quantiles}

@@ -1,31 +1,28 @@
-"""A masked-diffusion model: a transformer that sees both sides, and predicts the tokens under its masks.
+"""A masked-diffusion model: a bidirectional transformer that predicts the tokens under its masks.
 
-    tokens with some replaced by the mask  ->  logits (n, V) of the n asked places
+    tokens with some replaced by the mask  ->  logits (n, V) of the n predicted positions
 
-A model that was a causal one keeps its shift: the state at place i - 1 predicts token i (DiffuLLaMA, arXiv:2410.17891),
-so the first place of a text is always clean. Ids that no text may hold (the mask itself, padding) have probability 0.
+A model adapted from a causal one keeps its shift: the state at position i - 1 predicts token i (DiffuLLaMA,
+arXiv:2410.17891), so the first token of a text is always clean. Ids that no text may contain (the mask itself, padding)
+have probability 0.
 
-`forward` takes any number of inputs. In training each but an only one runs under activation checkpointing: pass one
-keeps ids and masks, the backward pass replays them one by one, so a loss over n draws needs the memory of one (specs:
-diffusion, 3).
+`forward` takes any number of inputs. In training, several inputs run under activation checkpointing: the forward pass
+keeps only ids and masks, the backward pass recomputes them one by one, so a loss over n draws needs the memory of one.
 
-Published masked-diffusion checkpoints: Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local
-directory.
+**Published checkpoints** (`load`): Dream and DiffuCoder (`model_type` Dream), LLaDA (llada), from a local directory,
+with an adapted tokenizer (text/adoption.py). Sizes and ids come from config.json and the tokenizer, never from a
+literal. Dream has Qwen2's names and biases and the shift of the causal model that it was; LLaDA has its own names for
+tensors and no shift. If the two files disagree about an id, the tokenizer wins (DiffuCoder's config.json has another
+padding).
 
-    folder -> Denoiser, its tokenizer taken in (text/adoption.py)
-
-Sizes and ids come from config.json and the tokenizer, never from a literal. Dream has Qwen2's names and biases and
-keeps the shift of the causal model that it was; LLaDA names its tensors in its own way and has none. Where the two
-files disagree about an id the tokenizer wins (DiffuCoder's config.json has another padding).
-
-Not promised: their own conversation templates: a prompt is rendered as everywhere here, so fine-tune before you talk to
-it. Code that a checkpoint brings along is never run.
+Not promised: the conversation templates of published checkpoints: prompts are rendered in our format, so fine-tune
+before chatting. Code in a checkpoint is never run.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,26 +31,27 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.model import checkpoint as model_checkpoint
 from pipeline.model.attention import Masked
-from pipeline.model.config import ModelConfig, number, read_values, whole
+from pipeline.model.config import ModelConfig, finite_number, positive_int, read_values
 from pipeline.model.initialization import TABLES, grown
 from pipeline.model.transformer import Checkpointing, Transformer
 from pipeline.run.errors import ModelError
+from pipeline.run.types import JsonObject
 from pipeline.text.adoption import adopt
 from pipeline.text.tokenizer import BEGINS, END_OF_TEXT, MASKS, PADS, TURN_ENDS, Tokenizer
 
-MOST_LOGITS = 2**24  # that are formed at once without being computed again in the backward pass
+MOST_LOGITS = 2**24  # that are computed at once without checkpointing
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What tells a masked-diffusion model from a causal one of its shape; stands in config.json."""
+    """The properties of a masked-diffusion model that a causal one of its shape lacks; stored in config.json."""
 
     mask: int  # id of the mask
-    fill: int  # id that fills a canvas behind the answer
-    banned: tuple[int, ...]  # ids that are never predicted; the mask is one of them
-    shift: bool  # the state at place i - 1 predicts token i
-    block_size: int = 0  # tokens that it denoises together, from the left block by block; 0: all
-    ends: tuple[int, ...] = ()  # ids that end an answer besides the fill: the end of a turn, where something else fills
+    fill: int  # id that fills a canvas after the answer
+    banned: tuple[int, ...]  # ids that are never predicted, including the mask
+    shift: bool  # the state at position i - 1 predicts token i
+    block_size: int = 0  # tokens that it denoises together, block by block from the left; 0: all
+    ends: tuple[int, ...] = ()  # ids that end an answer besides the fill: the end of a turn, if it is not the fill
 
     def __post_init__(self) -> None:
         assert self.mask in self.banned and not {self.fill, *self.ends} & set(self.banned), self
@@ -61,26 +59,25 @@ class Traits:
 
 @dataclass(frozen=True)
 class Noised:
-    """Rows of tokens of which some are hidden."""
+    """Rows of tokens of which some are masked."""
 
-    tokens: Tensor  # (B, T) int64, as they are
-    masks: Tensor  # (B, T) bool, True where the mask stands
+    tokens: Tensor  # (B, T) int64, without masks
+    masks: Tensor  # (B, T) bool, True where the mask replaces the token
     documents: Tensor  # (B, T) int32, -1 in the padding
     positions: Tensor  # (B, T) int64
-    sight: Tensor | None = (
-        None  # bool, who sees whom within a document: (T, T), beside clean tokens (B, 1, 2T, 2T); None: all
-    )
+    # bool, which tokens attend to which within a document: (T, T), with clean tokens (B, 1, 2T, 2T); None: all
+    sight: Tensor | None = None
     clean: Tensor | None = None  # (B, T) int64, block diffusion's clean tokens beside the noised ones
-    asked: Tensor | None = None  # (B, T) bool, places whose tokens are predicted; None: those under the masks
+    asked: Tensor | None = None  # (B, T) bool, positions whose tokens are predicted; None: those under the masks
 
     @property
     def wanted(self) -> Tensor:
-        """The places whose tokens are predicted, (B, T)."""
+        """The positions whose tokens are predicted, (B, T)."""
         return self.masks if self.asked is None else self.asked
 
     @property
     def targets(self) -> Tensor:
-        """The tokens there, (n,), row by row."""
+        """The tokens at the predicted positions, (n,), row by row."""
         return self.tokens[self.wanted]
 
     def to(self, device: torch.device | str) -> "Noised":
@@ -89,7 +86,7 @@ class Noised:
         return Noised(**moved)
 
 
-Read = Callable[[Tensor, Tensor, Noised], Tensor]  # of states (n, D), the head's matrix (V, D) and the input
+Read = Callable[[Tensor, Tensor, Noised], Tensor]  # (states (n, D), the head's matrix (V, D), the input) -> result
 
 
 class Denoiser(nn.Module):
@@ -102,43 +99,43 @@ class Denoiser(nn.Module):
         self.trunk, self.traits = trunk, traits
 
     def forward(self, inputs: Iterable[Noised], read: Read) -> list[Tensor]:
-        """What `read` makes of each input's states at its asked places, in training under replay where there are
-        several.
+        """`read` of each input's states at its predicted positions; in training several inputs run under
+        checkpointing.
         """
-        given = list(inputs)
-        replay = self.training and torch.is_grad_enabled() and len(given) > 1
-        return [self._replayed(one, read) if replay else self.read(one, read) for one in given]
+        inputs = list(inputs)
+        recompute = self.training and torch.is_grad_enabled() and len(inputs) > 1
+        return [self._read_checkpointed(noised, read) if recompute else self.read(noised, read) for noised in inputs]
 
-    def _replayed(self, one: Noised, read: Read) -> Tensor:
-        found = checkpoint(self.read, one, read, use_reentrant=False)
-        assert isinstance(found, Tensor)
-        return found
+    def _read_checkpointed(self, noised: Noised, read: Read) -> Tensor:
+        result = checkpoint(self.read, noised, read, use_reentrant=False)
+        assert isinstance(result, Tensor)
+        return result
 
-    def read(self, one: Noised, read: Read) -> Tensor:
-        """One input's states at its asked places, given to `read`."""
-        hidden = self.states(one)
-        return read(hidden[self._places(one.wanted)], self.trunk.table, one)
+    def read(self, noised: Noised, read: Read) -> Tensor:
+        """`read` of one input's states at its predicted positions."""
+        hidden = self.states(noised)
+        return read(hidden[self._state_positions(noised.wanted)], self.trunk.table, noised)
 
-    def states(self, one: Noised) -> Tensor:
-        """What the head reads, (B, T, D). Raises ValueError for rows longer than the context."""
-        ids = one.tokens.masked_fill(one.masks, self.traits.mask)
-        if one.clean is not None:
-            return self._beside_clean(ids, one)
-        if one.sight is None:
-            return self.trunk.hidden(ids, positions=one.positions, documents=one.documents)
+    def states(self, noised: Noised) -> Tensor:
+        """The head's input, (B, T, D). Raises ValueError for rows longer than the context."""
+        ids = noised.tokens.masked_fill(noised.masks, self.traits.mask)
+        if noised.clean is not None:
+            return self._states_with_clean(ids, noised)
+        if noised.sight is None:
+            return self.trunk.hidden(ids, positions=noised.positions, documents=noised.documents)
         self._check_length(ids)
-        same = Masked.of(one.documents, causal=False).mask  # (B, 1, T, T)
-        return self._line(ids, one.positions, Masked(same & one.sight))
+        same_document = Masked.of(noised.documents, causal=False).mask  # (B, 1, T, T)
+        return self._line(ids, noised.positions, Masked(same_document & noised.sight))
 
-    def _beside_clean(self, ids: Tensor, one: Noised) -> Tensor:
-        """Noised and clean tokens in one row of 2T, positions repeated; the states of the noised half."""
-        assert one.clean is not None and one.sight is not None
+    def _states_with_clean(self, ids: Tensor, noised: Noised) -> Tensor:
+        """Noised and clean tokens in one row of 2T with repeated positions; returns the states of the noised half."""
+        assert noised.clean is not None and noised.sight is not None
         self._check_length(ids)
-        both = torch.cat([one.documents, one.documents], 1)
-        mask = Masked.of(both, causal=False).mask & one.sight
-        mask = mask | torch.eye(both.shape[1], dtype=torch.bool, device=mask.device)  # padding sees itself
-        positions = torch.cat([one.positions, one.positions], 1)
-        return self._line(torch.cat([ids, one.clean], 1), positions, Masked(mask))[:, : ids.shape[1]]
+        documents = torch.cat([noised.documents, noised.documents], 1)
+        mask = Masked.of(documents, causal=False).mask & noised.sight
+        mask = mask | torch.eye(documents.shape[1], dtype=torch.bool, device=mask.device)  # padding attends to itself
+        positions = torch.cat([noised.positions, noised.positions], 1)
+        return self._line(torch.cat([ids, noised.clean], 1), positions, Masked(mask))[:, : ids.shape[1]]
 
     def _check_length(self, ids: Tensor) -> None:
         if ids.shape[1] > self.config.max_context:
@@ -147,13 +144,13 @@ class Denoiser(nn.Module):
     def _line(self, ids: Tensor, positions: Tensor, layout: Masked) -> Tensor:
         return self.trunk.line(ids.flatten(), positions.flatten(), layout).view(*ids.shape, -1)
 
-    def _places(self, wanted: Tensor) -> Tensor:
-        """Where the states stand that predict the tokens at the `wanted` places, (B, T)."""
-        return functional.pad(wanted, (-1, 1)) if self.traits.shift else wanted
+    def _state_positions(self, predicted: Tensor) -> Tensor:
+        """The positions of the states that predict the tokens at the `predicted` positions, (B, T)."""
+        return functional.pad(predicted, (-1, 1)) if self.traits.shift else predicted
 
-    def logits(self, one: Noised) -> Tensor:
-        """Allowed logits (n, V) in float32 of the asked places, row by row."""
-        return self.read(one, lambda hidden, table, _: allowed_logits(hidden, table, self.traits.banned))
+    def logits(self, noised: Noised) -> Tensor:
+        """Allowed logits (n, V), at least float32, of the predicted positions, row by row."""
+        return self.read(noised, lambda hidden, table, _: allowed_logits(hidden, table, self.traits.banned))
 
     @property
     def config(self) -> ModelConfig:
@@ -162,7 +159,7 @@ class Denoiser(nn.Module):
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """As in `Transformer`."""
+        """See `Transformer`."""
         return self.trunk.checkpointing
 
     @checkpointing.setter
@@ -174,34 +171,32 @@ class Denoiser(nn.Module):
         return self.trunk.num_parameters()
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of one token of an input, as `ModelConfig` counts them."""
+        """Training FLOPs of one token of an input; see `ModelConfig`."""
         return self.config.flops_per_token(context)
 
 
 def allowed_logits(hidden: Tensor, table: Tensor, banned: Collection[int]) -> Tensor:
-    """Logits (n, V), at least float32, of states (n, D) under the head's matrix (V, D); -inf for the banned ids."""
+    """Logits (n, V), at least float32, of states (n, D) with the head's matrix (V, D); -inf for the banned ids."""
     logits = functional.linear(hidden, table)
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    never = torch.tensor(sorted(banned), device=wide.device)
-    return (
-        wide.index_fill(-1, never, float("-inf")) if wide.requires_grad else wide.index_fill_(-1, never, float("-inf"))
-    )
+    ids = torch.tensor(sorted(banned), device=wide.device)
+    return wide.index_fill(-1, ids, float("-inf")) if wide.requires_grad else wide.index_fill_(-1, ids, float("-inf"))
 
 
 def logprobs(hidden: Tensor, table: Tensor, targets: Tensor, banned: Collection[int]) -> Tensor:
-    """log p (n,) of the targets (n,), in nats; over MOST_LOGITS logits in pieces that the backward pass computes
-    again.
-    """
+    """log p (n,) of the targets (n,), in nats; above MOST_LOGITS logits in parts, with checkpointing."""
     size = max(1, MOST_LOGITS // len(table))
     if len(hidden) <= size:
         return _logprobs(hidden, table, targets, banned)
-    pieces: list[Any] = []
-    for states, aims in zip(hidden.split(size), targets.split(size), strict=True):
+    parts: list[Tensor] = []
+    for part_hidden, part_targets in zip(hidden.split(size), targets.split(size), strict=True):
         if torch.is_grad_enabled():
-            pieces.append(checkpoint(_logprobs, states, table, aims, banned, use_reentrant=False))
+            part = checkpoint(_logprobs, part_hidden, table, part_targets, banned, use_reentrant=False)
+            assert isinstance(part, Tensor)
         else:
-            pieces.append(_logprobs(states, table, aims, banned))
-    return torch.cat(pieces)
+            part = _logprobs(part_hidden, table, part_targets, banned)
+        parts.append(part)
+    return torch.cat(parts)
 
 
 def _logprobs(hidden: Tensor, table: Tensor, targets: Tensor, banned: Collection[int]) -> Tensor:
@@ -209,7 +204,7 @@ def _logprobs(hidden: Tensor, table: Tensor, targets: Tensor, banned: Collection
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(-1)
 
 
-# -- published ---------------------------------------------------------------------------------------------------------
+# -- published checkpoints ---------------------------------------------------------------------------------------------
 
 
 LLADA_SIZES = {
@@ -232,12 +227,12 @@ LLADA_BLOCK = {
     "up_proj": "mlp.up_proj",
     "ff_out": "mlp.down_proj",
 }
-Named = TypeVar("Named")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Published:
-    """A checkpoint's shape, whether it is shifted, and what config.json says of its ids."""
+class PublishedConfig:
+    """The config.json of a published checkpoint: its shape, whether it is shifted, and its ids."""
 
     shape: ModelConfig
     shift: bool
@@ -245,55 +240,58 @@ class Published:
 
 
 def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
-    """The model in float32 and its tokenizer, with rows for the control tokens that were added.
+    """The model in float32 and its tokenizer, with rows for added control tokens.
 
     Raises ModelError for another family, a missing or unknown tensor, and ids that the tokenizer does not have.
     """
-    told = read(folder)
-    found, keys = model_checkpoint.headers(folder), model_checkpoint.KEYS
-    if any(name.startswith("model.transformer.") for name in found):
-        found, keys = renamed(found), keys | LLADA_SIZES
-    model_checkpoint.check(told.shape, folder, found, keys)
-    adopted = adopt(folder, told.shape.vocab_size)
+    config = read(folder)
+    headers, keys = model_checkpoint.headers(folder), model_checkpoint.KEYS
+    if any(name.startswith("model.transformer.") for name in headers):
+        headers, keys = renamed(headers), keys | LLADA_SIZES
+    model_checkpoint.check(config.shape, folder, headers, keys)
+    adopted = adopt(folder, config.shape.vocab_size)
     tokenizer = adopted.tokenizer
     state = model_checkpoint.read_weights(folder)
     state = renamed(state) if any(name.startswith("model.transformer.") for name in state) else dict(state)
     for name in TABLES:
         if name in state:
             state[name] = grown(state[name], tokenizer.vocab_size, adopted.known, adopted.fresh)
-    trunk = Transformer(replace(told.shape, vocab_size=tokenizer.vocab_size))
+    trunk = Transformer(replace(config.shape, vocab_size=tokenizer.vocab_size))
     model_checkpoint.load_state(trunk, state, source=str(folder))
-    return Denoiser(trunk, traits(folder, told, tokenizer, adopted.fresh)), tokenizer
+    return Denoiser(trunk, _traits(folder, config, tokenizer, adopted.fresh)), tokenizer
 
 
-def read(folder: Path) -> Published:
-    """What config.json says. Raises ModelError."""
+def read(folder: Path) -> PublishedConfig:
+    """Read config.json. Raises ModelError."""
     path, values = folder / "config.json", read_values(folder)
     kind = values.get("model_type")
     ids = {name: values.get(f"{name}_token_id") for name in ("mask", "eos", "pad", "bos")}
     if kind == "Dream":
         shape = ModelConfig.from_hf(values | {"model_type": "qwen2"})
-        return Published(replace(shape, attention="bidirectional"), True, ids)
+        return PublishedConfig(replace(shape, attention="bidirectional"), True, ids)
     if kind == "llada":
-        return Published(_llada(values, path), False, ids)
+        return PublishedConfig(_llada_shape(values, path), False, ids)
     raise ModelError(
         f"{path}: model_type {kind!r}; expected Dream (Dream, DiffuCoder) or llada. A causal checkpoint goes into"
         " stage_language: language.start=pretrained"
     )
 
 
-def _llada(values: dict[str, Any], path: Path) -> ModelConfig:
+def _llada_shape(values: JsonObject, path: Path) -> ModelConfig:
     try:
-        sizes: dict[str, Any] = {name: whole(values, key) for name, key in LLADA_SIZES.items() if name != "rope_theta"}
-        heads = whole(values, "n_heads")
+        sizes = {name: positive_int(values, key) for name, key in LLADA_SIZES.items() if name != "rope_theta"}
         return ModelConfig(
-            **sizes,
-            rope_theta=number(values, "rope_theta", 0.0),
-            vocab_size=whole(values, "embedding_size" if values.get("embedding_size") else "vocab_size"),
-            kv_heads=whole(values, "n_kv_heads", heads),
-            head_dim=whole(values, "d_model") // heads,
+            width=sizes["width"],
+            layers=sizes["layers"],
+            heads=sizes["heads"],
+            d_ff=sizes["d_ff"],
+            max_context=sizes["max_context"],
+            rope_theta=finite_number(values, "rope_theta", 0.0),
+            vocab_size=positive_int(values, "embedding_size" if values.get("embedding_size") else "vocab_size"),
+            kv_heads=positive_int(values, "n_kv_heads", sizes["heads"]),
+            head_dim=sizes["width"] // sizes["heads"],
             tied=bool(values.get("weight_tying", False)),
-            norm_eps=number(values, "rms_norm_eps", 1e-5),
+            norm_eps=finite_number(values, "rms_norm_eps", 1e-5),
             qk_norm=False,
             attention="bidirectional",
         )
@@ -305,57 +303,57 @@ def _llada(values: dict[str, Any], path: Path) -> ModelConfig:
         raise ModelError(f"{path}: {error}") from error
 
 
-def renamed(state: Mapping[str, Named]) -> dict[str, Named]:
-    """LLaDA's tensors, or their shapes, under our names: its ff_proj is the gate. Raises ModelError for a name that
-    it does not have.
+def renamed(state: Mapping[str, Value]) -> dict[str, Value]:
+    """LLaDA's tensors, or their shapes, under our names: its ff_proj is the gate. Raises ModelError for an unknown
+    name.
     """
-    found = {}
+    result = {}
     for name, tensor in state.items():
         parts = name.removeprefix("model.transformer.").split(".")
         if parts[0] == "blocks" and len(parts) == 4 and parts[2] in LLADA_BLOCK:
-            found[f"model.layers.{parts[1]}.{LLADA_BLOCK[parts[2]]}.{parts[3]}"] = tensor
+            result[f"model.layers.{parts[1]}.{LLADA_BLOCK[parts[2]]}.{parts[3]}"] = tensor
         elif parts[0] in LLADA_TOP and len(parts) == 2:
-            found[f"{LLADA_TOP[parts[0]]}.{parts[1]}"] = tensor
+            result[f"{LLADA_TOP[parts[0]]}.{parts[1]}"] = tensor
         else:
             raise ModelError(f"{name}: no tensor of a llada checkpoint")
-    return found
+    return result
 
 
 def original(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our names back to LLaDA's."""
+    """A state dict under LLaDA's names, from ours."""
     top, block = ({ours: theirs for theirs, ours in table.items()} for table in (LLADA_TOP, LLADA_BLOCK))
-    found = {}
+    result = {}
     for name, tensor in state.items():
         stem, _, kind = name.rpartition(".")
         if stem.startswith("model.layers."):
             _, _, number, rest = stem.split(".", 3)
-            found[f"model.transformer.blocks.{number}.{block[rest]}.{kind}"] = tensor
+            result[f"model.transformer.blocks.{number}.{block[rest]}.{kind}"] = tensor
         else:
-            found[f"model.transformer.{top[stem]}.{kind}"] = tensor
-    return found
+            result[f"model.transformer.{top[stem]}.{kind}"] = tensor
+    return result
 
 
-def traits(folder: Path, told: Published, tokenizer: Tokenizer, fresh: tuple[int, ...]) -> Traits:
-    """Mask, fill, ends and banned ids, by the tokenizer's own tokens, then by config.json. Raises ModelError without
-    a mask.
+def _traits(folder: Path, config: PublishedConfig, tokenizer: Tokenizer, fresh: tuple[int, ...]) -> Traits:
+    """Mask, fill, ends and banned ids, from the tokenizer's own tokens, then from config.json. Raises ModelError
+    without a mask.
     """
     own = {text: id_ for text, id_ in tokenizer.control_ids.items() if id_ not in fresh}
 
-    def known(names: tuple[str, ...]) -> int | None:
+    def first_id(names: tuple[str, ...]) -> int | None:
         return next((own[name] for name in names if name in own), None)
 
-    mask = known(MASKS)
-    mask = told.ids["mask"] if mask is None else mask
+    mask = first_id(MASKS)
+    mask = config.ids["mask"] if mask is None else mask
     if mask is None or mask not in own.values():
         raise ModelError(
             f"{folder}: expected a mask token in the tokenizer ({' or '.join(MASKS)}), found none; config.json names "
-            f"{told.ids['mask']}"
+            f"{config.ids['mask']}"
         )
-    fill = told.ids["eos"] if told.ids["eos"] in own.values() else own.get(END_OF_TEXT, tokenizer.turn_end)
+    fill = config.ids["eos"] if config.ids["eos"] in own.values() else own.get(END_OF_TEXT, tokenizer.turn_end)
     assert fill is not None
-    turn = known(TURN_ENDS)
-    pad, begin = known(PADS), known(BEGINS)
-    spare = {tokenizer.pad, tokenizer.mask} & set(fresh)  # ours that it does not know
-    banned = {id_ for id_ in (mask, begin, pad, *spare) if id_ is not None and id_ != fill}
+    turn = first_id(TURN_ENDS)
+    pad, begin = first_id(PADS), first_id(BEGINS)
+    added = {tokenizer.pad, tokenizer.mask} & set(fresh)  # our tokens, unknown to the checkpoint
+    banned = {id_ for id_ in (mask, begin, pad, *added) if id_ is not None and id_ != fill}
     ends = {id_ for id_ in (turn, tokenizer.turn_end) if id_ is not None and id_ != fill}
-    return Traits(mask=mask, fill=fill, banned=tuple(sorted(banned)), shift=told.shift, ends=tuple(sorted(ends)))
+    return Traits(mask=mask, fill=fill, banned=tuple(sorted(banned)), shift=config.shift, ends=tuple(sorted(ends)))

@@ -1,64 +1,67 @@
-"""The report's part on masked-diffusion models: how an answer came to be, and what fewer forward passes cost.
+"""The report's part on masked-diffusion models: how canvases were uncovered, and the cost of fewer forward passes.
 
 metrics/traces/<model>.json   -> each token of a canvas with the step that uncovered it, and a few moments between
 metrics/eval/<model>.json     -> pass@1 against forward passes
 """
 
-from typing import Any
-
 from pipeline.report import charts
+from pipeline.run.types import JsonObject
 
 SHADES = 5
-FRAMES = 4  # moments that are shown of a canvas
+FRAMES = 4  # snapshots of a canvas
 MASK = "░"
-MOST = 2  # prompts of a model
+MAX_PROMPTS = 2  # of a model
 
 
-def shown(model: str, trace: dict[str, Any]) -> dict[str, Any]:
-    """A model's trace as the page shows it."""
-    return {"model": model, "prompts": [canvas(one) for one in trace["prompts"][:MOST]]}
+def shown(model: str, trace: JsonObject) -> JsonObject:
+    """A model's trace for the page."""
+    return {"model": model, "prompts": [canvas(prompt) for prompt in trace["prompts"][:MAX_PROMPTS]]}
 
 
-def canvas(one: dict[str, Any]) -> dict[str, Any]:
-    """One prompt: its tokens with their steps, up to the end of the answer, and moments of the whole canvas."""
-    when: dict[int, tuple[int, float]] = {}
-    for number, step in enumerate(one["steps"], start=1):
-        when |= {place: (number, sure) for place, _, _, sure in step["committed"]}
-    last = max((step for step, _ in when.values()), default=1)
+def canvas(prompt: JsonObject) -> JsonObject:
+    """One prompt: its tokens with their steps, up to the end of the answer, and snapshots of the whole canvas."""
+    commits: dict[int, tuple[int, float]] = {}  # position -> step, probability
+    for number, step in enumerate(prompt["steps"], start=1):
+        commits |= {position: (number, probability) for position, _, _, probability in step["committed"]}
+    last = max((step for step, _ in commits.values()), default=1)
     tokens = []
-    for place in range(min(len(one["canvas"]), one["length"] + 1)):
-        text = one["canvas"][place]
-        step, sure = when.get(place, (last, 0.0))
-        shade = min(SHADES - 1, SHADES * (step - 1) // last)
+    for position in range(min(len(prompt["canvas"]), prompt["length"] + 1)):
+        text = prompt["canvas"][position]
+        step, probability = commits.get(position, (last, 0.0))
         tokens.append(
-            {"text": text.replace("\n", "⏎"), "line": "\n" in text, "step": step, "sure": f"{sure:.2f}", "shade": shade}
+            {
+                "text": text.replace("\n", "⏎"),
+                "line": "\n" in text,
+                "step": step,
+                "sure": f"{probability:.2f}",
+                "shade": min(SHADES - 1, SHADES * (step - 1) // last),
+            }
         )
-    frames = [frame(one, round(last * (n + 1) / FRAMES)) for n in range(FRAMES)]
-    return {"id": one["id"], "prompt": one["prompt"], "tokens": tokens, "frames": frames}
+    frames = [frame(prompt, round(last * (n + 1) / FRAMES)) for n in range(FRAMES)]
+    return {"id": prompt["id"], "prompt": prompt["prompt"], "tokens": tokens, "frames": frames}
 
 
-def frame(one: dict[str, Any], step: int) -> dict[str, Any]:
-    """The canvas after a step; what is masked still is a shade."""
-    open_: dict[int, str] = {}
-    for done in one["steps"][:step]:
-        for place in done["remasked"]:
-            open_.pop(place, None)
-        open_ |= {place: text for place, _, text, _ in done["committed"]}
-    return {"step": step, "text": "".join(open_.get(place, MASK) for place in range(one["length"] + 1))}
+def frame(prompt: JsonObject, step: int) -> JsonObject:
+    """The canvas after a step, with `MASK` for masked tokens."""
+    texts: dict[int, str] = {}
+    for done in prompt["steps"][:step]:
+        for position in done["remasked"]:
+            texts.pop(position, None)
+        texts |= {position: text for position, _, text, _ in done["committed"]}
+    return {"step": step, "text": "".join(texts.get(position, MASK) for position in range(prompt["length"] + 1))}
 
 
-def figures(evaluations: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def figures(evaluations: dict[str, JsonObject]) -> list[JsonObject]:
     """pass@1 against forward passes of each masked-diffusion model: a fixed number of tokens a step, and thresholds."""
-    found = []
+    results = []
     for model, numbers in evaluations.items():
-        told = {name: one for name, one in numbers.get("quality", {}).items() if isinstance(one, dict)}
-        kinds = {"tokens a step": " a step", "thresholds": "threshold"}
+        quality = {name: metrics for name, metrics in numbers.get("quality", {}).items() if isinstance(metrics, dict)}
         series = []
-        for title, sign in kinds.items():
+        for title, part in {"tokens a step": " a step", "thresholds": "threshold"}.items():
             points = sorted(
-                (one["forwards"], one["pass_at_1"])
-                for name, one in told.items()
-                if sign in name and "cache" not in name
+                (metrics["forwards"], metrics["pass_at_1"])
+                for name, metrics in quality.items()
+                if part in name and "cache" not in name
             )
             if points:
                 series.append(charts.Series(title, points))
@@ -67,13 +70,13 @@ def figures(evaluations: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         rows = [
             [
                 name,
-                f"{one['forwards']:.1f}",
-                f"{one['pass_at_1']:.3f}",
-                f"{one['pass_at_1_low']:.3f} to {one['pass_at_1_high']:.3f}",
+                f"{metrics['forwards']:.1f}",
+                f"{metrics['pass_at_1']:.3f}",
+                f"{metrics['pass_at_1_low']:.3f} to {metrics['pass_at_1_high']:.3f}",
             ]
-            for name, one in told.items()
+            for name, metrics in quality.items()
         ]
         title = f"Quality against forward passes: {model}"
         svg = charts.lines(title, series, x="forward passes an answer", y="pass@1")
-        found.append({"title": title, "svg": svg, "head": ["", "passes", "pass@1", "95 %"], "rows": rows})
-    return found
+        results.append({"title": title, "svg": svg, "head": ["", "passes", "pass@1", "95 %"], "rows": rows})
+    return results

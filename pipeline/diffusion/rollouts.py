@@ -1,17 +1,16 @@
-"""Completions of a masked-diffusion policy in reinforcement learning: how they are sampled, scored and laid out.
+"""Rollouts of a masked-diffusion policy in reinforcement learning: completions are sampled, scored and batched.
 
     prompts --denoise--> CanvasAnswer --three masks an inner iteration--> old and reference scores --> CoupledBatch
 
-A completion is a whole canvas; what stands behind its first end of turn stays in the input and leaves the loss. Each of
-the inner iterations over a rollout has masks of its own, by (seed, problem, sample, rollout * inner iterations +
-inner), and the old and the reference scores of all of them come before the first update (coupled-GRPO; Gong et al.
-2025, arXiv:2506.20639, section 4). Where the first inner iteration is one update its old scores are the training pass's
-own: another pass would give them again.
+A completion is a whole canvas; the tokens after its first end of turn stay in the input but leave the loss. Each inner
+iteration over a rollout has its own masks, by (seed, problem, sample, rollout * inner iterations + inner), and the old
+and reference scores of all of them are computed before the first update (coupled-GRPO; Gong et al. 2025,
+arXiv:2506.20639, section 4). If the first inner iteration is a single update, its old scores are those of the training
+pass itself: another pass would compute the same.
 
-The models of a reinforcement-learning run of masked diffusion on their device: `setting.py` for canvases.
-
-What sampling, scoring and measuring need, as functions of completions. Divergences are estimates: they are formed from
-the coupled scores of policy and reference under the same masks.
+`CanvasSetting` has the models of a run on their device, and samples, scores and measures completions, as
+`rl.models.Setting` does for causal models. Its divergences are estimates from the coupled scores of policy and
+reference under the same masks.
 """
 
 import copy
@@ -19,7 +18,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,36 +39,43 @@ from pipeline.rl.models import judge_or_none
 from pipeline.rl.rewards import Resources
 from pipeline.rl.rollout import Rollout, RolloutStream
 from pipeline.run import device
+from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
 
 ROWS = 16  # of one scoring pass
+COMPARED, DRAWS = 32, 8  # completions, and masks of each, for `CanvasSetting.variances`
 
 
 @dataclass(frozen=True)
 class CanvasAnswer(Answer):
-    """A completion with its canvas; `ids` go up to its first end of turn, which is one of them."""
+    """A completion with its canvas; `ids` end with its first end of turn."""
 
     canvas: tuple[int, ...] = ()
     forwards: int = 0
 
 
 def sample(
-    model: Denoiser, asked: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, settings: Denoising, seed: int
+    model: Denoiser, requests: Sequence[tuple[Prompt, int]], tokenizer: Tokenizer, settings: Denoising, seed: int
 ) -> list[CanvasAnswer]:
-    """A completion of each (prompt, sample number); its noise hangs on (seed, prompt, number) alone."""
-    seeds = [diffusion_masks.key(seed, "rollout", f"{prompt.id}/{number}", 0) for prompt, number in asked]
-    given = denoise(model, [prompt.ids for prompt, _ in asked], settings, seeds)
-    found = []
-    for (prompt, number), one in zip(asked, given, strict=True):
-        finished = one.stop == "stop"
-        ids = list(one.canvas[: len(one.ids) + finished])  # its end is one of them
-        text = tokenizer.decode(one.ids)
-        found.append(
-            CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, tuple(one.canvas), one.forwards)
-        )
-    return found
+    """A completion of each (prompt, sample number); its noise depends on (seed, prompt, number) alone."""
+    seeds = [diffusion_masks.key(seed, "rollout", f"{prompt.id}/{number}", 0) for prompt, number in requests]
+    generations = denoise(model, [prompt.ids for prompt, _ in requests], settings, seeds)
+    answers = []
+    for (prompt, number), generation in zip(requests, generations, strict=True):
+        finished = generation.stop == "stop"
+        ids = list(generation.canvas[: len(generation.ids) + finished])  # with its end of turn
+        text, canvas = tokenizer.decode(generation.ids), tuple(generation.canvas)
+        answers.append(CanvasAnswer(prompt, number, ids, [0.0] * len(ids), finished, text, canvas, generation.forwards))
+    return answers
+
+
+def _canvas_answers(answers: Sequence[Answer]) -> list[CanvasAnswer]:
+    """The answers of a `CanvasSetting`, which all have a canvas."""
+    canvas_answers = [answer for answer in answers if isinstance(answer, CanvasAnswer)]
+    assert len(canvas_answers) == len(answers), "expected answers with a canvas"
+    return canvas_answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class Coupling:
     fill: int
     released: bool = False  # estimates as published: 1.5 times as large
     shared_time: bool = False  # one time for all completions of a step
-    apart: bool = False  # two masks that know nothing of each other, to compare with
+    apart: bool = False  # two independent masks, for comparison
 
     def batch(
         self,
@@ -94,8 +99,8 @@ class Coupling:
         arrays: dict[str, list[np.ndarray]] | None = None,
         fresh: bool = False,
     ) -> CoupledBatch:
-        """Completions under the masks of an iteration; rows of padding up to `rows`. `old` None: the training pass's
-        own.
+        """Completions under the masks of an iteration, with rows of padding up to `rows`. `old` None: the scores of
+        the training pass itself.
         """
         count = max(rows, len(answers))
         width = max((len(answer.prompt.ids) + len(answer.canvas) for answer in answers), default=2)
@@ -110,14 +115,14 @@ class Coupling:
             canvas[n, begin:end], counted[n, begin : begin + len(answer.ids)] = True, True
             masks = self.masks(answer, iteration)
             first[n, begin:end], second[n, begin:end], times[n] = masks.first, masks.second, masks.t
-        documents[len(answers) :, :2] = 0  # a row of padding must hold something
+        documents[len(answers) :, :2] = 0  # a row of padding must have some tokens
         positions = np.where(documents == 0, np.arange(width), 0)
         lengths = counted.sum(1)
         return CoupledBatch(
             *(torch.from_numpy(x) for x in (tokens, documents, positions, canvas, counted, first, times)),
             row_of=torch.repeat_interleave(torch.arange(count), torch.from_numpy(lengths)),
-            old=None if old is None else _line(old),
-            arrays={name: _line(values) for name, values in (arrays or {}).items()},
+            old=None if old is None else _concatenate(old),
+            arrays={name: _concatenate(values) for name, values in (arrays or {}).items()},
             counts={
                 "tokens": int(lengths.sum()),
                 "sequences": len(answers),
@@ -128,7 +133,7 @@ class Coupling:
         )
 
     def masks(self, answer: CanvasAnswer, iteration: int) -> diffusion_masks.Coupled:
-        """The two masks of a completion's canvas, each token under exactly one (unless they are to be `apart`)."""
+        """The two masks of a completion's canvas, each token under exactly one (except with `apart`)."""
         key = diffusion_masks.key(self.seed, "coupled", f"{answer.prompt.id}/{answer.sample}", iteration)
         shared = diffusion_masks.key(self.seed, "coupled", "batch", iteration) if self.shared_time else None
         if self.apart:
@@ -139,19 +144,19 @@ class Coupling:
         self, model: nn.Module, answers: Sequence[CanvasAnswer], iteration: int, where: torch.device
     ) -> list[np.ndarray]:
         """Estimated log-probabilities of each completion's counted tokens, (L,) each, by the operations of training."""
-        found: list[np.ndarray] = []
+        scores: list[np.ndarray] = []
         was_training = model.training
-        model.train(True)  # under replay: nothing but ids and masks is kept
+        model.train(True)  # under checkpointing, which keeps only ids and masks
         with torch.enable_grad():
-            for at in range(0, len(answers), ROWS):
-                batch = self.batch(answers[at : at + ROWS], iteration).to(where)
-                told = losses.coupled_logprobs(model, batch, released=self.released).detach()
-                found += split_rows(told.cpu().numpy(), batch.counted.sum(1).tolist())
+            for first in range(0, len(answers), ROWS):
+                batch = self.batch(answers[first : first + ROWS], iteration).to(where)
+                logprobs = losses.coupled_logprobs(model, batch, released=self.released).detach()
+                scores += split_rows(logprobs.cpu().numpy(), batch.counted.sum(1).tolist())
         model.train(was_training)
-        return found
+        return scores
 
 
-Score = Callable[[Sequence[CanvasAnswer], int], list[np.ndarray]]  # completions, iteration -> (L,) each
+Score = Callable[[Sequence[CanvasAnswer], int], list[np.ndarray]]  # (completions, iteration) -> (L,) each
 
 
 def annotate(
@@ -165,60 +170,59 @@ def annotate(
 ) -> None:
     """Old and reference scores for every inner iteration of a rollout, before its first update.
 
-    `own_first`: the first inner iteration is one update, whose pass gives its old scores itself. The first rollout has
-    them all the same: the gate of the first step compares them with the training pass.
+    `own_first`: the first inner iteration is a single update, whose pass computes its old scores itself. The first
+    rollout gets them nevertheless: the gate of the first step compares them with the training pass.
     """
-    answers: Any = [one.answer for one in rollouts]
+    answers = _canvas_answers([entry.answer for entry in rollouts])
     for number in range(inner):
         iteration = rollout * inner + number
         for name, score in (("old", policy), ("reference", reference)):
             if own_first and rollout and (name, number) == ("old", 0):
                 continue
             if score is not None:
-                for one, values in zip(rollouts, score(answers, iteration), strict=True):
-                    one.arrays[f"{name}/{number}"] = values
+                for entry, values in zip(rollouts, score(answers, iteration), strict=True):
+                    entry.arrays[f"{name}/{number}"] = values
 
 
 class CanvasRollouts(RolloutStream):
-    """Minibatches of completions; each pass over a rollout is an inner iteration, with masks of its own."""
+    """Minibatches of completions; each pass over a rollout is an inner iteration, with its own masks."""
 
     coupling: Coupling
     following: Following | None = None  # a reference that follows the policy
-    at: int = 0  # the present iteration
+    at: int = 0  # the current iteration
 
     def fill(self, step: int) -> dict[str, float]:
-        """As `RolloutStream.fill`; with the variance of a completion's estimate over the inner iterations."""
+        """As `RolloutStream.fill`; adds the variance of a completion's estimate over the inner iterations."""
         if self.following is not None:
             self.following.before(step)
         self.at = step // self.steps_per_rollout
-        numbers = super().fill(step)
-        return numbers | variance(self.rollouts, self.coupling.inner)
+        metrics = super().fill(step)
+        return metrics | variance(self.rollouts, self.coupling.inner)
 
     def batch(self, step: int, context: int, rows: np.ndarray) -> CoupledBatch:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Those rollouts under the masks of the step's inner iteration."""
+        """These rollouts under the masks of the step's inner iteration."""
         iteration, within = divmod(step, self.steps_per_rollout)
         inner = within // self.config.minibatches
-        chosen = [self.rollouts[int(row)] for row in rows if row >= 0]
-        answers: Any = [one.answer for one in chosen]
-        arrays = {"advantages": [one.arrays["advantages"] for one in chosen]}
+        entries = [self.rollouts[int(row)] for row in rows if row >= 0]
+        arrays = {"advantages": [entry.arrays["advantages"] for entry in entries]}
         if f"reference/{inner}" in (self.rollouts[0].arrays if self.rollouts else {}):
-            arrays["reference"] = [one.arrays[f"reference/{inner}"] for one in chosen]
-        known = not self.rollouts or f"old/{inner}" in self.rollouts[0].arrays
+            arrays["reference"] = [entry.arrays[f"reference/{inner}"] for entry in entries]
+        has_old = not self.rollouts or f"old/{inner}" in self.rollouts[0].arrays
         return self.coupling.batch(
-            answers,
+            _canvas_answers([entry.answer for entry in entries]),
             iteration * self.coupling.inner + inner,
-            old=[one.arrays[f"old/{inner}"] for one in chosen] if known else None,
+            old=[entry.arrays[f"old/{inner}"] for entry in entries] if has_old else None,
             rows=len(rows),
             arrays=arrays,
             fresh=within == 0,
         )
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights; where the reference follows, which one it was."""
+    def state(self) -> JsonObject:
+        """What a resumed run needs besides the weights, including the state of a following reference."""
         return super().state() | ({"following": self.following.state()} if self.following else {})
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` gave."""
+    def load_state(self, state: JsonObject) -> None:
+        """Restore the result of `state`."""
         super().load_state(state)
         if self.following:
             self.following.load(state["following"])
@@ -227,45 +231,33 @@ class CanvasRollouts(RolloutStream):
 def variance(rollouts: Sequence[Rollout], inner: int) -> dict[str, float]:
     """The mean over completions of the unbiased variance of their summed estimate over the inner iterations' masks.
 
-    Of two at least whose old scores were computed before: nothing is scored for this number alone.
+    Needs at least two iterations with old scores: nothing is scored for this metric alone.
     """
     names = [f"old/{number}" for number in range(inner) if rollouts and f"old/{number}" in rollouts[0].arrays]
     if len(names) < 2:
         return {}
-    sums = np.array([[one.arrays[name].sum() for name in names] for one in rollouts])
+    sums = np.array([[entry.arrays[name].sum() for name in names] for entry in rollouts])
     return {"coupled/variance": float(sums.var(1, ddof=1).mean())}
 
 
-def _line(arrays: Sequence[np.ndarray]) -> Tensor:
-    """Arrays one after another, float32."""
+def _concatenate(arrays: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(np.float32))
-
-
-# -- canvas_setting ----------------------------------------------------------------------------------------------------
-
-
-COMPARED, DRAWS = 32, 8  # completions, and masks of each, from which `variances` tells
 
 
 class CanvasSetting:
     """Policy and reference of a run, and how they sample."""
 
     def __init__(self, model: Denoiser, start: Start, sampling: Denoising, coupling: Coupling, job: Job) -> None:
-        self.start, self.sampling, self.coupling, self.seed, self.workers = (
-            start,
-            sampling,
-            coupling,
-            job.seed,
-            job.workers,
-        )
+        self.start, self.sampling, self.coupling = start, sampling, coupling
+        self.seed, self.workers = job.seed, job.workers
         self.sandbox_url = job.runtime.sandbox_url
         self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
         self.policy = model.to(self.hardware.device)
-        self.following: Following | None = None  # the reference of the loss, where it is not the start itself
+        self.following: Following | None = None  # the reference of the loss, if it is not the start itself
 
     def follow(self, *, every: int, folder: Path) -> Following:
-        """From now on the loss compares with a reference that follows the policy."""
+        """Make the reference of the loss one that follows the policy."""
         frozen = copy.deepcopy(self.policy).train(False).requires_grad_(False)
         self.following = Following(frozen, self.policy, every=every, folder=folder)
         return self.following
@@ -275,23 +267,24 @@ class CanvasSetting:
         """fp32, bf16 or fp16."""
         return self.hardware.precision
 
-    def sample(self, asked: Sequence[tuple[Prompt, int]]) -> list[Any]:
+    def sample(self, asked: Sequence[tuple[Prompt, int]]) -> list[Answer]:
         """The policy's completions."""
         return self._answers(self.policy, asked, self.seed)
 
     def held_out(
         self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False, purpose: str = "held out"
-    ) -> list[Any]:
-        """Completions of held-out prompts by seeds of their own: the policy's, or the reference's."""
+    ) -> list[Answer]:
+        """Completions of held-out prompts, with their own seeds: the policy's, or the reference's."""
         seed = device.stable_hash(purpose, self.seed) % 2**62
         if not of_reference:
             return self._answers(self.policy, asked, seed)
         with self.start.reference.model(self.hardware.device) as frozen:
             return self._answers(frozen, asked, seed)
 
-    def _answers(self, model: Any, asked: Sequence[tuple[Prompt, int]], seed: int) -> list[CanvasAnswer]:
+    def _answers(self, model: nn.Module, asked: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:
+        assert isinstance(model, Denoiser), "a reference of masked diffusion is a Denoiser"
         with self.hardware.autocast(), lora.folded_in(model.trunk):
-            return sample(model, asked, self.start.tokenizer, self.sampling, seed)
+            return list(sample(model, asked, self.start.tokenizer, self.sampling, seed))
 
     def scores(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
         """The policy's estimates under the masks of an iteration, (L,) each."""
@@ -299,43 +292,44 @@ class CanvasSetting:
             return self.coupling.scores(self.policy, answers, iteration, self.hardware.device)
 
     def reference(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
-        """The reference's of the loss."""
+        """The estimates of the loss's reference."""
         if self.following is None:
-            return self._at_start(answers, iteration)
+            return self._start_scores(answers, iteration)
         with self.hardware.autocast():
             return self.coupling.scores(self.following.model, answers, iteration, self.hardware.device)
 
-    def _at_start(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
-        """Those of the model that training began with."""
+    def _start_scores(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
+        """The estimates of the model that training began with."""
         with self.start.reference.model(self.hardware.device) as frozen, self.hardware.autocast():
             return self.coupling.scores(frozen, answers, iteration, self.hardware.device)
 
-    def divergence(self, given: Sequence[CanvasAnswer]) -> tuple[float, float]:
+    def divergence(self, given: Sequence[Answer]) -> tuple[float, float]:
         """The mean divergence from the start over completions, nats a completion: by k1 and by k3, both estimates."""
-        pairs = zip(self.scores(given, 0), self._at_start(given, 0), strict=True)
-        gaps = [torch.from_numpy(mine - theirs) for mine, theirs in pairs]
-        k3 = [float(kl_k3(gap, torch.zeros_like(gap)).sum()) for gap in gaps]
-        return float(np.mean([float(gap.sum()) for gap in gaps])), float(np.mean(k3))
+        answers = _canvas_answers(given)
+        pairs = zip(self.scores(answers, 0), self._start_scores(answers, 0), strict=True)
+        differences = [torch.from_numpy(policy - start) for policy, start in pairs]
+        k3 = [float(kl_k3(difference, torch.zeros_like(difference)).sum()) for difference in differences]
+        return float(np.mean([float(difference.sum()) for difference in differences])), float(np.mean(k3))
 
-    def variances(self, given: Sequence[CanvasAnswer]) -> dict[str, dict[str, float]]:
-        """The variance of a completion's summed estimate over its masks, coupled and drawn apart; a mean over some
-        completions.
+    def variances(self, given: Sequence[Answer]) -> dict[str, dict[str, float]]:
+        """The variance of a completion's summed estimate over its masks, coupled and independent; a mean over the
+        first completions.
         """
-        found, some = dict[str, float](), given[:COMPARED]
+        variances, answers = dict[str, float](), _canvas_answers(given[:COMPARED])
         for name, coupling in (
             ("coupled", replace(self.coupling, shared_time=False)),
             ("apart", replace(self.coupling, apart=True)),
         ):
             with self.hardware.autocast():
-                told = [coupling.scores(self.policy, some, draw, self.hardware.device) for draw in range(DRAWS)]
-            sums = np.array([[values.sum() for values in one] for one in told])
-            found[name] = float(sums.var(0, ddof=1).mean())
-        return {"held_out_variance": found}
+                draws = [coupling.scores(self.policy, answers, draw, self.hardware.device) for draw in range(DRAWS)]
+            sums = np.array([[values.sum() for values in scores] for scores in draws])
+            variances[name] = float(sums.var(0, ddof=1).mean())
+        return {"held_out_variance": variances}
 
     def resources(self, judge: Judge | None) -> Resources:
-        """What the rewards may use."""
+        """The resources of the rewards."""
         return Resources(max_new_tokens=self.sampling.length, judge=judge)
 
     def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
-        """The sandbox for these rewards."""
+        """The sandbox, if one of the `wanted` rewards needs it."""
         return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)

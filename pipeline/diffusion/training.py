@@ -1,17 +1,17 @@
-"""What a person may say about the training of masked-diffusion models; beside `settings.py`.
+"""Training of masked-diffusion models: configurations, gates of the first step, and references.
 
-ValidatedConfig
+ValidatedConfig (learning/settings.py)
 ├── DiffusionConfig     adaptation and fine-tuning, with a causal control: diffusion
 ├── ExampleConfig       the fine-tuning alone
 └── (PairConfig)        diffusion_dpo
 
-Gates of masked diffusion: what the first step must show before its update. Beside `first_steps.py`.
-
-`reference.begin` for masked-diffusion models: the model to be trained, and the frozen one that it starts from.
+`first_policy` and `first_scratch` check the metrics of the first step before its update, as learning/gates.py does for
+causal models. `begin` loads the model to be trained and the frozen one that it starts from, as `reference.begin` does
+there.
 
 A `Following` reference moves towards the policy every so many steps (TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656,
-eq. 6). Its weights are then part of a run's state: they lie beside the states, and a resumed run takes those that its
-state names.
+eq. 6). Its weights are then part of a run's state: they are stored beside the states, and a resumed run loads those
+that its state names.
 """
 
 import math
@@ -33,6 +33,10 @@ from pipeline.model import lora
 from pipeline.model.lora import AdapterConfig
 from pipeline.run import device
 from pipeline.run.errors import ConfigError, StagecoachError
+from pipeline.run.types import JsonObject
+
+CAUSE = "old scores and training differ: other masks, another precision, dropout, or a policy that moved"
+SHARE = 0.6  # of the policy in the reference that follows it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class ExampleConfig(ValidatedConfig):
     examples: int
     max_prompt: int
     max_new_tokens: int
-    most_steps: int | None = None  # however many passes those are; none: no bound
+    most_steps: int | None = None  # maximum, whatever the epochs; None: no bound
 
     length_key: ClassVar[str] = "max_prompt + max_new_tokens"
 
@@ -71,40 +75,40 @@ class DiffusionConfig(ValidatedConfig):
     """Two runs, one after the other: adaptation (or pre-training) on windows of code, fine-tuning on problems with
     answers.
 
-    What is not said otherwise for one of them is the same for both.
+    Keys without sft_ apply to both unless there is one with it.
     """
 
     adapt_steps: int
-    """Batches of windows; 0: none."""
+    """Steps on windows; 0: none."""
     context: int = 2048
     """Tokens in a window."""
     tokens_per_step: int = 16384
-    """Of a batch of windows, whatever the number of processes."""
+    """Tokens in a batch of windows, independent of the number of processes."""
     anneal_fraction: float = 0.1
-    """Of the adaptation, in which attention grows from causal to full; 0: full at once."""
+    """Share of the adaptation in which attention grows from causal to full; 0: full at once."""
     sft_epochs: float = 3.0
-    """Over the problems; 0: no fine-tuning."""
+    """Passes over the problems; 0: no fine-tuning."""
     sft_examples: int = 32
-    """Of a step, whatever the number of processes."""
+    """Examples in a step, independent of the number of processes."""
     sft_learning_rate: float | None = None
-    """none: learning_rate."""
+    """Learning rate of the fine-tuning; none: learning_rate."""
     sft_learning_rates: dict[str, float] | None = None
-    """Of parameter groups; none: learning_rates."""
+    """Learning rates of its parameter groups; none: learning_rates."""
     sft_warmup_steps: int | None = None
-    """none: warmup_steps."""
+    """Warmup steps of the fine-tuning; none: warmup_steps."""
     sft_norm: str = "answer"
     """A row's loss is divided by its canvas (answer), by all canvases (tokens), or not (batch)."""
     max_prompt: int = 512
-    """tokens; problems with a longer prompt are dropped and counted."""
+    """Maximum length of a prompt in tokens; problems with a longer one are dropped and counted."""
     max_new_tokens: int = 256
-    """Of the longest canvas."""
+    """Length of the longest canvas in tokens."""
     control_steps: int | None = None
-    """Of each of the causal control's two runs at most; none: as many as the masked model's."""
+    """Maximum steps of each of the causal control's two runs; none: as many as the masked model's."""
 
     length_key: ClassVar[str] = "context and max_prompt + max_new_tokens"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be, in words that name the key."""
+        """Raises ValueError naming the key."""
         self.check()
         if self.adapt_steps < 0 or self.sft_epochs < 0 or not (self.adapt_steps or self.sft_epochs):
             raise ValueError("adapt_steps and sft_epochs: expected at least 0, and one of them more")
@@ -148,15 +152,13 @@ class DiffusionConfig(ValidatedConfig):
     @property
     def tuning(self) -> ExampleConfig:
         """The run over problems."""
-        common = self._common()
-        own = {
+        overrides = {
             "learning_rate": self.sft_learning_rate,
             "learning_rates": self.sft_learning_rates,
             "warmup_steps": self.sft_warmup_steps,
         }
-        common |= {name: value for name, value in own.items() if value is not None}
         return ExampleConfig(
-            **common,
+            **(self._common() | {name: value for name, value in overrides.items() if value is not None}),
             epochs=self.sft_epochs,
             examples=self.sft_examples,
             max_prompt=self.max_prompt,
@@ -165,52 +167,49 @@ class DiffusionConfig(ValidatedConfig):
 
     @property
     def control_adapting(self) -> FitConfig:
-        """The control's run over windows: the schedule over its own steps."""
-        whole = self.adapting
+        """The control's run over windows, with a schedule over its own steps."""
+        config = self.adapting
         if self.control_steps is None:
-            return whole
-        return replace(whole, steps=min(whole.steps or 1, self.control_steps), **self._shorter_warmup(whole))
+            return config
+        return replace(config, steps=min(config.steps or 1, self.control_steps), **self._shorter_warmup(config))
 
     @property
     def control_tuning(self) -> ExampleConfig:
         """The control's run over problems."""
-        whole = self.tuning
+        config = self.tuning
         if self.control_steps is None:
-            return whole
-        return replace(whole, most_steps=self.control_steps, **self._shorter_warmup(whole))
+            return config
+        return replace(config, most_steps=self.control_steps, **self._shorter_warmup(config))
 
-    def _shorter_warmup(self, whole: ValidatedConfig) -> dict[str, int]:
-        """A warm-up for 100,000 steps would be longer than the control's whole run."""
+    def _shorter_warmup(self, config: ValidatedConfig) -> dict[str, int]:
+        """A warmup for 100,000 steps would be longer than the control's whole run."""
         assert self.control_steps is not None
-        return {"warmup_steps": min(whole.warmup_steps, self.control_steps // 2)}
+        return {"warmup_steps": min(config.warmup_steps, self.control_steps // 2)}
 
-    def _common(self) -> dict[str, Any]:
+    def _common(self) -> JsonObject:
         return {field.name: getattr(self, field.name) for field in fields(ValidatedConfig)}
 
 
-# -- first_steps_masked ------------------------------------------------------------------------------------------------
-
-
-CAUSE = "old scores and training differ: other masks, another precision, dropout, or a policy that moved"
+# -- gates of the first step -------------------------------------------------------------------------------------------
 
 
 def first_policy(precision: str) -> Callable[[dict[str, float]], None]:
-    """Nothing has moved since the old scores: ratio 1, nothing clipped, no divergence from the reference."""
-    narrow = precision == "fp32"
+    """The policy has not moved since the old scores: ratio 1, nothing clipped, no divergence from the reference."""
+    exact = precision == "fp32"
 
     def check(values: dict[str, float]) -> None:
-        gates.value(values, "ratio", 1.0, 1e-4 if narrow else 5e-2, CAUSE)
-        gates.value(values, "approxkl", 0.0, 1e-6 if narrow else 1e-2, CAUSE)
-        gates.value(values, "clip_ratio/region_mean", 0.0, 0.0 if narrow else 1e-1, CAUSE)
+        gates.value(values, "ratio", 1.0, 1e-4 if exact else 5e-2, CAUSE)
+        gates.value(values, "approxkl", 0.0, 1e-6 if exact else 1e-2, CAUSE)
+        gates.value(values, "clip_ratio/region_mean", 0.0, 0.0 if exact else 1e-1, CAUSE)
         if "kl" in values:
-            gates.value(values, "kl", 0.0, 1e-6 if narrow else 1e-2, "the reference is not what the policy starts from")
+            gates.value(values, "kl", 0.0, 1e-6 if exact else 1e-2, "the reference is not what the policy starts from")
 
     return check
 
 
 def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
-    """An untrained model finds every token as likely: -log p of a masked one is ln V. (The loss weighs tokens, and
-    is noisy.)
+    """An untrained model predicts all tokens alike: -log p of a masked one is ln V. (The loss weights tokens, and is
+    noisy.)
     """
 
     def check(values: dict[str, float]) -> None:
@@ -219,11 +218,11 @@ def first_scratch(vocab_size: int) -> Callable[[dict[str, float]], None]:
     return check
 
 
-# -- reference_masked --------------------------------------------------------------------------------------------------
+# -- references --------------------------------------------------------------------------------------------------------
 
 
 def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device.Hardware) -> tuple[Denoiser, Start]:
-    """The model, and its start: the trunk as policy, with its adapter where there is to be one; the reference is a
+    """The model, and its start: its trunk as policy, with an adapter if one is configured; the reference is a
     `Denoiser`.
 
     Raises ModelError for a causal model; ConfigError for an adapter with dropout, or a model that denoises by blocks.
@@ -246,34 +245,31 @@ def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device
     return model, Start(model.trunk, tokenizer, frozen, adapter)
 
 
-SHARE = 0.6  # of the policy in the reference that follows it
-
-
 class Following:
-    """A reference that is mixed with the policy every `every` steps: 0.6 of the policy, 0.4 of what it was."""
+    """A reference that is mixed with the policy every `every` steps: 0.6 of the policy, 0.4 of the reference."""
 
     def __init__(self, reference: Denoiser, policy: Denoiser, *, every: int, folder: Path) -> None:
-        """`folder` is the job's, where the states lie."""
+        """`folder` is the job's, with its states."""
         self.model, self.policy, self.every, self.folder = reference, policy, every, folder
-        self.moved_at = 0  # the step at which it was moved last; 0: never
+        self.moved_at = 0  # the step of the last update; 0: never
 
     def before(self, step: int) -> None:
-        """Move it, where `every` steps have gone by since it was moved; called before the rollout at `step`."""
+        """Update it if `every` steps have passed since the last update; call it before the rollout at `step`."""
         if step // self.every <= self.moved_at // self.every:
             return
         with torch.no_grad():
-            for mine, theirs in zip(self.model.parameters(), self.policy.parameters(), strict=True):
-                mine.lerp_(theirs.to(mine.device, mine.dtype), SHARE)
+            for own, policy in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+                own.lerp_(policy.to(own.device, own.dtype), SHARE)
         self.moved_at = step
         if device.rank() == 0:
             self._write()
 
-    def state(self) -> dict[str, Any]:
-        """Which one it is."""
+    def state(self) -> JsonObject:
+        """The step that identifies its weights."""
         return {"moved_at": self.moved_at}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take the one that a state names. Raises StagecoachError where its file is gone."""
+    def load(self, state: JsonObject) -> None:
+        """Load the weights that a state names. Raises StagecoachError if their file is missing."""
         self.moved_at = int(state["moved_at"])
         if not self.moved_at:
             return
@@ -284,17 +280,17 @@ class Following:
             self.model.get_parameter(name).data.copy_(tensor)
 
     def _write(self) -> None:
-        """Its weights, whole or not at all; those that no state can name any more go."""
+        """Write its weights atomically, and delete those that no state can name any more."""
         path = self._path(self.moved_at)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self.model.named_parameters()}, part)
         part.replace(path)
-        oldest = min((int(found.name[5:]) for found in self.folder.glob(states.name_of(0)[:5] + "????????")), default=0)
-        known = sorted(path.parent.glob("reference-*.safetensors"))
-        named = [found for found in known if int(found.stem[10:]) <= oldest]  # the last of them serves the oldest state
-        for found in named[:-1]:
-            found.unlink()
+        oldest = min((int(state.name[5:]) for state in self.folder.glob(states.name_of(0)[:5] + "????????")), default=0)
+        stored = sorted(path.parent.glob("reference-*.safetensors"))
+        past = [file for file in stored if int(file.stem[10:]) <= oldest]  # the last of them serves the oldest state
+        for file in past[:-1]:
+            file.unlink()
 
     def _path(self, step: int) -> Path:
         return self.folder / "parts" / f"reference-{step:08d}.safetensors"

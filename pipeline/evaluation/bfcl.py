@@ -1,32 +1,29 @@
-"""The rows of a test set that a person brought by path: JSON lines, a JSON list or one object, plain or gzip.
-
-Out: `Row`s, each with the place it stands at, whose fields are read with a check. Everything that cannot be read is a
-DataError `file:line: field: expected ..., found ...; repair the file or take it away`.
-
-Not promised: little memory; a file is read whole.
-
-Is a call right? The rules of the Berkeley Function Calling Leaderboard (its AST checker for Python, v3).
-
-After ShishirPatil/gorilla, bfcl_eval/eval_checker/ast_eval/ast_checker.py. Truth is a list of {name: {parameter:
-[accepted values]}}, where "" says that the parameter may be absent; a nested object is a dict of such lists. Rules:
-equal number of calls; equal name; required parameters present, none unknown; types match (an int passes for a float,
-nested one level deep); a value of another type passes where the truth has that type; strings are compared in lower
-case without spaces and `,./-_*^`, with one kind of quote; lists in order, objects by key; parallel calls in any order.
-
-Two deviations, both in favour of right answers: parallel calls are matched by maximum bipartite matching (the original
-takes the first that fits, in order; `Check.greedy` says what it would have found), and an int passes for a float inside
-a list too. Not promised: types deeper than one level; Java and JavaScript.
-
-Files of the Berkeley Function Calling Leaderboard, v3 and v4 -> scores by category, under the rules of `bfcl.py`.
+"""The Berkeley Function Calling Leaderboard (BFCL), v3 and v4: its files, its rules, and scores by category.
 
     BFCL_v3_simple.json              a row a line: id, question [[messages]], function [{name, description, parameters}]
     possible_answer/BFCL_v3_simple.json    a row a line: id, ground_truth [{name: {parameter: [accepted values]}}]
 
-The category is in the name. Scored are the single turns in Python, `live_` ones too: simple (`simple_python` in v4),
-multiple, parallel, parallel_multiple by their calls -> `ast_<category>`; irrelevance (no call is right) and relevance
-(any call is), which have no truth. Names of functions stay as they are, dots included.
+The category is in the file name. Scored are the single-turn categories in Python, `live_` ones too: simple
+(`simple_python` in v4), multiple, parallel, parallel_multiple by their calls -> `ast_<category>`; irrelevance (no call
+is right) and relevance (any call is right), which have no truth. Function names stay as they are, dots included.
 
-Not promised: the leaderboard's own prompts; the model is asked in its chat format with the functions as its tools.
+`check` decides whether the calls of a turn are right by the rules of BFCL's AST checker for Python, v3, after
+ShishirPatil/gorilla, bfcl_eval/eval_checker/ast_eval/ast_checker.py. Truth is a list of {name: {parameter: [accepted
+values]}}, where "" means that the parameter may be absent; a nested object is a dict of such lists. The rules: equal
+number of calls; equal name; required parameters present, none unknown; types match (an int passes for a float, nested
+one level deep); a value of another type passes where the truth has that type; strings are compared in lower case
+without spaces and `,./-_*^`, with one kind of quote; lists in order, objects by key; parallel calls in any order.
+
+Two deviations, both in favor of right answers: parallel calls are matched by maximum bipartite matching (the original
+takes the first that fits, in order; `Check.greedy` is the original's verdict), and an int passes for a float inside a
+list too.
+
+`read` gives the rows of any test set that a person brings by path: JSON lines, a JSON list or one object, plain or
+gzip. Each `Row` has its position in the file, and checks its fields as they are read. All faults are a DataError
+`file:line: field: expected ..., found ...; repair the file or take it off evaluate.benchmarks`.
+
+Not promised: low memory use, since a file is read whole; types deeper than one level; Java and JavaScript; the
+leaderboard's own prompts, since the model is asked in its chat format with the functions as its tools.
 """
 
 import json
@@ -42,23 +39,36 @@ from pipeline.ingest import files, tool_calls
 from pipeline.ingest.records import Message
 from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import DataError
+from pipeline.run.types import JsonObject
 from pipeline.text import chat
 
-GZIP = b"\x1f\x8b"  # how every gzip file begins, whatever its name says
+Value = Any  # a JSON value
+Call = JsonObject  # {"name": str, "arguments": dict}
+Truth = dict[str, dict[str, list[Value]]]
+TYPES: dict[str, type] = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+BFCL_TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # "any" becomes the empty schema
+GZIP = b"\x1f\x8b"  # the first bytes of every gzip file, whatever its name
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row. `where`: `file:line`, or `file, row n` in a JSON list."""
+    """One row of a file. `where` is `file:line`, or `file, row n` in a JSON list."""
 
     where: str
-    fields: dict[str, Any]
+    fields: JsonObject
 
     def wrong(self, field: str, expected: str) -> DataError:
-        """The error to raise for a field."""
-        found = repr(self.fields[field])[:80] if field in self.fields else "nothing"
+        """The error to raise for a malformed field."""
+        value = repr(self.fields[field])[:80] if field in self.fields else "nothing"
         return DataError(
-            f"{self.where}: {field}: expected {expected}, found {found}; repair the file or take it off"
+            f"{self.where}: {field}: expected {expected}, found {value}; repair the file or take it off"
             " evaluate.benchmarks"
         )
 
@@ -79,7 +89,7 @@ class Row:
         return value
 
     def has(self, *fields: str) -> bool:
-        """Whether all these fields are there."""
+        """Whether the row has all these fields."""
         return all(field in self.fields for field in fields)
 
 
@@ -93,67 +103,53 @@ def read(path: Path) -> list[Row]:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: expected UTF-8 text, plain or gzip ({error}); fetch or convert it again") from error
-    found = _list(path, text) if text.lstrip().startswith("[") else _lines(path, text)
-    if not found:
+    rows = _rows_of_list(path, text) if text.lstrip().startswith("[") else _rows_of_lines(path, text)
+    if not rows:
         raise DataError(f"{path}: the file holds no row; fetch it again or take it off evaluate.benchmarks")
-    return found
+    return rows
 
 
-def _lines(path: Path, text: str) -> list[Row]:
-    """A row on each line; a file that is one object over several lines is one row."""
+def _rows_of_lines(path: Path, text: str) -> list[Row]:
+    """One row a line; a file that is one object over several lines is one row."""
     try:
-        whole = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        return [_row(f"{path}:{number}", _parse(f"{path}:{number}", line)) for number, line in numbered]
-    return [_row(f"{path}:1", whole)]
+        return [_row(f"{path}:{number}", _load_json(f"{path}:{number}", line)) for number, line in numbered]
+    return [_row(f"{path}:1", value)]
 
 
-def _list(path: Path, text: str) -> list[Row]:
-    return [_row(f"{path}, row {number}", row) for number, row in enumerate(_parse(str(path), text), start=1)]
+def _rows_of_list(path: Path, text: str) -> list[Row]:
+    return [_row(f"{path}, row {number}", row) for number, row in enumerate(_load_json(str(path), text), start=1)]
 
 
-def _parse(where: str, text: str) -> Any:
+def _load_json(where: str, text: str) -> Value:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        place = where if ":" in where.rpartition("/")[2] else f"{where}:{error.lineno}"
-        raise DataError(f"{place}: not JSON ({error.msg}); repair or fetch the file again") from error
+        position = where if ":" in where.rpartition("/")[2] else f"{where}:{error.lineno}"
+        raise DataError(f"{position}: not JSON ({error.msg}); repair or fetch the file again") from error
     except RecursionError as error:
         raise DataError(f"{where}: not JSON that can be read (nested too deeply)") from error
 
 
-def _row(where: str, value: Any) -> Row:
+def _row(where: str, value: object) -> Row:
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected an object, found {type(value).__name__}; repair the file")
     return Row(where, value)
 
 
-# -- bfcl --------------------------------------------------------------------------------------------------------------
-
-
-Value = Any
-Call = dict[str, Any]  # {"name": str, "arguments": dict}
-Truth = dict[str, dict[str, list[Value]]]
-TYPES: dict[str, type] = {
-    "string": str,
-    "integer": int,
-    "number": float,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
-BFCL_TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # "any" becomes the empty schema
+# -- rules -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Check:
-    """The verdict on one turn; `error` is "" or the first rule broken, `detail` says it in words."""
+    """The verdict on one turn. `error` is "" or the first rule that was broken, `detail` explains it."""
 
     valid: bool
     error: str = ""
     detail: str = ""
-    greedy: bool = True  # what the original's order of matching finds
+    greedy: bool = True  # the verdict by the original's greedy matching
 
     @property
     def greedy_disagrees(self) -> bool:
@@ -163,39 +159,39 @@ class Check:
 RIGHT = Check(True)
 
 
-def check(functions: Sequence[dict[str, Any]], calls: Sequence[Call], truth: Sequence[Truth]) -> Check:
-    """Judge the calls of one turn. `functions` hold {name, parameters} (JSON schema, or BFCL's own type names)."""
+def check(functions: Sequence[JsonObject], calls: Sequence[Call], truth: Sequence[Truth]) -> Check:
+    """Judge the calls of one turn. `functions` are {name, parameters} (JSON schema, or BFCL's own type names)."""
     if len(calls) != len(truth):
-        return _wrong("wrong_count", f"expected {len(truth)} calls, found {len(calls)}")
-    named = {function["name"]: function for function in functions}
-    verdicts = [[_call(named, call, right) for call in calls] for right in truth]
+        return _invalid("wrong_count", f"expected {len(truth)} calls, found {len(calls)}")
+    by_name = {function["name"]: function for function in functions}
+    verdicts = [[_check_expected_call(by_name, call, expected) for call in calls] for expected in truth]
     fits = [[verdict.valid for verdict in row] for row in verdicts]
-    greedy = _greedy(fits)
+    greedy = _matches_greedily(fits)
     if matching(fits) == len(truth):
         return Check(True, greedy=greedy)
     if len(truth) == 1:
         return verdicts[0][0]
-    return _wrong("cannot_find_match", "; ".join(row[0].detail for row in verdicts if not any(v.valid for v in row)))
+    return _invalid("cannot_find_match", "; ".join(row[0].detail for row in verdicts if not any(v.valid for v in row)))
 
 
 def matching(fits: list[list[bool]]) -> int:
-    """Size of a maximum matching between rows and columns (Kuhn's augmenting paths)."""
+    """Size of a maximum bipartite matching between rows and columns (Kuhn's augmenting paths)."""
     row_of: dict[int, int] = {}
 
-    def place(row: int, tried: set[int]) -> bool:
+    def augment(row: int, tried: set[int]) -> bool:
         for column, fit in enumerate(fits[row]):
             if fit and column not in tried:
                 tried.add(column)
-                if column not in row_of or place(row_of[column], tried):
+                if column not in row_of or augment(row_of[column], tried):
                     row_of[column] = row
                     return True
         return False
 
-    return sum(place(row, set()) for row in range(len(fits)))
+    return sum(augment(row, set()) for row in range(len(fits)))
 
 
-def _greedy(fits: list[list[bool]]) -> bool:
-    """The original: each truth in turn takes the first free call that fits."""
+def _matches_greedily(fits: list[list[bool]]) -> bool:
+    """The original's matching: each truth in turn takes the first free call that fits."""
     taken: set[int] = set()
     for row in fits:
         free = next((column for column, fit in enumerate(row) if fit and column not in taken), None)
@@ -205,91 +201,91 @@ def _greedy(fits: list[list[bool]]) -> bool:
     return True
 
 
-def check_call(function: dict[str, Any], arguments: dict[str, Value], accepted: dict[str, list[Value]]) -> Check:
-    """The arguments of a call with the right name."""
+def check_call(function: JsonObject, arguments: dict[str, Value], accepted: dict[str, list[Value]]) -> Check:
+    """Judge the arguments of a call whose name is right."""
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {})
     for name in parameters.get("required", []):
         if name not in arguments:
-            return _wrong("missing_required", f"required parameter {name!r} is missing")
+            return _invalid("missing_required", f"required parameter {name!r} is missing")
     for name, value in arguments.items():
         if name not in properties or name not in accepted:
-            return _wrong("unexpected_param", f"parameter {name!r} is unknown")
-        verdict = _parameter(name, value, properties[name], accepted[name])
+            return _invalid("unexpected_param", f"parameter {name!r} is unknown")
+        verdict = _check_parameter(name, value, properties[name], accepted[name])
         if not verdict.valid:
             return verdict
     for name, values in accepted.items():
         if name not in arguments and "" not in values:
-            return _wrong("missing_optional", f"parameter {name!r} is missing")
+            return _invalid("missing_optional", f"parameter {name!r} is missing")
     return RIGHT
 
 
 def standardize(text: str) -> str:
-    """What is left of a string to compare: no spaces, no `,./-_*^`, lower case, double quotes."""
+    """A string in the form in which strings are compared: no spaces, no `,./-_*^`, lower case, double quotes."""
     return re.sub(r"[ \,\.\/\-\_\*\^]", "", text).lower().replace("'", '"')
 
 
-def _wrong(error: str, detail: str) -> Check:
+def _invalid(error: str, detail: str) -> Check:
     return Check(False, error, detail, greedy=False)
 
 
-def _call(named: dict[str, dict[str, Any]], call: Call, right: Truth) -> Check:
-    name = next(iter(right))
+def _check_expected_call(by_name: dict[str, JsonObject], call: Call, expected: Truth) -> Check:
+    name = next(iter(expected))
     if call["name"] != name:
-        return _wrong("wrong_func_name", f"expected {name}, found {call['name']}")
+        return _invalid("wrong_func_name", f"expected {name}, found {call['name']}")
     if not isinstance(call["arguments"], dict):
-        return _wrong("wrong_type", f"the arguments of {name} are no object")
-    return check_call(named.get(name, {}), call["arguments"], right[name])
+        return _invalid("wrong_type", f"the arguments of {name} are no object")
+    return check_call(by_name.get(name, {}), call["arguments"], expected[name])
 
 
-def _type(schema: dict[str, Any]) -> str | None:
-    """The JSON type of a schema, the first one that is not null; None for any."""
+def _json_type(schema: JsonObject) -> str | None:
+    """The JSON type of a schema, the first that is not null; None if any type is allowed."""
     types = schema.get("type")
     name = next((t for t in types if t != "null"), None) if isinstance(types, list) else types
     return BFCL_TYPES.get(name, name) if name in TYPES or name in BFCL_TYPES else None
 
 
-def _parameter(name: str, value: Value, schema: dict[str, Any], accepted: list[Value]) -> Check:
-    type_ = _type(schema)
-    nested = _type(schema.get("items", {})) if type_ == "array" else None
+def _check_parameter(name: str, value: Value, schema: JsonObject, accepted: list[Value]) -> Check:
+    type_ = _json_type(schema)
+    nested = _json_type(schema.get("items", {})) if type_ == "array" else None
     if value is None:
         return RIGHT if None in accepted else _value_error("null", name, value, accepted)
-    if type_ is None:  # any type: compare by what was given
+    if type_ is None:  # any type: compare by the type of the value
         type_ = next((t for t, python in TYPES.items() if type(value) is python), "string")
     if type_ == "number" and type(value) is int:
         value = float(value)
     fits, is_variable = _check_type(value, accepted, TYPES[type_], TYPES[nested] if nested else None)
     if not fits:
-        return _wrong("wrong_type", f"parameter {name!r}: expected {schema.get('type')}, found {value!r}")
+        return _invalid("wrong_type", f"parameter {name!r}: expected {schema.get('type')}, found {value!r}")
     if not is_variable:
         if type_ == "object":
-            return _object(name, value, accepted)
+            return _check_object(name, value, accepted)
         if type_ == "array" and nested == "object":
-            return _objects(name, value, accepted)
+            return _check_objects(name, value, accepted)
         if type_ == "string":
-            right = standardize(value) in [standardize(a) for a in accepted if isinstance(a, str)]
-            return RIGHT if right else _value_error("string", name, value, accepted)
+            matches = standardize(value) in [standardize(a) for a in accepted if isinstance(a, str)]
+            return RIGHT if matches else _value_error("string", name, value, accepted)
         if type_ == "array":
-            # As in the original, "" among the accepted lists stands for the empty list.
-            right = _standard_list(value) in [_standard_list(a) for a in accepted if isinstance(a, list | str)]
-            return RIGHT if right else _value_error("list", name, value, accepted)
+            # as in the original, "" among the accepted lists means the empty list
+            matches = _standard_list(value) in [_standard_list(a) for a in accepted if isinstance(a, list | str)]
+            return RIGHT if matches else _value_error("list", name, value, accepted)
     return RIGHT if value in accepted else _value_error("other", name, value, accepted)
 
 
 def _check_type(value: Value, accepted: list[Value], expected: type, nested: type | None) -> tuple[bool, bool]:
-    """(does the type fit, is it another type than the schema's: a "variable" in the original's words)."""
-    answer = next((type(a) for a in accepted if a != "" and a is not None), None)
+    """(whether the type fits, whether it differs from the schema's: a "variable" in the original's terms)."""
+    accepted_type = next((type(a) for a in accepted if a != "" and a is not None), None)
     if type(value) is expected:
         if nested is None:
-            return True, answer is not None and answer is not expected
+            return True, accepted_type is not None and accepted_type is not expected
         for option in accepted:
-            if not isinstance(option, list) or all(_nested_type(v, option, nested) for v in value):
-                return True, answer is not None and answer is not expected
+            if not isinstance(option, list) or all(_item_type_fits(v, option, nested) for v in value):
+                return True, accepted_type is not None and accepted_type is not expected
         return False, False
-    return answer is not None and type(value) is answer, True
+    return accepted_type is not None and type(value) is accepted_type, True
 
 
-def _nested_type(value: Value, option: list[Value], nested: type) -> bool:
+def _item_type_fits(value: Value, option: list[Value], nested: type) -> bool:
     value = float(value) if nested is float and type(value) is int else value
     return _check_type(value, option, nested, None)[0]
 
@@ -298,41 +294,41 @@ def _standard_list(values: list[Value] | str) -> list[Value]:
     return [standardize(value) if isinstance(value, str) else value for value in values]
 
 
-def _object(name: str, value: dict[str, Value], accepted: list[Value]) -> Check:
+def _check_object(name: str, value: dict[str, Value], accepted: list[Value]) -> Check:
     verdict = _value_error("object", name, value, accepted)
     for option in accepted:
         if not isinstance(option, dict):  # "" or null
             continue
-        verdict = _object_fits(name, value, option)
+        verdict = _check_keys(name, value, option)
         if verdict.valid:
             return verdict
     return verdict
 
 
-def _object_fits(name: str, value: Value, option: dict[str, list[Value]]) -> Check:
+def _check_keys(name: str, value: Value, option: dict[str, list[Value]]) -> Check:
     if not isinstance(value, dict):
         return _value_error("object", name, value, [option])
     for key, item in value.items():
         if key not in option:
-            return _wrong("value_error:dict_key", f"parameter {name!r}: unknown key {key!r}")
+            return _invalid("value_error:dict_key", f"parameter {name!r}: unknown key {key!r}")
         standard = standardize(item) if isinstance(item, str) else item
         if standard not in [standardize(a) if isinstance(a, str) else a for a in option[key]]:
-            return _wrong("value_error:dict_value", f"parameter {name!r}, key {key!r}: found {item!r}")
+            return _invalid("value_error:dict_value", f"parameter {name!r}, key {key!r}: found {item!r}")
     for key, values in option.items():
         if key not in value and "" not in values:
-            return _wrong("value_error:dict_key", f"parameter {name!r}: key {key!r} is missing")
+            return _invalid("value_error:dict_key", f"parameter {name!r}: key {key!r} is missing")
     return RIGHT
 
 
-def _objects(name: str, value: list[Value], accepted: list[Value]) -> Check:
+def _check_objects(name: str, value: list[Value], accepted: list[Value]) -> Check:
     verdict = _value_error("list_dict", name, value, accepted)
     for option in accepted:
         if not isinstance(option, list | str):
             continue
-        if len(value) != len(option):  # as in the original, "" stands for the empty list
-            verdict = _wrong("value_error:list_dict_count", f"parameter {name!r}: expected {len(option)} objects")
+        if len(value) != len(option):  # as in the original, "" means the empty list
+            verdict = _invalid("value_error:list_dict_count", f"parameter {name!r}: expected {len(option)} objects")
             continue
-        verdicts = [_object(name, item, [right]) for item, right in zip(value, option, strict=True)]
+        verdicts = [_check_object(name, item, [expected]) for item, expected in zip(value, option, strict=True)]
         verdict = next((v for v in verdicts if not v.valid), RIGHT)
         if verdict.valid:
             return verdict
@@ -340,10 +336,10 @@ def _objects(name: str, value: list[Value], accepted: list[Value]) -> Check:
 
 
 def _value_error(kind: str, name: str, value: Value, accepted: list[Value]) -> Check:
-    return _wrong(f"value_error:{kind}", f"parameter {name!r}: found {value!r}, accepted {accepted!r:.200}")
+    return _invalid(f"value_error:{kind}", f"parameter {name!r}: found {value!r}, accepted {accepted!r:.200}")
 
 
-# -- bfcl_files --------------------------------------------------------------------------------------------------------
+# -- categories --------------------------------------------------------------------------------------------------------
 
 
 NAME = re.compile(r"(?:BFCL_v\d+_)?(?P<category>\w+?)\.jsonl?(?:\.gz)?")
@@ -354,17 +350,17 @@ ROLES = ("system", "user")
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One row. `truth` is empty where no calls are compared."""
+    """One question. `truth` is empty in categories without calls to compare."""
 
     id: str
     messages: list[Message]
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     truth: list[Truth] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Questions:
-    """A file: its category and its rows, or why it is not scored."""
+    """The questions of a file and its category, or why it is not scored."""
 
     category: str
     asked: list[Question] = field(default_factory=list)
@@ -372,32 +368,32 @@ class Questions:
 
 
 def is_question(row: Row) -> bool:
-    """Whether a row looks like one of these files; multi-turn rows name classes instead of functions."""
+    """Whether a row looks like one of BFCL's; multi-turn rows name classes instead of functions."""
     return row.has("id", "question") and (row.has("function") or row.has("involved_classes"))
 
 
 def category(path: Path) -> str:
-    """`live_simple` of BFCL_v4_live_simple.json. Raises DataError for a name that says none."""
+    """`live_simple` of BFCL_v4_live_simple.json. Raises DataError for a name without one."""
     match = NAME.fullmatch(path.name)
     if match is None:
         raise DataError(f"{path}: expected a name with the category such as BFCL_v4_simple_python.json")
     return match["category"].replace("simple_python", "simple")
 
 
-def load(path: Path, found: Sequence[Row]) -> Questions:
+def load(path: Path, rows: Sequence[Row]) -> Questions:
     """The questions of a file with their truth. Raises DataError."""
     name = category(path)
     kind = name.removeprefix("live_")
     if kind not in (*BY_CALLS, *BY_SILENCE):
         return Questions(name, skipped=f"skipped: {name} is not a single turn in Python")
     truths = _truths(path) if kind in BY_CALLS else None
-    asked = [_question(row, truths) for row in found]
+    questions = [_question(row, truths) for row in rows]
     seen: set[str] = set()
-    for row, question in zip(found, asked, strict=True):
+    for row, question in zip(rows, questions, strict=True):
         if question.id in seen:
             raise row.wrong("id", "an id of its own")
         seen.add(question.id)
-    return Questions(name, asked)
+    return Questions(name, questions)
 
 
 def score(subject: Subject, suite: str, questions: Questions) -> SuiteResult:
@@ -406,25 +402,28 @@ def score(subject: Subject, suite: str, questions: Questions) -> SuiteResult:
         return SuiteResult({"skipped": questions.skipped})
     name, kind = questions.category, questions.category.removeprefix("live_")
     prompts = {
-        q.id: chat.render(subject.tokenizer, q.messages, q.tools, generation_prompt=True).ids for q in questions.asked
+        question.id: chat.render(subject.tokenizer, question.messages, question.tools, generation_prompt=True).ids
+        for question in questions.asked
     }
-    done = subject.complete(suite, prompts, tokens=subject.settings.max_new_tokens, temperature=0.0)
-    result = SuiteResult({"category": name, "left_out": len(prompts) - len(done), "n": len(done)})
+    completions = subject.complete(suite, prompts, tokens=subject.settings.max_new_tokens, temperature=0.0)
+    result = SuiteResult({"category": name, "left_out": len(prompts) - len(completions), "n": len(completions)})
     verdicts = []
     for question in questions.asked:
-        if question.id not in done:
+        if question.id not in completions:
             continue
-        text = subject.tokenizer.decode(done[question.id].ids)
-        verdicts.append(_check(kind, question, chat.parse(text)))
+        completion = completions[question.id]
+        text = subject.tokenizer.decode(completion.ids)
+        verdict = _check_reply(kind, question, chat.parse(text))
+        verdicts.append(verdict)
         result.item(
             suite,
             question.id,
-            done[question.id],
+            completion,
             text,
             asked=[question.messages, question.tools],
             prompt=question.messages[-1]["content"][:CUT],
             category=name,
-            verdict="right" if verdicts[-1].valid else verdicts[-1].error,
+            verdict="right" if verdict.valid else verdict.error,
         )
     if verdicts:
         measure = f"ast_{name}" if kind in BY_CALLS else name
@@ -434,7 +433,7 @@ def score(subject: Subject, suite: str, questions: Questions) -> SuiteResult:
     return result
 
 
-def _check(kind: str, question: Question, reply: chat.Reply) -> Check:
+def _check_reply(kind: str, question: Question, reply: chat.Reply) -> Check:
     if kind in BY_CALLS:
         return check([tool["function"] for tool in question.tools], reply.tool_calls, question.truth)
     valid = bool(reply.tool_calls) == (kind == "relevance")
@@ -462,20 +461,20 @@ def _question(row: Row, truths: dict[str, list[Truth]] | None) -> Question:
 
 
 def _truths(path: Path) -> dict[str, list[Truth]]:
-    """Accepted calls by id."""
+    """The accepted calls of each question, by id."""
     answers = path.parent / "possible_answer" / path.name
     if not answers.is_file():
         raise DataError(f"{path}: expected the accepted calls in {answers}, found no such file; fetch it too")
-    found = {}
+    truths = {}
     for row in read(answers):
         truth = row.fields.get("ground_truth")
         if not isinstance(truth, list) or not truth or not all(map(_is_truth, truth)):
             raise row.wrong("ground_truth", "a list of {name: {parameter: [accepted values]}}")
-        found[row.text("id")] = truth
-    return found
+        truths[row.text("id")] = truth
+    return truths
 
 
-def _is_truth(entry: Any) -> bool:
+def _is_truth(entry: object) -> bool:
     if not isinstance(entry, dict) or len(entry) != 1:
         return False
     (parameters,) = entry.values()

@@ -1,7 +1,7 @@
-"""How sure a number is: Wilson's interval for a share, the percentile bootstrap for the rest.
+"""95 % intervals of measured numbers: Wilson's for a share, the percentile bootstrap for the rest.
 
-Intervals cover the choice of items (problems, dialogues, documents), not the seeds of training. A ratio of sums is
-formed anew in every resample, whole items at a time; two models are compared on the same resampled items.
+Intervals cover the choice of items (problems, dialogues, documents), not the seeds of training. Each resample draws
+whole items and recomputes the ratio of sums; two models are compared on the same resampled items.
 
 Sources: Wilson 1927; Efron & Tibshirani 1993, chapter 13. Not promised: coverage below about 20 items.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 Z = 1.959964  # two-sided 95 %
-CHUNK = 2_000_000  # item numbers drawn at a time; bounds memory
+CHUNK = 2_000_000  # item numbers drawn at a time, which bounds memory
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ def wilson(successes: int, n: int) -> Interval:
         raise ValueError(f"wilson: expected 0 <= successes <= n and n >= 1, found {successes} of {n}")
     share = successes / n
     scale = 1 + Z * Z / n
-    centre = (share + Z * Z / (2 * n)) / scale
-    half = Z / scale * sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
-    # At 0 and n the border is exactly 0 or 1; rounding must not move it past.
-    low, high = 0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half
+    center = (share + Z * Z / (2 * n)) / scale
+    half_width = Z / scale * sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    # at 0 and n successes the bound is exactly 0 or 1, which rounding would miss
+    low, high = 0.0 if successes == 0 else center - half_width, 1.0 if successes == n else center + half_width
     return Interval(share, low, high, n)
 
 
@@ -49,9 +49,9 @@ def ratio(
 ) -> Interval:
     """`sum(numerators) / sum(denominators)` over items (denominators None: the mean), by percentile bootstrap.
 
-    A share that is 0, or 1, for every item has no spread to draw from; there the border is Wilson's.
+    A share that is 0 for every item, or 1, has no spread to resample; its interval is Wilson's.
 
-    Bits per byte: bits and bytes of each document. pass@k: each problem's estimate. Resamples whose denominator is 0
+    Bits per byte: bits and bytes of each document. pass@k: each problem's estimate. Resamples with a denominator of 0
     (no item of the kind was drawn) are left out. Raises ValueError without items or with a denominator of 0.
     """
     top, bottom = _columns(numerators, denominators)
@@ -74,7 +74,7 @@ def paired_difference(
 ) -> Interval:
     """Ratio of `second` minus ratio of `first`, each (numerators, denominators) over the *same* items in one order.
 
-    Every resample takes the same items of both. Raises ValueError where the numbers of items differ or are 0.
+    Every resample draws the same items of both. Raises ValueError where the numbers of items differ or are 0.
     """
     columns = [*_columns(*first), *_columns(*second)]
     lengths = {len(column) for column in columns}
@@ -99,14 +99,14 @@ def _columns(numerators: Sequence[float], denominators: Sequence[float] | None) 
 
 
 def _resampled(columns: np.ndarray, generator: torch.Generator, resamples: int) -> np.ndarray:
-    """Sums of the columns (n, c) over `resamples` draws of n items with replacement: (resamples, c)."""
+    """Sums (resamples, c) of the columns (n, c) over n items drawn with replacement."""
     n = len(columns)
     step = max(1, CHUNK // n)
     parts = []
     for start in range(0, resamples, step):
         size = (min(step, resamples - start), n)
-        drawn = torch.randint(n, size, generator=generator).numpy()
-        parts.append(np.stack([column[drawn].sum(axis=1) for column in columns.T], axis=1))
+        items = torch.randint(n, size, generator=generator).numpy()
+        parts.append(np.stack([column[items].sum(axis=1) for column in columns.T], axis=1))
     return np.concatenate(parts)
 
 

@@ -1,19 +1,19 @@
-"""Bits per byte and perplexity of held-out documents under a left-to-right model.
+"""Bits per byte and perplexity of held-out documents under a left-to-right model; similarity of answers to references.
 
     texts -> a `Scored` each (nats, tokens, bytes) -> bits_per_byte, perplexity
+    answers, references -> BLEU, chrF, ROUGE, BERTScore, exact match
 
-Counted are the text's tokens; the separator before the first is given, never counted. A long document is read in
-windows of L tokens: the first scores all of its tokens, each later one advances by L/2 and scores its last half, so
-every token is scored once, with at least L/2 tokens before it. Bytes come from the tokens' own bytes, never from
-decoding them one by one (half a character would give three bytes).
-
-Sums are in float64, so a uniform model gets exactly log2(V) * tokens / bytes. Not here: the masked-diffusion bound.
-
-How near an answer's text is to a reference: BLEU, chrF, ROUGE, exact match; and how much a text repeats itself.
+The text's tokens are scored; the separator before the first is context only. A long document is read in windows of L
+tokens: the first scores all of its tokens, each later one advances by L/2 and scores its last half, so every token is
+scored once, with at least L/2 tokens before it. Bytes come from the tokens' own bytes, never from decoding them one by
+one (half a character would give three bytes). Sums are in float64, so a uniform model gets exactly
+log2(V) * tokens / bytes.
 
 BLEU and chrF are sacrebleu's corpus scores (Post 2018, arXiv:1804.08771) with their signatures; ROUGE is rouge-score's
-F1 (Lin 2004) with its stemmer, a sentence per line. Overlap with one reference is a weak sign of quality: these are
-for comparing models on the same items.
+F1 (Lin 2004) with its stemmer, a sentence per line. `repeat_4` measures how much a text repeats itself.
+
+Not promised: that overlap with one reference measures quality; it is a weak sign, for comparing models on the same
+items. Not here: the masked-diffusion bound.
 """
 
 import json
@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, fsum, log
 from pathlib import Path
-from typing import Any
 
 import sacrebleu
 import torch
@@ -32,42 +31,42 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ConfigError, ModelError
 from pipeline.text.tokenizer import Tokenizer
 
-BATCH_TOKENS = 8192  # of one forward
-HEAD_ROWS = 512  # positions whose logits exist at a time, in float64
+BATCH_TOKENS = 8192  # tokens in one forward pass
+HEAD_ROWS = 512  # positions whose float64 logits are in memory at a time
 PADDING = -1
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What the model thinks of one document."""
+    """The likelihood of one document."""
 
-    nats: float  # -ln p of its tokens
+    nats: float  # sum of -ln p over its tokens
     tokens: int
     bytes: int  # UTF-8
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """A set of documents, scored in order. `left_out` counts texts that the tokenizer changes (a normaliser)."""
+    """Scored documents, in order. `left_out` counts the texts that the tokenizer changes (by a normalizer)."""
 
     documents: list[Scored]
     left_out: int
-    places: list[int]  # of the documents among the texts that were given
+    places: list[int]  # index of each document among the texts
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable between tokenizers."""
+        """Bits per byte, which is comparable between tokenizers."""
         return fsum(d.nats for d in self.documents) / log(2) / sum(d.bytes for d in self.documents)
 
     @property
     def perplexity(self) -> float:
-        """exp(nats per token): comparable only between equal tokenizers."""
+        """exp(nats per token), which is comparable only between equal tokenizers."""
         return exp(fsum(d.nats for d in self.documents) / sum(d.tokens for d in self.documents))
 
 
 @dataclass(frozen=True)
 class Window:
-    """One row of a forward: token `ids[i]` is read at place i, and predicts `targets[i]` from place `scored` on."""
+    """One row of a forward pass: `ids[i]` at position i predicts `targets[i]`, scored from position `scored` on."""
 
     document: int
     ids: list[int]
@@ -79,46 +78,45 @@ def likelihood(model: Transformer, tokenizer: Tokenizer, texts: Iterable[str], *
     """Score documents with windows of `context` tokens.
 
     Empty texts are left out and not counted. Raises ValueError for a context that is odd, below 2 or above the model's,
-    ModelError where the tokenizer's bytes do not spell what it decodes to.
+    ModelError if the bytes of the tokens are not the bytes of the text that they decode to.
     """
     if context < 2 or context % 2 or context > model.config.max_context:
         raise ValueError(f"context: expected an even number from 2 to {model.config.max_context}, found {context}")
-    whole = [(place, text) for place, text in enumerate(texts) if text]
-    encoded, left_out, places = [], 0, []
-    for (place, text), ids in zip(whole, tokenizer.encode_batch([text for _, text in whole])):
-        if _same_bytes(tokenizer, text, ids):
+    nonempty = [(index, text) for index, text in enumerate(texts) if text]
+    encoded, left_out, indices = [], 0, []
+    for (index, text), ids in zip(nonempty, tokenizer.encode_batch([text for _, text in nonempty])):
+        if _has_same_bytes(tokenizer, text, ids):
             encoded.append((ids, len(text.encode())))
-            places.append(place)
+            indices.append(index)
         else:
             left_out += 1
     nats = token_nats(model, [ids for ids, _ in encoded], start=tokenizer.end_of_text, context=context)
     scored = [Scored(fsum(n), len(ids), size) for n, (ids, size) in zip(nats, encoded)]
-    return Likelihood(scored, left_out, places)
+    return Likelihood(scored, left_out, indices)
 
 
-def _same_bytes(tokenizer: Tokenizer, text: str, ids: list[int]) -> bool:
-    """Whether the tokens spell the text; False where a normaliser changed it. Raises ModelError for wrong bytes."""
-    spelled = b"".join(tokenizer.token_bytes[i] for i in ids)
-    if spelled == text.encode():
+def _has_same_bytes(tokenizer: Tokenizer, text: str, ids: list[int]) -> bool:
+    """Whether the tokens' bytes are the text's; False if a normalizer changed it. Raises ModelError for wrong bytes."""
+    spelling = b"".join(tokenizer.token_bytes[i] for i in ids)
+    if spelling == text.encode():
         return True
     if tokenizer.decode(ids, skip_special=False) == text:
         raise ModelError(
-            f"the tokenizer's bytes of {text[:40]!r} do not spell it: {spelled[:40]!r}; bpb would be wrong"
+            f"the tokenizer's bytes of {text[:40]!r} do not spell it: {spelling[:40]!r}; bpb would be wrong"
         )
     return False
 
 
 def token_nats(model: Transformer, documents: Sequence[list[int]], *, start: int, context: int) -> list[list[float]]:
-    """-ln p of every token of every document, each document read after the token `start`."""
+    """-ln p of every token of every document; the context of each document begins with the token `start`."""
     nats: list[list[float]] = [[0.0] * len(ids) for ids in documents]
     filled = [0] * len(documents)
     was_training = model.training
     model.train(False)
     try:
-        for batch in _batches(
-            [w for number, ids in enumerate(documents) for w in windows(number, ids, start, context)]
-        ):
-            for window, values in zip(batch, _score(model, batch)):
+        cut = [window for number, ids in enumerate(documents) for window in windows(number, ids, start, context)]
+        for batch in _batches(cut):
+            for window, values in zip(batch, _nats_of_batch(model, batch)):
                 nats[window.document][filled[window.document] : filled[window.document] + len(values)] = values
                 filled[window.document] += len(values)
     finally:
@@ -128,36 +126,36 @@ def token_nats(model: Transformer, documents: Sequence[list[int]], *, start: int
 
 
 def windows(document: int, ids: list[int], start: int, context: int) -> Iterator[Window]:
-    """Cut one document; the windows' scored parts follow each other without gap or overlap."""
-    read = [start, *ids]  # read[i] predicts ids[i]
+    """The windows of one document, whose scored parts follow each other without gap or overlap."""
+    inputs = [start, *ids]  # inputs[i] predicts ids[i]
     half = context // 2
     if ids:
-        yield Window(document, read[:context] if len(ids) >= context else read[: len(ids)], ids[:context], 0)
-    done = context
-    while done < len(ids):
-        begin = done - half
+        yield Window(document, inputs[:context] if len(ids) >= context else inputs[: len(ids)], ids[:context], 0)
+    num_scored = context
+    while num_scored < len(ids):
+        begin = num_scored - half
         end = min(begin + context, len(ids))
-        yield Window(document, read[begin:end], ids[begin:end], half)
-        done = end
+        yield Window(document, inputs[begin:end], ids[begin:end], half)
+        num_scored = end
 
 
-def _batches(pieces: list[Window]) -> Iterator[list[Window]]:
-    """Consecutive windows up to BATCH_TOKENS. They are ragged: nothing is computed for padding."""
+def _batches(windows: list[Window]) -> Iterator[list[Window]]:
+    """Consecutive windows of at most BATCH_TOKENS tokens in total; they are ragged, and padding is not computed."""
     batch: list[Window] = []
     tokens = 0
-    for piece in pieces:
-        if batch and tokens + len(piece.ids) > BATCH_TOKENS:
+    for window in windows:
+        if batch and tokens + len(window.ids) > BATCH_TOKENS:
             yield batch
             batch, tokens = [], 0
-        batch.append(piece)
-        tokens += len(piece.ids)
+        batch.append(window)
+        tokens += len(window.ids)
     if batch:
         yield batch
 
 
 @torch.no_grad()
-def _score(model: Transformer, batch: list[Window]) -> list[list[float]]:
-    """-ln p of the scored targets of each window, one forward for all."""
+def _nats_of_batch(model: Transformer, batch: list[Window]) -> list[list[float]]:
+    """-ln p of the scored targets of each window, in one forward pass."""
     device = next(model.parameters()).device
     width = max(len(window.ids) for window in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)
@@ -171,7 +169,7 @@ def _score(model: Transformer, batch: list[Window]) -> list[list[float]]:
     hidden = model.hidden(ids.to(device), documents=documents.to(device))[select.to(device)]  # (n, D)
     values = torch.cat([_nats(model.logits(h), t) for h, t in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS))])
     counts = [len(window.ids) - window.scored for window in batch]
-    return [piece.tolist() for piece in values.split(counts)]
+    return [part.tolist() for part in values.split(counts)]
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
@@ -180,7 +178,7 @@ def _nats(logits: Tensor, targets: Tensor) -> Tensor:
     return wide.logsumexp(-1) - wide.gather(1, targets[:, None]).squeeze(1)
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
+# -- similarity --------------------------------------------------------------------------------------------------------
 
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -189,7 +187,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 def text_scores(answers: Sequence[str], references: Sequence[str]) -> dict[str, float | str]:
     """`bleu`, `chrf` (0 to 100, as sacrebleu prints them), `rouge*`, `exact_match` (0 to 1), and signatures.
 
-    One reference an answer, in the same order. Raises ValueError where there are none or the numbers differ.
+    One reference per answer, in the same order. Raises ValueError for none or unequal numbers.
     """
     if not answers or len(answers) != len(references):
         raise ValueError(f"expected an answer for each reference, found {len(answers)} and {len(references)}")
@@ -210,11 +208,11 @@ def text_scores(answers: Sequence[str], references: Sequence[str]) -> dict[str, 
 def bertscore(
     answers: Sequence[str], references: Sequence[str], folder: str | None, layer: int | None
 ) -> dict[str, float | str]:
-    """`bertscore_f1` (Zhang et al. 2020, arXiv:1904.09675), the mean over answers of the bert-score package with the
+    """`bertscore_f1` (Zhang et al. 2020, arXiv:1904.09675), the mean over answers, by the package bert-score with the
     BERT in `folder`.
 
-    Comparable between equal weights and layers alone. Without a folder it says "skipped: no local weights". Raises
-    ConfigError for a folder that holds no model, and where the package is missing.
+    Comparable only between equal weights and layers. Without a folder the value is "skipped: no local weights". Raises
+    ConfigError for a folder without a model, and if the package is missing.
     """
     if folder is None:
         return {"bertscore_f1": "skipped: no local weights"}
@@ -231,20 +229,18 @@ def bertscore(
         ) from error
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     scorer = BERTScorer(model_type=str(path), num_layers=layer or int(config["num_hidden_layers"]))
-    tokenizer, room = (
-        scorer._tokenizer,
-        int(config.get("max_position_embeddings", 514)) - 2,
-    )  # RoBERTa begins at place 2
-    tokenizer.model_max_length = min(
-        tokenizer.model_max_length, room
-    )  # one that was saved without it has 10^30, which cuts nothing
-    scores: Any = scorer.score(list(answers), list(references))  # precision, recall, F1 of each answer
-    return {"bertscore_f1": float(scores[2].mean())}
+    tokenizer = scorer._tokenizer
+    limit = int(config.get("max_position_embeddings", 514)) - 2  # RoBERTa's positions begin at 2
+    # a tokenizer that was saved without this limit has 10^30, which truncates nothing
+    tokenizer.model_max_length = min(tokenizer.model_max_length, limit)
+    *_, f1 = scorer.score(list(answers), list(references))  # precision, recall, F1 of each answer
+    assert isinstance(f1, Tensor)
+    return {"bertscore_f1": float(f1.mean())}
 
 
 def rouge_rows(answers: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
-    """ROUGE F1 of each answer, 0 to 1: what the bootstrap resamples."""
-    from rouge_score import rouge_scorer  # here: it brings nltk, scipy and sklearn, which take seconds to import
+    """ROUGE F1 of each answer, 0 to 1."""
+    from rouge_score import rouge_scorer  # here: it imports nltk, scipy and sklearn, which takes seconds
 
     scorer = rouge_scorer.RougeScorer(list(ROUGE), use_stemmer=True)
     rows = []
@@ -255,15 +251,15 @@ def rouge_rows(answers: Sequence[str], references: Sequence[str]) -> list[dict[s
 
 
 def exact_match(answer: str, reference: str) -> bool:
-    """Equal after Unicode's NFC and with runs of white space as one space."""
-    return _plain(answer) == _plain(reference)
+    """Whether two texts are equal after Unicode's NFC, with runs of white space as one space."""
+    return _normalize(answer) == _normalize(reference)
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def repeat_4(ids: Sequence[int]) -> float:
-    """1 - distinct / all runs of four tokens: 0 never repeats, near 1 is a loop; 0 below four tokens."""
+    """1 - distinct / all runs of four tokens: 0 without repetition, near 1 in a loop; 0 below four tokens."""
     runs = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0

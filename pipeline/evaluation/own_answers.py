@@ -1,25 +1,22 @@
-"""Pairs of a model's own answers, ordered by truth: what a reward model must rank when a policy is trained against it.
+"""A model's own answers scored by known truth: gold, training pairs for a reward model, gold against proxy during RL.
 
-Pairs of made-up mistakes alone leave it blind to the mistakes that the policy makes, and a policy finds such blind
-spots within a few hundred answers (docs/LOG.md). So some prompts are answered a few times by the model itself, the
-known-truth functions of `gold.py` say how good each answer is, and the best and the worst that differ enough make a
-pair, as do the next best and the next worst.
+Gold is the true score of an answer in [0, 1], by the functions that ordered the preference pairs. Training never sees
+it.
 
-Not here: answers to prompts whose truth nobody knows; those are left out.
+    code 0.2 parses + 0.8 hidden tests passed    tools `synthetic.tools.gold`    story mean of the checker's clauses
 
-Gold: the true worth of an answer, by the functions that ordered the preference pairs. Training never sees it.
+`pairs` makes pairs of a model's own answers, ordered by gold: what a reward model must rank when a policy is trained
+against it. Pairs with synthetic mistakes alone leave it blind to the mistakes that the policy makes, and a policy finds
+such blind spots within a few hundred answers (docs/LOG.md). So the model answers some prompts a few times, and the best
+and the worst answer of a prompt make a pair if they differ enough, as do the second best and the second worst.
 
-    code 0.2 parses + 0.8 hidden tests passed    tools `synthesis.tools.gold`    story mean of the checker's clauses
+`HeldOut` measures overoptimization (Gao et al. 2022, arXiv:2210.10760): whether a higher reward still means a better
+answer, and up to which divergence. Every evaluation answers the same held-out prompts with the same seeds. A row of the
+curve has the proxy, gold with its interval, the divergence from the reference (k1 and k3, nats an answer) and the
+length. At the end the policy is compared with its reference answer by answer (paired bootstrap). `best_of_n` is the
+curve to compare with: the best of n answers of the reference by the proxy, at KL = ln n - (n - 1) / n nats.
 
-`curve_row` is one point of gold against proxy (Gao et al. 2022, arXiv:2210.10760); `best_of_n` is the line beside it:
-what choosing the best of n answers by the proxy would give, at KL = ln n - (n - 1) / n nats.
-
-Gold against proxy: is what the reward model likes really better, and at what divergence does that end?
-
-Every evaluation answers the same held-out prompts with the same seeds; a row says proxy, gold with its interval, the
-divergence from the reference (k1 and k3, nats an answer) and the length (Gao et al. 2022, arXiv:2210.10760). At the end
-the policy is compared with its reference answer by answer (paired bootstrap), and best-of-n of the reference stands
-beside it.
+Not here: answers to prompts without a known truth; those are left out.
 """
 
 import json
@@ -27,58 +24,58 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pipeline.batches.pairs import Encoded, PairSplit
 from pipeline.evaluation.intervals import paired_difference, ratio
-from pipeline.ingest.records import Message, Pair
+from pipeline.ingest.records import Message, Pair, Problem
 from pipeline.rl import answers as rl_answers
 from pipeline.rl.answers import Answer, Generate, Prompt
 from pipeline.rl.models import Setting
 from pipeline.rl.rewards import Scorer, program_of
 from pipeline.run.device import generator, stable_hash
 from pipeline.run.tracking import progress
+from pipeline.run.types import JsonObject
 from pipeline.sandbox.judge import Judge
 from pipeline.synthetic.preferences import MIN_GAP, code_gold, story_gold, tool_gold
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 
-def is_known(pair: Pair) -> bool:
-    """Whether any answer to the pair's prompt can be scored truly."""
-    return pair.truth is not None and pair.kind in ("code", "tools", "story")
+def is_known(record: Pair | Problem) -> bool:
+    """Whether answers to this prompt have a true score."""
+    return isinstance(record, Pair) and record.truth is not None and record.kind in ("code", "tools", "story")
 
 
 def gold(answers: Sequence[Answer], judge: Judge | None) -> list[float | None]:
-    """True scores in [0, 1]; None where nobody knows (or no sandbox can tell)."""
-    found: list[float | None] = [None] * len(answers)
+    """True scores in [0, 1]; None without a known truth, or for code without a sandbox."""
+    scores: list[float | None] = [None] * len(answers)
     code: list[int] = []
-    for place, answer in enumerate(answers):
-        pair = answer.prompt.record
-        if not isinstance(pair, Pair) or not is_known(pair):
+    for index, answer in enumerate(answers):
+        record = answer.prompt.record
+        if not isinstance(record, Pair) or not is_known(record):
             continue
-        if pair.kind == "code":
-            code.append(place)
-        elif pair.kind == "tools":
-            found[place] = tool_gold(pair, message_of(answer.text))
+        if record.kind == "code":
+            code.append(index)
+        elif record.kind == "tools":
+            scores[index] = tool_gold(record, message_of(answer.text))
         else:
-            found[place] = story_gold(answer.text)
-    run = [place for place in code if judge is not None and chat.extract(answers[place].text)]
-    for place in code:
-        found[place] = 0.0 if judge is not None else None
+            scores[index] = story_gold(answer.text)
+    runnable = [index for index in code if judge is not None and chat.extract(answers[index].text)]
+    for index in code:
+        scores[index] = 0.0 if judge is not None else None
     if judge is not None:
-        verdicts = judge.judge([program_of(answers[place]) for place in run])
-        for place, verdict in zip(run, verdicts, strict=True):
-            found[place] = None if verdict.score is None else code_gold(answers[place].text, verdict.score)
-    return found
+        verdicts = judge.judge([program_of(answers[index]) for index in runnable])
+        for index, verdict in zip(runnable, verdicts, strict=True):
+            scores[index] = None if verdict.score is None else code_gold(answers[index].text, verdict.score)
+    return scores
 
 
 def message_of(text: str) -> Message:
-    """An answer as an assistant message in the OpenAI form."""
+    """An answer as an assistant message in OpenAI's format."""
     reply = chat.parse(text)
-    made = [
+    tool_calls = [
         {
             "id": f"call_{n}",
             "type": "function",
@@ -87,96 +84,97 @@ def message_of(text: str) -> Message:
         for n, call in enumerate(reply.tool_calls)
     ]
     content = reply.content if reply.error is None else text
-    return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})
+    return {"role": "assistant", "content": content} | ({"tool_calls": tool_calls} if tool_calls else {})
 
 
 def curve_row(scores: Sequence[float | None], proxies: Sequence[float | None], seed: int) -> dict[str, float]:
-    """`proxy`, and `gold` with its 95 % interval where truth is known."""
+    """`proxy`, and `gold` with its 95 % interval where the truth is known."""
     row = {"proxy": mean(proxies)}
-    told = [score for score in scores if score is not None]
-    if told:
-        interval = ratio(told, generator=generator("gold", seed))
+    known = [score for score in scores if score is not None]
+    if known:
+        interval = ratio(known, generator=generator("gold", seed))
         row |= {"gold": interval.value, "gold_low": interval.low, "gold_high": interval.high}
     return row
 
 
 def mean(values: Sequence[float | None]) -> float:
-    """Of those that are known; NaN where none is."""
+    """The mean of the values that are known; NaN if none is."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else math.nan
 
 
-def best_of_n(proxies: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
-    """For n = 1, 2, 4, ...: KL, mean proxy and mean gold of the answer that the proxy likes best among n.
+def best_of_n(proxies: np.ndarray, scores: np.ndarray) -> list[dict[str, float]]:
+    """For n = 1, 2, 4, ...: KL, mean proxy and mean gold of the answer with the highest proxy among n.
 
-    `proxies` and `scores` (P, N) of N answers to each prompt. The mean over all choices of n of the N (Nakano et al.
-    2021, arXiv:2112.09332, appendix I): the i-th worst is the best of n with chance C(i - 1, n - 1) / C(N, n).
+    `proxies` and `scores` are (P, N), of N answers to each prompt. The mean is over all choices of n of the N answers
+    (Nakano et al. 2021, arXiv:2112.09332, appendix I): the i-th worst is the best of n with probability
+    C(i - 1, n - 1) / C(N, n).
     """
     total = proxies.shape[1]
     order = np.argsort(proxies, axis=1, kind="stable")
     sorted_proxies, sorted_scores = (np.take_along_axis(x, order, axis=1) for x in (proxies, scores))
     rows, n = [], 1
     while n <= total:
-        chance = np.array([math.comb(i, n - 1) for i in range(total)]) / math.comb(total, n)
+        probabilities = np.array([math.comb(i, n - 1) for i in range(total)]) / math.comb(total, n)
         rows.append(
             {
                 "n": n,
                 "kl": math.log(n) - (n - 1) / n,
-                "proxy": float((sorted_proxies @ chance).mean()),
-                "gold": float((sorted_scores @ chance).mean()),
+                "proxy": float((sorted_proxies @ probabilities).mean()),
+                "gold": float((sorted_scores @ probabilities).mean()),
             }
         )
         n *= 2
     return rows
 
 
-# -- own_answers -------------------------------------------------------------------------------------------------------
+# -- training pairs ----------------------------------------------------------------------------------------------------
 
 
 SAMPLES = 4  # answers to each prompt
-PROMPTS = 128  # answered at a time
+PROMPTS = 128  # prompts sampled at a time
 
 
 def prompts(split: PairSplit, answer_tokens: int, most: int) -> list[Prompt]:
-    """The first `most` prompts, shuffled, whose truth is known and whose better answer has room."""
+    """At most `most` prompts in shuffled order, with a known truth and a better answer of at most `answer_tokens`."""
     if not most:
         return []
-    known = [one for one in rl_answers.pair_prompts(split, answer_tokens) if is_known(one.record)]  # type: ignore[arg-type]
+    known = [prompt for prompt in rl_answers.pair_prompts(split, answer_tokens) if is_known(prompt.record)]
     return sorted(known, key=lambda prompt: stable_hash("own answers", prompt.id))[:most]
 
 
 def pairs(
     generate: Generate, prompts: Sequence[Prompt], tokenizer: Tokenizer, judge: Judge | None, seed: int
 ) -> list[Encoded]:
-    """At most two pairs a prompt, no answer in both, in the order of the prompts."""
-    found: list[Encoded] = []
+    """At most two pairs of each prompt, without a common answer, in the order of the prompts."""
+    encoded: list[Encoded] = []
     if not prompts:
-        return found
+        return encoded
     with progress(total=len(prompts), desc="own answers", unit="prompt") as bar:
         for first in range(0, len(prompts), PROMPTS):
-            some = prompts[first : first + PROMPTS]
-            asked = [(prompt, sample) for prompt in some for sample in range(SAMPLES)]
-            given = rl_answers.sample(generate, asked, tokenizer, seed)
-            told = list(zip(gold(given, judge), given, strict=True))
-            groups = [told[n : n + SAMPLES] for n in range(0, len(told), SAMPLES)]
-            found += [pair for group in groups for pair in _pairs(group)]
-            bar.update(len(some))
-    return found
+            chunk = prompts[first : first + PROMPTS]
+            requests = [(prompt, sample) for prompt in chunk for sample in range(SAMPLES)]
+            answers = rl_answers.sample(generate, requests, tokenizer, seed)
+            scored = list(zip(gold(answers, judge), answers, strict=True))
+            groups = [scored[n : n + SAMPLES] for n in range(0, len(scored), SAMPLES)]
+            encoded += [pair for group in groups for pair in _extreme_pairs(group)]
+            bar.update(len(chunk))
+    return encoded
 
 
-def _pairs(given: Sequence[tuple[float | None, Answer]]) -> list[Encoded]:
-    """The best and the worst of a prompt's answers, the next best and the next worst, where they differ enough."""
-    known = [(score, answer) for score, answer in given if score is not None]
-    told = sorted(known, key=lambda one: one[0], reverse=True)  # of equal ones the earlier first
-    ends = zip(told[: len(told) // 2], reversed(told), strict=False)
+def _extreme_pairs(scored: Sequence[tuple[float | None, Answer]]) -> list[Encoded]:
+    """The best and the worst answer of a prompt, the second best and the second worst, if they differ enough."""
+    known = [(score, answer) for score, answer in scored if score is not None]
+    ranked = sorted(known, key=lambda entry: entry[0], reverse=True)  # stable: of equal scores the earlier first
+    ends = zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False)
     far = [(best, worst) for best, worst in ends if best[0] - worst[0] >= MIN_GAP - 1e-9]
-    return [_encoded(best, worst, number) for number, (best, worst) in enumerate(far, 1)]
+    return [_encode_pair(best, worst, number) for number, (best, worst) in enumerate(far, 1)]
 
 
-def _encoded(best: tuple[float, Answer], worst: tuple[float, Answer], number: int) -> Encoded:
+def _encode_pair(best: tuple[float, Answer], worst: tuple[float, Answer], number: int) -> Encoded:
     pair = best[1].prompt.record
     assert isinstance(pair, Pair)
-    mine = replace(
+    own = replace(
         pair,
         id=f"own-{pair.id}-{number}",
         source="own answers",
@@ -186,27 +184,27 @@ def _encoded(best: tuple[float, Answer], worst: tuple[float, Answer], number: in
         chosen=[message_of(best[1].text)],
         rejected=[message_of(worst[1].text)],
     )
-    return Encoded(mine, rl_answers.piece_of(best[1]), rl_answers.piece_of(worst[1]))
+    return Encoded(own, rl_answers.piece_of(best[1]), rl_answers.piece_of(worst[1]))
 
 
-# -- overoptimisation --------------------------------------------------------------------------------------------------
+# -- overoptimization --------------------------------------------------------------------------------------------------
 
 
-SHOWN = 16  # sample answers that are kept
+SHOWN = 16  # prompts in the file of samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig:
-    """What is measured beside training."""
+    """What is measured during training and at its end."""
 
     eval_prompts: int = 200
     """Held-out prompts that every evaluation answers."""
     report_samples: int = 1
-    """Answers to each of them at the end, where policy and reference are compared."""
+    """Answers to each held-out prompt at the end, when policy and reference are compared."""
     best_of: int = 16
-    """Answers of the reference for the best-of-n line."""
+    """Answers of the reference to each prompt of the best-of-n curve."""
     best_of_prompts: int = 64
-    """Prompts of the best-of-n line; 0: no such line."""
+    """Prompts of the best-of-n curve; 0: no such curve."""
 
     def __post_init__(self) -> None:
         if self.eval_prompts < 2 or min(self.best_of, self.report_samples) < 1 or not self.best_of_prompts >= 0:
@@ -214,12 +212,12 @@ class HeldOutConfig:
 
 
 class HeldOut:
-    """Held-out prompts and what their answers are worth."""
+    """Measures the policy's answers to held-out prompts by proxy and gold."""
 
     def __init__(
         self, prompts: list[Prompt], setting: Setting, judge: Judge | None, scorer: Scorer, config: HeldOutConfig
     ) -> None:
-        """`scorer` is the one that training asks: its totals are the proxy."""
+        """`scorer` is the one of training; its totals are the proxy."""
         order = sorted(prompts, key=lambda prompt: stable_hash("held out", prompt.id))
         self.prompts = order[: config.eval_prompts]
         self.setting, self.judge, self.scorer, self.config = setting, judge, scorer, config
@@ -228,27 +226,27 @@ class HeldOut:
         """A point of the curve."""
         return self._row(self.setting.held_out([(prompt, 0) for prompt in self.prompts]))
 
-    def report(self) -> dict[str, Any]:
-        """The policy against its reference at the end, and best-of-n."""
+    def report(self) -> JsonObject:
+        """The comparison of policy and reference at the end, and the best-of-n curve."""
         samples = self.config.report_samples
-        asked = [(prompt, sample) for prompt in self.prompts for sample in range(samples)]
-        after, before = (self.setting.held_out(asked, of_reference=frozen) for frozen in (False, True))
-        columns = [_by_prompt(gold(answers, self.judge), samples) for answers in (before, after)]
-        report: dict[str, Any] = {"held_out": {"prompts": len(self.prompts), "samples": samples}}
+        requests = [(prompt, sample) for prompt in self.prompts for sample in range(samples)]
+        after, before = (self.setting.held_out(requests, of_reference=of_reference) for of_reference in (False, True))
+        columns = [_mean_by_prompt(gold(answers, self.judge), samples) for answers in (before, after)]
+        report: JsonObject = {"held_out": {"prompts": len(self.prompts), "samples": samples}}
         for kind in ("", *sorted({prompt.kind for prompt in self.prompts})):
-            mine = np.array([kind in ("", prompt.kind) for prompt in self.prompts])
-            told = mine & ~np.isnan(columns[0]) & ~np.isnan(columns[1])
-            if not told.any():
+            of_kind = np.array([kind in ("", prompt.kind) for prompt in self.prompts])
+            known = of_kind & ~np.isnan(columns[0]) & ~np.isnan(columns[1])
+            if not known.any():
                 continue
-            first, last = (column[told].tolist() for column in columns)
-            moved = paired_difference((first, None), (last, None), generator=generator("gold", kind))
+            first, last = (column[known].tolist() for column in columns)
+            gain = paired_difference((first, None), (last, None), generator=generator("gold", kind))
             part = {
                 "gold_before": float(np.mean(first)),
                 "gold": float(np.mean(last)),
-                "gain": moved.value,
-                "gain_low": moved.low,
-                "gain_high": moved.high,
-                "n": int(told.sum()),
+                "gain": gain.value,
+                "gain_low": gain.low,
+                "gain_high": gain.high,
+                "n": int(known.sum()),
             }
             report["held_out"] |= {kind: part} if kind else part
         row = self._row(after)
@@ -258,15 +256,16 @@ class HeldOut:
         return report
 
     def write_samples(self, path: Path) -> None:
-        """Some prompts with the answers from before and after, a JSON line each."""
+        """Write some prompts with the answers of reference and policy, a JSON line each."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        asked = [(prompt, 0) for prompt in self.prompts[:SHOWN]]
-        pairs = zip(self.setting.held_out(asked, of_reference=True), self.setting.held_out(asked), strict=True)
+        requests = [(prompt, 0) for prompt in self.prompts[:SHOWN]]
+        pairs = zip(self.setting.held_out(requests, of_reference=True), self.setting.held_out(requests), strict=True)
         lines = []
         for before, after in pairs:
             scores = gold([before, after], self.judge)
             record = before.prompt.record
-            shown = chat.render_text(record.prompt, record.tools) if hasattr(record, "prompt") else record.question  # type: ignore[union-attr]
+            is_pair = isinstance(record, Pair)
+            shown = chat.render_text(record.prompt, record.tools) if is_pair else record.question
             lines.append(
                 {
                     "id": before.prompt.id,
@@ -289,18 +288,18 @@ class HeldOut:
         kl, k3 = self.setting.divergence(answers)
         return row | {"kl": kl, "kl_k3": k3, "length": float(np.mean([len(answer.ids) for answer in answers]))}
 
-    def _best_of_n(self) -> list[dict[str, Any]]:
-        prompts = [prompt for prompt in self.prompts if is_known(prompt.record)][: self.config.best_of_prompts]  # type: ignore[arg-type]
-        asked = [(prompt, sample) for prompt in prompts for sample in range(self.config.best_of)]
-        answers = self.setting.held_out(asked, of_reference=True)
+    def _best_of_n(self) -> list[dict[str, float]]:
+        prompts = [prompt for prompt in self.prompts if is_known(prompt.record)][: self.config.best_of_prompts]
+        requests = [(prompt, sample) for prompt in prompts for sample in range(self.config.best_of)]
+        answers = self.setting.held_out(requests, of_reference=True)
         scores = np.array([np.nan if s is None else s for s in gold(answers, self.judge)])
         shape = (len(prompts), self.config.best_of)
         totals = np.array([np.nan if score.total is None else score.total for score in self.scorer(answers)])
-        proxies, table = totals.reshape(shape), scores.reshape(shape)
-        whole = ~np.isnan(table + proxies).any(1)
-        return best_of_n(proxies[whole], table[whole]) if whole.any() else []
+        proxies, gold_table = totals.reshape(shape), scores.reshape(shape)
+        complete = ~np.isnan(gold_table + proxies).any(1)
+        return best_of_n(proxies[complete], gold_table[complete]) if complete.any() else []
 
 
-def _by_prompt(scores: list[float | None], samples: int) -> np.ndarray:
-    """The mean score of each prompt's answers, NaN where one of them is not known."""
+def _mean_by_prompt(scores: list[float | None], samples: int) -> np.ndarray:
+    """The mean score of each prompt's answers; NaN if one of them is not known."""
     return np.array([np.nan if score is None else score for score in scores]).reshape(-1, samples).mean(1)

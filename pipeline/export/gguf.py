@@ -1,32 +1,27 @@
-"""GGUF, the file that llama.cpp, Ollama and their relatives read: written from a model, and read back for the proof.
+"""GGUF, the file format of llama.cpp, Ollama and their relatives: written from a model, and read back as proof.
 
     model, tokenizer  --write-->  <name>-<kind>.gguf      kind: f32, f16, bf16 or q8_0
     file  --read-->  Contents: the weights as numbers again, the vocabulary, all keys
+    GGUF file  --write_modelfile-->  Modelfile            ollama create mine -f models/deploy/ollama/Modelfile
 
-llama.cpp's converter refuses tokenizers that it does not know, so the file is written here, by the `gguf` package.
-Queries and keys are not permuted: Qwen's rotation pairs halves in both worlds, and a `llama` file, whose rotation pairs
-neighbours, is refused. Matrices are in the kind's type, q8_0 where a row divides by its block of 32 and f16 elsewhere;
+llama.cpp's converter refuses tokenizers that it does not know, so the `gguf` package writes the file here. Queries and
+keys are not permuted: Qwen's rotation pairs halves in both implementations. A `llama` file, whose rotation pairs
+neighbors, is refused. Matrices have the type of the kind, q8_0 if a row divides by its block of 32 and f16 otherwise;
 vectors stay f32.
 
-Not here: what another program computes from the file (`benchmarks/exports.py`). Only files written here are meant to be
-read.
+Ollama's Modelfile has the model's file, its context, the stop text and a template. Ollama has no Jinja: TEMPLATE
+expresses in Go's text/template what `text/tokenizer.py` expresses in Jinja, and the insertion of code between a prefix
+and a suffix. Ollama's variables are `.System`, the system messages joined, `.Messages`, all of them, `.Tools`, and
+`.Prompt` and `.Suffix` of a completion; a tool's `.Function` prints as JSON, and `json` prints its argument as it is.
 
-Ollama's Modelfile: the model's file, its context, where to stop, and its template in Go's words.
-
-    ollama create mine -f models/deploy/ollama/Modelfile
-
-Ollama runs no Jinja. TEMPLATE says in Go's text/template what `text/tokenizer.py` says in Jinja, and the insertion of
-code between a prefix and a suffix. What Ollama gives it: `.System` the system messages joined, `.Messages` all of them,
-`.Tools`, `.Prompt` and `.Suffix` of a completion; a tool's `.Function` prints as JSON, and `json` prints what it is
-given so.
-
-Not promised: the spaces of JSON; Ollama's has none after commas and colons, the model was trained on those with one.
+Not here: what another program computes from the file (`benchmarks/exports.py`). Not promised: reading files that were
+not written here; the spaces of JSON, since Ollama's has none after commas and colons, and the model was trained on JSON
+with one.
 """
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -39,6 +34,7 @@ from pipeline.export import parity
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import GateError, ModelError
+from pipeline.run.types import JsonObject
 from pipeline.text.chat import CALL, CALL_END, END, RESPONSE, RESPONSE_END, START
 from pipeline.text.tokenizer import PATTERN, SPECIAL, TEMPLATE, Tokenizer
 
@@ -50,35 +46,20 @@ FILE_TYPES = {
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
 }
 ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2}
-# llama.cpp's name of a split pattern (src/llama-vocab.cpp), by the pattern itself, for a near miss would split some
-# text otherwise, and by `ignore_merges`, which the name decides there too
+# llama.cpp's name of a split pattern (src/llama-vocab.cpp), by the exact pattern, since a similar one splits some text
+# differently, and by `ignore_merges`, which the name implies there too
 SPLITS = {(PATTERN, False): "qwen2", (PATTERN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"), True): "llama-bpe"}
 FILLER = "<|unused_"
 BLOCK = 32  # numbers that share a scale in q8_0
 
 
 def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str, name: str) -> None:
-    """Write a causal model; `serialized` is the text of its tokenizer.json. Raises ModelError for what llama.cpp
-    would read otherwise than it is.
+    """Write a causal model; `serialized` is the text of its tokenizer.json.
+
+    Raises ModelError for a model that llama.cpp would read differently.
     """
+    _check_supported(model, kind)
     config = model.config
-    if kind not in TYPES:
-        raise ModelError(f"gguf: expected one of {', '.join(TYPES)}, got {kind!r}")
-    if config.attention != "causal" or config.family not in ARCHITECTURES:
-        found = config.family if config.attention == "causal" else "bidirectional"
-        raise ModelError(
-            f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {found}; set deploy.gguf"
-            " to []"
-        )
-    if model.memory is not None:
-        raise ModelError(
-            "gguf: llama.cpp has no memory beside the layers and would read the base alone; set deploy.gguf to []"
-        )
-    if config.family == "qwen2" and config.heads * config.head_dim != config.width:
-        raise ModelError(
-            f"gguf: llama.cpp reads qwen2 only where heads * head_dim is the width, found {config.heads} *"
-            f" {config.head_dim} and {config.width}; set deploy.gguf to []"
-        )
     writer = gguf.GGUFWriter(path, config.family)
     try:
         _add_shape(writer, config, kind, name)
@@ -90,6 +71,27 @@ def write(path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str,
         writer.write_tensors_to_file()
     finally:
         writer.close()
+
+
+def _check_supported(model: Transformer, kind: str) -> None:
+    config = model.config
+    if kind not in TYPES:
+        raise ModelError(f"gguf: expected one of {', '.join(TYPES)}, got {kind!r}")
+    if config.attention != "causal" or config.family not in ARCHITECTURES:
+        kind_of_model = config.family if config.attention == "causal" else "bidirectional"
+        raise ModelError(
+            f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {kind_of_model}; set"
+            " deploy.gguf to []"
+        )
+    if model.memory is not None:
+        raise ModelError(
+            "gguf: llama.cpp has no memory beside the layers and would read the base alone; set deploy.gguf to []"
+        )
+    if config.family == "qwen2" and config.heads * config.head_dim != config.width:
+        raise ModelError(
+            f"gguf: llama.cpp reads qwen2 only where heads * head_dim is the width, found {config.heads} *"
+            f" {config.head_dim} and {config.width}; set deploy.gguf to []"
+        )
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, kind: str, name: str) -> None:
@@ -110,20 +112,20 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, kind: str, name: st
     writer.add_vocab_size(config.vocab_size)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, found: "Vocabulary") -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, words: "Vocabulary") -> None:
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(found.split)
-    writer.add_token_list(found.tokens)
-    writer.add_token_types(found.types)
-    writer.add_token_merges(found.merges)
+    writer.add_tokenizer_pre(words.split)
+    writer.add_token_list(words.tokens)
+    writer.add_token_types(words.types)
+    writer.add_token_merges(words.merges)
     for key, id_ in roles(tokenizer).items():
         writer.add_uint32(key, id_)
     writer.add_add_bos_token(False)
-    writer.add_chat_template(found.template)
+    writer.add_chat_template(words.template)
 
 
 def roles(tokenizer: Tokenizer) -> dict[str, int]:
-    """The ids that llama.cpp must know by what they do: it stops at the end of a turn, and fills in code by the fim
+    """The ids of tokens with a function in llama.cpp: it stops at the end of a turn, and fills in code by the fim
     tokens.
     """
     ids = {
@@ -140,60 +142,60 @@ def roles(tokenizer: Tokenizer) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer in llama.cpp's words."""
+    """A tokenizer in llama.cpp's terms."""
 
     tokens: list[str]  # by id, bytes as GPT-2's characters
     types: list[int]  # gguf.TokenType of each
     merges: list[str]  # "a b"
     split: str  # the name of the split pattern
-    template: str  # of a conversation, Jinja
+    template: str  # of a conversation, in Jinja
 
 
 def vocabulary(serialized: str, rows: int) -> Vocabulary:
-    """A tokenizer.json's part of the file; ids up to `rows` that no token has are filled.
+    """The vocabulary of a tokenizer.json; ids below `rows` without a token get a filler.
 
-    Raises ModelError for a split or a normaliser that llama.cpp does not know.
+    Raises ModelError for a split pattern or a normalizer that llama.cpp does not know.
     """
     state = json.loads(serialized)
     parts = state["pre_tokenizer"].get("pretokenizers", [])
     splits = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
-    whole = bool(state["model"].get("ignore_merges"))
-    split = SPLITS.get((splits[0], whole)) if len(splits) == 1 else None
+    ignored = bool(state["model"].get("ignore_merges"))
+    split = SPLITS.get((splits[0], ignored)) if len(splits) == 1 else None
     if split is None or state["normalizer"] is not None:
         raise ModelError(
             f"gguf: expected a split pattern that llama.cpp has a name for and no normaliser, found {splits},"
-            f" ignore_merges {whole} and {state['normalizer']}; add its name to SPLITS in pipeline/export/gguf.py, or"
-            " set deploy.gguf to []"
+            f" ignore_merges {ignored} and {state['normalizer']}; add its name to SPLITS in"
+            " pipeline/export/gguf.py, or set deploy.gguf to []"
         )
     tokens = [f"{FILLER}{id_}|>" for id_ in range(rows)]
     types = [int(TokenType.UNUSED)] * rows
     for content, id_ in state["model"]["vocab"].items():
         tokens[id_], types[id_] = content, int(TokenType.NORMAL)
     for entry in state["added_tokens"]:
-        spare = entry["content"].startswith(FILLER)
-        kind = TokenType.UNUSED if spare else TokenType.CONTROL if entry["special"] else TokenType.USER_DEFINED
+        is_filler = entry["content"].startswith(FILLER)
+        kind = TokenType.UNUSED if is_filler else TokenType.CONTROL if entry["special"] else TokenType.USER_DEFINED
         tokens[entry["id"]], types[entry["id"]] = entry["content"], int(kind)
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in state["model"]["merges"]]
     return Vocabulary(tokens, types, merges, split, TEMPLATE)
 
 
 def tensors(model: Transformer) -> list[tuple[str, Tensor]]:
-    """GGUF's name of each weight, and the weight in float32; a tied head is not there."""
+    """The name of each weight in GGUF, and the weight in float32; without a tied head."""
     config = model.config
     names = gguf.get_tensor_name_map(ARCHITECTURES[config.family], config.layers)
-    found = []
+    weights = []
     for name, tensor in model.state_dict().items():
         label = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if label is None:
             raise ModelError(f"gguf: no name for {name}; is this a plain {config.family} model?")
         if not (config.tied and name == "lm_head.weight"):
-            found.append((label, tensor.detach().float().cpu()))
-    return found
+            weights.append((label, tensor.detach().float().cpu()))
+    return weights
 
 
-def _add_tensor(writer: gguf.GGUFWriter, label: str, tensor: Tensor, wanted: Type) -> None:
+def _add_tensor(writer: gguf.GGUFWriter, label: str, tensor: Tensor, type_of_matrices: Type) -> None:
     values = tensor.contiguous().numpy()
-    kind = Type.F32 if values.ndim == 1 else wanted
+    kind = Type.F32 if values.ndim == 1 else type_of_matrices
     if kind is Type.Q8_0 and values.shape[-1] % BLOCK:
         kind = Type.F16
     if kind is Type.F32:
@@ -209,33 +211,33 @@ def _add_tensor(writer: gguf.GGUFWriter, label: str, tensor: Tensor, wanted: Typ
 def verify(
     path: Path, model: Transformer, tokenizer: Tokenizer, serialized: str, *, kind: str
 ) -> dict[str, float | int]:
-    """Read a file back and compare it with what it was written from: the vocabulary, every weight, and what it says.
+    """Read a file back and compare the vocabulary, every weight and the outputs with the model. See `parity.Found`.
 
-    Raises GateError. The weights are rounded here once more, not by the package that wrote them. See `parity.Found`.
+    Raises GateError. The expected weights are rounded by `rounded`, not by the package that wrote the file.
     """
-    found = read(path)
-    if found.vocabulary != vocabulary(serialized, model.config.vocab_size):
+    contents = read(path)
+    if contents.vocabulary != vocabulary(serialized, model.config.vocab_size):
         raise GateError(f"{path}: read back, the vocabulary is not the tokenizer's")
     for key, value in {**roles(tokenizer), "tokenizer.ggml.add_bos_token": False}.items():
-        if found.keys.get(key) != value:
-            raise GateError(f"{path}: read back, {key} is {found.keys.get(key)!r}, expected {value!r}")
-    exact = replace(
+        if contents.keys.get(key) != value:
+            raise GateError(f"{path}: read back, {key} is {contents.keys.get(key)!r}, expected {value!r}")
+    expected_config = replace(
         model.config,
         norm_eps=float(np.float32(model.config.norm_eps)),
         rope_theta=float(np.float32(model.config.rope_theta)),
     )
-    if found.model.config != exact:
-        raise GateError(f"{path}: read back, the model is {found.model.config}, expected {exact}")
-    theirs = found.model.state_dict()
+    if contents.model.config != expected_config:
+        raise GateError(f"{path}: read back, the model is {contents.model.config}, expected {expected_config}")
+    stored = contents.model.state_dict()
     for name, value in model.state_dict().items():
-        if not torch.equal(theirs[name], rounded(value.detach().float().cpu(), kind)):
+        if not torch.equal(stored[name], rounded(value.detach().float().cpu(), kind)):
             raise GateError(f"{path}: read back, {name} is not the model's, rounded to {kind}")
     ids = tokenizer.encode(parity.probe())
-    return parity.check(parity.compare(model, parity.Ours(found.model), ids), kind, path)
+    return parity.check(parity.compare(model, parity.Ours(contents.model), ids), kind, path)
 
 
 def rounded(values: Tensor, kind: str) -> Tensor:
-    """What a weight is once it was stored. q8_0: blocks of 32 of integers up to 127, times an f16 (ggml,
+    """A weight as the file stores it. q8_0: blocks of 32 integers up to 127, times an f16 scale (ggml,
     quantize_row_q8_0).
     """
     if values.ndim == 1 or kind == "f32":
@@ -246,24 +248,22 @@ def rounded(values: Tensor, kind: str) -> Tensor:
         return values.half().float()
     blocks = values.reshape(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True) / 127
-    exact = blocks * torch.where(scale > 0, 1 / scale, 0.0)
-    whole = torch.trunc(exact + torch.copysign(torch.tensor(0.5), exact))  # halves away from zero
-    return (whole * scale.half().float()).view_as(values)
+    scaled = blocks * torch.where(scale > 0, 1 / scale, 0.0)
+    integers = torch.trunc(scaled + torch.copysign(torch.tensor(0.5), scaled))  # halves away from zero
+    return (integers * scale.half().float()).view_as(values)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file says."""
+    """The contents of a file."""
 
     model: Transformer
     vocabulary: Vocabulary
-    keys: dict[str, Any]
+    keys: JsonObject
 
 
 def read(path: Path) -> Contents:
-    """Read a file that `write` made. Raises ModelError where a key or a weight is missing, or does not fit the
-    shape.
-    """
+    """Read a file that `write` made. Raises ModelError for a key or a weight that is missing or has another shape."""
     try:
         reader = gguf.GGUFReader(path)
     except (OSError, ValueError) as error:
@@ -284,7 +284,7 @@ def read(path: Path) -> Contents:
     return Contents(model, words, keys)
 
 
-def _model(keys: dict[str, Any], stored: dict[str, Any], path: Path) -> Transformer:
+def _model(keys: JsonObject, stored: dict[str, gguf.ReaderTensor], path: Path) -> Transformer:
     family = keys["general.architecture"]
     if family not in ARCHITECTURES:
         raise ModelError(f"{path}: expected one of {', '.join(ARCHITECTURES)}, found {family!r}")
@@ -316,7 +316,7 @@ def _model(keys: dict[str, Any], stored: dict[str, Any], path: Path) -> Transfor
     return model.train(False)
 
 
-# -- ollama ------------------------------------------------------------------------------------------------------------
+# -- Ollama ------------------------------------------------------------------------------------------------------------
 
 
 _PREFIX, _SUFFIX, _MIDDLE = (SPECIAL[name] for name in ("fim_prefix", "fim_suffix", "fim_middle"))
@@ -368,7 +368,7 @@ OLLAMA_TEMPLATE = "".join(
 
 
 def write_modelfile(path: Path, weights: str, context: int, *, temperature: float) -> None:
-    """Write the Modelfile of the GGUF file `weights`, a path from where the Modelfile lies."""
+    """Write the Modelfile of the GGUF file `weights`, a path relative to the Modelfile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         f"FROM {weights}",

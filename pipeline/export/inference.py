@@ -1,44 +1,42 @@
-"""The model in the form in which it is served: the same function, in fewer and larger operations. No gradients.
+"""The model in the form in which it is served: fused layers, and int8 weights on a CPU. No gradients.
 
-    Fused(model)     q, k and v are one matrix product, gate and up are one; rotary angles come from a table
+    Fused(model)        q, k and v are one matrix product, gate and up are one; rotary angles come from a table
+    quantize(model)     the same, with int8 weights in all matrix products, the head's included
+    for_serving(model)  the latter if it pays, else the former
 
-At batch 1 a layer of a small model takes longer to be asked for than to be computed, so the number of operations
-counts. Sums are added up in another order, so logits agree to rounding, not to the bit.
+At batch 1, launching the operations of a small model's layer takes longer than computing them, so the number of
+operations matters. Sums are added in another order, so logits agree up to rounding, not bit for bit. Shapes are as in
+`model/attention.py`.
 
-Not promised: training, adapters that are not merged, torch.compile. Fused weights are copies, the others are shared:
-drop the first model to free its own. Shapes as in `model/attention.py`.
-
-int8 weights for decoding on a CPU: half of what a token reads in bf16, a quarter of what it reads in float32.
-
-    quantize(model) -> the same model, fused, whose matrix products, the head's with them, read int8
-    for_serving(model) -> this where it pays, else the fused model
+int8 weights are for decoding, which is bound by reading weights: a token reads half of the bytes of bf16, a quarter of
+those of float32.
 
     w[i, :] ~ scale[i] q[i, :],   scale[i] = max |w[i, :]| / 127,   q = round(w / scale)
 
-Decoding is bound by reading weights. For a few rows FBGEMM reads q once and multiplies whole numbers. It takes
-activations of eight bits, which is too coarse, so each row x is given to it as two rows of digits, a coarse one and
-what that leaves:
+For a few rows FBGEMM reads q once and multiplies integers. It takes activations of eight bits, which is too coarse, so
+each row x becomes two rows of digits, a coarse one and one for its remainder:
 
     x ~ peak / D (a + b / 2D),   peak = max |x|,   a = round(D x / peak),   b = round(2D (D x / peak - a)),
     |a|, |b| <= D = 63
 
-so x is off by at most peak / 15,876, and sums are exact: what a row gets depends on no neighbour. D is not 127 because
-without VNNI the CPU adds two products in 16 bits, and 2 (2D) 127 must fit there. That takes 0.5 to 0.8 of the time of
-torch's own product of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows the work is bound by
-arithmetic, and q is widened first, which is exact, to bf16 where the CPU multiplies it. The embedding stays as it is
-for looking up.
+so the error of x is at most peak / 15,876, and sums are exact: the result of a row does not depend on the other rows. D
+is not 127 because without VNNI the CPU adds two products in 16 bits, where 2 (2D) 127 must fit. This takes 0.5 to 0.8
+of the time of torch's own product of int8 weights and bf16 activations (docs/LOG.md). Above NARROW rows the work is
+bound by arithmetic, and q is converted first, which is exact, to bf16 where the CPU multiplies it. The embedding lookup
+keeps its own weights.
 
-How far a log-probability moves depends on how sure the model is of itself. On the probe text: perplexity within 0.5 %;
-the demo's models, of 2.4 M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of divergence in the
-mean (docs/LOG.md).
+The change of a log-probability depends on how certain the model is. On the probe text: perplexity within 0.5 %; the
+demo's models, of 2.4 M parameters, 0.2 to 0.6 nats at the worst token and 9e-4 to 3.3e-3 nats of mean divergence
+(docs/LOG.md).
 
-Not promised: equal bits between few and many rows; other devices than x86 CPUs; training; quantising in two threads at
-a time.
+Not promised: training; adapters that are not merged; torch.compile; equal bits between few and many rows; int8 on
+devices other than x86 CPUs; quantizing in two threads at a time. Fused weights are copies, the others are shared:
+delete the first model to free its own.
 """
 
 import sys
 import warnings
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,22 +50,20 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.device import has_fast_bf16
 from pipeline.run.errors import ConfigError
 
-FEW, MANY = 5, 64  # rows of a step of several users, or of a draft and its token
+FEW, MANY = 5, 64  # rows of a decoding step of several users, or of a draft and its token
 
 
 class Fused(Transformer):
-    """A `Transformer` in evaluation mode with fused layers; `head` is a linear layer also where the embedding is
-    tied.
-    """
+    """A `Transformer` in evaluation mode with fused layers. `head` is a linear layer even with a tied embedding."""
 
     def __init__(self, model: Transformer) -> None:
-        """Raises ValueError for a model that holds adapters."""
-        nn.Module.__init__(self)  # not Transformer's, which would make all weights anew
+        """Raises ValueError for a model with adapters."""
+        nn.Module.__init__(self)  # not Transformer's, which would initialize new weights
         config = self.config = model.config
         self.checkpointing, self.dropout, self.neftune_alpha = "none", 0.0, 0.0
         self.model = _FusedBody(model.model, config)
-        self.memory = model.memory  # read as it is, between the layers
-        self.head = _around(model.model.embed_tokens.weight) if config.tied else joined(model.lm_head)
+        self.memory = model.memory  # read between the layers, unchanged
+        self.head = _linear_of(model.model.embed_tokens.weight) if config.tied else joined(model.lm_head)
         cos, sin = rope_tables(torch.arange(config.max_context, device=self.head.weight.device), config)
         self.cos = nn.Buffer(torch.cat((cos, cos), -1), persistent=False)  # (context, 1, h)
         self.sin = nn.Buffer(torch.cat((-sin, sin), -1), persistent=False)
@@ -93,10 +89,9 @@ class Fused(Transformer):
 
     @torch.no_grad()
     def trace(self) -> "Fused":
-        """Make steps of fewer than FEW rows faster, in int8 1.4 times (docs/LOG.md). From now on the model can only be
-        run.
+        """Make steps of fewer than FEW rows faster, with int8 1.4 times (docs/LOG.md). Then the model can only be run.
 
-        Not where Python is 3.14, which torch cannot trace, nor off the CPU, where what is fused is rounded otherwise.
+        Does nothing with Python 3.14, which torch cannot trace, and on GPUs, where fused operations round differently.
         """
         if sys.version_info < (3, 14) and self.cos.device.type == "cpu":
             x = self.model.embed_tokens(torch.zeros(1, dtype=torch.long, device=self.cos.device))
@@ -106,9 +101,9 @@ class Fused(Transformer):
         return self
 
     def num_parameters(self) -> int:
-        """All weights of the model; a tied embedding counts once."""
-        beside = 0 if self.memory is None else sum(p.numel() for p in self.memory.parameters())
-        return self.config.num_parameters + beside
+        """The number of the model's weights; a tied embedding counts once."""
+        of_memory = 0 if self.memory is None else sum(p.numel() for p in self.memory.parameters())
+        return self.config.num_parameters + of_memory
 
 
 class FusedBlock(nn.Module):
@@ -125,51 +120,54 @@ class FusedBlock(nn.Module):
         self.down = joined(mlp.down_proj)
         self.before_attention = Norm(block.input_layernorm.weight, config.norm_eps)
         self.before_mlp = Norm(block.post_attention_layernorm.weight, config.norm_eps)
-        self.traced: tuple[Any, ...] = ()  # in a tuple it is no module of this one: its weights are these
+        # in a tuple, so that it is not a submodule: its weights are the same
+        self.traced: tuple[torch.jit.ScriptModule, ...] = ()
         self.head_norms = None
         if config.head_norms:  # (H + K, h), for each head of q and of k
             norms = attention.q_norm.weight, attention.k_norm.weight
-            each = torch.cat([norms[0].expand(self.heads, -1), norms[1].expand(self.kv_heads, -1)])
-            self.head_norms = Norm(each, config.norm_eps)
+            weights = torch.cat([norms[0].expand(self.heads, -1), norms[1].expand(self.kv_heads, -1)])
+            self.head_norms = Norm(weights, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
         """(N, D) -> (N, D)."""
-        block: Any = self.traced[0] if self.traced and len(x) < FEW else self
-        q, k, v = block.before(x, cos, sin)
-        return block.behind(x, layout.attend(q, k, v, index).flatten(-2))
+        block = self.traced[0] if self.traced and len(x) < FEW else self
+        q, k, v = block.attention_inputs(x, cos, sin)
+        return block.output(x, layout.attend(q, k, v, index).flatten(-2))
 
-    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention asks, of (N, D): q (N, H, h), k and v (N, K, h)."""
+    def attention_inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inputs of attention for x (N, D): q (N, H, h), k and v (N, K, h)."""
         heads = self.qkv(self.before_attention(x)).unflatten(-1, (-1, self.size))  # (N, H + 2K, h)
-        both, v = heads.split((self.heads + self.kv_heads, self.kv_heads), 1)
-        both = both.float()
+        queries_and_keys, v = heads.split((self.heads + self.kv_heads, self.kv_heads), 1)
+        queries_and_keys = queries_and_keys.float()
         if self.head_norms is not None:
-            both = self.head_norms(both)
-        turned = torch.addcmul(both * cos, both.roll(self.size // 2, -1), sin)
-        q, k = turned.to(x.dtype).split((self.heads, self.kv_heads), 1)
+            queries_and_keys = self.head_norms(queries_and_keys)
+        rotated = torch.addcmul(queries_and_keys * cos, queries_and_keys.roll(self.size // 2, -1), sin)
+        q, k = rotated.to(x.dtype).split((self.heads, self.kv_heads), 1)
         return q, k, v.to(x.dtype)
 
-    def behind(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What a layer makes of its input and of what attention found, both (N, D)."""
+    def output(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output (N, D) from its input and the output of attention, both (N, D)."""
         x = x + self.out(attended)
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         return x + self.down(functional.silu(gate).mul_(up))
 
     def trace(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Run fewer than FEW rows without Python between two operations from now on; examples as of `forward`, of
-        one row.
+        """From now on run fewer than FEW rows without Python between operations. The arguments are examples of one row,
+        as of `forward`.
         """
         attended = x.new_zeros(1, self.heads * self.size)
         with warnings.catch_warnings():
-            # deprecated: but torch is pinned, and torch.compile wants a C++ compiler and half a minute
+            # deprecated, but torch is pinned, and torch.compile needs a C++ compiler and half a minute
             warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
-            # a branch by the number of rows is taken as for one, which holds up to FEW
+            # a branch on the number of rows is traced for one row, and is the same for all below FEW
             warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
-            made = torch.jit.trace_module(self, {"before": (x, cos, sin), "behind": (x, attended)}, check_trace=False)
-            for _ in range(2):  # a graph is made at its first run and improved at its second: not while somebody waits
-                made.before(x, cos, sin)
-                made.behind(x, attended)
-        self.traced = (made,)
+            traced = torch.jit.trace_module(
+                self, {"attention_inputs": (x, cos, sin), "output": (x, attended)}, check_trace=False
+            )
+            for _ in range(2):  # the first run makes a graph and the second optimizes it: not while a user waits
+                traced.attention_inputs(x, cos, sin)
+                traced.output(x, attended)
+        self.traced = (traced,)
 
 
 class Norm(RMSNorm):
@@ -202,7 +200,7 @@ class _FusedBody(Body):
 
 
 class Product(Linear):
-    """A linear layer that multiplies from FEW rows on from the left: on a CPU's float32 that takes 0.6 of the time
+    """A linear layer that multiplies FEW rows and more from the left, which takes 0.6 of the time in a CPU's float32
     (docs/LOG.md).
     """
 
@@ -215,55 +213,57 @@ class Product(Linear):
 
 
 def joined(*layers: nn.Module) -> Product:
-    """Linear layers of one input as one, whose output is theirs one after another. Raises ValueError for adapters."""
-    plain = [layer for layer in layers if type(layer) is Linear]
-    if len(plain) < len(layers):
+    """Linear layers of the same input as one layer with concatenated outputs. Raises ValueError for adapters."""
+    linears = [layer for layer in layers if type(layer) is Linear]
+    if len(linears) < len(layers):
         raise ValueError("a linear layer holds an adapter: merge it before the model is fused")
-    biases = [layer.bias.detach() for layer in plain if layer.bias is not None]
-    made = _around(plain[0].weight if len(plain) == 1 else torch.cat([layer.weight.detach() for layer in plain]))
+    biases = [layer.bias.detach() for layer in linears if layer.bias is not None]
+    fused = _linear_of(
+        linears[0].weight if len(linears) == 1 else torch.cat([layer.weight.detach() for layer in linears])
+    )
     if biases:
-        made.bias = nn.Parameter(torch.cat(biases))
-    return made
+        fused.bias = nn.Parameter(torch.cat(biases))
+    return fused
 
 
-def _around(weight: Tensor) -> Product:
-    """A linear layer without bias around weights (out, in) that are there; a parameter is shared."""
+def _linear_of(weight: Tensor) -> Product:
+    """A linear layer without bias with these weights (out, in); a parameter is shared."""
     with torch.device("meta"):
-        made = Product(weight.shape[1], weight.shape[0])
-    made.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
-    return made
+        layer = Product(weight.shape[1], weight.shape[0])
+    layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
+    return layer
 
 
-# -- quantize ----------------------------------------------------------------------------------------------------------
+# -- int8 --------------------------------------------------------------------------------------------------------------
 
 
-FROM_PARAMETERS = 50_000_000  # smaller models lie in a CPU's cache, and what they wait for is not their weights
-NARROW = 32  # rows up to which digits are faster than widened weights
+FROM_PARAMETERS = 50_000_000  # smaller models fit in a CPU's cache, so reading their weights is not what takes time
+NARROW = 32  # rows up to which digits are faster than converted weights
 LEVELS, DIGITS = 127, 63
-TINY = 1e-30  # instead of the largest of a row of zeros
+TINY = 1e-30  # instead of the maximum of a row of zeros
 FBGEMM = "fbgemm"
 
 
 def pays(model: Transformer) -> bool:
-    """Whether int8 is what a model is served in unless somebody asks for its own numbers."""
+    """Whether a model is served in int8 by default."""
     possible = model.model.embed_tokens.weight.device.type == "cpu" and has_fbgemm()
     return possible and model.num_parameters() >= FROM_PARAMETERS
 
 
 def has_fbgemm() -> bool:
-    """Whether this torch multiplies whole numbers with FBGEMM: on x86 it does."""
+    """Whether this build of torch multiplies integers with FBGEMM, as on x86."""
     return FBGEMM in torch.backends.quantized.supported_engines
 
 
 def for_serving(model: Transformer, weights: Literal["int8", "native"] | None = None) -> Fused:
-    """The model as an engine runs it: in int8 or with its own weights; None: in int8 where that `pays`. Raises as
+    """The model as an engine runs it: in int8 or with its own weights; None: in int8 if that `pays`. Raises as
     `quantize`.
     """
     return (quantize(model) if weights == "int8" or (weights is None and pays(model)) else Fused(model)).trace()
 
 
 def quantize(model: Transformer) -> Fused:
-    """The model fused and in int8; the model given stays as it is. Raises ConfigError off x86 CPUs, and as `Fused`."""
+    """The model fused and in int8; the argument is unchanged. Raises ConfigError except on x86 CPUs, and as `Fused`."""
     if (where := model.model.embed_tokens.weight.device.type) != "cpu":
         raise ConfigError(f"int8 weights are for CPUs, and this model lies on {where}: serve its own weights")
     if not has_fbgemm():
@@ -279,16 +279,15 @@ def quantize(model: Transformer) -> Fused:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer that holds (out, in) int8 and a scale for each output, once as they are and once as FBGEMM
-    packs them.
-    """
+    """A linear layer with int8 weights (out, in) and a scale for each output, both plain and packed for FBGEMM."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         levels, scales = rounded(layer.weight.detach())
         self.levels, self.scales = nn.Buffer(levels), nn.Buffer(scales)
         self.packed = _packed(levels, scales.double() / DIGITS)
-        self.largest, self.finer = torch.tensor(float(DIGITS)), torch.tensor(2.0 * DIGITS)  # a number would be made one
+        # tensors, since a Python number would be converted to one at every call
+        self.largest, self.finer = torch.tensor(float(DIGITS)), torch.tensor(2.0 * DIGITS)
         self.bias = layer.bias
         self.wide = torch.bfloat16 if has_fast_bf16() else torch.float32
 
@@ -304,15 +303,15 @@ class Int8Linear(nn.Module):
         """(n, in) -> (n, out), float32."""
         peak = x.abs().amax(1, keepdim=True).clamp_min_(TINY)  # (n, 1)
         coarse = x * (self.largest / peak)
-        digits = torch.cat((coarse, (coarse - coarse.round()).mul_(self.finer)))  # (2n, in); the product rounds them
+        digits = torch.cat((coarse, (coarse - coarse.round()).mul_(self.finer)))  # (2n, in); rounded by the product
         both = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(digits, 1.0, DIGITS, self.packed)
         high, low = both.chunk(2)
         return torch.add(high, low, alpha=0.5 / DIGITS).mul_(peak)
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`weight` (out, in) as levels (out, in) int8 from -127 to 127 and scales (out,) float32: levels * scales is
-    near it.
+    """`weight` (out, in) as levels (out, in), int8 from -127 to 127, and scales (out,), float32, with weight ~ scales *
+    levels.
     """
     wide = weight.float()
     scales = wide.abs().amax(1).clamp_min(TINY) / LEVELS
@@ -320,16 +319,15 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(levels: Tensor, scales: Tensor) -> torch.ScriptObject:
-    """Levels (out, in) int8 and scales (out,) as FBGEMM reads them; digits count from DIGITS, levels from 0."""
-    before, torch.backends.quantized.engine = torch.backends.quantized.engine, FBGEMM
+    """Levels (out, in) int8 and scales (out,), packed for FBGEMM. The zero point of levels is 0, of digits DIGITS."""
+    engine, torch.backends.quantized.engine = torch.backends.quantized.engine, FBGEMM
     zeros = torch.zeros(len(levels), dtype=torch.long)
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # torch is pinned; where it drops this, onednn.qlinear_pointwise takes 1.6 times as long
+        with warnings.catch_warnings():
+            # torch is pinned; once it drops this, onednn.qlinear_pointwise takes 1.6 times as long
             warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
             return torch.ops.quantized.linear_prepack(
                 torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0), None
             )
     finally:
-        torch.backends.quantized.engine = before
+        torch.backends.quantized.engine = engine

@@ -1,14 +1,13 @@
-"""ONNX, what onnxruntime-genai runs: its own builder makes it from the exported directory, and its own runtime proves
-it.
+"""ONNX for onnxruntime-genai: its own builder makes the export from the exported directory, its own runtime proves it.
 
     models/deploy --build--> models/deploy/onnx: model.onnx, model.onnx.data, genai_config.json, tokenizer
 
 Needs the extra: pip install 'stagecoach[onnx]'. The builder is a program (`python -m onnxruntime_genai.models.builder`)
-that is run within this process, without a network. It imports transformers; nothing of ours does. int4 is the builder's
-own rounding, blocks of 32 with a scale each.
+that runs within this process, without network access. It imports transformers; our code does not. int4 is the builder's
+own rounding, in blocks of 32 with a scale each.
 
-Not here: serving the directory (`serve/`). Not promised: int4 as exact as anything, its distance is only reported;
-equal bytes from another version of the builder.
+Not here: serving the directory (`serve/`). Not promised: any accuracy of int4, whose distance is only reported; equal
+bytes from another version of the builder.
 """
 
 import contextlib
@@ -36,11 +35,11 @@ from pipeline.text.tokenizer import Tokenizer
 KINDS = ("fp32", "int4")
 BUILDER = "onnxruntime_genai.models.builder"
 PACKAGES = ("onnxruntime_genai", "onnxruntime", "onnx", "onnx_ir", "transformers")
-OURS = ("tokenizer.json", "chat_template.jinja")  # the builder writes a copy of each anew
+OURS = ("tokenizer.json", "chat_template.jinja")  # the builder rewrites both, so ours are copied over
 
 
 def need() -> None:
-    """Raise InputError where a package of the extra is missing; before anything long is done."""
+    """Raise InputError if a package of the extra is missing; to be called before any long work."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise InputError(
             f"deploy.onnx: expected the packages of the extra onnx, {', '.join(missing)} cannot be found; "
@@ -49,19 +48,19 @@ def need() -> None:
 
 
 def build(model: Path, out: Path, *, kind: str) -> None:
-    """Build `out` from the model directory `model`. Raises InputError without the extra, ModelError where the
-    builder fails.
+    """Build `out` from the model directory `model`. Raises InputError without the extra, ModelError if the builder
+    fails.
     """
     need()
     assert kind in KINDS, kind
     with tempfile.TemporaryDirectory() as cache:
         arguments = ["-i", str(model), "-o", str(out), "-p", kind, "-e", "cpu", "-c", cache]
-        said = io.StringIO()
+        output = io.StringIO()
         try:
-            with _as_program(arguments), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            with _as_program(arguments), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 runpy.run_module(BUILDER, run_name="__main__", alter_sys=True)
-        except (Exception, SystemExit) as error:  # a foreign program: whatever it raises means that there is no export
-            last = " | ".join(said.getvalue().split("\n")[-5:])
+        except (Exception, SystemExit) as error:  # not our code: any exception means that there is no export
+            last = " | ".join(output.getvalue().split("\n")[-5:])
             raise ModelError(f"{out}: {BUILDER} failed: {error!r:.500}. Its last words: {last:.500}") from error
     for name in OURS:
         shutil.copyfile(model / name, out / name)
@@ -69,7 +68,7 @@ def build(model: Path, out: Path, *, kind: str) -> None:
 
 @contextlib.contextmanager
 def _as_program(arguments: list[str]) -> Iterator[None]:
-    """The world of a program: its arguments, its search path, its warnings; and no network."""
+    """Run the block like a program: with its arguments and search path, without warnings and network access."""
     import huggingface_hub.constants as hub
 
     argv, path, offline = sys.argv, list(sys.path), hub.HF_HUB_OFFLINE
@@ -94,29 +93,29 @@ class Genai:
         self.model = self.library.Model(str(folder))
         self.tokenizer = self.library.Tokenizer(self.model)
 
-    def _generator(self, ids: list[int], most: int) -> Any:
+    def _generator(self, ids: list[int], max_length: int) -> Any:
         options = self.library.GeneratorParams(self.model)
-        options.set_search_options(do_sample=False, max_length=most)
+        options.set_search_options(do_sample=False, max_length=max_length)
         generator = self.library.Generator(self.model, options)
         generator.append_tokens(np.array(ids, dtype=np.int32))
         return generator
 
     def logits(self, ids: list[int]) -> Tensor:
-        """(T, V), after each of the ids."""
+        """The logits (T, V) after each of the ids."""
         return torch.from_numpy(np.array(self._generator(ids, len(ids)).get_output("logits")))[0]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The most likely ids behind the prompt, through its cache. Its own search would end at a stop token."""
+        """The greedy ids after the prompt, decoded with its cache. Its own search would end at a stop token."""
         generator = self._generator(prompt, len(prompt) + count)
-        said: list[int] = []
+        tokens: list[int] = []
         for _ in range(count):
-            said.append(int(np.array(generator.get_logits()).reshape(-1).argmax()))
-            if len(said) < count:
-                generator.append_tokens(np.array(said[-1:], dtype=np.int32))
-        return said
+            tokens.append(int(np.array(generator.get_logits()).reshape(-1).argmax()))
+            if len(tokens) < count:
+                generator.append_tokens(np.array(tokens[-1:], dtype=np.int32))
+        return tokens
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, by its own reading of tokenizer.json; control tokens in it count as such."""
+        """The ids of a text by its own implementation of tokenizer.json; control tokens in the text count as such."""
         return [int(id_) for id_ in self.tokenizer.encode(text)]
 
 

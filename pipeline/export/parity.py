@@ -1,15 +1,15 @@
-"""Is the export the model? Both read the same text, and how far they are apart is held against what rounding explains.
+"""Whether an export is the model: both read the same text, and their distance must be within what rounding explains.
 
-    model, a program that reads its export  --compare-->  Found  --check-->  GateError where it is too far
+    model, a program that reads its export  --compare-->  Found  --check-->  GateError if it is too large
 
-What rounds nothing must be equal. Where weights are rounded, how far a log-probability moves depends on how sure the
-model is of itself: f16 moves the demo's by up to 0.03 nats on this probe, most of which it has never seen the like of,
-and the probe's perplexity goes up or down by a percent as it happens. So the limit is on the mean divergence KL(model
-|| export), which is by how much the export's log-perplexity is worse on text that the model itself would write: q8_0
-may lose 0.5 %. That the weights are the model's, rounded, is proved by itself (`gguf.verify`). A merged adapter is
-proved where it is merged (`model/lora.py`).
+An export without rounding must be equal. With rounded weights, the change of a log-probability depends on how certain
+the model is: f16 changes the demo model's by up to 0.03 nats on this probe, most of which is unlike its training data,
+and the probe's perplexity goes up or down by a percent at random. So the limit is on the mean divergence
+KL(model || export), which is the increase of the export's log-perplexity on text that the model itself would write:
+q8_0 may lose 0.5 %. That the weights are the model's, rounded, is proved separately (`gguf.verify`). A merged adapter
+is proved where it is merged (`model/lora.py`).
 
-`Program` is the seam: the exports are read by our own model here, and by other programs in `onnx.py` and
+`Program` is the interface to what reads an export: our own model here, other programs in `onnx.py` and
 `benchmarks/exports.py`.
 """
 
@@ -30,42 +30,42 @@ from pipeline.run.errors import GateError
 
 PROBE = Path(__file__).parent / "probe.txt"
 GREEDY, PROMPT = 64, 32  # tokens
-WINDOW = 256  # tokens that are read at once
+WINDOW = 256  # tokens of one forward pass
 
 
 class Program(Protocol):
-    """Something that has read an export."""
+    """A program with an export loaded."""
 
     def logits(self, ids: list[int]) -> Tensor:
-        """(T, V), after each of the ids."""
+        """The logits (T, V) after each of the ids."""
         ...
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The `count` most likely ids behind the prompt, one after the other; no stop token ends them."""
+        """The `count` greedy ids after the prompt; no stop token ends them."""
         ...
 
 
 @dataclass(frozen=True)
 class Ours:
-    """Our own model as a program. It is put into evaluation mode."""
+    """Our own model as a program. It is set to evaluation mode."""
 
     model: Transformer
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> Tensor:
-        """(T, V), after each of the ids."""
+        """The logits (T, V) after each of the ids."""
         return self.model.train(False)(torch.tensor([ids]))[0]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The most likely ids behind the prompt."""
+        """The greedy ids after the prompt."""
         return generate(self.model.train(False), [prompt], Sampling(count), stop=(), seeds=[0])[0].ids
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How far an export may be from its model."""
+    """The largest distance of an export from its model."""
 
-    max_difference: float = math.inf  # nats, of any log-probability of the probe's own tokens
+    max_difference: float = math.inf  # nats, of the log-probability of any token of the probe
     divergence: float = math.inf  # nats, the mean over the probe
     equal_greedy: bool = False
 
@@ -77,77 +77,79 @@ LIMITS = {
     "bf16": Limit(divergence=2e-3),
     "q8_0": Limit(divergence=math.log(1.005)),
     "onnx fp32": Limit(max_difference=1e-3, equal_greedy=True),
-    "onnx int4": Limit(),  # recorded: how much four bits cost depends on the model's size
+    "onnx int4": Limit(),  # only recorded: the loss by four bits depends on the model's size
 }
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the comparison gave."""
+    """The result of a comparison."""
 
-    max_difference: float  # nats, the largest of the log-probabilities of the probe's own tokens
-    divergence: float  # nats, the mean of KL(model || export) over the probe's places
-    perplexity: float  # the export's over the model's, less 1
+    max_difference: float  # nats, the largest of the log-probabilities of the probe's tokens
+    divergence: float  # nats, the mean of KL(model || export) over the probe's positions
+    perplexity: float  # the export's divided by the model's, minus 1
     probe_tokens: int
-    greedy_equal: int  # of `greedy_tokens`, until the first that differs
-    greedy_tokens: int  # 0 for a bidirectional model, which has no left to right
+    greedy_equal: int  # of `greedy_tokens`, before the first that differs
+    greedy_tokens: int  # 0 for a bidirectional model, which does not decode from left to right
 
 
 def probe() -> str:
-    """The text that is read, its carriage return and odd spaces too."""
+    """The text of the comparison, with its carriage return and odd spaces."""
     return PROBE.read_bytes().decode("utf-8")
 
 
 def compare(model: Transformer, other: Program, ids: list[int]) -> Found:
-    """A model and a program on the same ids. A difference that is no number counts as infinite."""
+    """Compare a model and a program on the same ids. NaN counts as an infinite difference."""
     own, window = Ours(model), min(WINDOW, model.config.max_context)
-    differences, divergences, drops = [], [], []
+    differences, divergences, changes = [], [], []
     for first in range(0, len(ids), window):
         batch = answered([Piece(np.array(ids[first : first + window]), True)], pad=0)
-        chosen = batch.targets[0] >= 0
-        if not chosen.any():
+        is_target = batch.targets[0] >= 0
+        if not is_target.any():
             continue
-        row, targets = batch.input_ids[0].tolist(), batch.targets[0][chosen]
-        p, q = (program.logits(row)[chosen].double().log_softmax(-1) for program in (own, other))
+        inputs, targets = batch.input_ids[0].tolist(), batch.targets[0][is_target]
+        p, q = (program.logits(inputs)[is_target].double().log_softmax(-1) for program in (own, other))
         change = (p - q).gather(1, targets[:, None])
         differences.append(change.abs().nan_to_num(nan=math.inf))
         divergences.append((p.exp() * (p - q)).sum(-1).nan_to_num(nan=math.inf))
-        drops.append(change)
+        changes.append(change)
     prompt = ids[: min(PROMPT, model.config.max_context // 2)]
     causal = model.config.attention == "causal"
-    room = min(GREEDY, model.config.max_context - len(prompt)) if causal else 0
-    said = [program.greedy(prompt, room) if room else [] for program in (own, other)]
+    num_greedy = min(GREEDY, model.config.max_context - len(prompt)) if causal else 0
+    greedy = [program.greedy(prompt, num_greedy) if num_greedy else [] for program in (own, other)]
     return Found(
         max_difference=float(torch.cat(differences).max()),
         divergence=float(torch.cat(divergences).mean()),
-        perplexity=float(torch.cat(drops).mean().exp()) - 1,
+        perplexity=float(torch.cat(changes).mean().exp()) - 1,
         probe_tokens=len(ids),
-        greedy_equal=next((n for n, (a, b) in enumerate(zip(*said, strict=True)) if a != b), room),
-        greedy_tokens=room,
+        greedy_equal=next((n for n, (a, b) in enumerate(zip(*greedy, strict=True)) if a != b), num_greedy),
+        greedy_tokens=num_greedy,
     )
 
 
-def check(found: Found, kind: str, where: Path) -> dict[str, float | int]:
-    """What is to be reported. Raises GateError where the export is further from its model than its kind explains."""
-    limit, wrong = LIMITS[kind], []
-    if not found.max_difference <= limit.max_difference:
-        wrong.append(f"log-probabilities differ by {found.max_difference:.2e} (at most {limit.max_difference:g})")
-    if limit.equal_greedy and found.greedy_equal != found.greedy_tokens:
-        wrong.append(f"{found.greedy_equal}/{found.greedy_tokens} greedy tokens agree")
-    if not found.divergence <= limit.divergence:
-        wrong.append(f"the divergence is {found.divergence:.2e} nats a token (at most {limit.divergence:.2g})")
-    if wrong:
-        raise GateError(f"{where}: read back, {' and '.join(wrong)}: the export is not the model")
-    return asdict(found)
+def check(result: Found, kind: str, where: Path) -> dict[str, float | int]:
+    """The numbers to report. Raises GateError if the export is beyond the limit of its kind."""
+    limit, faults = LIMITS[kind], []
+    if not result.max_difference <= limit.max_difference:
+        faults.append(f"log-probabilities differ by {result.max_difference:.2e} (at most {limit.max_difference:g})")
+    if limit.equal_greedy and result.greedy_equal != result.greedy_tokens:
+        faults.append(f"{result.greedy_equal}/{result.greedy_tokens} greedy tokens agree")
+    if not result.divergence <= limit.divergence:
+        faults.append(f"the divergence is {result.divergence:.2e} nats a token (at most {limit.divergence:.2g})")
+    if faults:
+        raise GateError(f"{where}: read back, {' and '.join(faults)}: the export is not the model")
+    return asdict(result)
 
 
 @torch.no_grad()
 def check_rewards(model: RewardModel, other: RewardModel, ids: list[int], where: Path) -> dict[str, float | int]:
-    """What is to be reported of two reward models on the same ids. Raises GateError unless all rewards are equal."""
+    """The numbers to report of two reward models on the same ids. Raises GateError unless all rewards are equal."""
     window = min(WINDOW, model.config.max_context)
     rows = [torch.tensor([ids[first : first + window]]) for first in range(0, len(ids), window)]
-    apart = [(model.train(False)(row) - other.train(False)(row)).abs().nan_to_num(nan=math.inf) for row in rows]
-    most = max(float(difference.max()) for difference in apart)
-    if most != 0.0 or (model.reward_mean, model.reward_std) != (other.reward_mean, other.reward_std):
-        raise GateError(f"{where}: read back, rewards differ by {most:.2e}, or their mean and spread do: not the model")
-    return {"max_difference": most, "probe_tokens": len(ids)}
+    differences = [(model.train(False)(row) - other.train(False)(row)).abs().nan_to_num(nan=math.inf) for row in rows]
+    largest = max(float(difference.max()) for difference in differences)
+    if largest != 0.0 or (model.reward_mean, model.reward_std) != (other.reward_mean, other.reward_std):
+        raise GateError(
+            f"{where}: read back, rewards differ by {largest:.2e}, or their mean and spread do: not the model"
+        )
+    return {"max_difference": largest, "probe_tokens": len(ids)}

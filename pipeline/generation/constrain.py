@@ -1,33 +1,30 @@
-"""Constrained output: tool calls and JSON that are complete and valid whatever the weights, within their budget of
-tokens.
+"""Constrained decoding: tool calls and JSON that are complete and valid whatever the weights, within a token budget.
 
-    grammars = Grammars(tokenizer, rows)                      one for a model; threads may share it
-    grammar = grammars.tool_calls(tools, choice="required")   or json_schema(schema), json_object(): compiled, and kept
-    constraint = grammar.constraint(budget)           a request's own state; SchemaError where the shortest does not fit
-    constraint.allowed(remaining) -> mask; constraint.take(sampled, remaining) -> the token to say
+    grammars = Grammars(tokenizer, rows)                      one for a model; thread-safe
+    grammar = grammars.tool_calls(tools, choice="required")   or json_schema(schema), json_object(): compiled and cached
+    constraint = grammar.constraint(budget)           a request's state; SchemaError if the shortest output does not fit
+    constraint.allowed(remaining) -> mask; constraint.take(sampled, remaining) -> the token to emit
 
-llguidance says which tokens the grammar allows (`grammars.py`). Against an answer that runs out of budget stands the
-closing plan (`closing.py`): tokens that end the output from here. A sampled token is said if a plan behind it still
-fits what remains; if none does, the plan's next token is said instead. So the invariant holds at every token: the rest
-of the plan fits the rest of the budget.
+llguidance computes the tokens that the grammar allows (`grammars.py`). A closing plan, tokens that complete the output
+from the current state, prevents answers that exceed the budget. A sampled token is emitted if a plan after it fits the
+remaining budget; otherwise the current plan's next token is emitted instead. So the invariant holds at every token: the
+rest of the plan fits the rest of the budget. After an error of the matcher (llguidance's limits on hostile patterns)
+the plan is emitted to its end.
 
-Where the grammar gives out on the way (llguidance's limits on hostile patterns), the plan is said to its end. Not
-promised: that a number is small enough for a float; that names which the schema does not list are said once.
+    guided(model, prompts, grammars) -> a Completion each
 
-Greedy decoding of many prompts, each under a grammar of its own: what tool calls are worth when their form cannot be
-wrong.
+decodes many prompts greedily, each under its own grammar, all rows step by step together, to measure tool calls whose
+form cannot be wrong. The server's engine constrains its answers in the same way. There are no log-probabilities: those
+of a constrained choice have no meaning.
 
-    prompts + grammars -> a Completion each
-
-The server holds its answers to grammars in the same way, in its engine; here all rows go step by step together.
-Log-probabilities are not kept: a constrained choice has none that means anything.
+Not promised: that a number is small enough for a float; that names which the schema does not list occur only once.
 """
 
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -39,34 +36,35 @@ from pipeline.generation.grammars import Closer, Compiler, Place, Written, bits
 from pipeline.generation.sampling import Completion, Decoder
 from pipeline.generation.schemas import SchemaError
 from pipeline.model.transformer import Transformer
+from pipeline.run.types import JsonObject
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 64 * 1024 * 1024
-GRAMMAR_BYTES = 48 * 1024  # what a compiled grammar takes beside its text, and
-TEXT_FACTOR = 48  # how much it takes for a byte of that; both measured, generously
+GRAMMAR_BYTES = 48 * 1024  # memory of a compiled grammar besides its text
+TEXT_FACTOR = 48  # bytes for each byte of its text; both are generous measurements
 
 
 @dataclass(frozen=True)
 class _Masks:
-    """What may stand in free text, (V,) bool each."""
+    """Allowed tokens of free text, (V,) bool each."""
 
-    text: Tensor  # no control token but the ends of a turn
-    opening: Tensor  # and the opening tag of a call
+    text: Tensor  # without control tokens except the ends of a turn
+    opening: Tensor  # the same with the opening tag of a call
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar; each request takes a `constraint` from it."""
+    """A compiled grammar; each request gets a `constraint` from it."""
 
-    matcher: LLMatcher  # at its beginning; only ever copied
+    matcher: LLMatcher  # in its initial state; only ever copied
     plan: tuple[int, ...]  # the shortest output
     closer: Closer
     masks: _Masks
-    free: bool = False  # free text may stand before it, or instead of it
+    free: bool = False  # free text is allowed before it, or instead of it
 
     def constraint(self, budget: int) -> "Constraint":
-        """The state of a request that may say `budget` tokens. Raises SchemaError, its code `budget_too_small`."""
+        """The state of a request with `budget` tokens. Raises SchemaError, its code `budget_too_small`."""
         if not self.free and len(self.plan) > budget:
             raise SchemaError(
                 "budget_too_small",
@@ -76,7 +74,7 @@ class Grammar:
 
 
 class Constraint:
-    """What one request may say next. Not for two threads at a time."""
+    """The state of one constrained output. Not thread-safe."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._matcher = grammar.matcher.deep_copy()
@@ -87,44 +85,44 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether what was said may stand as the whole answer."""
+        """Whether the output so far may be the whole answer."""
         return self._free or not self._plan
 
     def allowed(self, remaining: int) -> Tensor:
-        """(V,) bool, True for what may be said now, the ends of a turn where nothing is open. Never empty.
+        """(V,) bool, True for tokens that are allowed next, including the ends of a complete output. Never empty.
 
-        `remaining` counts the tokens that may still be said, this one with them.
+        `remaining` is the rest of the budget, including this token.
         """
         if self._free:
             return self._masks.opening if remaining >= len(self._plan) else self._masks.text
-        found = bits(self._matcher.compute_bitmask())
+        allowed = bits(self._matcher.compute_bitmask())
         mask = np.zeros(len(self._masks.text), dtype=np.bool_)
-        if self._matcher.is_error():  # it gave out: from here on the plan alone is said
+        if self._matcher.is_error():  # from here on only the plan is emitted
             mask[self._plan[:1] or self._closer.ends] = True
         else:
-            num = min(len(mask), len(found))
-            mask[:num] = found[:num]
+            num = min(len(mask), len(allowed))
+            mask[:num] = allowed[:num]
         return torch.from_numpy(mask)
 
     def take(self, token: int, remaining: int) -> int:
-        """Count a sampled token in; returns the token to say: the same, or the plan's next one where its own end
-        would not fit.
+        """Advance by a sampled token; returns the token to emit: the same, or the plan's next one if no plan after the
+        sampled one fits.
         """
         if self._free:
             if token == self._plan[0]:
                 self._free = False
-                self._say(token, self._plan[1:])
+                self._emit(token, self._plan[1:])
             return token
         if not self._plan and token in self._closer.ends:
             return token
         plan = self._closer.follow(self._matcher, self._place, self._plan, token, remaining)
         if plan is not None and len(plan) < remaining:
-            return self._say(token, plan)
+            return self._emit(token, plan)
         if not self._plan:
             return int(self._closer.ends[0])
-        return self._say(self._plan[0], self._plan[1:])
+        return self._emit(self._plan[0], self._plan[1:])
 
-    def _say(self, token: int, plan: list[int]) -> int:
+    def _emit(self, token: int, plan: list[int]) -> int:
         self._matcher.consume_token(token)
         self._plan = plan
         self._place = self._place.after(self._closer.step(token))
@@ -132,33 +130,28 @@ class Constraint:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer and keeps the most recently used of them, up to CACHE_BYTES."""
+    """Compiles grammars for one tokenizer and caches the most recently used of them, up to CACHE_BYTES."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int, cache_bytes: int = CACHE_BYTES) -> None:
-        """`rows` of the model's embedding: the length of a mask, at least the tokenizer's ids."""
+        """`rows` of the model's embedding: the length of a mask, at least the number of the tokenizer's ids."""
         self.tokenizer = tokenizer
         self._compiler = Compiler(tokenizer)
         text = torch.zeros(rows, dtype=torch.bool)
-        spelled = [id_ for id_, piece in enumerate(tokenizer.token_bytes) if piece]
-        text[spelled] = True
+        text[[id_ for id_, token_bytes in enumerate(tokenizer.token_bytes) if token_bytes]] = True
         text[sorted(tokenizer.control_ids.values())] = False
         text[[tokenizer.turn_end, tokenizer.end_of_text]] = True
         opening = text.clone()
         opening[tokenizer.tool_call] = True
         self._masks = _Masks(text, opening)
-        self._kept: OrderedDict[str, tuple[LLMatcher, tuple[int, ...]]] = OrderedDict()
+        self._compiled: OrderedDict[str, tuple[LLMatcher, tuple[int, ...]]] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
 
-    def tool_calls(self, tools: Sequence[dict[str, Any]], *, choice: str = "auto", parallel: bool = True) -> Grammar:
-        """Calls of the tools, in the form in which `text/chat.py` renders them.
-
-        `choice`: "auto" lets free text stand before the calls or instead of them, "required" demands a call, a tool's
-        name a call of that tool. `parallel` lets more calls follow. Raises SchemaError.
-        """
+    def tool_calls(self, tools: Sequence[JsonObject], *, choice: str = "auto", parallel: bool = True) -> Grammar:
+        """Calls of the tools; see `grammars.tool_calls`. Raises SchemaError."""
         return self.take(generation_grammars.tool_calls(self.tokenizer, tools, choice=choice, parallel=parallel))
 
-    def json_schema(self, schema: dict[str, Any]) -> Grammar:
+    def json_schema(self, schema: JsonObject) -> Grammar:
         """An instance of the schema and nothing else. Raises SchemaError."""
         return self.take(generation_grammars.json_schema(schema))
 
@@ -167,52 +160,47 @@ class Grammars:
         return self.json_schema(generation_grammars.ANY_OBJECT)
 
     def take(self, written: Written, plan: tuple[int, ...] | None = None) -> Grammar:
-        """Compile a grammar, or find the one that was kept. `plan`: its shortest output, where that is known. Raises
+        """Compile a grammar, or take it from the cache. `plan`: its shortest output, if it is known. Raises
         SchemaError.
         """
         text = written.text
         with self._lock:
-            if known := self._kept.get(text):
-                self._kept.move_to_end(text)
-        if known is None:
-            known = self._compile(text, plan)
+            if compiled := self._compiled.get(text):
+                self._compiled.move_to_end(text)
+        if compiled is None:
+            compiled = self._compile(text, plan)
             with self._lock:
-                self._kept[text] = known
-                while len(self._kept) > 1 and sum(map(_weight, self._kept)) > self._cache_bytes:
-                    self._kept.popitem(last=False)
-        return Grammar(*known, self._compiler.closer, self._masks, written.free)
+                self._compiled[text] = compiled
+                while len(self._compiled) > 1 and sum(map(_num_bytes, self._compiled)) > self._cache_bytes:
+                    self._compiled.popitem(last=False)
+        return Grammar(*compiled, self._compiler.closer, self._masks, written.free)
 
     def _compile(self, text: str, plan: tuple[int, ...] | None = None) -> tuple[LLMatcher, tuple[int, ...]]:
-        """A matcher at its beginning, and its shortest plan. Raises SchemaError."""
+        """A matcher in its initial state, and its shortest plan. Raises SchemaError."""
         matcher = self._compiler.matcher(text)
         return matcher, self._compiler.shortest(matcher) if plan is None else plan
 
 
-def _weight(text: str) -> int:
-    """About the bytes that a compiled grammar takes."""
+def _num_bytes(text: str) -> int:
+    """Estimated memory of a compiled grammar."""
     return GRAMMAR_BYTES + TEXT_FACTOR * len(text)
 
 
 def reply(tokenizer: Tokenizer, ids: Sequence[int]) -> chat.Reply:
-    """A turn taken apart by its control tokens, so that text which spells a tag stays text (`chat.parse` reads the
-    tags).
-    """
+    """Parse a turn by its control tokens, so that text which spells a tag stays text (`chat.parse` parses the tags)."""
     content: list[int] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[JsonObject] = []
     error: str | None = None
     rest = list(ids)
     while tokenizer.tool_call in rest:
         start = rest.index(tokenizer.tool_call)
         end = rest.index(tokenizer.tool_call_end, start) if tokenizer.tool_call_end in rest[start:] else len(rest)
         content += rest[:start]
-        found = chat.parse(tokenizer.decode(rest[start : end + 1]))
-        calls += found.tool_calls
-        error = error or found.error
+        call = chat.parse(tokenizer.decode(rest[start : end + 1]))
+        calls += call.tool_calls
+        error = error or call.error
         rest = rest[end + 1 :]
     return chat.Reply(tokenizer.decode(content + rest).strip(), calls, error)
-
-
-# -- guided ------------------------------------------------------------------------------------------------------------
 
 
 def guided(
@@ -224,53 +212,58 @@ def guided(
     stop: Collection[int],
     batch_rows: int = 32,
 ) -> list[Completion]:
-    """The most likely token that the grammar allows, until one of `stop`, `max_new_tokens` or the end of the context.
+    """Greedy decoding under a grammar each, until a token of `stop`, `max_new_tokens` or the end of the context.
 
-    Raises ValueError for an empty prompt or one that fills the context, SchemaError where a grammar's shortest output
-    does not fit.
+    Raises ValueError for an empty prompt or one that fills the context, SchemaError if a grammar's shortest output does
+    not fit.
     """
     if len(prompts) != len(grammars):
         raise ValueError(f"expected a grammar for each of the {len(prompts)} prompts, found {len(grammars)}")
     was_training = model.training
     model.train(False)
     try:
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for first in range(0, len(prompts), batch_rows):
             part = slice(first, first + batch_rows)
-            found += _together(model, prompts[part], grammars[part], max_new_tokens, frozenset(stop))
-        return found
+            completions += _decode(model, prompts[part], grammars[part], max_new_tokens, frozenset(stop))
+        return completions
     finally:
         model.train(was_training)
 
 
-def _together(
-    model: Transformer, prompts: Sequence[list[int]], grammars: Sequence[Grammar], most: int, stop: frozenset[int]
+def _decode(
+    model: Transformer,
+    prompts: Sequence[list[int]],
+    grammars: Sequence[Grammar],
+    max_new_tokens: int,
+    stop: frozenset[int],
 ) -> list[Completion]:
-    budgets = [min(most, model.config.max_context - len(prompt)) for prompt in prompts]
-    states = [grammar.constraint(budget) for grammar, budget in zip(grammars, budgets, strict=True)]
-    said: list[list[int]] = [[] for _ in prompts]
-    ended: list[Literal["stop", "length"]] = ["length"] * len(prompts)
+    budgets = [min(max_new_tokens, model.config.max_context - len(prompt)) for prompt in prompts]
+    constraints = [grammar.constraint(budget) for grammar, budget in zip(grammars, budgets, strict=True)]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    stops: list[Literal["stop", "length"]] = ["length"] * len(prompts)
     decoder = Decoder(model, len(prompts))
     live = list(range(len(prompts)))
     logits = decoder.feed(live, prompts)
     while live:
-        tokens = _allowed(logits, [states[row] for row in live], [budgets[row] - len(said[row]) for row in live])
-        going = []
+        remaining = [budgets[row] - len(outputs[row]) for row in live]
+        tokens = _most_likely(logits, [constraints[row] for row in live], remaining)
+        unfinished = []
         for row, sampled in zip(live, tokens, strict=True):
-            token = states[row].take(sampled, budgets[row] - len(said[row]))
+            token = constraints[row].take(sampled, budgets[row] - len(outputs[row]))
             if token in stop:
-                ended[row] = "stop"
+                stops[row] = "stop"
                 continue
-            said[row].append(token)
-            if len(said[row]) < budgets[row]:
-                going.append(row)
-        live = going
+            outputs[row].append(token)
+            if len(outputs[row]) < budgets[row]:
+                unfinished.append(row)
+        live = unfinished
         if live:
-            logits = decoder.feed(live, [said[row][-1:] for row in live])
-    return [Completion(ids, [], how) for ids, how in zip(said, ended, strict=True)]
+            logits = decoder.feed(live, [outputs[row][-1:] for row in live])
+    return [Completion(ids, [], stop_reason) for ids, stop_reason in zip(outputs, stops, strict=True)]
 
 
-def _allowed(logits: torch.Tensor, states: Sequence[Constraint], remaining: Sequence[int]) -> list[int]:
+def _most_likely(logits: Tensor, constraints: Sequence[Constraint], remaining: Sequence[int]) -> list[int]:
     """The most likely allowed token of each row."""
-    masks = torch.stack([state.allowed(left) for state, left in zip(states, remaining, strict=True)])
+    masks = torch.stack([constraint.allowed(budget) for constraint, budget in zip(constraints, remaining, strict=True)])
     return logits.masked_fill(~masks.to(logits.device), float("-inf")).argmax(-1).tolist()

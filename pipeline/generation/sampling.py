@@ -1,18 +1,15 @@
 """Left-to-right decoding: prompts in, completions out. RL, evaluation and the server share the `Decoder`.
 
-A token is chosen by one uniform number, a hash of (seed, token index), through the inverse of the cumulative
-distribution: float32 weights, summed in blocks, the blocks in float64. So a sample depends only on (model, prompt,
-sampling, its seed): not on its neighbours in the batch, their number or their order. What remains is float arithmetic:
-a matmul of another height may round the logits differently (about 1e-6), which moves a sample only where a number falls
-that close to a border.
+A token is chosen by one uniform number through the inverse of the cumulative distribution: float32 weights, summed in
+blocks, the blocks in float64. The number is a function of (seed, token index): Philox4x32-10 (Salmon et al. 2011,
+SC11), a counter-based generator without state, with the seed as key and the token's index as counter. So a sample
+depends only on (model, prompt, sampling, its seed), not on the rest of the batch, its size or order, on drafts or on a
+resume, and two checkpoints with one seed share their noise. What remains is float arithmetic: a matmul of another
+height may round the logits differently (about 1e-6), which changes a sample only if a number falls that close to a
+border.
 
 Cached and uncached logits agree to 1e-5, the log-probabilities equal teacher forcing. Not here: grammars
-(`constrain.py`), tool execution (`tools.py`), the server's queue and threads (`serve/engine.py`).
-
-Uniform numbers that are a function of (seed, token index) alone: Philox4x32-10 (Salmon et al. 2011, SC11).
-
-A counter-based generator has no state, so a sample's noise does not depend on its batch, on drafts or on a resume, and
-two checkpoints with one seed share their noise. The key is the seed, the counter the token's index.
+(`constrain.py`), tool execution (`evaluation/tools.py`), the server's queue and threads (`serve/engine.py`).
 
 Not promised: secrecy. Seeds are taken modulo 2^64.
 """
@@ -31,46 +28,17 @@ from torch.nn import functional
 from pipeline.model.cache import Cached, KVCache
 from pipeline.model.transformer import Transformer
 
+PREFILL_TOKENS = 8192  # prompt tokens of one forward pass; bounds memory
+COMPACT_BELOW = 0.75  # share of live rows below which the others are dropped from the cache
+CACHE_BYTES = {"cpu": 2**29, "accelerator": 2**33}  # keys and values of the rows that are decoded together
+BLOCK = 64  # tokens whose weights are summed before the sums are searched
+NUCLEUS_PROBE = 64  # tokens that contain most nuclei; only rows that need more are searched whole
+WIDE_ROWS = 64  # of these rows at once: they fit a core's second-level cache
+BUCKETS = 1024  # of their weights, 16 to each power of two; weights below 2^-64 of the largest share the last one
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-
-
-def philox(counter: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
-    """Ten rounds on four 32-bit words each: `counter` (4, n) -> (4, n); `key` is two 32-bit words."""
-    a, b, c, d = (word.astype(np.uint64) for word in counter)
-    first, second = key
-    for _ in range(10):
-        left, right = a * np.uint64(_MULTIPLIERS[0]), c * np.uint64(_MULTIPLIERS[1])
-        a, b, c, d = (
-            (right >> _HALF) ^ b ^ np.uint64(first),
-            right & _LOW,
-            (left >> _HALF) ^ d ^ np.uint64(second),
-            left & _LOW,
-        )
-        first, second = (first + _KEY_STEPS[0]) & 0xFFFFFFFF, (second + _KEY_STEPS[1]) & 0xFFFFFFFF
-    return np.stack([a, b, c, d])
-
-
-def uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
-    """The numbers of tokens `start` to `start + count - 1` of one sample: (count,) in [0, 1), 53 bits each."""
-    index = np.arange(start, start + count, dtype=np.uint64)
-    zero = np.zeros_like(index)
-    words = philox(np.stack([index & _LOW, index >> _HALF, zero, zero]), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
-    return ((words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))).astype(np.float64) * 2.0**-53
-
-
-# -- sampling ----------------------------------------------------------------------------------------------------------
-
-
-PREFILL_TOKENS = 8192  # prompt tokens that one forward takes; bounds memory
-COMPACT_BELOW = 0.75  # of the rows alive: below it, the dead ones are dropped from the cache
-CACHE_BYTES = {"cpu": 2**29, "accelerator": 2**33}  # keys and values of the rows that are decoded together
-BLOCK = 64  # tokens whose weights are summed before the sums are searched
-NUCLEUS_PROBE = 64  # most nuclei lie within so many tokens; only rows that need more are looked at whole
-AT_ONCE = 64  # of these rows: what a core's second-level cache holds
-BUCKETS = 1024  # of their weights, 16 to each power of two; what is below 2^-64 of the most likely shares the last one
 
 
 @dataclass(frozen=True)
@@ -79,8 +47,8 @@ class Sampling:
 
     max_new_tokens: int
     temperature: float = 0.0  # 0 takes the most likely token
-    top_p: float = 1.0  # keep the most likely tokens that hold this share; 1 keeps all
-    top_k: int = 0  # keep so many; 0 keeps all
+    top_p: float = 1.0  # keep the most likely tokens with this share of the probability; 1 keeps all
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -91,172 +59,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. `logprobs` are those of the model at the sampling temperature (at 1 where it is 0), before
-    top-p and top-k, one for each sampled token, the stop token included: what a policy gradient needs."""
+    """One sampled answer.
+
+    `logprobs` are the model's at the sampling temperature (at 1 for temperature 0), before top-p and top-k, one for
+    each sampled token including the stop token, as a policy gradient needs them.
+    """
 
     ids: list[int]  # without the stop token
-    logprobs: list[float]  # natural logarithms; one more than `ids` where it stopped by a stop token
+    logprobs: list[float]  # natural logarithms; one more than `ids` after a stop token
     stop: Literal["stop", "length"]
-
-
-class Decoder:
-    """The engine's core: a cache of rows, and one step that feeds any new tokens to any of them."""
-
-    def __init__(self, model: Transformer, rows: int) -> None:
-        """Raises ValueError for a bidirectional model: it has no left to right."""
-        if model.config.attention != "causal":
-            raise ValueError("a bidirectional model cannot be decoded left to right; use diffusion/sampling.py")
-        self.model = model
-        table = model.model.embed_tokens.weight
-        self.cache = KVCache(model.config, rows, dtype=table.dtype, device=table.device)
-
-    @torch.no_grad()
-    def feed(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Append `tokens[i]` (at least one each) to row `rows[i]`; logits (len(rows), V) after each one's last token.
-
-        All new tokens lie on one line: the linear layers run once, attention once a row (once in all where every row
-        gets one token). Raises ValueError where a row would outgrow the model's context.
-        """
-        return self._feed(self.cache, rows, tokens)
-
-    @torch.no_grad()
-    def read(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
-        """Read prompts, whose places are what `clear` lets rows go on from, and logits (len(prompts), V) after each.
-
-        A prompt that no row goes on from is forgotten by the next `read`.
-        """
-        places = self.cache.room_for_prompts(len(prompts))
-        assert self.cache.prompts is not None
-        return places, self._feed(self.cache.prompts, places, prompts)
-
-    def _feed(self, cache: KVCache, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        counts = [len(piece) for piece in tokens]
-        if not all(counts):
-            raise ValueError("each row needs at least one token: an empty prompt has no next token")
-        layout = Cached(cache, rows, counts)
-        ids = torch.tensor([token for piece in tokens for token in piece], device=layout.positions.device)
-        hidden = self.model.line(ids, layout.positions, layout)
-        ends = torch.tensor(counts, device=ids.device).cumsum(0) - 1
-        return self.model.logits(hidden[ends])
-
-    def clear(self, row: int, prompt: int | None = None) -> None:
-        """Forget what a row holds; it goes on from `prompt`, a place that `read` gave, or from nothing."""
-        self.cache.clear(row, prompt)
-
-
-def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Next tokens (R,) int64 and their log-probabilities (R,) float64 from `logits` (R, V).
-
-    `numbers` (R,) float64 in [0, 1), one a row; not read at temperature 0. Tokens stand in id order in the cumulative
-    distribution; tokens that tie with the last one kept by top-k or top-p are kept too, so no order among them matters.
-    A device without float64 (Apple's GPU) hands its logits to the CPU; the log-probabilities stay there.
-    """
-    if logits.device.type == "mps":
-        tokens, logprobs = choose(logits.cpu(), numbers, sampling)
-        return tokens.to(logits.device), logprobs
-    if sampling.temperature == 0:
-        tokens = logits.argmax(-1)
-        wide = logits.double()
-        return tokens, wide.gather(1, tokens[:, None]).squeeze(1) - wide.logsumexp(-1)
-    assert numbers is not None, "sampling needs a uniform number a row"
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    most = wide.amax(-1, keepdim=True)
-    temperature = max(sampling.temperature, torch.finfo(wide.dtype).tiny)  # below it 0 / 0 has no value
-    weights = (wide - most).div_(temperature).exp_()  # the difference is exact near the most, where it counts
-    tokens = _inverse(_truncate(weights, sampling), numbers.to(logits.device))
-    total = _blocks(weights).sum(-1).double().sum(-1)
-    chosen = wide.gather(1, tokens[:, None]).double() - most.double()
-    return tokens, chosen.squeeze(1) / temperature - total.log()
-
-
-def _blocks(weights: Tensor) -> Tensor:
-    """(R, V) -> (R, V / BLOCK, BLOCK), zeros behind the last token."""
-    missing = -weights.shape[1] % BLOCK
-    return (functional.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
-
-
-def _inverse(weights: Tensor, numbers: Tensor) -> Tensor:
-    """The token (R,) at the share `numbers` (R,) of each row's sum: first its block, then its place in that block."""
-    blocks = _blocks(weights)
-    sums = blocks.sum(-1).double().cumsum(-1)  # (R, V / BLOCK)
-    target = numbers.double()[:, None] * sums[:, -1:]
-    block = _place(sums, target)  # (R, 1)
-    before = functional.pad(sums, (1, 0)).gather(1, block)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(-1)
-    return (block * BLOCK + _place(inside, target - before)).squeeze(1)
-
-
-def _place(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first place (R, 1) whose sum exceeds `target`; where rounding leaves none, the last one that adds
-    anything.
-    """
-    found = torch.searchsorted(cumulative, target, right=True)
-    return torch.minimum(found, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
-
-
-def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
-    """Set to 0 what top-k, then top-p of the rest, leave out. `weights` (R, V) are unnormalised probabilities."""
-    if 0 < sampling.top_k < weights.shape[1]:
-        floor = weights.topk(sampling.top_k, dim=-1).values[:, -1:]
-        weights = weights.where(weights >= floor, 0.0)
-    if sampling.top_p == 1:
-        return weights
-    wanted = sampling.top_p * weights.sum(-1, keepdim=True)
-    best = weights.topk(min(NUCLEUS_PROBE, weights.shape[1]), dim=-1).values  # falling
-    floors = _nucleus_floor(best, wanted)
-    wide = (best.sum(-1) < wanted.squeeze(1)).nonzero().squeeze(1)
-    if len(wide):  # rare in a trained model; the rule where a high temperature flattens it
-        floors[wide] = _wide_nucleus_floor(weights[wide], wanted[wide])
-    return (weights >= floors).to(weights.dtype).mul_(weights)  # `where` is three times as slow on a CPU: it guesses
-
-
-def _wide_nucleus_floor(weights: Tensor, wanted: Tensor) -> Tensor:
-    """`_nucleus_floor` of rows (R, V) that are not in order. A whole sort costs a CPU ten times as much."""
-    if weights.device.type != "cpu":
-        return _nucleus_floor(weights.sort(dim=-1, descending=True).values, wanted)
-    return torch.cat([_by_buckets(*part) for part in zip(weights.split(AT_ONCE), wanted.split(AT_ONCE), strict=True)])
-
-
-def _by_buckets(weights: Tensor, wanted: Tensor) -> Tensor:
-    """Sum the weights by buckets, falling; only those of the bucket in which the sum is reached are put in order.
-
-    The bits of a float that is not negative rise with it, so exponent and four bits of the mantissa number its bucket.
-    """
-    count = len(weights)
-    rising = (weights.float().view(torch.int32) >> 19) - (127 * 16 - BUCKETS)
-    bucket = BUCKETS - rising.clamp_(0, BUCKETS)  # (R, V), 0 holds the most likely
-    first = torch.arange(count, dtype=torch.int32)[:, None] * (BUCKETS + 1)
-    flat = (bucket + first).view(-1)
-    sums = torch.bincount(flat, weights.reshape(-1).double(), minlength=count * (BUCKETS + 1)).view(count, -1)
-    reached = sums.cumsum(-1)
-    border = (reached.to(weights.dtype) < wanted).sum(-1, keepdim=True).clamp_max(BUCKETS)  # (R, 1)
-    before = (reached - sums).gather(1, border)
-    row, column = (bucket == border).nonzero(as_tuple=True)
-    sizes = torch.bincount(row, minlength=count)
-    place = torch.arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
-    few = weights.new_zeros(count, max(1, int(sizes.max())))
-    few[row, place] = weights[row, column]
-    few = few.sort(dim=-1, descending=True).values
-    end = ((before + few.double().cumsum(-1)).to(weights.dtype) < wanted).sum(-1, keepdim=True)
-    return few.gather(1, end.minimum(sizes[:, None] - 1).clamp_min(0))
-
-
-def _nucleus_floor(falling: Tensor, wanted: Tensor) -> Tensor:
-    """The weight (R, 1) of the first token with which the sum of `falling` (R, n) reaches `wanted` (R, 1)."""
-    end = (falling.cumsum(-1) < wanted).sum(-1, keepdim=True).clamp_max(falling.shape[1] - 1)
-    return falling.gather(1, end)
-
-
-@dataclass
-class _Row:
-    """A sample in the making."""
-
-    index: int  # place among the prompts
-    budget: int
-    numbers: np.ndarray  # (budget,) its uniform numbers
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stop: Literal["stop", "length"] | None = None
 
 
 def generate(
@@ -271,9 +82,10 @@ def generate(
 ) -> list[Completion]:
     """Complete each prompt; results in the order of the prompts, one seed each.
 
-    A row ends with a token of `stop`, after `max_new_tokens`, or where the context is full ("length"). Equal prompts
-    are read once and shared. `on_token(index, token)` is called as each token of prompt `index` is sampled, stop token
-    included. Raises ValueError for an empty prompt, one that fills the context, or unequal numbers of seeds.
+    A row ends with a token of `stop`, after `max_new_tokens`, or when the context is full ("length"). Equal prompts are
+    read once and shared. `on_token(index, token)` is called for each sampled token of prompt `index`, including the
+    stop token. Raises ValueError for an empty prompt, one that fills the context, or a number of seeds that differs
+    from that of prompts.
     """
     if len(seeds) != len(prompts):
         raise ValueError(f"expected a seed for each of the {len(prompts)} prompts, found {len(seeds)}")
@@ -294,9 +106,9 @@ def generate(
 def sampler(
     model: Transformer, sampling: Sampling, stop: Collection[int]
 ) -> Callable[[list[list[int]], list[int]], list[Completion]]:
-    """`generate` of one model with one way to sample: prompts and seeds in, completions out. What rollouts are given.
+    """`generate` with a fixed model and sampling, for rollouts: prompts and seeds in, completions out.
 
-    As many rows at a time as `rows_within` says: few rows are slow, and a cache of all of them may not fit.
+    Decodes `rows_within` rows at a time: few rows are slow, and a cache of all of them may not fit.
     """
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
@@ -307,11 +119,71 @@ def sampler(
 
 
 def rows_within(model: Transformer, length: int) -> int:
-    """How many rows of `length` tokens are decoded together: what a cache of CACHE_BYTES holds, 8 to 512."""
+    """How many rows of `length` tokens to decode together: those of a cache of CACHE_BYTES, 8 to 512."""
     config, table = model.config, model.model.embed_tokens.weight
     row = 2 * config.layers * config.kv_heads * config.head_dim * table.element_size() * max(length, 1)
     budget = CACHE_BYTES["cpu" if table.device.type == "cpu" else "accelerator"]
     return max(8, min(512, budget // row))
+
+
+class Decoder:
+    """The core of decoding: a cache of rows, and a step that feeds any new tokens to any of them."""
+
+    def __init__(self, model: Transformer, rows: int) -> None:
+        """Raises ValueError for a bidirectional model."""
+        if model.config.attention != "causal":
+            raise ValueError("a bidirectional model cannot be decoded left to right; use diffusion/sampling.py")
+        self.model = model
+        table = model.model.embed_tokens.weight
+        self.cache = KVCache(model.config, rows, dtype=table.dtype, device=table.device)
+
+    @torch.no_grad()
+    def feed(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append `tokens[i]` (at least one each) to row `rows[i]`; logits (len(rows), V) after each row's last token.
+
+        All new tokens lie on one line: the linear layers run once, attention once a row (once in all if every row gets
+        one token). Raises ValueError if a row would exceed the model's context.
+        """
+        return self._feed(self.cache, rows, tokens)
+
+    @torch.no_grad()
+    def read(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
+        """Read prompts: their numbers, for `clear`, and the logits (len(prompts), V) after each.
+
+        The next `read` overwrites prompts that no row continues.
+        """
+        numbers = self.cache.room_for_prompts(len(prompts))
+        assert self.cache.prompts is not None
+        return numbers, self._feed(self.cache.prompts, numbers, prompts)
+
+    def _feed(self, cache: KVCache, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        counts = [len(row_tokens) for row_tokens in tokens]
+        if not all(counts):
+            raise ValueError("each row needs at least one token: an empty prompt has no next token")
+        layout = Cached(cache, rows, counts)
+        ids = torch.tensor([token for row_tokens in tokens for token in row_tokens], device=layout.positions.device)
+        hidden = self.model.line(ids, layout.positions, layout)
+        ends = torch.tensor(counts, device=ids.device).cumsum(0) - 1
+        return self.model.logits(hidden[ends])
+
+    def clear(self, row: int, prompt: int | None = None) -> None:
+        """Empty a row; it then continues `prompt`, a number from `read`, or starts from nothing."""
+        self.cache.clear(row, prompt)
+
+
+# -- rows of a batch ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Row:
+    """A sample that is being decoded."""
+
+    index: int  # of its prompt
+    budget: int
+    numbers: np.ndarray  # (budget,) its uniform numbers
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop: Literal["stop", "length"] | None = None
 
 
 def _generate(
@@ -323,8 +195,8 @@ def _generate(
     batch_rows: int,
     on_token: Callable[[int, int], None] | None,
 ) -> list[Completion]:
-    """Rows that end make room for waiting prompts; when none wait, the cache shrinks to the rows alive."""
-    # Longest last in the list and so first out; equal prompts lie together. Completions do not depend on this order.
+    """Finished rows make room for waiting prompts; when none wait, the cache shrinks to the live rows."""
+    # The longest is last in the list and so first out; equal prompts are adjacent. Completions do not depend on it.
     waiting = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), prompts[index], -index))
     results: list[Completion | None] = [None] * len(prompts)
     num_slots = min(batch_rows, len(prompts))
@@ -353,10 +225,10 @@ def _generate(
             advance([slot for slot, _ in admitted], _prefill(decoder, admitted, prompts))
             continue
         if not waiting and len(live) < COMPACT_BELOW * num_slots:
-            kept = sorted(live)
-            decoder.cache.select(kept)
-            live = {place: live[slot] for place, slot in enumerate(kept)}
-            num_slots = len(kept)
+            slots = sorted(live)
+            decoder.cache.select(slots)
+            live = {new: live[slot] for new, slot in enumerate(slots)}
+            num_slots = len(slots)
         slots = sorted(live)
         advance(slots, decoder.feed(slots, [live[slot].ids[-1:] for slot in slots]))
     assert all(result is not None for result in results)
@@ -364,7 +236,7 @@ def _generate(
 
 
 def _append(row: _Row, token: int, logprob: float, stop: frozenset[int]) -> None:
-    """Count a sampled token in, and see whether the row ends."""
+    """Append a sampled token, and end the row if it is the last one."""
     row.logprobs.append(logprob)
     if token in stop:
         row.stop = "stop"
@@ -391,13 +263,145 @@ def _admit(waiting: list[int], free: list[int], prompts: list[list[int]]) -> lis
 def _prefill(decoder: Decoder, admitted: list[tuple[int, int]], prompts: list[list[int]]) -> Tensor:
     """Read the admitted prompts, each distinct one once; logits (len(admitted), V)."""
     distinct: list[list[int]] = []
-    place: list[int] = []  # of each admitted, its prompt's
+    prompt_of: list[int] = []  # index in `distinct` of each admitted prompt
     for slot, index in admitted:
-        decoder.clear(slot)  # so that what it went on from can be forgotten
+        decoder.clear(slot)  # so that the prompt that it continued can be overwritten
         if not distinct or distinct[-1] != prompts[index]:
             distinct.append(prompts[index])
-        place.append(len(distinct) - 1)
-    found, logits = decoder.read(distinct)
-    for (slot, _), number in zip(admitted, place):
-        decoder.clear(slot, found[number])
-    return logits[torch.tensor(place, device=logits.device)]
+        prompt_of.append(len(distinct) - 1)
+    numbers, logits = decoder.read(distinct)
+    for (slot, _), prompt in zip(admitted, prompt_of):
+        decoder.clear(slot, numbers[prompt])
+    return logits[torch.tensor(prompt_of, device=logits.device)]
+
+
+# -- the next token ----------------------------------------------------------------------------------------------------
+
+
+def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Next tokens (R,) int64 and their log-probabilities (R,) float64 from `logits` (R, V).
+
+    `numbers` (R,) float64 in [0, 1), one a row; unused at temperature 0. The cumulative distribution is in the order of
+    ids; tokens that tie with the last one kept by top-k or top-p are kept too, so their order does not matter. On a
+    device without float64 (Apple's GPU) the logits are copied to the CPU; the log-probabilities stay there.
+    """
+    if logits.device.type == "mps":
+        tokens, logprobs = choose(logits.cpu(), numbers, sampling)
+        return tokens.to(logits.device), logprobs
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+        wide = logits.double()
+        return tokens, wide.gather(1, tokens[:, None]).squeeze(1) - wide.logsumexp(-1)
+    assert numbers is not None, "sampling needs a uniform number a row"
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    largest = wide.amax(-1, keepdim=True)
+    temperature = max(sampling.temperature, torch.finfo(wide.dtype).tiny)  # below it 0 / 0 is undefined
+    weights = (wide - largest).div_(temperature).exp_()  # the difference is exact near the largest, where it counts
+    tokens = _invert(_truncate(weights, sampling), numbers.to(logits.device))
+    total = _blocks(weights).sum(-1).double().sum(-1)
+    chosen = wide.gather(1, tokens[:, None]).double() - largest.double()
+    return tokens, chosen.squeeze(1) / temperature - total.log()
+
+
+def _blocks(weights: Tensor) -> Tensor:
+    """(R, V) -> (R, V / BLOCK, BLOCK), zeros after the last token."""
+    missing = -weights.shape[1] % BLOCK
+    return (functional.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
+
+
+def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
+    """The token (R,) at the share `numbers` (R,) of each row's sum: first its block, then its index in that block."""
+    blocks = _blocks(weights)
+    sums = blocks.sum(-1).double().cumsum(-1)  # (R, V / BLOCK)
+    target = numbers.double()[:, None] * sums[:, -1:]
+    block = _first_above(sums, target)  # (R, 1)
+    before = functional.pad(sums, (1, 0)).gather(1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(-1)
+    return (block * BLOCK + _first_above(inside, target - before)).squeeze(1)
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """The first index (R, 1) whose sum exceeds `target`; if rounding leaves none, the last one with a weight."""
+    index = torch.searchsorted(cumulative, target, right=True)
+    return torch.minimum(index, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
+
+
+def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
+    """Set weights outside top-k, then outside top-p of the rest, to 0. They are unnormalized probabilities (R, V)."""
+    if 0 < sampling.top_k < weights.shape[1]:
+        floor = weights.topk(sampling.top_k, dim=-1).values[:, -1:]
+        weights = weights.where(weights >= floor, 0.0)
+    if sampling.top_p == 1:
+        return weights
+    target = sampling.top_p * weights.sum(-1, keepdim=True)
+    best = weights.topk(min(NUCLEUS_PROBE, weights.shape[1]), dim=-1).values  # falling
+    floors = _nucleus_floor(best, target)
+    wide = (best.sum(-1) < target.squeeze(1)).nonzero().squeeze(1)
+    if len(wide):  # rare in a trained model, common at a high temperature
+        floors[wide] = _wide_nucleus_floor(weights[wide], target[wide])
+    return (weights >= floors).to(weights.dtype).mul_(weights)  # `where` is three times as slow on a CPU: it branches
+
+
+def _wide_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
+    """`_nucleus_floor` of unsorted rows (R, V). A full sort is ten times as slow on a CPU."""
+    if weights.device.type != "cpu":
+        return _nucleus_floor(weights.sort(dim=-1, descending=True).values, target)
+    parts = zip(weights.split(WIDE_ROWS), target.split(WIDE_ROWS), strict=True)
+    return torch.cat([_bucket_nucleus_floor(*part) for part in parts])
+
+
+def _bucket_nucleus_floor(weights: Tensor, target: Tensor) -> Tensor:
+    """Sum the weights by buckets, falling; only the bucket in which the sum reaches `target` is sorted.
+
+    The bits of a float that is not negative rise with it, so exponent and four bits of the mantissa number its bucket.
+    """
+    count = len(weights)
+    rising = (weights.float().view(torch.int32) >> 19) - (127 * 16 - BUCKETS)
+    bucket = BUCKETS - rising.clamp_(0, BUCKETS)  # (R, V), 0 has the most likely tokens
+    first = torch.arange(count, dtype=torch.int32)[:, None] * (BUCKETS + 1)
+    flat = (bucket + first).view(-1)
+    sums = torch.bincount(flat, weights.reshape(-1).double(), minlength=count * (BUCKETS + 1)).view(count, -1)
+    cumulative = sums.cumsum(-1)
+    border = (cumulative.to(weights.dtype) < target).sum(-1, keepdim=True).clamp_max(BUCKETS)  # (R, 1)
+    before = (cumulative - sums).gather(1, border)
+    row, column = (bucket == border).nonzero(as_tuple=True)
+    sizes = torch.bincount(row, minlength=count)
+    index = torch.arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
+    border_weights = weights.new_zeros(count, max(1, int(sizes.max())))
+    border_weights[row, index] = weights[row, column]
+    border_weights = border_weights.sort(dim=-1, descending=True).values
+    end = ((before + border_weights.double().cumsum(-1)).to(weights.dtype) < target).sum(-1, keepdim=True)
+    return border_weights.gather(1, end.minimum(sizes[:, None] - 1).clamp_min(0))
+
+
+def _nucleus_floor(falling: Tensor, target: Tensor) -> Tensor:
+    """The weight (R, 1) of the first token with which the sum of `falling` (R, n) reaches `target` (R, 1)."""
+    end = (falling.cumsum(-1) < target).sum(-1, keepdim=True).clamp_max(falling.shape[1] - 1)
+    return falling.gather(1, end)
+
+
+# -- uniform numbers ---------------------------------------------------------------------------------------------------
+
+
+def philox(counter: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
+    """Ten rounds on four 32-bit words each: `counter` (4, n) -> (4, n); `key` is two 32-bit words."""
+    a, b, c, d = (word.astype(np.uint64) for word in counter)
+    first, second = key
+    for _ in range(10):
+        left, right = a * np.uint64(_MULTIPLIERS[0]), c * np.uint64(_MULTIPLIERS[1])
+        a, b, c, d = (
+            (right >> _HALF) ^ b ^ np.uint64(first),
+            right & _LOW,
+            (left >> _HALF) ^ d ^ np.uint64(second),
+            left & _LOW,
+        )
+        first, second = (first + _KEY_STEPS[0]) & 0xFFFFFFFF, (second + _KEY_STEPS[1]) & 0xFFFFFFFF
+    return np.stack([a, b, c, d])
+
+
+def uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
+    """The numbers of tokens `start` to `start + count - 1` of one sample: (count,) in [0, 1), 53 bits each."""
+    index = np.arange(start, start + count, dtype=np.uint64)
+    zero = np.zeros_like(index)
+    words = philox(np.stack([index & _LOW, index >> _HALF, zero, zero]), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    return ((words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))).astype(np.float64) * 2.0**-53

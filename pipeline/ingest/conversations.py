@@ -1,9 +1,9 @@
-"""Conversations in the dialects of public data sets -> the message lists of `streams.records`.
+"""Conversations in the dialects of public data sets -> the message lists of `records`.
 
 In: lists of role/content or from/value, and whole transcripts (Glaive's, hh-rlhf's). Out: messages of the roles system,
-user, assistant, tool, with calls as `tool_calls` numbered from call_0, arguments as JSON text, and each result tied to
-its call: by the id it names, else to the first call without a result; a JSON list as long as the open calls is one
-result each. Text and a call that follow one another become one turn of the assistant. What cannot be read raises
+user, assistant, tool. Calls are `tool_calls` numbered from call_0, their arguments JSON text. Each result belongs to
+the call whose id it names, else to the first call without a result; a JSON list as long as the open calls is one result
+for each. Text and a call that follow one another become one turn of the assistant. What cannot be read raises
 `RowError`.
 
 Not promised: that every call has a result, or that user and assistant take turns.
@@ -12,10 +12,10 @@ Not promised: that every call has a result, or that user and assistant take turn
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from pipeline.ingest.records import Message
 from pipeline.ingest.tool_calls import Call, RowError, bracket_calls, from_json, glaive_call, json_calls, to_json, tools
+from pipeline.run.types import JsonObject
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -26,25 +26,25 @@ _ROLES = {
 }
 
 
-class Turns:
-    """A message list being built; keeps which calls still wait for their result."""
+class MessageBuilder:
+    """Builds a message list, and keeps the calls that have no result yet."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._num_calls = 0
-        self._open: list[tuple[str, dict[str, Any]]] = []  # (id in the source, our call)
+        self._open_calls: list[tuple[str, JsonObject]] = []  # (id in the source, our entry of tool_calls)
 
-    def say(self, role: str, content: str) -> None:
-        """A turn without calls."""
+    def add_turn(self, role: str, content: str) -> None:
+        """Add a turn without calls."""
         if role == "assistant":
-            self._open = []
+            self._open_calls = []
         self.messages.append({"role": role, "content": content})
 
-    def call(self, calls: Sequence[Call], field: str, ids: Sequence[str] = (), content: str = "") -> None:
-        """Calls of the assistant, joined to the turn of the assistant just before, if there is one."""
+    def add_calls(self, calls: Sequence[Call], field: str, ids: Sequence[str] = (), content: str = "") -> None:
+        """Add calls of the assistant, to its turn just before if there is one."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
-            self._open = []
+            self._open_calls = []
         last = self.messages[-1]
         last["content"] = "\n".join(part for part in (last["content"], content) if part.strip())
         for index, call in enumerate(calls):
@@ -55,32 +55,34 @@ class Turns:
             }
             self._num_calls += 1
             last.setdefault("tool_calls", []).append(entry)
-            self._open.append((ids[index] if index < len(ids) else "", entry))
+            self._open_calls.append((ids[index] if index < len(ids) else "", entry))
 
-    def result(self, content: str, field: str, source_id: str = "") -> None:
-        """The result of one open call, or of all of them when it is a JSON list of as many entries."""
-        if not self._open:
+    def add_result(self, content: str, field: str, source_id: str = "") -> None:
+        """Add the result of one open call, or of all of them when it is a JSON list of as many entries."""
+        if not self._open_calls:
             raise RowError(field, "a result without a call before it")
-        if not source_id and len(self._open) > 1 and content.lstrip().startswith("["):
+        if not source_id and len(self._open_calls) > 1 and content.lstrip().startswith("["):
             try:
                 entries = from_json(content, field)
             except RowError:
                 entries = []
-            if len(entries) == len(self._open):
+            if isinstance(entries, list) and len(entries) == len(self._open_calls):
                 for entry in entries:
-                    self._result(entry if isinstance(entry, str) else to_json(entry, field), 0)
+                    self._close_call(entry if isinstance(entry, str) else to_json(entry, field), 0)
                 return
-        ids = [known for known, _ in self._open]
-        self._result(content, ids.index(source_id) if source_id in ids else 0)
+        ids = [call_id for call_id, _ in self._open_calls]
+        self._close_call(content, ids.index(source_id) if source_id in ids else 0)
 
-    def _result(self, content: str, index: int) -> None:
-        _, call = self._open.pop(index)
+    def _close_call(self, content: str, index: int) -> None:
+        _, call = self._open_calls.pop(index)
         name = call["function"]["name"]
         self.messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
 
 
-def check(messages: Sequence[Message], tool_list: Sequence[dict[str, Any]]) -> None:
-    """A dialogue that can be trained on: an assistant that says something, calls only of tools that are listed."""
+def check(messages: Sequence[Message], tool_list: Sequence[JsonObject]) -> None:
+    """Raise RowError unless the dialogue can be trained on: the assistant has a turn, has no empty turn, and calls only
+    tools that are listed.
+    """
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("messages", "no turn of the assistant")
     names = {tool["function"]["name"] for tool in tool_list}
@@ -94,48 +96,53 @@ def check(messages: Sequence[Message], tool_list: Sequence[dict[str, Any]]) -> N
             raise RowError(f"messages[{index}].content", "the assistant says nothing")
 
 
-def question(asked: str, answer: str, system: str = "") -> list[Message]:
-    """One question and its answer."""
+def question(text: str, answer: str, system: str = "") -> list[Message]:
+    """The messages of one question and its answer."""
     first = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return [*first, {"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
 
-def from_list(entries: Sequence[Any], field: str) -> list[Message]:
-    """Messages as role/content (OpenAI) or from/value (ShareGPT), with calls and results in either's form."""
+def from_list(entries: Sequence[object], field: str) -> list[Message]:
+    """Messages as role/content (OpenAI) or from/value (ShareGPT), with calls and results in either form."""
     if not entries:
         raise RowError(field, "no message")
-    turns = Turns()
+    builder = MessageBuilder()
     for index, entry in enumerate(entries):
-        _add(turns, entry, f"{field}[{index}]")
-    return turns.messages
+        _add_entry(builder, entry, f"{field}[{index}]")
+    return builder.messages
 
 
-def _add(turns: Turns, entry: Any, field: str) -> None:
+def _add_entry(builder: MessageBuilder, value: object, field: str) -> None:
+    entry = _require_object(value, field)
     role, content = _role_and_content(entry, field)
     if role == "call":
-        turns.call(json_calls(content, field), field)
+        builder.add_calls(json_calls(content, field), field)
     elif role == "tool":
-        named = entry.get("tool_call_id")
-        turns.result(content, field, named if isinstance(named, str) else "")
+        call_id = entry.get("tool_call_id")
+        builder.add_result(content, field, call_id if isinstance(call_id, str) else "")
     elif role == "assistant" and (entry.get("tool_calls") or entry.get("function_call")):
         calls = entry.get("tool_calls") or [entry["function_call"]]
         if not isinstance(calls, list):
             raise RowError(f"{field}.tool_calls", f"expected a list, found {type(calls).__name__}")
         ids = [call["id"] if isinstance(call, dict) and isinstance(call.get("id"), str) else "" for call in calls]
-        turns.call(json_calls(calls, f"{field}.tool_calls"), field, ids, content)
+        builder.add_calls(json_calls(calls, f"{field}.tool_calls"), field, ids, content)
     else:
-        turns.say(role, content)
+        builder.add_turn(role, content)
 
 
-def _role_and_content(entry: Any, field: str) -> tuple[str, str]:
+def _require_object(entry: object, field: str) -> JsonObject:
     if not isinstance(entry, dict):
         raise RowError(field, f"expected a message, found {type(entry).__name__}")
+    return entry
+
+
+def _role_and_content(entry: JsonObject, field: str) -> tuple[str, str]:
     names = ("role", "content") if entry.get("role") is not None else ("from", "value")
     word, content = entry.get(names[0]), entry.get(names[1])
     role = _ROLES.get(word.strip().lower()) if isinstance(word, str) else None
     if role is None:
         raise RowError(f"{field}.{names[0]}", f"expected system, user, assistant or tool, found {word!r}"[:120])
-    if isinstance(content, list):  # OpenAI's parts: text is read, pictures and sound cannot be
+    if isinstance(content, list):  # OpenAI's parts: text can be read, pictures and sound cannot
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise RowError(f"{field}.{names[1]}", "expected parts of text only")
         content = "".join(part["text"] for part in content)
@@ -148,15 +155,15 @@ def _role_and_content(entry: Any, field: str) -> tuple[str, str]:
     return role, content
 
 
-def xlam(query: str, answers: Any, field: str) -> list[Message]:
-    """xLAM: one question, its calls as JSON text; `[]` means that no tool fits, which leaves nothing to train on."""
+def xlam(query: str, answers: object, field: str) -> list[Message]:
+    """xLAM: one question, its calls as JSON text; `[]` (no tool fits) is rejected, as it leaves nothing to train on."""
     calls = json_calls(answers, field)
     if not calls:
         raise RowError(field, "no call and no answer")
-    turns = Turns()
-    turns.say("user", query)
-    turns.call(calls, field)
-    return turns.messages
+    builder = MessageBuilder()
+    builder.add_turn("user", query)
+    builder.add_calls(calls, field)
+    return builder.messages
 
 
 # --- Glaive ----------------------------------------------------------------------------------------------------------
@@ -166,19 +173,19 @@ _END_MARK = re.compile(r"<\|\w+\|>\s*$")  # Glaive writes another model's end to
 _GLAIVE_OFFER = re.compile(r",?\s*with access to the following functions\.\s*Use them if required\s*-?\s*$")
 
 
-def glaive_system(text: str, field: str) -> tuple[str, list[dict[str, Any]]]:
+def glaive_system(text: str, field: str) -> tuple[str, list[JsonObject]]:
     """`SYSTEM: <instruction> <function JSON> <function JSON> ...` -> (instruction, tools)."""
     text = text.strip().removeprefix("SYSTEM:").strip()
-    opened = text.find("{")
-    if opened < 0:
+    start = text.find("{")
+    if start < 0:
         return text, []
-    instruction = _GLAIVE_OFFER.sub(".", text[:opened].strip()).strip()
-    functions: list[Any] = []
-    while opened < len(text):
-        function, opened = _decode_at(text, opened, field)
+    instruction = _GLAIVE_OFFER.sub(".", text[:start].strip()).strip()
+    functions: list[object] = []
+    while start < len(text):
+        function, start = _decode_at(text, start, field)
         functions.append(function)
-        while opened < len(text) and text[opened] in " \n\t\r,":
-            opened += 1
+        while start < len(text) and text[start] in " \n\t\r,":
+            start += 1
     return instruction, tools(functions, field)
 
 
@@ -187,21 +194,21 @@ def glaive(chat: str, field: str) -> list[Message]:
     pieces = _GLAIVE_TURN.split(chat)
     if pieces[0].strip() or len(pieces) < 3:
         raise RowError(field, f"expected `USER:`, found {pieces[0].strip()[:40]!r}")
-    turns = Turns()
+    builder = MessageBuilder()
     for number, (speaker, text) in enumerate(zip(pieces[1::2], pieces[2::2], strict=True)):
-        where, text = f"{field}[{number}]", _END_MARK.sub("", text.strip()).strip()
+        turn_field, text = f"{field}[{number}]", _END_MARK.sub("", text.strip()).strip()
         if speaker == "USER":
-            turns.say("user", text)
+            builder.add_turn("user", text)
         elif speaker == "FUNCTION RESPONSE":
-            turns.result(text, where)
+            builder.add_result(text, turn_field)
         else:
             content, *calls = text.split("<functioncall>")
             if calls:
-                parsed = [glaive_call(_END_MARK.sub("", call.strip()), where) for call in calls]
-                turns.call(parsed, where, content=content.strip())
+                parsed = [glaive_call(_END_MARK.sub("", call.strip()), turn_field) for call in calls]
+                builder.add_calls(parsed, turn_field, content=content.strip())
             else:
-                turns.say("assistant", text)
-    return turns.messages
+                builder.add_turn("assistant", text)
+    return builder.messages
 
 
 # --- ToolACE ---------------------------------------------------------------------------------------------------------
@@ -211,39 +218,39 @@ _TODAY = re.compile(r"(?:Today is|The current (?:time|date)\b)[^\n]*?(?:\.(?=\s|
 
 
 def find_functions(system: str) -> int:
-    """Where the JSON list of functions begins in a system text; -1: nowhere."""
+    """Offset of the JSON list of functions in a system text; -1: there is none."""
     match = _FUNCTIONS.search(system)
     return match.start() if match else -1
 
 
-def toolace_system(system: str) -> tuple[str, list[dict[str, Any]]]:
-    """The tools in the system text, and what else to keep of it: the date. The rest tells of ToolACE's call syntax."""
+def toolace_system(system: str) -> tuple[str, list[JsonObject]]:
+    """(the date, the tools) of a system text. The rest of it, which describes ToolACE's call syntax, is dropped."""
     start = find_functions(system)
     functions, end = _decode_at(system, start, "system")
     today = _TODAY.search(system[:start] + "\n" + system[end:])
     return today.group().strip() if today else "", tools(functions, "system")
 
 
-def toolace(entries: Sequence[Any], field: str) -> list[Message]:
+def toolace(entries: Sequence[object], field: str) -> list[Message]:
     """ToolACE's turns: as ShareGPT, but a call is an assistant's text of the form `[Name(a=1), ...]`."""
     if not entries:
         raise RowError(field, "no message")
-    turns = Turns()
+    builder = MessageBuilder()
     for index, entry in enumerate(entries):
-        where = f"{field}[{index}]"
-        role, content = _role_and_content(entry, where)
-        calls = bracket_calls(content, where) if role == "assistant" else []
+        turn_field = f"{field}[{index}]"
+        role, content = _role_and_content(_require_object(entry, turn_field), turn_field)
+        calls = bracket_calls(content, turn_field) if role == "assistant" else []
         if calls:
-            turns.call(calls, where)
+            builder.add_calls(calls, turn_field)
         elif role == "tool":
-            turns.result(_results_only(content), where)
+            builder.add_result(_bare_results(content), turn_field)
         else:
-            turns.say(role, content)
-    return turns.messages
+            builder.add_turn(role, content)
+    return builder.messages
 
 
-def _results_only(content: str) -> str:
-    """`[{"name": "f", "results": {...}}]` -> the results alone, as ToolACE's names repeat those of the calls."""
+def _bare_results(content: str) -> str:
+    """`[{"name": "f", "results": {...}}]` -> the results alone, because ToolACE's names repeat those of the calls."""
     try:
         entries = json.loads(content)
     except (ValueError, RecursionError):
@@ -254,7 +261,7 @@ def _results_only(content: str) -> str:
     return to_json(results if len(results) > 1 else results[0], "results")
 
 
-def _decode_at(text: str, start: int, field: str) -> tuple[Any, int]:
+def _decode_at(text: str, start: int, field: str) -> tuple[object, int]:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
@@ -272,8 +279,8 @@ def transcript(text: str, field: str) -> list[Message]:
     if pieces[0].strip() or len(pieces) < 3:
         raise RowError(field, f"expected `Human:` or `Assistant:`, found {text.strip()[:40]!r}")
     messages: list[Message] = []
-    for speaker, said in zip(pieces[1::2], pieces[2::2], strict=True):
-        if not said.strip():
+    for speaker, content in zip(pieces[1::2], pieces[2::2], strict=True):
+        if not content.strip():
             raise RowError(field, f"an empty turn of {speaker}")
-        messages.append({"role": "user" if speaker == "Human" else "assistant", "content": said.strip()})
+        messages.append({"role": "user" if speaker == "Human" else "assistant", "content": content.strip()})
     return messages

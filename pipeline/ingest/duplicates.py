@@ -1,30 +1,26 @@
-"""Finds documents that say the same: equal but for whitespace, or near duplicates by MinHash.
+"""Duplicates: documents that equal or resemble each other, and test items in training text.
 
     text -> fingerprint (64 bits), signature (256 bytes)      stateless, in the workers
     signatures in order -> does an earlier one resemble it?   NearDuplicates, in the collecting process
 
-One-permutation MinHash (Li, Owen, Zhang 2012) of 5-token shingles in 256 bins, empty bins filled by rotation
-(Shrivastava & Li 2014), 8 bits of each minimum kept (Li & König 2010). 32 bands of 8 bins propose candidates: a pair of
-Jaccard similarity s is proposed with probability 1 - (1 - s^8)^32 (0.85 at 0.7, 0.996 at 0.8) and confirmed by the
-estimate over all 256 bins (standard error 0.03 at 0.7).
+A fingerprint finds documents that are equal but for whitespace, a signature near duplicates: one-permutation MinHash
+(Li, Owen, Zhang 2012) of 5-token shingles in 256 bins, empty bins filled by rotation (Shrivastava & Li 2014), 8 bits of
+each minimum kept (Li & König 2010). 32 bands of 8 bins propose candidates: a pair of Jaccard similarity s is proposed
+with probability 1 - (1 - s^8)^32 (0.85 at 0.7, 0.996 at 0.8) and confirmed by the estimate over all 256 bins (standard
+error 0.03 at 0.7). Memory: 256 bytes of signature and 210 to 320 bytes of table a document, whatever its length; no
+text is kept.
 
-Memory: 256 bytes of signature and 210 to 320 bytes of table a document, whatever its length; no text is kept. Not
-promised: finding every near duplicate (see the probabilities), or a document that only holds another one.
+    data/benchmarks/* -> items (every string of every row) -> Index -> which items does this document contain?
+    (name, text) items + data/raw corpora + training conversations -> found_in -> the names that were found
 
-Keeps test items out of training text, and test items out that training text already holds.
+Decontamination compares words after NFKC and lower case. A document hits an item when it shares 13 words in a row with
+it or, for an item of fewer words, contains all of them in a row (items of 40 characters or more; a shorter one is no
+evidence). Runs of words are compared as 64-bit hashes. `stage_corpus` drops training text that contains an
+item of a benchmark; `stage_tasks` drops its own test items that training text contains, not the text, so that no
+parameter of tasks retrains a model.
 
-    data/benchmarks/* -> items (every string of every row) -> Index -> which items does this document hold?
-
-On words after NFKC and lower case, a document hits an item when it shares 13 words in a row with it or, for an item of
-fewer words, holds all of them in a row (items of 40 characters or more; a shorter one is no evidence). Runs of words
-are compared as 64-bit hashes.
-
-`stage_corpus` drops the training text, `stage_tasks` the generated test item. Not promised: finding a translation or a
-paraphrase, or a solution with other names.
-
-Which test items stand in the training data, so that the items leave (not the text: no task knob retrains a model).
-
-(name, text) items + data/raw corpora + training conversations -> the names that were found
+Not promised: finding every near duplicate (see the probabilities), a document that only contains another one, a
+translation or a paraphrase, or a solution with other names.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet
@@ -49,9 +44,9 @@ from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import DataError
 from pipeline.run.processes import pool_map
 
-BINS, BANDS, ROWS, SHINGLE = 256, 32, 8, 5
-ROTATION = 157  # added for each bin that a value was carried, so that far and near neighbours differ
-CHANCE = 1 / 256  # that two unrelated minima agree in 8 bits
+BINS, BANDS, SHINGLE = 256, 32, 5
+ROTATION = 157  # added for each bin that a value is moved, so that far and near neighbors differ
+CHANCE_AGREEMENT = 1 / 256  # probability that two unrelated minima agree in 8 bits
 MAX_LOAD, GROWTH, LONGEST_CHAIN = 0.6, 1.5, 64
 EMPTY = np.uint32(0xFFFFFFFF)
 TOKEN = re.compile(rb"[A-Za-z0-9_\x80-\xff]+|[^\sA-Za-z0-9_\x80-\xff]")
@@ -65,7 +60,7 @@ def fingerprint(text: str) -> int:
 
 
 def mix(values: Hashes) -> Hashes:
-    """splitmix64's finaliser: every input bit moves every output bit."""
+    """splitmix64's finalizer: every input bit moves every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -78,13 +73,13 @@ def shingle_hashes(tokens: list[bytes], width: int) -> Hashes:
         return np.empty(0, np.uint64)
     words = np.fromiter(map(zlib.crc32, tokens), np.uint64, len(tokens))
     hashes = np.zeros(count, np.uint64)
-    for place in range(width):
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + words[place : place + count]
+    for offset in range(width):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + words[offset : offset + count]
     return mix(hashes)
 
 
 def signature(text: str) -> bytes:
-    """The 256-byte MinHash of a text; of one shorter than a shingle, that of the whole."""
+    """The 256-byte MinHash of a text; a text shorter than a shingle is one shingle."""
     tokens = TOKEN.findall(text.encode())
     hashes = shingle_hashes(tokens, min(SHINGLE, max(1, len(tokens))))
     if not len(hashes):
@@ -101,20 +96,18 @@ def signature(text: str) -> bytes:
 
 
 def similarity(a: bytes, b: bytes) -> float:
-    """The estimated Jaccard similarity of two signatures' shingle sets; about 0 for unrelated ones, 1 for equal
-    ones.
-    """
+    """The estimated Jaccard similarity of two signatures' shingle sets: about 0 if unrelated, 1 if equal."""
     return float(_estimate(np.frombuffer(a, np.uint8)[None], np.frombuffer(b, np.uint8))[0])
 
 
-def _estimate(stored: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> NDArray[np.float64]:
-    return ((stored == wanted).mean(axis=-1) - CHANCE) / (1 - CHANCE)
+def _estimate(stored: NDArray[np.uint8], query: NDArray[np.uint8]) -> NDArray[np.float64]:
+    return ((stored == query).mean(axis=-1) - CHANCE_AGREEMENT) / (1 - CHANCE_AGREEMENT)
 
 
 class NearDuplicates:
-    """The signatures kept so far, and a hash table from each band of each to its number.
+    """The signatures so far, and a hash table from each band of each signature to the signature's number.
 
-    The table holds numbers only: a slot is verified by reading the signature that it points to. Two bands of one
+    The table contains numbers only: a slot is verified by reading the signature that it points to. Two bands of one
     document may share a slot, because both find it there.
     """
 
@@ -125,28 +118,28 @@ class NearDuplicates:
         self._table = np.full(int(1024 * BANDS / MAX_LOAD), EMPTY, np.uint32)
 
     def find(self, sketch: bytes) -> int | None:
-        """The number of the first document kept that resembles this one, or None."""
+        """The number of the first document so far that resembles this one, or None."""
         keys = np.frombuffer(sketch, np.uint64)
-        places = self._places(keys)
+        slots = self._slots(keys)
         bands = np.arange(BANDS)
-        seen = []
+        matches = []
         while len(bands):
-            numbers = self._table[places]
-            taken = numbers != EMPTY
-            bands, places, numbers = bands[taken], places[taken], numbers[taken]
-            seen.append(numbers[self._words[numbers, bands] == keys[bands]])
-            places = (places + 1) % len(self._table)
-        candidates = np.unique(np.concatenate(seen))
+            numbers = self._table[slots]
+            occupied = numbers != EMPTY
+            bands, slots, numbers = bands[occupied], slots[occupied], numbers[occupied]
+            matches.append(numbers[self._words[numbers, bands] == keys[bands]])
+            slots = (slots + 1) % len(self._table)
+        candidates = np.unique(np.concatenate(matches))
         if not len(candidates):
             return None
         near = _estimate(self._words[candidates].view(np.uint8), np.frombuffer(sketch, np.uint8)) >= self.threshold
         return int(candidates[near][0]) if near.any() else None
 
     def add(self, sketch: bytes) -> int:
-        """Keep a signature; returns its number."""
+        """Add a signature and return its number."""
         number = self.count
         self.count += 1
-        if self.count > len(self._words):  # in place: the allocator moves pages, nothing is held twice
+        if self.count > len(self._words):  # in place: the allocator moves pages, nothing is in memory twice
             self._words.resize((int(len(self._words) * GROWTH), BANDS), refcheck=False)
         self._words[number] = np.frombuffer(sketch, np.uint64)
         if self.count * BANDS > MAX_LOAD * len(self._table):
@@ -155,26 +148,26 @@ class NearDuplicates:
             self._insert(np.array([number]))
         return number
 
-    def _places(self, keys: Hashes) -> NDArray[np.int64]:
+    def _slots(self, keys: Hashes) -> NDArray[np.int64]:
         # The same 8 bytes in two bands would collide; that costs a comparison, never a wrong answer.
         return ((mix(keys) >> np.uint64(32)) * np.uint64(len(self._table)) >> np.uint64(32)).astype(np.int64)
 
     def _insert(self, numbers: NDArray[np.int64]) -> None:
         keys = self._words[numbers].reshape(-1)
         bands, owners = np.tile(np.arange(BANDS), len(numbers)), np.repeat(numbers, BANDS).astype(np.uint32)
-        places, alike = self._places(keys), np.zeros(len(keys), np.int64)
+        slots, num_alike = self._slots(keys), np.zeros(len(keys), np.int64)
         while len(keys):
-            free = self._table[places] == EMPTY
-            self._table[places[free]] = owners[free]
-            held = self._table[places]
-            # Boilerplate gives thousands of documents one band; a chain of 64 proposes candidates enough.
-            alike += self._words[held, bands] == keys
-            waiting = (held != owners) & (alike < LONGEST_CHAIN)
-            keys, bands, owners, alike = keys[waiting], bands[waiting], owners[waiting], alike[waiting]
-            places = (places[waiting] + 1) % len(self._table)
+            free = self._table[slots] == EMPTY
+            self._table[slots[free]] = owners[free]
+            stored = self._table[slots]
+            # Boilerplate gives thousands of documents the same band; a chain of 64 proposes enough candidates.
+            num_alike += self._words[stored, bands] == keys
+            unplaced = (stored != owners) & (num_alike < LONGEST_CHAIN)
+            keys, bands, owners, num_alike = keys[unplaced], bands[unplaced], owners[unplaced], num_alike[unplaced]
+            slots = (slots[unplaced] + 1) % len(self._table)
 
     def _rebuild(self, size: int) -> None:
-        self._table = np.empty(0, np.uint32)  # let the old one go before the new one is made
+        self._table = np.empty(0, np.uint32)  # frees the old table before the new one is allocated
         self._table = np.full(size, EMPTY, np.uint32)
         for first in range(0, self.count, 4096):
             self._insert(np.arange(first, min(first + 4096, self.count)))
@@ -183,7 +176,7 @@ class NearDuplicates:
 # -- decontamination ---------------------------------------------------------------------------------------------------
 
 
-RUN, SHORTEST = 13, 40  # words in a row; characters of an item that counts as a whole
+RUN_LENGTH, MIN_CHARACTERS = 13, 40  # words in a row; characters of an item with fewer words
 WORD = re.compile(r"\w+")
 READ_WHOLE = (".txt", ".md", ".rst", ".py", ".sh")
 
@@ -198,19 +191,19 @@ class Index:
     """The runs of words of a set of items."""
 
     def __init__(self, items: Iterable[tuple[str, str]]) -> None:
-        """Index (name, text) items; one name may stand for several texts."""
+        """Index (name, text) items; several texts in a row may have one name."""
         self.names: list[str] = []
         runs: dict[int, list[NDArray[np.uint64]]] = {}
         owners: dict[int, list[NDArray[np.int32]]] = {}
         for name, text in items:
-            found = words(text)
-            whole = len(found) < RUN
-            if not found or (whole and len(b" ".join(found)) < SHORTEST):
+            item_words = words(text)
+            is_short = len(item_words) < RUN_LENGTH
+            if not item_words or (is_short and len(b" ".join(item_words)) < MIN_CHARACTERS):
                 continue
             if not self.names or self.names[-1] != name:
                 self.names.append(name)
-            width = len(found) if whole else RUN
-            hashes = shingle_hashes(found, width)
+            width = len(item_words) if is_short else RUN_LENGTH
+            hashes = shingle_hashes(item_words, width)
             runs.setdefault(width, []).append(hashes)
             owners.setdefault(width, []).append(np.full(len(hashes), len(self.names) - 1, np.int32))
         self._runs: dict[int, tuple[NDArray[np.uint64], NDArray[np.int32]]] = {}
@@ -220,16 +213,16 @@ class Index:
             self._runs[width] = hashes[order], numbers[order]
 
     def __len__(self) -> int:
-        """How many items are long enough to be looked for."""
+        """Number of items that are long enough to be found."""
         return len(self.names)
 
     def hits(self, text: str) -> list[str]:
-        """Names of the items that this text holds or shares 13 words in a row with, in the items' order."""
+        """Names of the items that this text contains or shares 13 words in a row with, in the items' order."""
         if not self.names:
             return []
-        found, numbers = words(text), set()
+        text_words, numbers = words(text), set()
         for width, (hashes, owners) in self._runs.items():
-            runs = shingle_hashes(found, width)
+            runs = shingle_hashes(text_words, width)
             left, right = np.searchsorted(hashes, runs, "left"), np.searchsorted(hashes, runs, "right")
             for first, last in zip(left[left < right], right[left < right], strict=True):
                 numbers.update(owners[first:last].tolist())
@@ -241,10 +234,10 @@ def benchmark_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     files = (path for path in folder.rglob("*") if path.is_file())
-    kept = [
+    visible = [
         p for p in files if p.name != "README.md" and not any(x.startswith(".") for x in p.relative_to(folder).parts)
     ]
-    return sorted(kept, key=lambda path: path.relative_to(folder).as_posix())
+    return sorted(visible, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def benchmark_items(folder: Path) -> Iterator[tuple[str, str]]:
@@ -256,7 +249,7 @@ def benchmark_items(folder: Path) -> Iterator[tuple[str, str]]:
                 yield f"{name}:{number}", text
 
 
-def strings(value: Any) -> Iterator[str]:
+def strings(value: object) -> Iterator[str]:
     """Every string inside a JSON value, keys left out."""
     if isinstance(value, str):
         yield value
@@ -268,7 +261,7 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(inner)
 
 
-def _rows(path: Path) -> Iterator[Any]:
+def _rows(path: Path) -> Iterator[object]:
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     if suffix == ".parquet":
         for number, row in ingest_files.rows(path, "utf-8"):
@@ -295,10 +288,10 @@ def _rows(path: Path) -> Iterator[Any]:
         )
 
 
-def _json_rows(path: Path, text: str) -> Iterator[Any]:
-    """The rows of a JSON list or object, else of JSON lines (BFCL writes these into .json files)."""
+def _json_rows(path: Path, text: str) -> Iterator[object]:
+    """The rows of a JSON list or object, else of JSON lines (as in the .json files of BFCL)."""
     try:
-        whole = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
@@ -309,7 +302,7 @@ def _json_rows(path: Path, text: str) -> Iterator[Any]:
                         f"{path}:{number}: not JSON ({error.msg}); repair the line or take the file away"
                     ) from error
     else:
-        yield from whole if isinstance(whole, list) else [whole]
+        yield from content if isinstance(content, list) else [content]
 
 
 # -- screening ---------------------------------------------------------------------------------------------------------
@@ -319,24 +312,24 @@ GENERATED = frozenset({"generated"})
 
 
 @dataclass(frozen=True)
-class Search:
-    """A file to look through, and what to look for: all a worker process needs."""
+class CorpusSearch:
+    """A file and the items to search it for: all that a worker process needs."""
 
     path: Path
     items: Sequence[tuple[str, str]]
 
 
 def found_in(items: Sequence[tuple[str, str]], corpora: Iterable[Path], texts: Iterable[str], workers: int) -> set[str]:
-    """Names of the items that a training document of the corpora or one of the texts holds, or shares 13 words with."""
+    """Names of the items that a training document of the corpora, or one of the texts, hits (see `Index.hits`)."""
     index = Index(items)
     hits = {name for text in texts for name in index.hits(text)}
     files = [path for corpus in corpora for path in sorted(corpus.glob("train-*.parquet"))]
-    for found in pool_map(look_through, [Search(path, items) for path in files], workers):
-        hits |= found
+    for file_hits in pool_map(search_corpus_file, [CorpusSearch(path, items) for path in files], workers):
+        hits |= file_hits
     return hits
 
 
-def look_through(search: Search) -> set[str]:
+def search_corpus_file(search: CorpusSearch) -> set[str]:
     """The items found in one parquet file."""
     index, hits = Index(search.items), set[str]()
     with pyarrow.parquet.ParquetFile(search.path) as file:

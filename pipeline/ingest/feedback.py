@@ -1,21 +1,20 @@
-"""Pairs that people gave on the web page: which of them are trained on.
+"""Preference pairs that people gave on the web page: selects those to train on.
 
     feedback/preferences.jsonl --a row at a time--> Pair --accept--> --share--> pairs to train on, counts, rejected rows
 
-Anybody who may ask the server may give pairs, so they are believed with measure. A row that cannot be read is written
-down and costs no other. Of the others at most `share` of all training pairs are taken: those that a person reviewed
-first, then by turns one of each giver, so that thousands of rows of one key leave room for two of another. Whose turn
-it is, and which of their rows, goes by hashes of the ids: a new row displaces one at most.
+Anybody who may ask the server may give pairs, so they are trusted only so far. A row that cannot be read is written to
+the rejected rows and costs no other row. Of the others at most `share` of all training pairs are taken: those that a
+person reviewed first, then one of each giver in turn, so that thousands of rows of one key leave room for two of
+another. Hashes of the ids decide whose turn it is, and which of their rows: a new row displaces one at most.
 
-Not promised: that a kept pair is right. Without API keys all rows are of one giver, and who has many keys has many
+Not promised: that a selected pair is right. Without API keys all rows are of one giver, and who has many keys has many
 turns.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.ingest import files, shapes
 from pipeline.ingest.own_files import Intake
@@ -23,6 +22,7 @@ from pipeline.ingest.records import Pair
 from pipeline.ingest.tool_calls import RowError
 from pipeline.run.device import stable_hash
 from pipeline.run.tracking import say
+from pipeline.run.types import JsonObject
 
 ACCEPT = ("all", "reviewed")
 SOURCE = "feedback"  # the `source` of these pairs
@@ -45,44 +45,43 @@ class FeedbackConfig:
 
 
 @dataclass(frozen=True)
-class Given:
-    """A pair, and whether somebody has looked at it since."""
+class FeedbackPair:
+    """A pair, and whether somebody has reviewed it."""
 
     pair: Pair
     reviewed: bool
 
 
-def pairs(path: Path, config: FeedbackConfig, others: int, rejected: Path) -> tuple[list[Pair], dict[str, Any]]:
-    """The pairs to train on beside `others`, in the order of the file, and what became of every row; none without the
-    file.
+def pairs(path: Path, config: FeedbackConfig, others: int, rejected: Path) -> tuple[list[Pair], JsonObject]:
+    """The pairs to train on beside `others` other pairs, in the order of the file, and the counts of all rows.
 
-    `rejected`: the JSONL file for what cannot be read (file, line, field, reason).
+    Without the file there are none. `rejected`: the JSONL file for what cannot be read (file, line, field, reason).
     """
     counts: Counter[str] = Counter()
-    given = list(_read(path, rejected, counts)) if path.is_file() and path.stat().st_size else []
-    accepted = [one for one in given if one.reviewed or config.accept == "all"]
-    kept = _chosen(accepted, int(config.share * others / (1 - config.share) + 1e-9))
-    by = Counter(pair.given_by or "nobody named" for pair in kept)
-    told = {
-        "rows": counts.total() + len(given),
-        "kept": len(kept),
+    rows = list(_read(path, rejected, counts)) if path.is_file() and path.stat().st_size else []
+    accepted = [row for row in rows if row.reviewed or config.accept == "all"]
+    selected = _select(accepted, int(config.share * others / (1 - config.share) + 1e-9))
+    by_giver = Counter(pair.given_by or "nobody named" for pair in selected)
+    summary = {
+        "rows": counts.total() + len(rows),
+        "kept": len(selected),
         "duplicates": counts["duplicates"],
         "rejected": counts["rejected"],
-        "not_reviewed": len(given) - len(accepted),
-        "over_share": len(accepted) - len(kept),
-        "kept_by": dict(sorted(by.items())),
+        "not_reviewed": len(rows) - len(accepted),
+        "over_share": len(accepted) - len(selected),
+        "kept_by": dict(sorted(by_giver.items())),
     }
-    if told["rows"]:
+    if summary["rows"]:
         say(
-            f"feedback: {told['kept']} of {told['rows']} rows are trained on, of {len(by)} givers; {told['rejected']}"
-            f" cannot be read, {told['not_reviewed']} are not reviewed, {told['over_share']} are over"
-            f" {config.share:.0%} of the pairs"
+            f"feedback: {summary['kept']} of {summary['rows']} rows are trained on, of {len(by_giver)} givers; "
+            f"{summary['rejected']} cannot be read, {summary['not_reviewed']} are not reviewed, "
+            f"{summary['over_share']} are over {config.share:.0%} of the pairs"
         )
-    return kept, told
+    return selected, summary
 
 
-def _read(path: Path, rejected: Path, counts: Counter[str]) -> Iterable[Given]:
-    """The rows that can be read; what became of the others goes into `counts`."""
+def _read(path: Path, rejected: Path, counts: Counter[str]) -> Iterable[FeedbackPair]:
+    """The rows that can be read; adds the numbers of the others to `counts`."""
     (pair_shape,) = (shape for shape in shapes.SHAPES if "preferences" in shape.kinds)
     with Intake(rejected, None, f"{SOURCE} of {path}", has_val=True) as intake:
         for line, row in files.rows(path, "utf-8"):
@@ -96,18 +95,20 @@ def _read(path: Path, rejected: Path, counts: Counter[str]) -> Iterable[Given]:
             else:
                 for _, record in accepted:
                     assert isinstance(record, Pair)
-                    yield Given(replace(record, source=SOURCE), row.get("reviewed") is True)
+                    yield FeedbackPair(
+                        replace(record, source=SOURCE), isinstance(row, Mapping) and row.get("reviewed") is True
+                    )
         counts.update(duplicates=intake.num_duplicates, rejected=intake.num_rejected)
 
 
-def _chosen(given: list[Given], most: int) -> list[Pair]:
-    """At most so many: reviewed ones first, then by turns one of each giver."""
-    if len(given) <= most:
-        return [one.pair for one in given]
+def _select(rows: list[FeedbackPair], limit: int) -> list[Pair]:
+    """At most `limit` pairs: reviewed ones first, then one of each giver in turn."""
+    if len(rows) <= limit:
+        return [row.pair for row in rows]
     turns: Counter[tuple[bool, str]] = Counter()
-    ranked: list[tuple[bool, int, int, int]] = []  # not reviewed, turn, hash of the giver, place
-    for place in sorted(range(len(given)), key=lambda place: stable_hash("feedback", given[place].pair.id)):
-        one, giver = given[place], given[place].pair.given_by or ""
-        ranked.append((not one.reviewed, turns[one.reviewed, giver], stable_hash("giver", giver), place))
-        turns[one.reviewed, giver] += 1
-    return [given[place].pair for place in sorted(place for *_, place in sorted(ranked)[:most])]
+    ranked: list[tuple[bool, int, int, int]] = []  # not reviewed, turn, hash of the giver, index
+    for index in sorted(range(len(rows)), key=lambda index: stable_hash("feedback", rows[index].pair.id)):
+        row, giver = rows[index], rows[index].pair.given_by or ""
+        ranked.append((not row.reviewed, turns[row.reviewed, giver], stable_hash("giver", giver), index))
+        turns[row.reviewed, giver] += 1
+    return [rows[index].pair for index in sorted(index for *_, index in sorted(ranked)[:limit])]

@@ -1,22 +1,19 @@
 """Files -> rows: JSONL, JSON, CSV, parquet, and plain text or source code, where a file is one row `{"text": ...}`.
 
-Out: (line, row) in file order, where a row that cannot be read is a `RowError` that says why, so that one broken row
-costs one row (`datasets` stops at it without saying where). `line` counts from 1: the line on which the row begins, or
-the row's number in parquet. UTF-8 with or without a mark, UTF-16 and UTF-32 by their mark, else `encoding`; a byte that
-fits none names its offset in the file. A row over 64 MB is dropped while it is read, so it costs no memory.
+Out: (line, row) in file order. A row that cannot be read is a `RowError` with the reason, so that one broken row costs
+one row (`datasets` stops at it without saying where). `line` counts from 1: the line on which the row begins, or the
+row's number in parquet. Encodings: UTF-8 with or without a mark, UTF-16 and UTF-32 by their mark, else `encoding`; the
+error for a byte that fits none names its offset in the file. A row over 64 MB is dropped while it is read, so it costs
+no memory.
+
+Parquet is read in bounded memory, because a kilobyte of it can mean gigabytes: a text is stored once and repeated by
+number, zeros and nulls are stored as a count, and compression does the rest. So texts stay numbers into their
+dictionary until a single row is made of them, whose size is added up before; and a row group whose footer lists columns
+that expand like a bomb is not read at all.
 
 Not promised: little memory for `.json`, which is read whole (use `.jsonl`); rows after the first error inside a `.json`
-list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one rejected row.
-
-The rows of a parquet file that somebody brought, in bounded memory.
-
-    rows(path, most) -> (number, row); a row over `most` bytes, and a row group that expands like a bomb, is a RowError
-
-A kilobyte of parquet can mean gigabytes: a text is stored once and repeated by number, zeros and nulls are stored as a
-count, and compression does the rest. So texts stay numbers into their dictionary until a single row is made of them,
-whose size is added up before; and a row group whose footer tells of columns that expand is not read at all.
-
-Not promised: protection from a footer that lies about the sizes of pages (2 GB a page is the format's most), nor speed:
+list, in UTF-16 or UTF-32, or after 64 MB of CSV without the end of a row: these become one rejected row. For parquet,
+neither protection from a footer that lies about the sizes of pages (2 GB a page is the format's maximum), nor speed:
 texts through dictionaries are read at about 100 MB/s.
 """
 
@@ -26,104 +23,22 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.ingest.tool_calls import RowError, from_json
+from pipeline.ingest.tool_calls import RowError, from_json, refuse_constant
 from pipeline.run.errors import DataError
 
-BATCH_ROWS = 256
-MOST_EXPANSION = 200  # bytes of a column for a stored one, where it is large; text compresses to a tenth
-MOST_VALUES = 1000  # of a list's column for a byte of its pages
-MOST_ROWS = 100  # of a file for a byte of it; rows that say something take more than one each
-Rows = Iterator[tuple[int, Any]]
-
-
-def parquet_rows(path: Path, most: int) -> Rows:
-    """The rows in their order with their numbers from 1. A file that is no parquet is one rejected row."""
-    number = 0
-    try:
-        metadata = pq.read_metadata(path)
-        if metadata.num_rows > MOST_ROWS * path.stat().st_size:
-            yield (
-                1,
-                RowError(
-                    "row", f"the footer tells of {metadata.num_rows} rows in {path.stat().st_size} bytes; not read"
-                ),
-            )
-            return
-        with pq.ParquetFile(path, read_dictionary=_texts(metadata), metadata=metadata) as file:
-            for group in range(metadata.num_row_groups):
-                if fault := _expands(metadata, group, most):
-                    yield (
-                        number + 1,
-                        RowError("row", f"{fault}; {metadata.row_group(group).num_rows} rows are not read"),
-                    )
-                    number += metadata.row_group(group).num_rows
-                    continue
-                for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group]):
-                    small = _num_bytes(batch) <= most
-                    for index in range(batch.num_rows):
-                        number += 1
-                        yield number, _row(batch.slice(index, 1), None if small else most)
-    except (pa.ArrowException, OSError) as error:
-        yield number + 1, RowError("row", f"not parquet ({str(error)[:120]}); the rest is not read")
-
-
-def _texts(metadata: pq.FileMetaData) -> list[str]:
-    """Columns whose values are bytes of any length, those inside of lists and structs too."""
-    columns = (metadata.schema.column(index) for index in range(metadata.num_columns))
-    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-
-
-def _expands(metadata: pq.FileMetaData, group: int, most: int) -> str:
-    """What is wrong with a row group by its footer, if anything."""
-    for index in range(metadata.num_columns):
-        column, found = metadata.schema.column(index), metadata.row_group(group).column(index)
-        whole, stored = found.total_uncompressed_size, found.total_compressed_size
-        if whole > most and whole > MOST_EXPANSION * stored:
-            return f"column {column.path} expands from {stored} to {whole} bytes"
-        if column.max_repetition_level and found.num_values > most // 4 and found.num_values > MOST_VALUES * whole:
-            return f"column {column.path} expands from {whole} bytes to {found.num_values} values"
-    return ""
-
-
-def _row(row: pa.RecordBatch, most: int | None) -> Any:
-    """A row as a dict, unless it has more than `most` bytes."""
-    if most is not None and _num_bytes(row) > most:
-        return RowError("row", f"over {most >> 20} MB")
-    try:
-        return row.to_pylist()[0]
-    except (pa.ArrowException, ValueError, OverflowError) as error:  # dates out of range, bytes that are not UTF-8
-        return RowError("row", f"a value cannot be read ({error})")
-
-
-def _num_bytes(batch: pa.RecordBatch) -> int:
-    return sum(_bytes_of(column) for column in batch.columns)
-
-
-def _bytes_of(array: Any) -> int:
-    """Bytes of an array once its dictionaries are written out."""
-    if isinstance(array, pa.DictionaryArray):
-        lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
-        return pc.call_function("sum", [lengths]).as_py() or 0
-    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):  # a map is one too
-        return 8 * len(array) + _bytes_of(array.flatten())
-    if isinstance(array, pa.StructArray):
-        return sum(_bytes_of(child) for child in array.flatten())
-    return array.nbytes
-
-
-# -- formats -----------------------------------------------------------------------------------------------------------
+Rows = Iterator[tuple[int, object]]  # (line, row)
 
 
 ROW_BYTES = 64 * 1024 * 1024  # a longer row is a mistake (a quote left open, a file without line feeds)
 DOCUMENT_BYTES = 32 * 1024 * 1024  # a longer plain text is read as several rows, cut where lines are blank
 CHUNK_BYTES = 1024 * 1024
-UNZIPPED_BYTES = 256 * 1024 * 1024  # that a gzip file may expand to
+UNZIPPED_BYTES = 256 * 1024 * 1024  # the most that a gzip file may expand to
 
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _MARKS = (  # UTF-32 before UTF-16: the mark of the one begins with the mark of the other
@@ -144,7 +59,7 @@ class BadByte(RowError):
 
 
 def rows(path: Path, encoding: str) -> Rows:
-    """The rows of a table by its suffix. Raises DataError for a header or an encoding that nobody can read."""
+    """The rows of a table, whose format is its suffix. Raises DataError for a bad header or an unknown encoding."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return parquet_rows(path, ROW_BYTES)
@@ -155,8 +70,8 @@ def rows(path: Path, encoding: str) -> Rows:
     return _jsonl(path, encoding)
 
 
-def document(path: Path, encoding: str) -> Rows:
-    """A plain text as one row, or as several where it is longer than 32 MB; Windows line ends become line feeds."""
+def document(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, str] | RowError]]:
+    """A plain text as one row, or several where it is longer than 32 MB; Windows line ends become line feeds."""
     first, size, parts = 1, 0, []
     failure: RowError | None = None
     for number, text in lines(path, encoding):
@@ -173,8 +88,8 @@ def document(path: Path, encoding: str) -> Rows:
 
 
 def unzipped(path: Path) -> bytes:
-    """What a gzip file holds. Raises DataError for one that expands to more than 256 MB, and what `gzip` raises for
-    a damaged one.
+    """The content of a gzip file. Raises DataError for one that expands to more than 256 MB, and the errors of `gzip`
+    for a damaged one.
     """
     with gzip.open(path) as file:
         raw = file.read(UNZIPPED_BYTES + 1)
@@ -184,7 +99,7 @@ def unzipped(path: Path) -> bytes:
 
 
 def is_binary(path: Path) -> bool:
-    """A NUL in the first 8 kB of a file without the mark of UTF-16 or UTF-32: git's rule for what is not text."""
+    """Whether the first 8 kB hold a NUL, without the mark of UTF-16 or UTF-32: git's rule for what is not text."""
     with path.open("rb") as file:
         head = file.read(8192)
     return b"\0" in head and not any(head.startswith(mark) for mark, _ in _MARKS)
@@ -195,15 +110,15 @@ def is_binary(path: Path) -> bool:
 
 def lines(path: Path, encoding: str) -> Iterator[tuple[int, str | RowError]]:
     """The lines of a file with their numbers, each with its `\\n`; a line that cannot be decoded is a RowError."""
-    codec, start = _codec(path, encoding)
+    codec, start = _detect_codec(path, encoding)
     with path.open("rb") as file:
         file.seek(start)
         by_bytes = _encodes_line_feed_as_ascii(codec)
         yield from _byte_lines(file, codec, start) if by_bytes else _decoded_lines(file, codec, start)
 
 
-def _codec(path: Path, encoding: str) -> tuple[str, int]:
-    """The codec of a file and where its text begins."""
+def _detect_codec(path: Path, encoding: str) -> tuple[str, int]:
+    """The codec of a file and the offset at which its text begins."""
     try:
         name = codecs.lookup(encoding).name
         "\n".encode(name)
@@ -216,8 +131,7 @@ def _codec(path: Path, encoding: str) -> tuple[str, int]:
                 return codec, len(mark)
         if name == "utf-8":
             return name, 0
-        # Valid UTF-8 with letters beyond ASCII is hardly ever anything else, so `encoding` is for the files that are
-        # not.
+        # Valid UTF-8 with letters beyond ASCII is hardly ever anything else; `encoding` is for the other files.
         decoder = codecs.getincrementaldecoder("utf-8")()
         file.seek(0)
         try:
@@ -240,20 +154,20 @@ def _byte_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, 
         if size > ROW_BYTES:
             while not raw.endswith(b"\n") and (raw := file.readline(CHUNK_BYTES)):
                 size += len(raw)
-            yield number, _too_long()
+            yield number, _too_long_error()
         else:
             try:
                 text = raw.decode(codec)
                 yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
             except UnicodeError as error:
                 start = getattr(error, "start", 0)
-                yield number, _bad_byte(raw[start : start + 1], offset + start, codec, raw.decode("latin-1"))
+                yield number, _bad_byte_error(raw[start : start + 1], offset + start, codec, raw.decode("latin-1"))
         offset += size
 
 
 def _decoded_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[int, str | RowError]]:
-    """Where a line feed is more than one byte: decode first. An error ends the file, for the lines after it are
-    lost.
+    """Lines of a codec whose line feed is more than one byte: decodes first. An error ends the file, because the lines
+    after it are lost.
     """
     decoder = codecs.getincrementaldecoder(codec)()
     number, pending, too_long = 1, "", False
@@ -265,25 +179,25 @@ def _decoded_lines(file: BinaryIO, codec: str, offset: int) -> Iterator[tuple[in
         try:
             pending += decoder.decode(chunk, final=not chunk)
         except UnicodeError as error:
-            start, given = getattr(error, "start", 0), getattr(error, "object", b"")
-            pending += given[:start].decode(codec)
-            failure = _bad_byte(given[start : start + 1], offset - len(given) + start, codec)
+            start, data = getattr(error, "start", 0), getattr(error, "object", b"")
+            pending += data[:start].decode(codec)
+            failure = _bad_byte_error(data[start : start + 1], offset - len(data) + start, codec)
         *complete, pending = pending.split("\n")
         for text in complete:
-            yield number, _too_long() if too_long or len(text) > ROW_BYTES else text.removesuffix("\r") + "\n"
+            yield number, _too_long_error() if too_long or len(text) > ROW_BYTES else text.removesuffix("\r") + "\n"
             number, too_long = number + 1, False
         if len(pending) > ROW_BYTES:
             pending, too_long = "", True
     if failure or pending or too_long:
-        yield number, failure or (_too_long() if too_long else pending)
+        yield number, failure or (_too_long_error() if too_long else pending)
 
 
-def _bad_byte(byte: bytes, offset: int, codec: str, text: str = "") -> BadByte:
-    shown = f"byte 0x{byte.hex()} at offset {offset}" if byte else f"the end of the file at offset {offset}"
-    return BadByte(f"{shown} is not {codec}; save the file as UTF-8 or set `encoding`", text)
+def _bad_byte_error(byte: bytes, offset: int, codec: str, text: str = "") -> BadByte:
+    location = f"byte 0x{byte.hex()} at offset {offset}" if byte else f"the end of the file at offset {offset}"
+    return BadByte(f"{location} is not {codec}; save the file as UTF-8 or set `encoding`", text)
 
 
-def _too_long() -> RowError:
+def _too_long_error() -> RowError:
     return RowError("row", f"over {ROW_BYTES >> 20} MB")
 
 
@@ -298,7 +212,7 @@ def _jsonl(path: Path, encoding: str) -> Rows:
             yield number, _parse_json(text)
 
 
-def _parse_json(text: str) -> Any:
+def _parse_json(text: str) -> object:
     try:
         return from_json(text, "row")
     except RowError as error:
@@ -306,19 +220,19 @@ def _parse_json(text: str) -> Any:
 
 
 def _json(path: Path, encoding: str) -> Rows:
-    """A list of rows, one object, or (many sets are called .json and hold this) a row on each line."""
-    codec, start = _codec(path, encoding)
+    """A list of rows, one object, or a row on each line (as in many sets that are called .json)."""
+    codec, start = _detect_codec(path, encoding)
     raw = path.read_bytes()[start:]
     try:
-        whole = raw.decode(codec)
+        content = raw.decode(codec)
     except UnicodeError as error:
-        at = getattr(error, "start", 0)
-        yield raw.count(b"\n", 0, at) + 1, _bad_byte(raw[at : at + 1], start + at, codec)
+        position = getattr(error, "start", 0)
+        yield raw.count(b"\n", 0, position) + 1, _bad_byte_error(raw[position : position + 1], start + position, codec)
         return
-    if whole.lstrip().startswith("["):
-        yield from _json_list(whole)
-    elif whole.strip():
-        row = _parse_json(whole)
+    if content.lstrip().startswith("["):
+        yield from _json_list(content)
+    elif content.strip():
+        row = _parse_json(content)
         if isinstance(row, RowError):
             yield from _jsonl(path, encoding)
         else:
@@ -326,23 +240,23 @@ def _json(path: Path, encoding: str) -> Rows:
 
 
 def _json_list(text: str) -> Rows:
-    decoder = json.JSONDecoder(parse_constant=_refuse)
+    decoder = json.JSONDecoder(parse_constant=refuse_constant)
     position, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
     while True:
-        begin = _skip(text, position)
-        line += text.count("\n", position, begin)
-        if text.startswith("]", begin):
-            if text[begin + 1 :].strip():
+        start = _skip_space(text, position)
+        line += text.count("\n", position, start)
+        if text.startswith("]", start):
+            if text[start + 1 :].strip():
                 yield line, RowError("row", "text after the end of the list")
             return
         try:
-            row, position = decoder.raw_decode(text, begin)
+            row, position = decoder.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
             yield line, RowError("row", f"not JSON ({error}); the rest of the list is not read")
             return
-        yield line, row if position - begin <= ROW_BYTES else _too_long()
-        line += text.count("\n", begin, position)
-        after = _skip(text, position)
+        yield line, row if position - start <= ROW_BYTES else _too_long_error()
+        line += text.count("\n", start, position)
+        after = _skip_space(text, position)
         line += text.count("\n", position, after)
         position = after + text.startswith(",", after)
         if position == after and not text.startswith("]", after):
@@ -350,27 +264,23 @@ def _json_list(text: str) -> Rows:
             return
 
 
-def _skip(text: str, position: int) -> int:
+def _skip_space(text: str, position: int) -> int:
     while position < len(text) and text[position] in " \t\n\r":
         position += 1
     return position
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-class _Feed:
-    """Lines for csv.reader, which asks for as many as a row needs; remembers what was wrong with them."""
+class _CsvLines:
+    """Lines for csv.reader, which takes as many as a row needs; keeps the first error among them."""
 
     def __init__(self, path: Path, encoding: str) -> None:
-        self.number = 0  # of the last line given
+        self.number = 0  # of the last line
         self.size = 0  # of the row so far
         self.failure: RowError | None = None
         self.ended = False
         self._lines = lines(path, encoding)
 
-    def __iter__(self) -> "_Feed":
+    def __iter__(self) -> "_CsvLines":
         return self
 
     def __next__(self) -> str:
@@ -384,7 +294,7 @@ class _Feed:
         if isinstance(text, BadByte):
             self.failure = self.failure or text
             text = text.text
-        elif isinstance(text, RowError):  # too long: whether it held a quote, nobody knows
+        elif isinstance(text, RowError):  # too long: it may or may not have held a quote
             self.failure, self.ended = text, True
             raise StopIteration
         self.size += len(text)
@@ -393,7 +303,7 @@ class _Feed:
 
 def _csv(path: Path, encoding: str) -> Rows:
     csv.field_size_limit(2 * ROW_BYTES)  # the default, 128 kB, is shorter than many texts
-    feed = _Feed(path, encoding)
+    feed = _CsvLines(path, encoding)
     reader = csv.reader(feed, strict=True)
     header: list[str] | None = None
     while True:
@@ -418,3 +328,84 @@ def _csv(path: Path, encoding: str) -> Rows:
             yield first, RowError("row", f"expected {len(header)} cells, found {len(row)}")
         elif header and row:
             yield first, {name: cell or None for name, cell in zip(header, row, strict=True)}
+
+
+# --- parquet ---------------------------------------------------------------------------------------------------------
+
+
+BATCH_ROWS = 256
+MAX_EXPANSION = 200  # bytes of a large column for each stored byte; text compresses to a tenth
+MAX_VALUES = 1000  # of a list's column for each byte of its pages
+MAX_ROWS = 100  # of a file for each of its bytes; rows with content take more than one byte each
+
+
+def parquet_rows(path: Path, max_bytes: int) -> Rows:
+    """The rows in order, numbered from 1. A row over `max_bytes`, and a row group that expands like a bomb, become a
+    RowError; a file that is no parquet is one rejected row.
+    """
+    number = 0
+    try:
+        metadata = pq.read_metadata(path)
+        if metadata.num_rows > MAX_ROWS * path.stat().st_size:
+            fault = f"the footer tells of {metadata.num_rows} rows in {path.stat().st_size} bytes; not read"
+            yield 1, RowError("row", fault)
+            return
+        with pq.ParquetFile(path, read_dictionary=_text_columns(metadata), metadata=metadata) as file:
+            for group in range(metadata.num_row_groups):
+                if fault := _expansion_fault(metadata, group, max_bytes):
+                    num_rows = metadata.row_group(group).num_rows
+                    yield number + 1, RowError("row", f"{fault}; {num_rows} rows are not read")
+                    number += num_rows
+                    continue
+                for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group]):
+                    small = _num_bytes(batch) <= max_bytes
+                    for index in range(batch.num_rows):
+                        number += 1
+                        yield number, _convert_row(batch.slice(index, 1), None if small else max_bytes)
+    except (pa.ArrowException, OSError) as error:
+        yield number + 1, RowError("row", f"not parquet ({str(error)[:120]}); the rest is not read")
+
+
+def _text_columns(metadata: pq.FileMetaData) -> list[str]:
+    """Paths of the columns whose values are bytes of any length, also inside of lists and structs."""
+    columns = (metadata.schema.column(index) for index in range(metadata.num_columns))
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+
+
+def _expansion_fault(metadata: pq.FileMetaData, group: int, max_bytes: int) -> str:
+    """The reason not to read a row group, from its footer; empty if there is none."""
+    for index in range(metadata.num_columns):
+        column, chunk = metadata.schema.column(index), metadata.row_group(group).column(index)
+        expanded, stored = chunk.total_uncompressed_size, chunk.total_compressed_size
+        if expanded > max_bytes and expanded > MAX_EXPANSION * stored:
+            return f"column {column.path} expands from {stored} to {expanded} bytes"
+        num_values = chunk.num_values
+        if column.max_repetition_level and num_values > max_bytes // 4 and num_values > MAX_VALUES * expanded:
+            return f"column {column.path} expands from {expanded} bytes to {num_values} values"
+    return ""
+
+
+def _convert_row(row: pa.RecordBatch, max_bytes: int | None) -> object:
+    """A row as a dict, or a RowError for one of more than `max_bytes` bytes. None: any size."""
+    if max_bytes is not None and _num_bytes(row) > max_bytes:
+        return RowError("row", f"over {max_bytes >> 20} MB")
+    try:
+        return row.to_pylist()[0]
+    except (pa.ArrowException, ValueError, OverflowError) as error:  # dates out of range, bytes that are not UTF-8
+        return RowError("row", f"a value cannot be read ({error})")
+
+
+def _num_bytes(batch: pa.RecordBatch) -> int:
+    return sum(_bytes_of(column) for column in batch.columns)
+
+
+def _bytes_of(array: pa.Array) -> int:
+    """Bytes of an array after its dictionaries are written out."""
+    if isinstance(array, pa.DictionaryArray):
+        lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
+        return pc.call_function("sum", [lengths]).as_py() or 0
+    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):  # a map is a list too
+        return 8 * len(array) + _bytes_of(array.flatten())
+    if isinstance(array, pa.StructArray):
+        return sum(_bytes_of(child) for child in array.flatten())
+    return array.nbytes

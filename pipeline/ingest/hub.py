@@ -1,32 +1,29 @@
 """Public data sets of the Hugging Face hub (`data=hub`) -> records. conf/data/hub.yaml names them.
 
-In: the data sets of one kind, and a folder that survives a kill. Each file of a data set is streamed by `datasets` into
-<set>/<split>/part-N.parquet.tmp (one column, the row as JSON) and renamed when it is done, so that a restart skips the
-finished parts and ends with the same bytes. Out: (split, record); `streams.shapes` reads the rows, AceCode is read by
-`streams.acecode`, and `streams.intake` keeps the books, with the rejected rows in <set>/rejected.jsonl.
+In: the data sets of one kind, and a folder that survives a kill. `datasets` streams each file of a data set into
+<set>/<split>/part-N.parquet.tmp (one column, the row as JSON), which is renamed when it is complete: a restart skips
+the complete parts and ends with the same bytes. Out: (split, record). `shapes` reads the rows, or the section on
+AceCode below; `own_files.Intake` accepts and rejects them, and writes the rejected ones to <set>/rejected.jsonl.
 
-A revision is 40 hex digits; where none is given `main` is resolved once, printed, and kept in <set>/revision.txt. A
-file that breaks off is tried again from its beginning, five times, besides the retries of huggingface_hub inside a
-file.
+A revision is 40 hex digits; where none is given, `main` is resolved once, printed, and stored in <set>/revision.txt. A
+file whose download breaks off is tried again from its beginning, five times, besides the retries of huggingface_hub
+inside a file.
 
-Not promised: that a set which changed under another revision still has the columns its mapping reads. HF_ENDPOINT,
-HF_HOME and HF_TOKEN are those of huggingface_hub. The folder belongs to one configuration: other row caps need another
-folder.
-
-TIGER-Lab/AceCode-89K -> problems of a chosen difficulty, as DiffuCoder's coupled-GRPO takes them.
-
-In: rows {id, question, test_cases: [assert, ...], inferences: [{model_name, completion, pass_rate}, ...]}. Difficulty
-comes from how often two models solved a question (apple/ml-diffucoder, recipes/process_data.py): mean and standard
-deviation of `pass_rate` over `qwen_coder_2.5` and `llama3_instruct`.
+TIGER-Lab/AceCode-89K gives problems of a chosen difficulty, as DiffuCoder's coupled-GRPO takes them. Rows are {id,
+question, test_cases: [assert, ...], inferences: [{model_name, completion, pass_rate}, ...]}. Difficulty comes from how
+often two models solved a question (apple/ml-diffucoder, recipes/process_data.py): mean and standard deviation of
+`pass_rate` over `qwen_coder_2.5` and `llama3_instruct`.
 
     hard     mean <= 20th percentile, and standard deviation >= 40th percentile of the full set
     medium   25th to 75th percentile of the mean, both ends in
     easy     mean >= 75th percentile
 
-A question that does not speak to "you" and whose best completion begins with `def` comes a second time, as a signature
-with the question for a docstring. A question without a code block gets its first test, which then is visible.
+A question that does not contain "you" and whose best completion begins with `def` gives a second problem: a signature
+with the question as its docstring. A question without a code block gets its first test, which is then visible.
 
-Not promised: that a best completion is right; it becomes the answer only where it passed every test.
+Not promised: that a data set which changed under another revision still has the columns that its shape reads; that a
+best completion is right (it becomes the answer only where it passed every test). HF_ENDPOINT, HF_HOME and HF_TOKEN are
+those of huggingface_hub. The folder belongs to one configuration: other row caps need another folder.
 """
 
 import ast
@@ -34,22 +31,286 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.ingest import shapes
-from pipeline.ingest.own_files import AnyRecord, Intake
-from pipeline.ingest.records import Problem, Text
+from pipeline.ingest.own_files import Intake
+from pipeline.ingest.records import Problem, SourceRecord, Text
 from pipeline.ingest.sources import DataConfig, HubSet
 from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import DataError
 from pipeline.run.tracking import progress, say
+from pipeline.run.types import JsonObject
+
+NUM_RETRIES = 5
+FIRST_WAIT = 2.0  # seconds before the first retry; doubled each time
+BATCH_ROWS = 1000
+REJECTED = "rejected.jsonl"
+_SCHEMA = pa.schema([("row", pa.large_string())])
+_REVISION = re.compile(r"[0-9a-f]{40}")
+Result = TypeVar("Result")
+
+
+class _Shards(Protocol):
+    """A split as `datasets` streams it, one shard for each file."""
+
+    @property
+    def num_shards(self) -> int: ...
+    def shard(self, num_shards: int, index: int) -> Iterable[JsonObject]: ...
+
+
+def read_hub(
+    config: DataConfig, kind: str, parts: Path, counts: dict[str, int] | None = None
+) -> Iterator[tuple[str, SourceRecord]]:
+    """(split, record) of every data set of `kind` that is enabled, in the order of the file, fetched into `parts`.
+
+    Adds the numbers of accepted, duplicate and rejected rows to `counts`; rejected rows are in `rejected_files(...)`.
+    Raises DataError: a set that does not exist or is gated, a network that stays away, rows that no shape reads.
+    """
+    for entry in config.hub.get(kind, []):
+        if entry.enabled:
+            yield from _read_set(entry, config, kind, parts, {} if counts is None else counts)
+
+
+def folder_of(entry: HubSet, kind: str, parts: Path) -> Path:
+    """The folder of a data set's parts."""
+    name = "-".join(part for part in (entry.id, entry.config, entry.data_dir) if part).replace("/", "--")
+    return parts / kind / f"{name}@{entry.revision or 'main'}"
+
+
+def rejected_files(config: DataConfig, kind: str, parts: Path) -> list[Path]:
+    """The files of rejected rows of `kind`, in the order of the data sets."""
+    return [folder_of(e, kind, parts) / REJECTED for e in config.hub.get(kind, []) if e.enabled]
+
+
+def revisions(config: DataConfig, kind: str, parts: Path) -> dict[str, str]:
+    """Data set -> the revision that was read: 40 hex digits, for the manifest. Resolves what is not resolved yet."""
+    return {e.id: _revision(e, folder_of(e, kind, parts)) for e in config.hub.get(kind, []) if e.enabled}
+
+
+# --- fetching --------------------------------------------------------------------------------------------------------
+
+
+def fetch(entry: HubSet, split: str, folder: Path) -> list[Path]:
+    """The parts of one split, fetched where they are missing. `split` is the data set's own name for it."""
+    revision = _revision(entry, folder)
+    folder = folder / split
+    folder.mkdir(parents=True, exist_ok=True)
+    count_file = folder / "num_parts.txt"
+    num_parts = int(count_file.read_text()) if count_file.exists() else None
+    shards: _Shards | None = None
+    paths: list[Path] = []
+    num_rows = 0
+    while (num_parts is None or len(paths) < num_parts) and (entry.max_rows is None or num_rows < entry.max_rows):
+        path = folder / f"part-{len(paths)}.parquet"
+        if num_parts is None or not path.exists():
+            if shards is None:
+                shards = _retry(entry, lambda: _open(entry, split, revision))
+                num_parts = shards.num_shards
+                _publish(count_file, f"{num_parts}\n")
+            if not path.exists():
+                _fetch_part(entry, shards, path, None if entry.max_rows is None else entry.max_rows - num_rows)
+        paths.append(path)
+        num_rows += pq.read_metadata(path).num_rows
+    return paths
+
+
+def _revision(entry: HubSet, folder: Path) -> str:
+    if entry.revision is not None:
+        if not _REVISION.fullmatch(entry.revision):
+            raise DataError(f"{entry.id}: revision: expected 40 hex digits or null, got {entry.revision!r}")
+        return entry.revision
+    revision_file = folder / "revision.txt"
+    if not revision_file.exists():
+        from huggingface_hub import HfApi  # here and below: seconds to import, needed by data=hub alone
+
+        revision = _retry(entry, lambda: HfApi().dataset_info(entry.id, revision="main").sha)
+        if revision is None or not _REVISION.fullmatch(revision):
+            raise DataError(f"{entry.id}: the hub names no revision; write one in conf/data/hub.yaml")
+        say(f"{entry.id}: revision {revision}")
+        folder.mkdir(parents=True, exist_ok=True)
+        _publish(revision_file, f"{revision}\n")
+    return revision_file.read_text().strip()
+
+
+def _publish(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _open(entry: HubSet, split: str, revision: str) -> _Shards:
+    """The split as a stream with one shard for each file."""
+    from datasets import load_dataset
+
+    return load_dataset(
+        entry.id, name=entry.config, data_dir=entry.data_dir, split=split, revision=revision, streaming=True
+    )
+
+
+def _fetch_part(entry: HubSet, shards: _Shards, path: Path, max_rows: int | None) -> None:
+    """Stream one file of the data set to `path`, through a .tmp beside it that each attempt starts anew."""
+    index = int(path.stem.removeprefix("part-"))
+    temporary = path.with_name(path.name + ".tmp")
+
+    def copy() -> None:
+        shard = shards.shard(num_shards=shards.num_shards, index=index)
+        label = f"{entry.id} {path.parent.name} {index + 1}/{shards.num_shards}"
+        with (
+            pq.ParquetWriter(temporary, _SCHEMA, compression="zstd") as writer,
+            progress(total=max_rows, desc=label, unit="row") as bar,
+        ):
+            for rows in _batches(shard, entry, max_rows):
+                writer.write_table(pa.table({"row": rows}, schema=_SCHEMA))
+                bar.update(len(rows))
+
+    _retry(entry, copy)
+    temporary.replace(path)
+
+
+def _batches(shard: Iterable[JsonObject], entry: HubSet, max_rows: int | None) -> Iterator[list[str]]:
+    rows: list[str] = []
+    for number, row in enumerate(shard):
+        if number == max_rows:
+            break
+        content = reduce(row) if entry.shape == "acecode" else row
+        rows.append(json.dumps(content, default=str))
+        if len(rows) == BATCH_ROWS:
+            yield rows
+            rows = []
+    if rows:
+        yield rows
+
+
+def _retry(entry: HubSet, action: Callable[[], Result]) -> Result:
+    """Run `action`, up to five times more when the network fails. A missing or gated data set raises at once."""
+    from datasets.exceptions import DatasetsError, FileNotFoundDatasetsError
+    from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
+    from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    missing = (FileNotFoundDatasetsError, RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError)
+    for attempt in range(NUM_RETRIES + 1):
+        try:
+            return action()
+        except missing as error:
+            raise DataError(
+                f"{entry.id}: {_first_line(error)}. A gated set needs its terms accepted at "
+                f"https://huggingface.co/datasets/{entry.id} and HF_TOKEN set; or write `enabled: false`"
+            ) from error
+        except (OSError, *CONNECTION_ERRORS_TO_RETRY) as error:
+            if attempt == NUM_RETRIES:
+                raise DataError(
+                    f"{entry.id}: gave up after {NUM_RETRIES} retries ({_first_line(error)}). Finished parts are kept: "
+                    "run again to go on"
+                ) from error
+            wait = FIRST_WAIT * 2**attempt
+            say(f"{entry.id}: {_first_line(error)}; retry {attempt + 1} of {NUM_RETRIES} in {wait:g} s")
+            time.sleep(wait)
+        # No such split or configuration, or a file of another format than its name.
+        except (DatasetsError, pa.ArrowException, ValueError) as error:
+            raise DataError(f"{entry.id}: {_first_line(error)}") from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0].rstrip(".")[:200] or type(error).__name__
+
+
+# --- mapping ---------------------------------------------------------------------------------------------------------
+
+
+def _read_set(
+    entry: HubSet, config: DataConfig, kind: str, parts: Path, counts: dict[str, int]
+) -> Iterator[tuple[str, SourceRecord]]:
+    folder = folder_of(entry, kind, parts)
+    parts_by_split = [("train", fetch(entry, entry.train, folder))]
+    if entry.val is not None:
+        parts_by_split.append(("val", fetch(entry, entry.val, folder)))
+    try:
+        convert = _row_converter(entry, kind, [path for _, paths in parts_by_split for path in paths])
+    except RowError as error:
+        raise DataError(f"{entry.id}: {error}") from error
+    with Intake(folder / REJECTED, config.max_rejected, entry.id) as intake:
+        for split, paths in parts_by_split:
+            for path in paths:
+                name = f"{entry.id}/{path.parent.name}/{path.stem}"
+                for line, row in enumerate(_rows(path), start=1):
+                    yield from _accept(convert, row, name, line, split if entry.val else None, intake)
+        intake.add_to(counts)
+
+
+def _accept(
+    convert: Callable[[JsonObject], list[SourceRecord]],
+    row: JsonObject,
+    name: str,
+    line: int,
+    split: str | None,
+    intake: Intake,
+) -> Iterator[tuple[str, SourceRecord]]:
+    try:
+        records = convert(row)
+    except RowError as error:
+        intake.reject(name, line, error)
+        return
+    for record in records:
+        try:
+            accepted = intake.accept(record, name, line, split)
+        except RowError as error:
+            intake.reject(name, line, error)
+        else:
+            yield from accepted
+
+
+def _rows(path: Path) -> Iterator[JsonObject]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=BATCH_ROWS):
+            yield from (json.loads(text) for text in batch.column(0).to_pylist())
+
+
+def _row_converter(entry: HubSet, kind: str, paths: list[Path]) -> Callable[[JsonObject], list[SourceRecord]]:
+    """The function that turns a row of this data set into records."""
+    if entry.shape == "acecode":
+        if kind != "problems":
+            raise RowError("shape", f"acecode makes problems, not {kind}")
+        limits = thresholds(row["pass_rates"] for path in paths for row in _rows(path))
+        return lambda row: [_with_set_name(problem, entry, row) for problem in problems(row, limits, entry.level)]
+    columns = shapes.Columns((entry.text_field,) if kind in ("text", "code") else ())
+    shape = shapes.named(entry.shape, kind)
+    if shape is None:
+        sample = [row for path in paths[:1] for row, _ in zip(_rows(path), range(shapes.SAMPLE_ROWS), strict=False)]
+        shape = shapes.detect(sample, kind, columns)
+        if shape is None:
+            content = ", ".join(sample[0]) if sample else "no rows"
+            raise RowError("shape", f"none of {kind} ({', '.join(shapes.names(kind))}) fits the columns: {content}")
+    row_shape = shape
+    return lambda row: [_with_set_name(shapes.convert(row_shape, row, columns), entry, row)]
+
+
+def _with_set_name(record: SourceRecord, entry: HubSet, row: JsonObject) -> SourceRecord:
+    """The record with the data set's name in its ids, so that ids of two data sets never collide; a text also gets it
+    as its source, and a licence.
+    """
+    if isinstance(record, Text):
+        licence = row.get(entry.licence_field) if entry.licence_field else None
+        path = f"{entry.id}/{record.path}" if record.path else ""
+        return replace(
+            record, source=entry.id, path=path, licence=licence if isinstance(licence, str) else entry.licence
+        )
+    identity = f"{entry.id}/{record.id}" if record.id else ""
+    if isinstance(record, Problem):
+        return replace(record, id=identity, key=f"{entry.id}/{record.key}" if record.key else "")
+    return replace(record, id=identity)
+
+
+# --- AceCode ---------------------------------------------------------------------------------------------------------
+
 
 MODELS = ("qwen_coder_2.5", "llama3_instruct")
 LEVELS = {"easy": 1, "medium": 3, "hard": 5}  # difficulty -> level of a Problem
@@ -57,7 +318,7 @@ LEVELS = {"easy": 1, "medium": 3, "hard": 5}  # difficulty -> level of a Problem
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Percentiles over the full set."""
+    """Limits of the difficulties: percentiles over the full set."""
 
     hard_mean: float  # 20th of the mean
     hard_std: float  # 40th of the standard deviation
@@ -74,13 +335,13 @@ class Thresholds:
         return mean >= self.easy_mean if level == "easy" else self.medium_mean <= mean <= self.easy_mean
 
     def group(self, pass_rates: list[float]) -> str:
-        """The difficulty by the mean alone, for a set that is taken whole."""
+        """The difficulty by the mean alone, for a set that is not filtered by difficulty."""
         mean = float(np.mean(pass_rates)) if pass_rates else 0.0
         return "easy" if mean >= self.easy_mean else "medium" if mean >= self.medium_mean else "hard"
 
 
-def reduce(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a row: of some twenty completions the best one, and the pass rates that count."""
+def reduce(row: JsonObject) -> JsonObject:
+    """The parts of a row that are stored: the best of some twenty completions, and the pass rates of MODELS."""
     inferences = [i for i in row.get("inferences") or [] if isinstance(i, dict)]
     rated = [i for i in inferences if isinstance(i.get("pass_rate"), int | float)]
     best = max(rated, key=lambda inference: inference["pass_rate"], default={})
@@ -94,7 +355,7 @@ def reduce(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def thresholds(all_pass_rates: Iterable[list[float]]) -> Thresholds:
-    """Percentiles over every question that one of the two models tried. Raises RowError when there is none."""
+    """The limits over every question that one of the two models tried. Raises RowError when there is none."""
     rated = [rates for rates in all_pass_rates if rates]
     if not rated:
         raise RowError("inferences", f"no pass_rate of {' or '.join(MODELS)} in the whole set")
@@ -104,8 +365,8 @@ def thresholds(all_pass_rates: Iterable[list[float]]) -> Thresholds:
     return Thresholds(hard, float(np.percentile(stds, 40)), medium, easy)
 
 
-def problems(row: Mapping[str, Any], limits: Thresholds, level: str | None) -> list[Problem]:
-    """The problems of one reduced row: none when it has another difficulty, else one or two of the same key."""
+def problems(row: JsonObject, limits: Thresholds, level: str | None) -> list[Problem]:
+    """The problems of one reduced row: none when its difficulty is another, else one or two of the same key."""
     if level is not None and not limits.takes(row["pass_rates"], level):
         return []
     question, cases = row["question"], row["test_cases"]
@@ -113,7 +374,7 @@ def problems(row: Mapping[str, Any], limits: Thresholds, level: str | None) -> l
         raise RowError("question", "expected a text")
     if not isinstance(cases, list) or not cases:
         raise RowError("test_cases", "expected a list of asserts")
-    tests = [shapes.parsed_test(case, f"test_cases[{index}]") for index, case in enumerate(cases)]
+    tests = [shapes.parse_test(case, f"test_cases[{index}]") for index, case in enumerate(cases)]
     entry_point = shapes.most_called([test.get("assert", "") for test in tests])
     if not entry_point:
         raise RowError("test_cases", "no test calls a function")
@@ -163,251 +424,3 @@ def _as_docstring(signature: str, question: str) -> str:
     lines = question.strip().replace("\\", "\\\\").replace('"""', "'''").splitlines()
     indented = "\n".join(f"    {line}".rstrip() for line in lines)
     return f'```python\n{signature}\n    """\n{indented}\n    """\n```'
-
-
-# -- hub ---------------------------------------------------------------------------------------------------------------
-
-
-NUM_RETRIES = 5
-FIRST_WAIT = 2.0  # seconds before the first retry; doubled each time
-BATCH_ROWS = 1000
-REJECTED = "rejected.jsonl"
-_SCHEMA = pa.schema([("row", pa.large_string())])
-_REVISION = re.compile(r"[0-9a-f]{40}")
-Result = TypeVar("Result")
-
-
-def read_hub(
-    config: DataConfig, kind: str, parts: Path, counts: dict[str, int] | None = None
-) -> Iterator[tuple[str, AnyRecord]]:
-    """(split, record) of every data set of `kind` that is enabled, in the order of the file, fetched into `parts`.
-
-    To `counts` is added what became of the rows; those rejected stand in `rejected_files(...)`.
-    Raises DataError: a set that does not exist or is gated, a network that stays away, rows that no shape reads.
-    """
-    for entry in config.hub.get(kind, []):
-        if entry.enabled:
-            yield from _read_set(entry, config, kind, parts, {} if counts is None else counts)
-
-
-def folder_of(entry: HubSet, kind: str, parts: Path) -> Path:
-    """Where the parts of a data set lie."""
-    name = "-".join(part for part in (entry.id, entry.config, entry.data_dir) if part).replace("/", "--")
-    return parts / kind / f"{name}@{entry.revision or 'main'}"
-
-
-def rejected_files(config: DataConfig, kind: str, parts: Path) -> list[Path]:
-    """The files of rejected rows of `kind`, in the order of the data sets."""
-    return [folder_of(e, kind, parts) / REJECTED for e in config.hub.get(kind, []) if e.enabled]
-
-
-def revisions(config: DataConfig, kind: str, parts: Path) -> dict[str, str]:
-    """Data set -> the revision that was read: 40 hex digits, for the manifest. Resolves what is not resolved yet."""
-    return {e.id: _revision(e, folder_of(e, kind, parts)) for e in config.hub.get(kind, []) if e.enabled}
-
-
-# --- fetching --------------------------------------------------------------------------------------------------------
-
-
-def fetch(entry: HubSet, split: str, folder: Path) -> list[Path]:
-    """The parts of one split, fetched where they are missing. `split` is the data set's own name for it."""
-    revision = _revision(entry, folder)
-    folder = folder / split
-    folder.mkdir(parents=True, exist_ok=True)
-    known = folder / "num_parts.txt"
-    num_parts = int(known.read_text()) if known.exists() else None
-    shards: Any = None
-    paths: list[Path] = []
-    num_rows = 0
-    while (num_parts is None or len(paths) < num_parts) and (entry.max_rows is None or num_rows < entry.max_rows):
-        path = folder / f"part-{len(paths)}.parquet"
-        if num_parts is None or not path.exists():
-            if shards is None:
-                shards = _retry(entry, lambda: _open(entry, split, revision))
-                num_parts = shards.num_shards
-                _publish(known, f"{num_parts}\n")
-            if not path.exists():
-                _fetch_part(entry, shards, path, None if entry.max_rows is None else entry.max_rows - num_rows)
-        paths.append(path)
-        num_rows += pq.read_metadata(path).num_rows
-    return paths
-
-
-def _revision(entry: HubSet, folder: Path) -> str:
-    if entry.revision is not None:
-        if not _REVISION.fullmatch(entry.revision):
-            raise DataError(f"{entry.id}: revision: expected 40 hex digits or null, got {entry.revision!r}")
-        return entry.revision
-    kept = folder / "revision.txt"
-    if not kept.exists():
-        from huggingface_hub import HfApi  # here and below: seconds to import, needed by data=hub alone
-
-        found = _retry(entry, lambda: HfApi().dataset_info(entry.id, revision="main").sha)
-        if found is None or not _REVISION.fullmatch(found):
-            raise DataError(f"{entry.id}: the hub names no revision; write one in conf/data/hub.yaml")
-        say(f"{entry.id}: revision {found}")
-        folder.mkdir(parents=True, exist_ok=True)
-        _publish(kept, f"{found}\n")
-    return kept.read_text().strip()
-
-
-def _publish(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
-def _open(entry: HubSet, split: str, revision: str) -> Any:
-    """The split as a stream with one shard for each file."""
-    from datasets import load_dataset
-
-    return load_dataset(
-        entry.id, name=entry.config, data_dir=entry.data_dir, split=split, revision=revision, streaming=True
-    )
-
-
-def _fetch_part(entry: HubSet, shards: Any, path: Path, max_rows: int | None) -> None:
-    """Stream one file of the data set to `path`, through a .tmp beside it that each try begins anew."""
-    index = int(path.stem.removeprefix("part-"))
-    temporary = path.with_name(path.name + ".tmp")
-
-    def copy() -> None:
-        shard = shards.shard(num_shards=shards.num_shards, index=index)
-        label = f"{entry.id} {path.parent.name} {index + 1}/{shards.num_shards}"
-        with (
-            pq.ParquetWriter(temporary, _SCHEMA, compression="zstd") as writer,
-            progress(total=max_rows, desc=label, unit="row") as bar,
-        ):
-            for rows in _batches(shard, entry, max_rows):
-                writer.write_table(pa.table({"row": rows}, schema=_SCHEMA))
-                bar.update(len(rows))
-
-    _retry(entry, copy)
-    temporary.replace(path)
-
-
-def _batches(shard: Any, entry: HubSet, max_rows: int | None) -> Iterator[list[str]]:
-    rows: list[str] = []
-    for number, row in enumerate(shard):
-        if number == max_rows:
-            break
-        kept = reduce(row) if entry.shape == "acecode" else row
-        rows.append(json.dumps(kept, default=str))
-        if len(rows) == BATCH_ROWS:
-            yield rows
-            rows = []
-    if rows:
-        yield rows
-
-
-def _retry(entry: HubSet, action: Callable[[], Result]) -> Result:
-    """Run `action`; when the network fails, five times more. What is not there, or is closed, is said at once."""
-    from datasets.exceptions import DatasetsError, FileNotFoundDatasetsError
-    from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
-    from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-
-    missing = (FileNotFoundDatasetsError, RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError)
-    for attempt in range(NUM_RETRIES + 1):
-        try:
-            return action()
-        except missing as error:
-            raise DataError(
-                f"{entry.id}: {_first_line(error)}. A gated set needs its terms accepted at "
-                f"https://huggingface.co/datasets/{entry.id} and HF_TOKEN set; or write `enabled: false`"
-            ) from error
-        except (OSError, *CONNECTION_ERRORS_TO_RETRY) as error:
-            if attempt == NUM_RETRIES:
-                raise DataError(
-                    f"{entry.id}: gave up after {NUM_RETRIES} retries ({_first_line(error)}). Finished parts are kept: "
-                    "run again to go on"
-                ) from error
-            wait = FIRST_WAIT * 2**attempt
-            say(f"{entry.id}: {_first_line(error)}; retry {attempt + 1} of {NUM_RETRIES} in {wait:g} s")
-            time.sleep(wait)
-        # No such split or configuration, or a file that is not what it says.
-        except (DatasetsError, pa.ArrowException, ValueError) as error:
-            raise DataError(f"{entry.id}: {_first_line(error)}") from error
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0].rstrip(".")[:200] or type(error).__name__
-
-
-# --- mapping ---------------------------------------------------------------------------------------------------------
-
-
-def _read_set(
-    entry: HubSet, config: DataConfig, kind: str, parts: Path, counts: dict[str, int]
-) -> Iterator[tuple[str, AnyRecord]]:
-    folder = folder_of(entry, kind, parts)
-    fetched = [("train", fetch(entry, entry.train, folder))]
-    if entry.val is not None:
-        fetched.append(("val", fetch(entry, entry.val, folder)))
-    try:
-        convert = _mapping(entry, kind, [path for _, paths in fetched for path in paths])
-    except RowError as error:
-        raise DataError(f"{entry.id}: {error}") from error
-    with Intake(folder / REJECTED, config.max_rejected, entry.id) as intake:
-        for split, paths in fetched:
-            for path in paths:
-                name = f"{entry.id}/{path.parent.name}/{path.stem}"
-                for line, row in enumerate(_rows(path), start=1):
-                    yield from _accept(convert, row, name, line, split if entry.val else None, intake)
-        intake.add_to(counts)
-
-
-def _accept(
-    convert: Callable[[Any], list[AnyRecord]], row: Any, name: str, line: int, split: str | None, intake: Intake
-) -> Iterator[tuple[str, AnyRecord]]:
-    try:
-        records = convert(row)
-    except RowError as error:
-        intake.reject(name, line, error)
-        return
-    for record in records:
-        try:
-            accepted = intake.accept(record, name, line, split)
-        except RowError as error:
-            intake.reject(name, line, error)
-        else:
-            yield from accepted
-
-
-def _rows(path: Path) -> Iterator[Any]:
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=BATCH_ROWS):
-            yield from (json.loads(text) for text in batch.column(0).to_pylist())
-
-
-def _mapping(entry: HubSet, kind: str, paths: list[Path]) -> Callable[[Any], list[AnyRecord]]:
-    """What makes records of a row of this data set."""
-    if entry.shape == "acecode":
-        if kind != "problems":
-            raise RowError("shape", f"acecode makes problems, not {kind}")
-        limits = thresholds(row["pass_rates"] for path in paths for row in _rows(path))
-        return lambda row: [_named(problem, entry, row) for problem in problems(row, limits, entry.level)]
-    columns = shapes.Columns((entry.text_field,) if kind in ("text", "code") else ())
-    shape = shapes.named(entry.shape, kind)
-    if shape is None:
-        sample = [row for path in paths[:1] for row, _ in zip(_rows(path), range(shapes.SAMPLE_ROWS), strict=False)]
-        shape = shapes.detect(sample, kind, columns)
-        if shape is None:
-            found = ", ".join(sample[0]) if sample else "no rows"
-            raise RowError("shape", f"none of {kind} ({', '.join(shapes.names(kind))}) fits the columns: {found}")
-    fixed = shape
-    return lambda row: [_named(shapes.convert(fixed, row, columns), entry, row)]
-
-
-def _named(record: AnyRecord, entry: HubSet, row: Any) -> AnyRecord:
-    """The record with the data set's name where its own says nothing: ids of two sets never meet."""
-    if isinstance(record, Text):
-        licence = row.get(entry.licence_field) if entry.licence_field else None
-        path = f"{entry.id}/{record.path}" if record.path else ""
-        return replace(
-            record, source=entry.id, path=path, licence=licence if isinstance(licence, str) else entry.licence
-        )
-    identity = f"{entry.id}/{record.id}" if record.id else ""
-    if isinstance(record, Problem):
-        return replace(record, id=identity, key=f"{entry.id}/{record.key}" if record.key else "")
-    return replace(record, id=identity)

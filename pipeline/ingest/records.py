@@ -1,4 +1,4 @@
-"""The record shapes that leave a data source, and their JSONL form. Nothing else crosses that border.
+"""The records that a data source gives, and their JSONL form. Nothing else crosses that border.
 
 `messages`, `prompt`, `chosen`, `rejected` are lists of messages in the OpenAI form:
 
@@ -18,12 +18,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.run.config import type_name
 from pipeline.run.errors import DataError
+from pipeline.run.types import JsonObject
 
-Message = dict[str, Any]
+Message = JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Dialogue:
     kind: str  # "tools", "choice", "code", "story", "copy", "talk", "chat"
     category: str  # within the kind: "simple", "parallel", ..., or a problem's group
     messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[JsonObject] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,56 +54,57 @@ class Problem:
 
     id: str
     level: int  # 1 easy .. 5 hard
-    group: str  # what a result is reported under: "easy", "medium", "hard", "phrasing", "told"
-    key: str  # what makes two problems the same; never in two splits
+    group: str  # results are reported under it: "easy", "medium", "hard", "phrasing", "told"
+    key: str  # equal for two versions of one problem; never in two splits
     question: str
     entry_point: str
     signature: str
-    tests: list[dict[str, Any]]
+    tests: list[JsonObject]
     answer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two answers to one prompt; `gold_*` in [0, 1] is the true score, `flipped` says that label noise swapped them."""
+    """Two answers to one prompt; `gold_*` in [0, 1] is the true score, `flipped`: label noise swapped them."""
 
     id: str
     source: str
-    kind: str  # "code", "tools", "story", or what the user's file says
+    kind: str  # "code", "tools", "story", or the kind in the user's file
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[JsonObject] = field(default_factory=list)
     gold_chosen: float | None = None
     gold_rejected: float | None = None
     flipped: bool = False
-    margin: float | None = None  # by how much the chosen answer's reward should be the larger one
-    # What scores any answer to the prompt: {"entry_point", "tests"} of a problem, {"right": message} of a tool turn, {}
-    # of a story; None where nobody knows it.
-    truth: dict[str, Any] | None = None
-    given_by: str | None = None  # whose API key gave it on the web page
+    margin: float | None = None  # by which the reward of the chosen answer should exceed that of the other
+    # Scores any answer to the prompt: {"entry_point", "tests"} of a problem, {"right": message} of a tool turn, {} of a
+    # story; None where it is unknown.
+    truth: JsonObject | None = None
+    given_by: str | None = None  # the owner of the API key that sent it from the web page
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A question about something that must be known by heart, with its answer."""
+    """A question whose answer must be known by heart, with the answer."""
 
     id: str
-    service: str  # what it is about
-    attribute: str  # what of it is asked; results are reported under it
+    service: str  # that the question is about
+    attribute: str  # of the service; results are reported under it
     question: str
     answer: str
 
 
+SourceRecord = Text | Dialogue | Problem | Pair  # the records that rows of files and data sets become
 Record = TypeVar("Record", Text, Dialogue, Problem, Pair, Fact)
 
 
-def dumps(record: Text | Dialogue | Problem | Pair | Fact) -> str:
+def dumps(record: SourceRecord | Fact) -> str:
     """One line of JSON without the line feed; key order is the dataclass's, so equal records give equal bytes."""
     return json.dumps(dataclasses.asdict(record), ensure_ascii=False)
 
 
-def write(path: Path, records: Iterable[Text | Dialogue | Problem | Pair | Fact]) -> int:
+def write(path: Path, records: Iterable[SourceRecord | Fact]) -> int:
     """Write records as JSONL (UTF-8, `\\n`) and return their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -115,27 +117,27 @@ def write(path: Path, records: Iterable[Text | Dialogue | Problem | Pair | Fact]
 
 def read(path: Path, shape: type[Record]) -> Iterator[Record]:
     """Read what `write` wrote. Raises DataError naming file, line and field."""
-    kinds = get_type_hints(shape)
+    types = get_type_hints(shape)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise DataError(f"{path}:{number}: not JSON in UTF-8 ({why}); rebuild it with dvc repro") from error
-            if not isinstance(row, dict) or not row.keys() <= kinds.keys():
-                raise DataError(f"{path}:{number}: expected the keys of {shape.__name__} ({', '.join(sorted(kinds))})")
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise DataError(f"{path}:{number}: not JSON in UTF-8 ({reason}); rebuild it with dvc repro") from error
+            if not isinstance(row, dict) or not row.keys() <= types.keys():
+                raise DataError(f"{path}:{number}: expected the keys of {shape.__name__} ({', '.join(sorted(types))})")
             for name, value in row.items():
-                if not _fits(value, kinds[name]):
-                    raise DataError(f"{path}:{number}: {name}: expected {type_name(kinds[name])}, found {value!r:.80}")
+                if not _fits(value, types[name]):
+                    raise DataError(f"{path}:{number}: {name}: expected {type_name(types[name])}, found {value!r:.80}")
             try:
                 yield shape(**row)
             except TypeError as error:
                 raise DataError(f"{path}:{number}: {error}") from error
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON is of a field's type; lists are looked into, objects are not."""
+def _fits(value: object, kind: type | UnionType) -> bool:
+    """Whether a value read from JSON has a field's type; elements of lists are checked, values of objects are not."""
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:

@@ -1,27 +1,22 @@
-"""Which of the cleaned documents a corpus keeps: duplicates, caps, test items, quotas, split; and the books of it all.
-
-    Documents in a fixed order -> Selection -> parquet parts, counts by part, source, licence and drop reason
-
-It decides on one document after the other, in order, so the number of workers that cleaned them changes nothing. It
-holds hashes and signatures, never texts. Every document offered while its part is open is found; it is kept or leaves
-by one reason: found = kept + dropped.
-
-Writes a text corpus: data/raw/<corpus>/{train,val}-NNNNN.parquet with the columns text, source, path, licence.
-
-    PartWriter   documents of one part (stories, python, ...) in the order they were kept -> one file per split
-    mix          the parts of a corpus -> its files, every part spread evenly over the whole
-
-Mixed, because a reader that takes only the beginning (an evaluation, a sample) should see all of it. Memory is one row
-group per part, whatever the corpus holds. Equal documents give equal bytes (with one version of pyarrow).
-
-Batches of work for the processes that read and clean, and what they do with one.
+"""Selects the documents of a text corpus and writes it: duplicates, caps, test items, quotas, split, and all counts.
 
     files of this machine, until the quotas are met   -> FileBatch   ┐
-    records of the user's files or of the hub         -> RecordBatch ┴-> clean -> Documents in order
+    records of the user's files or of the hub         -> RecordBatch ┴-> clean, in worker processes -> Documents
+    Documents in a fixed order -> Selection -> a PartWriter for each part and split; counts by part, source, licence,
+                                               drop reason
+    mix: the parts of a corpus -> data/raw/<corpus>/{train,val}-NNNNN.parquet (text, source, path, licence)
 
-Which batches are made may run a little ahead of what `Selection` has taken in, by an amount that depends on the number
-of workers. That never shows: what comes after a full quota is not counted, and what comes after a full package is
-dropped as `cap` whether it was read or not.
+`Selection` decides on one document after the other, in order, so the number of workers that cleaned them changes
+nothing. It keeps hashes and signatures, never texts. Every document offered while its part is open is found; it is kept
+or leaves by one reason: found = kept + dropped.
+
+The batches may run a little ahead of what `Selection` has taken in, by an amount that depends on the number of workers.
+That never shows: a document after a full quota is not counted, and a document after a full package is dropped as `cap`
+whether it was read or not.
+
+`mix` spreads every part (stories, python, ...) evenly over the whole, because a reader that takes only the beginning
+(an evaluation, a sample) should see all of it. Memory is one row group per part, whatever the size of the corpus. Equal
+documents give equal bytes (with one version of pyarrow).
 """
 
 from __future__ import annotations
@@ -31,7 +26,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,26 +36,252 @@ from pipeline.ingest.duplicates import Index, NearDuplicates, fingerprint, signa
 from pipeline.ingest.records import Text
 from pipeline.ingest.sources import DataConfig, Found
 from pipeline.run.errors import DataError
+from pipeline.run.types import JsonObject
 from pipeline.run.workdir import sha256
 
 SCHEMA = pa.schema([(name, pa.string()) for name in ("text", "source", "path", "licence")])
-GROUP_BYTES = 1_000_000  # of text in a row group: what a reader holds
+GROUP_BYTES = 1_000_000  # of text in a row group: what a reader has in memory
 FILE_BYTES = 4_000_000  # of text in a file: what one process of `stage_encode` takes at a time
 GROUP_ROWS = 4096
 SPLITS = ("train", "val")
 VAL_EVERY = 50  # of a corpus so small that no document fell into val
+BATCH_FILES, BATCH_BYTES = 24, 250_000  # in one FileBatch, in one RecordBatch
+
+
+class Tally:
+    """Counts documents and bytes."""
+
+    def __init__(self) -> None:
+        self.files = self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count one document."""
+        self.files += 1
+        self.num_bytes += num_bytes
+
+    def entry(self) -> dict[str, int]:
+        """The counts as the manifest stores them."""
+        return {"files": self.files, "bytes": self.num_bytes}
+
+
+class Selection:
+    """Decides which documents a corpus keeps. Close it before its parts are read."""
+
+    def __init__(
+        self,
+        *,
+        quotas: dict[str, float],
+        caps: dict[str, float],
+        threshold: float,
+        min_bytes: int,
+        benchmarks: Index,
+        folder: Path,
+    ) -> None:
+        """`quotas`: bytes to keep of each part (inf: all of it); `caps`: of one package in a part;
+        `threshold`: estimated similarity from which a later document is dropped; `folder`: for the parts."""
+        self.quotas, self.caps, self.min_bytes, self.benchmarks = quotas, caps, min_bytes, benchmarks
+        self.full: set[tuple[str, str]] = set()  # (part, package) whose cap is reached
+        self.found: dict[str, Tally] = {part: Tally() for part in quotas}
+        self.kept: dict[str, dict[str, Tally]] = {part: {split: Tally() for split in SPLITS} for part in quotas}
+        self.dropped: dict[str, dict[str, Tally]] = {part: {} for part in quotas}
+        self.sources: dict[str, Tally] = {}
+        self.licences: dict[str, Tally] = {}
+        self.contaminated: dict[str, int] = {}  # benchmark item -> documents dropped for it
+        self._fingerprints: set[int] = set()
+        self._paragraphs_seen: set[int] = set()  # paragraphs of prose
+        self._near_duplicates = NearDuplicates(threshold)
+        self._package_bytes: dict[tuple[str, str], int] = {}
+        self._writers: dict[tuple[str, str], PartWriter] = {}
+        self._folder = folder
+
+    def is_open(self, part: str) -> bool:
+        """Whether the part may take more."""
+        return sum(tally.num_bytes for tally in self.kept[part].values()) < self.quotas[part]
+
+    def offer(self, document: Document) -> int:
+        """Keep or drop the next document and return the bytes kept; a document of a full part is not counted at all."""
+        if not self.is_open(document.part):
+            return 0
+        self.found[document.part].add(document.num_bytes)
+        reason, document = self._decide(document)
+        if reason is not None:
+            self.dropped[document.part].setdefault(reason, Tally()).add(document.num_bytes)
+            return 0
+        record = document.record
+        num_bytes = len(record.text.encode())
+        key = (document.part, document.split)
+        if key not in self._writers:
+            self._writers[key] = PartWriter(self._folder / key[0] / f"{key[1]}.parquet")
+        self._writers[key].add(record)
+        self.kept[key[0]][key[1]].add(num_bytes)
+        self.sources.setdefault(record.source, Tally()).add(num_bytes)
+        self.licences.setdefault(record.licence, Tally()).add(num_bytes)
+        return num_bytes
+
+    def _decide(self, document: Document) -> tuple[str | None, Document]:
+        """The drop reason or None, and the document as it would be kept."""
+        # A full package comes first: its files need not be read, and whether one was read must not show.
+        package = (document.part, document.record.source)
+        if package in self.full:
+            return "cap", document
+        if document.reason is not None:
+            return document.reason, document
+        if document.paragraphs:
+            document = self._join_new_paragraphs(document)
+            if len(document.record.text.encode()) < self.min_bytes:
+                return "size" if document.record.text else "duplicate", document
+        if document.fingerprint in self._fingerprints:
+            return "duplicate", document
+        self._fingerprints.add(document.fingerprint)
+        if document.signature:
+            if self._near_duplicates.find(document.signature) is not None:
+                return "near duplicate", document
+            self._near_duplicates.add(document.signature)
+        num_bytes = len(document.record.text.encode())
+        package_bytes = self._package_bytes.get(package, 0)
+        if package_bytes + num_bytes > self.caps.get(document.part, math.inf):
+            self.full.add(package)
+            return "cap", document
+        if hits := self.benchmarks.hits(document.record.text):
+            for name in hits:
+                self.contaminated[name] = self.contaminated.get(name, 0) + 1
+            return "benchmark", document
+        self._package_bytes[package] = package_bytes + num_bytes
+        return None, document
+
+    def _join_new_paragraphs(self, document: Document) -> Document:
+        """A document of prose, reduced to its paragraphs that no earlier document had."""
+        new_paragraphs = []
+        for paragraph in document.paragraphs:
+            paragraph_hash = fingerprint(paragraph)
+            if paragraph_hash not in self._paragraphs_seen:
+                self._paragraphs_seen.add(paragraph_hash)
+                new_paragraphs.append(paragraph)
+        text = "\n\n".join(new_paragraphs)
+        return dataclasses.replace(
+            document,
+            record=dataclasses.replace(document.record, text=text),
+            paragraphs=(),
+            fingerprint=fingerprint(text),
+            signature=signature(text),
+        )
+
+    def close(self) -> dict[str, dict[Path, Size]]:
+        """Close the parts; returns for each split its files and their sizes, in the order of the quotas."""
+        for writer in self._writers.values():
+            writer.close()
+        written = {key: (writer.path, writer.size) for key, writer in self._writers.items()}
+        return {
+            split: dict(written[part, split] for part in self.quotas if (part, split) in written) for split in SPLITS
+        }
+
+    def books(self) -> JsonObject:
+        """The counts for the manifest: by part, source, licence, drop reason; found = kept + dropped for each part."""
+        parts = {
+            part: {
+                "found": self.found[part].entry(),
+                "kept": {split: tally.entry() for split, tally in self.kept[part].items()},
+                "dropped": {reason: tally.entry() for reason, tally in sorted(self.dropped[part].items())},
+            }
+            for part in self.quotas
+        }
+        return {
+            "parts": parts,
+            "dropped": self._total_dropped(),
+            "sources": {name: tally.entry() for name, tally in sorted(self.sources.items())},
+            "licences": {name: tally.entry() for name, tally in sorted(self.licences.items())},
+            "benchmark_items_hit": dict(sorted(self.contaminated.items())),
+        }
+
+    def _total_dropped(self) -> dict[str, dict[str, int]]:
+        summed: dict[str, dict[str, int]] = {}
+        for reasons in self.dropped.values():
+            for reason, tally in reasons.items():
+                entry = summed.setdefault(reason, {"files": 0, "bytes": 0})
+                entry["files"] += tally.files
+                entry["bytes"] += tally.num_bytes
+        return dict(sorted(summed.items()))
+
+
+# --- batches of work -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileBatch:
+    """Files to read: Python for its code or its prose, METADATA for its prose, or shell."""
+
+    files: tuple[Found, ...]
+    parts: tuple[str, ...]  # python, prose, shell: the parts that each file may give
+    full: frozenset[tuple[str, str]]  # (part, package) that have reached their cap
+    data: DataConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordBatch:
+    """Records with their split, from the user's files or the hub."""
+
+    records: tuple[tuple[str, Text], ...]
+    kind: str  # text, code
+    data: DataConfig
+
+
+def clean(batch: FileBatch | RecordBatch) -> list[Document]:
+    """Every document of a batch, cleaned or with its drop reason, in the batch's order."""
+    if isinstance(batch, FileBatch):
+        return [document for file in batch.files for document in _clean_file(file, batch)]
+    return [cleaning.own_record(record, split, batch.kind, batch.data) for split, record in batch.records]
+
+
+def _clean_file(file: Found, batch: FileBatch) -> list[Document]:
+    full = [part for part in batch.parts if (part, file.package) in batch.full]
+    wanted = [part for part in batch.parts if part not in full]
+    documents = [cleaning.capped_file(file, part) for part in full]
+    if "shell" in wanted:
+        documents.append(cleaning.shell_file(file, batch.data))
+    elif wanted and file.path.endswith("/METADATA"):
+        documents.append(cleaning.readme_file(file, batch.data))
+    elif wanted:
+        documents += cleaning.python_file(file, batch.data, code="python" in wanted, prose="prose" in wanted)
+    return documents
+
+
+def file_batches(files: list[Found], wanted: dict[str, Selection], data: DataConfig) -> Iterator[FileBatch]:
+    """Files in their order, as long as one of the wanted parts (part -> the selection of its corpus) is open."""
+    for start in range(0, len(files), BATCH_FILES):
+        parts = tuple(part for part, selection in wanted.items() if selection.is_open(part))
+        if not parts:
+            return
+        full = frozenset(package for part in parts for package in wanted[part].full)
+        yield FileBatch(files=tuple(files[start : start + BATCH_FILES]), parts=parts, full=full, data=data)
+
+
+def record_batches(records: Iterable[tuple[str, Text]], kind: str, data: DataConfig) -> Iterator[RecordBatch]:
+    """Records of one kind in their order, about 250,000 characters of text at a time."""
+    batch: list[tuple[str, Text]] = []
+    num_characters = 0
+    for split, record in records:
+        batch.append((split, record))
+        num_characters += len(record.text)
+        if num_characters >= BATCH_BYTES:
+            yield RecordBatch(records=tuple(batch), kind=kind, data=data)
+            batch, num_characters = [], 0
+    if batch:
+        yield RecordBatch(records=tuple(batch), kind=kind, data=data)
+
+
+# --- files of a corpus -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much a part holds."""
+    """The size of a part."""
 
     documents: int = 0
     num_bytes: int = 0
 
 
 class PartWriter:
-    """One parquet file, written in row groups as documents come. Close it, or nothing can be read."""
+    """One parquet file, written in row groups. It cannot be read before `close`."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +301,7 @@ class PartWriter:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left and the footer."""
+        """Write the pending rows and the footer."""
         self._flush()
         self._writer.close()
 
@@ -92,39 +312,47 @@ class PartWriter:
         self._rows, self._pending = [], 0
 
 
-def mix(parts: dict[str, dict[Path, Size]], out: Path) -> dict[str, list[dict[str, Any]]]:
+def mix(parts: dict[str, dict[Path, Size]], out: Path) -> dict[str, list[JsonObject]]:
     """Spread the parts of each split evenly over files of about 4 MB; returns for each split its files for the
     manifest.
 
-    A corpus without any val document gives every 50th, at least the last, so that it can be measured. Raises DataError
-    when the corpus has no two documents.
+    If a corpus has no val document, every 50th moves to val, at least the last, so that it can be measured. Raises
+    DataError when the corpus has fewer than two documents.
     """
     out.mkdir(parents=True)
     total = sum(size.documents for split in SPLITS for size in parts[split].values())
     if total < 2:
         raise DataError(f"{out.name}: expected at least two documents to train and to validate on, {total} left")
-    held = {split: sum(size.documents for size in parts[split].values()) for split in SPLITS}
-    files = {split: _Files(out, split) for split in SPLITS}
+    num_documents = {split: sum(size.documents for size in parts[split].values()) for split in SPLITS}
+    files = {split: _NumberedFiles(out, split) for split in SPLITS}
     for split, other in zip(SPLITS, reversed(SPLITS), strict=True):
         for number, document in enumerate(_interleaved(parts[split]), start=1):
-            last = number == held[split]
-            moved = not held[other] and (last or number % VAL_EVERY == 0 if split == "train" else not last)
+            last = number == num_documents[split]
+            moved = not num_documents[other] and (last or number % VAL_EVERY == 0 if split == "train" else not last)
             files[other if moved else split].add(document)
-    return {split: written.close() for split, written in files.items()}
+    return {split: numbered.close() for split, numbered in files.items()}
 
 
 def _interleaved(parts: dict[Path, Size]) -> Iterator[Text]:
     """All documents; the next is always from the part of which the smallest share of bytes was given."""
-    streams = [[0.0, 0, size, _documents(path)] for path, size in parts.items() if size.documents]
-    while streams:
-        chosen = min(streams, key=lambda stream: stream[0])
-        document = next(chosen[3], None)
+    readers = [_PartReader(size, _documents(path)) for path, size in parts.items() if size.documents]
+    while readers:
+        reader = min(readers, key=lambda reader: reader.share)
+        document = next(reader.documents, None)
         if document is None:
-            streams.remove(chosen)
+            readers.remove(reader)
             continue
-        chosen[1] += len(document.text.encode()) + 1
-        chosen[0] = chosen[1] / (chosen[2].num_bytes + chosen[2].documents)
+        reader.num_bytes += len(document.text.encode()) + 1
+        reader.share = reader.num_bytes / (reader.size.num_bytes + reader.size.documents)
         yield document
+
+
+@dataclass(eq=False)
+class _PartReader:
+    size: Size
+    documents: Iterator[Text]
+    num_bytes: int = 0  # given so far, and one for each document
+    share: float = 0.0  # of the part, given so far
 
 
 def _documents(path: Path) -> Iterator[Text]:
@@ -134,26 +362,26 @@ def _documents(path: Path) -> Iterator[Text]:
                 yield Text(**row)
 
 
-class _Files:
+class _NumberedFiles:
     """The numbered files of one split."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self.folder, self.split = folder, split
-        self.done: list[dict[str, Any]] = []
+        self.done: list[JsonObject] = []
         self.writer: PartWriter | None = None
 
     def add(self, document: Text) -> None:
         if self.writer is not None and self.writer.size.num_bytes >= FILE_BYTES:
-            self._finish()
+            self._close_file()
         if self.writer is None:
             self.writer = PartWriter(self.folder / f"{self.split}-{len(self.done):05d}.parquet")
         self.writer.add(document)
 
-    def close(self) -> list[dict[str, Any]]:
-        self._finish()
+    def close(self) -> list[JsonObject]:
+        self._close_file()
         return self.done
 
-    def _finish(self) -> None:
+    def _close_file(self) -> None:
         if self.writer is None:
             return
         self.writer.close()
@@ -162,230 +390,3 @@ class _Files:
             {"file": path.name, "documents": size.documents, "bytes": size.num_bytes, "sha256": sha256(path)}
         )
         self.writer = None
-
-
-# -- selection ---------------------------------------------------------------------------------------------------------
-
-
-class Tally:
-    """Documents and bytes."""
-
-    def __init__(self) -> None:
-        self.files = self.num_bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Count one document."""
-        self.files += 1
-        self.num_bytes += num_bytes
-
-    def entry(self) -> dict[str, int]:
-        """As the manifest writes it."""
-        return {"files": self.files, "bytes": self.num_bytes}
-
-
-class Selection:
-    """One corpus in the making. Close it before its parts are read."""
-
-    def __init__(
-        self,
-        *,
-        quotas: dict[str, float],
-        caps: dict[str, float],
-        threshold: float,
-        min_bytes: int,
-        benchmarks: Index,
-        folder: Path,
-    ) -> None:
-        """`quotas`: bytes to keep of each part (inf: all of it); `caps`: of one package in a part;
-        `threshold`: estimated similarity from which a later document leaves; `folder`: for the parts."""
-        self.quotas, self.caps, self.min_bytes, self.benchmarks = quotas, caps, min_bytes, benchmarks
-        self.full: set[tuple[str, str]] = set()  # (part, package) whose cap is reached
-        self.found: dict[str, Tally] = {part: Tally() for part in quotas}
-        self.kept: dict[str, dict[str, Tally]] = {part: {split: Tally() for split in SPLITS} for part in quotas}
-        self.dropped: dict[str, dict[str, Tally]] = {part: {} for part in quotas}
-        self.sources: dict[str, Tally] = {}
-        self.licences: dict[str, Tally] = {}
-        self.contaminated: dict[str, int] = {}  # benchmark item -> documents dropped for it
-        self._equal: set[int] = set()
-        self._spoken: set[int] = set()  # paragraphs of prose
-        self._near = NearDuplicates(threshold)
-        self._packages: dict[tuple[str, str], int] = {}
-        self._writers: dict[tuple[str, str], PartWriter] = {}
-        self._folder = folder
-
-    def is_open(self, part: str) -> bool:
-        """Whether the part may take more."""
-        return sum(tally.num_bytes for tally in self.kept[part].values()) < self.quotas[part]
-
-    def offer(self, document: Document) -> int:
-        """Keep or drop the next document and return the bytes kept; one whose part is full is not counted at all."""
-        if not self.is_open(document.part):
-            return 0
-        self.found[document.part].add(document.num_bytes)
-        reason, document = self._judge(document)
-        if reason is not None:
-            self.dropped[document.part].setdefault(reason, Tally()).add(document.num_bytes)
-            return 0
-        record = document.record
-        num_bytes = len(record.text.encode())
-        key = (document.part, document.split)
-        if key not in self._writers:
-            self._writers[key] = PartWriter(self._folder / key[0] / f"{key[1]}.parquet")
-        self._writers[key].add(record)
-        self.kept[key[0]][key[1]].add(num_bytes)
-        self.sources.setdefault(record.source, Tally()).add(num_bytes)
-        self.licences.setdefault(record.licence, Tally()).add(num_bytes)
-        return num_bytes
-
-    def _judge(self, document: Document) -> tuple[str | None, Document]:
-        """The drop reason or None, and the document as it would be kept."""
-        # A full package comes first: its files need not even be read, and whether one was must not show.
-        package = (document.part, document.record.source)
-        if package in self.full:
-            return "cap", document
-        if document.reason is not None:
-            return document.reason, document
-        if document.paragraphs:
-            document = self._put_together(document)
-            if len(document.record.text.encode()) < self.min_bytes:
-                return "size" if document.record.text else "duplicate", document
-        if document.fingerprint in self._equal:
-            return "duplicate", document
-        self._equal.add(document.fingerprint)
-        if document.signature:
-            if self._near.find(document.signature) is not None:
-                return "near duplicate", document
-            self._near.add(document.signature)
-        num_bytes = len(document.record.text.encode())
-        held = self._packages.get(package, 0)
-        if held + num_bytes > self.caps.get(document.part, math.inf):
-            self.full.add(package)
-            return "cap", document
-        if hits := self.benchmarks.hits(document.record.text):
-            for name in hits:
-                self.contaminated[name] = self.contaminated.get(name, 0) + 1
-            return "benchmark", document
-        self._packages[package] = held + num_bytes
-        return None, document
-
-    def _put_together(self, document: Document) -> Document:
-        """A document of prose from those of its paragraphs that were not met before."""
-        fresh = []
-        for paragraph in document.paragraphs:
-            spoken = fingerprint(paragraph)
-            if spoken not in self._spoken:
-                self._spoken.add(spoken)
-                fresh.append(paragraph)
-        text = "\n\n".join(fresh)
-        return dataclasses.replace(
-            document,
-            record=dataclasses.replace(document.record, text=text),
-            paragraphs=(),
-            fingerprint=fingerprint(text),
-            signature=signature(text),
-        )
-
-    def close(self) -> dict[str, dict[Path, Size]]:
-        """Close the parts; returns for each split its files and their sizes, in the order of the quotas."""
-        for writer in self._writers.values():
-            writer.close()
-        written = {key: (writer.path, writer.size) for key, writer in self._writers.items()}
-        return {
-            split: dict(written[part, split] for part in self.quotas if (part, split) in written) for split in SPLITS
-        }
-
-    def books(self) -> dict[str, Any]:
-        """The counts for the manifest: by part, source, licence, drop reason; found = kept + dropped for each part."""
-        parts = {
-            part: {
-                "found": self.found[part].entry(),
-                "kept": {split: tally.entry() for split, tally in self.kept[part].items()},
-                "dropped": {reason: tally.entry() for reason, tally in sorted(self.dropped[part].items())},
-            }
-            for part in self.quotas
-        }
-        return {
-            "parts": parts,
-            "dropped": self._dropped_in_all(),
-            "sources": {name: tally.entry() for name, tally in sorted(self.sources.items())},
-            "licences": {name: tally.entry() for name, tally in sorted(self.licences.items())},
-            "benchmark_items_hit": dict(sorted(self.contaminated.items())),
-        }
-
-    def _dropped_in_all(self) -> dict[str, dict[str, int]]:
-        summed: dict[str, dict[str, int]] = {}
-        for reasons in self.dropped.values():
-            for reason, tally in reasons.items():
-                entry = summed.setdefault(reason, {"files": 0, "bytes": 0})
-                entry["files"] += tally.files
-                entry["bytes"] += tally.num_bytes
-        return dict(sorted(summed.items()))
-
-
-# -- harvest -----------------------------------------------------------------------------------------------------------
-
-
-BATCH_FILES, BATCH_BYTES = 24, 250_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileBatch:
-    """Files to read: Python for its code or its prose, METADATA for its prose, or shell."""
-
-    files: tuple[Found, ...]
-    parts: tuple[str, ...]  # python, prose, shell: what is wanted of each file
-    full: frozenset[tuple[str, str]]  # (part, package) of which no more is read
-    data: DataConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordBatch:
-    """Records with their split, from the user's files or the hub."""
-
-    records: tuple[tuple[str, Text], ...]
-    kind: str  # text, code
-    data: DataConfig
-
-
-def clean(batch: FileBatch | RecordBatch) -> list[Document]:
-    """Every document of a batch, kept or with its drop reason, in the batch's order."""
-    if isinstance(batch, FileBatch):
-        return [document for found in batch.files for document in _clean_file(found, batch)]
-    return [cleaning.own_record(record, split, batch.kind, batch.data) for split, record in batch.records]
-
-
-def _clean_file(found: Found, batch: FileBatch) -> list[Document]:
-    full = [part for part in batch.parts if (part, found.package) in batch.full]
-    wanted = [part for part in batch.parts if part not in full]
-    documents = [cleaning.capped(found, part) for part in full]
-    if "shell" in wanted:
-        documents.append(cleaning.shell_file(found, batch.data))
-    elif wanted and found.path.endswith("/METADATA"):
-        documents.append(cleaning.readme_file(found, batch.data))
-    elif wanted:
-        documents += cleaning.python_file(found, batch.data, code="python" in wanted, prose="prose" in wanted)
-    return documents
-
-
-def file_batches(files: list[Found], wanted: dict[str, Selection], data: DataConfig) -> Iterator[FileBatch]:
-    """Files in their order, as long as one of the parts wanted (part -> its corpus) takes more."""
-    for start in range(0, len(files), BATCH_FILES):
-        parts = tuple(part for part, selection in wanted.items() if selection.is_open(part))
-        if not parts:
-            return
-        full = frozenset(package for part in parts for package in wanted[part].full)
-        yield FileBatch(files=tuple(files[start : start + BATCH_FILES]), parts=parts, full=full, data=data)
-
-
-def record_batches(records: Iterable[tuple[str, Text]], kind: str, data: DataConfig) -> Iterator[RecordBatch]:
-    """Records of one kind in their order, about 250 kB of text at a time."""
-    batch: list[tuple[str, Text]] = []
-    held = 0
-    for split, record in records:
-        batch.append((split, record))
-        held += len(record.text)
-        if held >= BATCH_BYTES:
-            yield RecordBatch(records=tuple(batch), kind=kind, data=data)
-            batch, held = [], 0
-    if batch:
-        yield RecordBatch(records=tuple(batch), kind=kind, data=data)

@@ -1,13 +1,13 @@
-"""From corpus files to token shards: reading parquet, sampling for the tokenizer, encoding, joining.
+"""From corpus files to token shards: reads parquet, samples for the tokenizer, encodes, joins.
 
     data/raw/<corpus>/{train,val}-*.parquet (text, source, path, licence)
       -> <split>.bin     little-endian uint16 (uint32 above 65,536 ids), end of text after each document
          <split>.idx     n + 1 uint64: where each document begins, and the end
          meta.json       tokenizer hash, counts, bytes, sha256
 
-A parquet file is one piece of work: it is encoded by one process in batches (memory flat in the file's size) into a
-part that a killed run finds again. Parts are joined in the files' order, so the number of workers changes nothing.
-Documents without text are left out and counted.
+A parquet file is one piece of work: one process encodes it in batches (memory does not grow with the file) into a part
+that a restart after a kill finds again. Parts are joined in the order of the files, so the number of workers changes
+nothing. Documents without text are left out and counted.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -25,23 +25,24 @@ import pyarrow.parquet as pq
 
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import DataError, GateError
+from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer
 
-ROWS = 64  # documents in memory at a time; the cleaning lets none be longer than 1 MB
-COPY = 1 << 20
+ROWS = 64  # documents in memory at a time; cleaning drops those over 1 MB
+COPY_BYTES = 1 << 20
 SPLITS = ("train", "val")
 
 
 def files(folder: Path, split: str) -> list[Path]:
     """The split's parquet files in name order. Raises DataError when there is none."""
-    found = sorted(folder.glob(f"{split}-*.parquet"))
-    if not found:
+    paths = sorted(folder.glob(f"{split}-*.parquet"))
+    if not paths:
         raise DataError(f"{folder}: expected {split}-*.parquet, found none; run dvc repro stage_corpus")
-    return found
+    return paths
 
 
 def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(path, buffer_size=COPY, pre_buffer=False) as file:
+    with pq.ParquetFile(path, buffer_size=COPY_BYTES, pre_buffer=False) as file:
         missing = set(columns) - set(file.schema_arrow.names)
         if missing:
             raise DataError(f"{path}: expected the columns {', '.join(columns)}; missing: {', '.join(sorted(missing))}")
@@ -49,9 +50,7 @@ def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
 
 
 def check_apart(folder: Path) -> None:
-    """Raise GateError when a document of the val split stands in the train split too: what is measured would have
-    been learnt.
-    """
+    """Raise GateError when a document is in both splits: the measurement would be of what was learned by heart."""
 
     def documents(split: str) -> Iterator[tuple[bytes, str]]:
         for path in files(folder, split):
@@ -61,10 +60,10 @@ def check_apart(folder: Path) -> None:
                         yield hashlib.blake2b(text.encode(), digest_size=8).digest(), f"{path.name}: {name}"
 
     held_out = dict(documents("val"))
-    for key, where in documents("train"):
+    for key, name in documents("train"):
         if key in held_out:
             raise GateError(
-                f"{folder}: the document {where} stands in the val split too ({held_out[key]}); take it out of one of"
+                f"{folder}: the document {name} stands in the val split too ({held_out[key]}); take it out of one of"
                 " them, or let stage_corpus split the data"
             )
 
@@ -73,25 +72,25 @@ def texts(folder: Path, split: str, num_bytes: int, characters: int) -> Iterator
     """An even sample of a split: about `num_bytes` of UTF-8, at most the first `characters` of each document.
 
     Documents are chosen by a hash of their source and path, so the sample is spread over the corpus and does not change
-    with the files' layout. All of the split when it holds no more than that.
+    with the files' layout. A split with no more bytes than that is given whole.
     """
-    held = 0
+    total_bytes = 0
     for path in files(folder, split):
         for batch in _batches(path, ["text"]):
             start = pc.utf8_slice_codeunits(batch.column("text"), 0, characters)  # type: ignore[attr-defined]
-            held += pc.sum(pc.binary_length(start)).as_py() or 0  # type: ignore[attr-defined]
-    chosen_below = min(1.0, num_bytes / max(1, held)) * 2.0**64
+            total_bytes += pc.sum(pc.binary_length(start)).as_py() or 0  # type: ignore[attr-defined]
+    threshold = min(1.0, num_bytes / max(1, total_bytes)) * 2.0**64
     for path in files(folder, split):
         for batch in _batches(path, ["text", "source", "path"]):
             names = zip(batch.column("source").to_pylist(), batch.column("path").to_pylist(), strict=True)
             for row, (source, name) in enumerate(names):
-                if stable_hash("sample", source, name) < chosen_below:
+                if stable_hash("sample", source, name) < threshold:
                     yield batch.column("text")[row].as_py()[:characters]
 
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """One parquet file to encode, and where its part goes."""
+    """One parquet file to encode, and the folder for its part."""
 
     parquet: Path
     tokenizer: Path  # the folder
@@ -99,13 +98,13 @@ class EncodeTask:
 
     @property
     def part(self) -> Path:
-        """Path of the part without suffix: `.bin`, `.idx`, `.json`."""
+        """The path of the part without its suffix: `.bin`, `.idx`, `.json`."""
         return self.parts / self.parquet.stem
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a part, or a split, holds."""
+    """The size of a part or of a split."""
 
     documents: int
     tokens: int
@@ -119,10 +118,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def encode_file(task: EncodeTask) -> Counts:
-    """Encode one parquet file into a part; a complete part is only counted. Runs in a worker process."""
-    done = task.part.with_name(task.part.name + ".json")
-    if done.is_file():
-        return Counts(**json.loads(done.read_text()))
+    """Encode one parquet file into a part and count it; a complete part is only counted. Runs in a worker process."""
+    marker = task.part.with_name(task.part.name + ".json")
+    if marker.is_file():
+        return Counts(**json.loads(marker.read_text()))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # for an adopted tokenizer: the processes share the cores already
     tokenizer = Tokenizer.load(task.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -135,26 +134,26 @@ def encode_file(task: EncodeTask) -> Counts:
     ):
         for batch in _batches(task.parquet, ["text"]):
             column = batch.column("text").to_pylist()
-            kept = [text for text in column if text]
-            empty += len(column) - len(kept)
-            encoded = tokenizer.encode_batch(kept)
+            non_empty = [text for text in column if text]
+            empty += len(column) - len(non_empty)
+            encoded = tokenizer.encode_batch(non_empty)
             for ids in encoded:
                 tokens_file.write(np.array(ids, dtype=dtype).tobytes())
                 tokens_file.write(end.tobytes())
             lengths = np.array([len(ids) + 1 for ids in encoded], dtype="<u8")
             lengths_file.write(lengths.tobytes())
-            documents += len(kept)
+            documents += len(non_empty)
             tokens += int(lengths.sum())
-            num_bytes += sum(len(text.encode()) for text in kept)
+            num_bytes += sum(len(text.encode()) for text in non_empty)
     counts = Counts(documents, tokens, num_bytes, empty)
-    marker = done.with_suffix(".tmp")
-    marker.write_text(json.dumps(asdict(counts)))
-    marker.replace(done)  # last, so that a part with a marker is whole
+    temporary = marker.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(counts)))
+    temporary.replace(marker)  # last, so that a part with a marker is whole
     return counts
 
 
-def join(split: str, tasks: list[EncodeTask], counts: list[Counts], out: Path) -> dict[str, Any]:
-    """Put a split's parts behind each other as `<split>.bin` and `<split>.idx`; returns its entry of meta.json."""
+def join(split: str, tasks: list[EncodeTask], counts: list[Counts], out: Path) -> JsonObject:
+    """Join the parts of a split into `<split>.bin` and `<split>.idx`; returns its entry of meta.json."""
     out.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     offset = np.zeros(1, dtype="<u8")
@@ -177,12 +176,12 @@ def join(split: str, tasks: list[EncodeTask], counts: list[Counts], out: Path) -
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    while chunk := file.read(COPY):
+    while chunk := file.read(COPY_BYTES):
         yield chunk
 
 
-def write_meta(out: Path, tokenizer: Tokenizer, splits: dict[str, dict[str, Any]]) -> None:
-    """Write meta.json, last, beside the joined shards."""
+def write_meta(out: Path, tokenizer: Tokenizer, splits: dict[str, JsonObject]) -> None:
+    """Write meta.json beside the joined shards; it comes last."""
     dtype = token_dtype(tokenizer.vocab_size).name
     meta = {"tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "dtype": dtype, "splits": splits}
     (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")

@@ -1,22 +1,20 @@
-"""The licence of harvested text: what a package says about itself, and whether that is permissive.
-
-    distribution metadata -> License-Expression, else classifiers, else License, else "unknown"
-    Debian's /usr/share/doc/<package>/copyright -> its License fields, else the common licence it points at
-
-Not promised: legal advice, or that a package's own statement is true for each of its files.
-
-Where the data comes from: the `data` group (`DataConfig`), and the files that this machine has (`data=machine`,
-`locked.py`).
+"""Where the data comes from: the `data` group (`DataConfig`), and the files that this machine has, with their licences.
 
     pyproject.toml -> the closure of its run-time requirements -> their files by RECORD, their READMEs
     the standard library, shell scripts below /usr, /etc, /opt           -> Found: a file, its package, its licence
 
-Nothing is read here but names and metadata; `cleaning` reads the files. The order of a list of files is by (rank of
-blake2b(path) in its package, blake2b(package)): every package gives its first file before any gives its second, so a
-quota met early holds a little of everything, and the same files lie in the same order on every machine that has them.
+Only names and metadata are read here; `cleaning` reads the files. A list of files is ordered by (rank of blake2b(path)
+in its package, blake2b(package)): every package gives its first file before any gives its second. So a quota that is
+met early gets a little of everything, and the same files have the same order on every machine that has them.
+
+Licences are what a package states about itself:
+
+    distribution metadata -> License-Expression, else classifiers, else License, else "unknown"
+    Debian's /usr/share/doc/<package>/copyright -> its License fields, else the common licence it points at
 
 Never harvested: extras, development tools, the project itself. Not promised: equal lists on two machines with different
-packages installed; the manifest of `stage_corpus` records the versions.
+packages installed (the manifest of `stage_corpus` records the versions; `data=packages` uses `packages.py`); legal
+advice; or that a package's own statement is true for each of its files.
 """
 
 from __future__ import annotations
@@ -36,108 +34,15 @@ from packaging.requirements import Requirement
 
 from pipeline.run.errors import DataError
 
-UNKNOWN = "unknown"
-LONGEST = 80  # a License field may hold the whole text; only its first line can be a name
-PERMISSIVE = re.compile(
-    r"^(?:the )?(?:mit(?:-\w+)?\b|x11\b|expat\b|0?bsd\b|(?:[0-9]-clause |new |modified |simplified )bsd\b|isc\b"
-    r"|apache\b|asl 2|psf\b|python-2\.0\b|python software foundation|zlib\b|cc0\b)",
-    re.IGNORECASE,
-)
-RESTRICTIVE = re.compile(r"gpl|mpl|mozilla|epl|eclipse|cddl|proprietary|commercial|non-?free|\bnc\b", re.IGNORECASE)
-COMMON = re.compile(r"/usr/share/common-licenses/([A-Za-z][A-Za-z0-9.+-]*[A-Za-z0-9+])")
-OPERATOR = re.compile(r"\(|\)|\bAND\b|\bOR\b|\bWITH\b")
-
-
-def of_distribution(metadata: PackageMetadata) -> str:
-    """What a Python distribution's METADATA says; several classifiers are joined by AND."""
-    expression = metadata["License-Expression"].strip() if "License-Expression" in metadata else ""
-    if expression:
-        return expression
-    classifiers = [
-        c.split("::")[-1].strip() for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")
-    ]
-    named = [c for c in classifiers if c != "OSI Approved"]
-    if named:
-        return " AND ".join(named)
-    stated = next(iter(metadata.get_all("License") or ()), "")
-    lines = [line.strip() for line in stated.splitlines() if line.strip()]
-    return lines[0] if lines and len(lines[0]) <= LONGEST and lines[0].upper() != "UNKNOWN" else UNKNOWN
-
-
-def of_debian(copyright_text: str) -> str:
-    """What a Debian copyright file says: the first License field (of `Files: *`), else the common licences named."""
-    fields = [line.partition(":")[2].strip() for line in copyright_text.splitlines() if line.startswith("License:")]
-    named = [name for name in fields if name]
-    if named:
-        return named[0][:LONGEST]
-    common = sorted(set(COMMON.findall(copyright_text)))
-    return " AND ".join(common) if common else UNKNOWN
-
-
-def is_permissive(licence: str) -> bool:
-    """Whether MIT, BSD, ISC, Apache, PSF, Zlib or CC0 suffices: all operands of AND, one operand of OR.
-
-    AND binds more tightly than OR, parentheses group, the exception behind WITH only permits more (SPDX 2.3, annex D).
-    What cannot be read that way is not permissive.
-    """
-    tokens = _tokens(licence)
-    value, rest = _either(tokens, 0)
-    return value and rest == len(tokens)
-
-
-def _tokens(licence: str) -> list[str]:
-    tokens, last = [], 0
-    text = licence.replace(" and ", " AND ").replace(" or ", " OR ")
-    for match in OPERATOR.finditer(text):
-        tokens += [text[last : match.start()].strip(), match.group()]
-        last = match.end()
-    return [token for token in (*tokens, text[last:].strip()) if token]
-
-
-def _either(tokens: list[str], at: int) -> tuple[bool, int]:
-    value, at = _both(tokens, at)
-    while at < len(tokens) and tokens[at] == "OR":
-        other, at = _both(tokens, at + 1)
-        value = value or other
-    return value, at
-
-
-def _both(tokens: list[str], at: int) -> tuple[bool, int]:
-    value, at = _operand(tokens, at)
-    while at < len(tokens) and tokens[at] == "AND":
-        other, at = _operand(tokens, at + 1)
-        value = value and other
-    return value, at
-
-
-def _operand(tokens: list[str], at: int) -> tuple[bool, int]:
-    if at >= len(tokens) or tokens[at] in ("AND", "OR", "WITH", ")"):
-        return False, at
-    if tokens[at] == "(":
-        value, at = _either(tokens, at + 1)
-        closed = at < len(tokens) and tokens[at] == ")"
-        return value and closed, at + closed
-    value = bool(PERMISSIVE.match(tokens[at])) and not RESTRICTIVE.search(tokens[at])
-    at += 1
-    if at + 1 < len(tokens) and tokens[at] == "WITH":
-        at += 2
-    elif at + 1 < len(tokens) and tokens[at] == "(" and tokens[at + 1] not in ("(", ")"):
-        at += 3  # a name with its abbreviation behind it: "BSD License (BSD-3-Clause)"
-    return value, at
-
-
-# -- sources -----------------------------------------------------------------------------------------------------------
-
-
 SOURCES = ("packages", "machine", "files", "hub")
 HARVESTS = ("packages", "machine")  # collect installed files and generate the rest
 LICENCES = ("any", "permissive")
 SHELL_ROOTS = (Path("/usr"), Path("/etc"), Path("/opt"))
 SHELL_SUFFIXES = ("sh", "bash", "dash", "ksh", "zsh")
 SHEBANG = re.compile(rb"#!\s*/\S*(?:/env\s+)?(?:\b(?:ba|da|k|z|a)?sh)\b")
-SUFFIX = re.compile(r"\.([A-Za-z_][A-Za-z0-9_+]*)$")
+LETTER_SUFFIX = re.compile(r"\.([A-Za-z_][A-Za-z0-9_+]*)$")
 TEST_NAMES = ("conftest.py", "test.py", "tests.py")
-DPKG, DOCUMENTS = Path("/var/lib/dpkg/info"), Path("/usr/share/doc")
+DPKG_LISTS, DEBIAN_DOCS = Path("/var/lib/dpkg/info"), Path("/usr/share/doc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,12 +131,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """An installed distribution: what its metadata says, read once because reading takes milliseconds."""
+    """An installed distribution; its metadata is read once, because reading takes milliseconds."""
 
-    name: str  # as PEP 503 writes it
+    name: str  # normalized as in PEP 503
     version: str
     licence: str
-    base: Path  # what the files of RECORD are relative to
+    base: Path  # the folder that the files of RECORD are relative to
     files: tuple[str, ...]
     requirements: tuple[str, ...]
 
@@ -241,46 +146,46 @@ class Found:
     """One file of this machine, not yet read."""
 
     file: Path
-    package: str  # what order, cap and split go by: a distribution, `python/<top module>`, `shell/<Debian package>`
+    package: str  # decides order, cap and split: a distribution, `python/<top module>`, `shell/<Debian package>`
     path: str  # within the package; the same on every machine that has the package
     licence: str
-    sha256: str | None = None  # as RECORD writes it, where the file must be the installed one
+    sha256: str | None = None  # as in RECORD, where the file must be the installed one
 
 
 def digest(text: str) -> int:
-    """64 bits of blake2b: the order and the split of everything harvested."""
+    """64 bits of blake2b: decides the order and the split of everything harvested."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def split_of(name: str, one_in: int = 20) -> str:
-    """train, or val for one name in so many: a package is wholly in one of them, whatever else is installed."""
+    """val for one name in `one_in`, else train: a package is wholly in one split, whatever else is installed."""
     return "val" if digest(name) % one_in == 0 else "train"
 
 
-def ordered(found: list[Found]) -> list[Found]:
-    """By (rank of blake2b(path) in its package, blake2b(package)): a little of every package first."""
+def ordered(files: list[Found]) -> list[Found]:
+    """Files by (rank of blake2b(path) in its package, blake2b(package)): a little of every package first."""
     packages: dict[str, list[tuple[int, str, Found]]] = {}
-    for entry in found:
-        packages.setdefault(entry.package, []).append((digest(entry.path), entry.path, entry))
+    for file in files:
+        packages.setdefault(file.package, []).append((digest(file.path), file.path, file))
     keyed = []
     for package, entries in packages.items():
-        entries.sort(key=lambda triple: triple[:2])
-        place = digest(package)
-        keyed += [(rank, place, package, triple[2]) for rank, triple in enumerate(entries)]
-    keyed.sort(key=lambda quadruple: quadruple[:3])
-    return [entry for *_, entry in keyed]
+        entries.sort(key=lambda entry: entry[:2])
+        package_digest = digest(package)
+        keyed += [(rank, package_digest, package, file) for rank, (_, _, file) in enumerate(entries)]
+    keyed.sort(key=lambda entry: entry[:3])
+    return [file for *_, file in keyed]
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as PEP 503 writes it."""
+    """A distribution's name, normalized as in PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def closure(pyproject: Path) -> list[Package]:
     """The installed packages that `[project].dependencies` needs at run time, sorted by name, without the project.
 
-    Extras that a requirement line asks for (`fsspec[http]`) are followed, extras nobody asks for are not. Raises
-    DataError when the file is missing or a direct requirement is not installed; a missing indirect one is left out.
+    Extras that a requirement line names (`fsspec[http]`) are followed, others are not. Raises DataError when the file
+    is missing or a direct requirement is not installed; a missing indirect one is left out.
     """
     try:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
@@ -288,18 +193,18 @@ def closure(pyproject: Path) -> list[Package]:
         raise DataError(
             f"{pyproject}: expected a [project] table; run from the repository's folder ({error})"
         ) from error
-    own = canonical(project["name"])
+    project_name = canonical(project["name"])
     seen: set[tuple[str, str]] = set()
     installed: dict[str, Package] = {}
-    waiting = [(text, "", True) for text in project.get("dependencies", [])]
-    while waiting:
-        text, extra, direct = waiting.pop()
+    pending = [(text, "", True) for text in project.get("dependencies", [])]
+    while pending:
+        text, extra, direct = pending.pop()
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         name = canonical(requirement.name)
-        fresh = [e for e in ("", *sorted(requirement.extras)) if (name, e) not in seen]
-        if name == own or not fresh:
+        new_extras = [e for e in ("", *sorted(requirement.extras)) if (name, e) not in seen]
+        if name == project_name or not new_extras:
             continue
         try:
             installed[name] = installed.get(name) or package_of(name)
@@ -307,24 +212,24 @@ def closure(pyproject: Path) -> list[Package]:
             if direct:
                 raise DataError(f"{pyproject}: {text}: not installed; run `make` to install what is needed") from None
             continue
-        seen |= {(name, e) for e in fresh}
-        waiting += [(line, e, False) for e in fresh for line in installed[name].requirements]
+        seen |= {(name, e) for e in new_extras}
+        pending += [(line, e, False) for e in new_extras for line in installed[name].requirements]
     return [installed[name] for name in sorted(installed)]
 
 
 def package_of(name: str) -> Package:
-    """What an installed distribution says of itself. Raises PackageNotFoundError."""
-    found = distribution(name)
-    metadata, record = found.metadata, found.read_text("RECORD")
+    """The metadata of an installed distribution. Raises PackageNotFoundError."""
+    installed = distribution(name)
+    metadata, record = installed.metadata, installed.read_text("RECORD")
     if record is not None:
         files = tuple(row[0] for row in csv.reader(record.splitlines()) if row)
     else:
-        files = tuple(file.as_posix() for file in found.files or [])
+        files = tuple(file.as_posix() for file in installed.files or [])
     return Package(
         name=name,
         version=metadata["Version"],
-        licence=of_distribution(metadata),
-        base=Path(str(found.locate_file(""))),
+        licence=distribution_licence(metadata),
+        base=Path(str(installed.locate_file(""))),
         files=files,
         requirements=tuple(metadata.get_all("Requires-Dist") or ()),
     )
@@ -333,7 +238,7 @@ def package_of(name: str) -> Package:
 def package_files(packages: list[Package]) -> list[Found]:
     """Every `.py` of the packages that is no test."""
     return [
-        Found(file=place(package.base, path), package=package.name, path=path, licence=package.licence)
+        Found(file=file_at(package.base, path), package=package.name, path=path, licence=package.licence)
         for package in packages
         for path in package.files
         if path.endswith(".py") and not is_test(path)
@@ -341,20 +246,23 @@ def package_files(packages: list[Package]) -> list[Found]:
 
 
 def python_files(packages: list[Package], standard_library: Path | None = None) -> list[Found]:
-    """Those, and every `.py` of the standard library that is no test (None: the library that runs this)."""
-    found = package_files(packages)
+    """The files of `package_files`, and every `.py` of the standard library that is no test.
+
+    `standard_library` None: the library of the running interpreter.
+    """
+    files = package_files(packages)
     library = standard_library or Path(sysconfig.get_paths()["stdlib"])
     for path in _below(library, skip=("site-packages", "dist-packages", "__pycache__")):
         if path.endswith(".py") and not is_test(path):
             top = path.split("/")[0].removesuffix(".py")
-            found.append(Found(file=place(library, path), package=f"python/{top}", path=path, licence="PSF-2.0"))
-    return found
+            files.append(Found(file=file_at(library, path), package=f"python/{top}", path=path, licence="PSF-2.0"))
+    return files
 
 
 def readmes(packages: list[Package]) -> list[Found]:
     """The METADATA files: their body is the README that the package shows on the index."""
     return [
-        Found(file=place(package.base, path), package=package.name, path=path, licence=package.licence)
+        Found(file=file_at(package.base, path), package=package.name, path=path, licence=package.licence)
         for package in packages
         for path in package.files
         if re.fullmatch(r"[^/]+\.dist-info/METADATA", path)
@@ -369,22 +277,22 @@ def is_test(path: str) -> bool:
     return name.startswith("test_") or name.endswith(("_test.py", "_tests.py")) or name in TEST_NAMES
 
 
-def place(base: Path, path: str) -> Path:
-    """The file of a path that was written in UTF-8, whatever the locale takes file names for."""
+def file_at(base: Path, path: str) -> Path:
+    """The file of a UTF-8 path below a folder, whatever encoding the locale has for file names."""
     return base / os.fsdecode(path.encode())
 
 
 def _below(root: Path, skip: tuple[str, ...]) -> list[str]:
-    """Paths of the regular files below a folder, relative, with slashes; links are not followed, odd names are left
-    out.
+    """Relative paths, with slashes, of the regular files below a folder; links are not followed, and names that are not
+    UTF-8 are left out.
     """
     skipped, base = {os.fsencode(s) for s in skip}, os.fsencode(root)
-    paths, waiting = [], [base]
-    while waiting:
-        for entry in _scan(waiting.pop()):
+    paths, pending = [], [base]
+    while pending:
+        for entry in _scan(pending.pop()):
             if entry.is_dir(follow_symlinks=False):
                 if entry.name not in skipped and entry.path not in skipped:
-                    waiting.append(entry.path)
+                    pending.append(entry.path)
             elif entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(UnicodeDecodeError):
                     paths.append(entry.path[len(base) + 1 :].decode())
@@ -402,42 +310,39 @@ def _scan(folder: bytes) -> list[os.DirEntry[bytes]]:
 def shell_scripts(project: Path, roots: tuple[Path, ...] = SHELL_ROOTS) -> list[Found]:
     """Shell scripts below the roots, by suffix or `#!`; the licence from the packager's copyright file.
 
-    A file is opened only when its name has no suffix in letters: opening all files of a machine takes minutes.
+    A file is opened only when its name has no suffix of letters: opening all files of a machine takes minutes.
     """
     paths = []
     for root in roots:
         for path in _below(root, skip=("__pycache__", str(project.resolve()))):
-            suffix = SUFFIX.search(path.rsplit("/", 1)[-1])
-            whole = f"{root}/{path}"
-            if (suffix and suffix.group(1) in SHELL_SUFFIXES) or (not suffix and _has_shebang(place(root, path))):
-                paths.append(whole)
+            suffix = LETTER_SUFFIX.search(path.rsplit("/", 1)[-1])
+            if (suffix and suffix.group(1) in SHELL_SUFFIXES) or (not suffix and _has_shebang(file_at(root, path))):
+                paths.append(f"{root}/{path}")
     owners = _owners(set(paths))
     copyrights: dict[str, str] = {}
-    found = []
+    scripts = []
     for path in sorted(paths):
         owner = owners.get(path)
         if owner and owner not in copyrights:
             copyrights[owner] = _debian_licence(owner)
         package = f"shell/{owner}" if owner else "shell/" + "/".join(path.split("/")[1:3])
         licence = copyrights[owner] if owner else UNKNOWN
-        found.append(Found(file=place(Path("/"), path[1:]), package=package, path=path, licence=licence))
-    return found
+        scripts.append(Found(file=file_at(Path("/"), path[1:]), package=package, path=path, licence=licence))
+    return scripts
 
 
 def _has_shebang(file: Path) -> bool:
     try:
-        with file.open("rb") as opened:
-            return SHEBANG.match(opened.read(128)) is not None
+        with file.open("rb") as stream:
+            return SHEBANG.match(stream.read(128)) is not None
     except OSError:
         return False
 
 
 def _owners(paths: set[str]) -> dict[str, str]:
-    """path -> Debian package, from dpkg's lists; both spellings of a merged /usr count. Empty where there is no
-    dpkg.
-    """
+    """path -> Debian package, from dpkg's lists, under both spellings of a merged /usr; empty without dpkg."""
     owners: dict[str, str] = {}
-    for listing in sorted(DPKG.glob("*.list")):
+    for listing in sorted(DPKG_LISTS.glob("*.list")):
         package = listing.stem.split(":")[0]
         for line in listing.read_bytes().decode("utf-8", "replace").splitlines():
             for path in (line, f"/usr{line}"):
@@ -447,8 +352,101 @@ def _owners(paths: set[str]) -> dict[str, str]:
 
 
 def _debian_licence(package: str) -> str:
-    path = DOCUMENTS / package / "copyright"
+    path = DEBIAN_DOCS / package / "copyright"
     try:
         return of_debian(path.read_bytes().decode("utf-8", "replace"))
     except OSError:
         return UNKNOWN
+
+
+# --- licences ---------------------------------------------------------------------------------------------------------
+
+
+UNKNOWN = "unknown"
+MAX_LICENCE = 80  # characters; a License field may hold the whole text, of which only the first line can be a name
+PERMISSIVE = re.compile(
+    r"^(?:the )?(?:mit(?:-\w+)?\b|x11\b|expat\b|0?bsd\b|(?:[0-9]-clause |new |modified |simplified )bsd\b|isc\b"
+    r"|apache\b|asl 2|psf\b|python-2\.0\b|python software foundation|zlib\b|cc0\b)",
+    re.IGNORECASE,
+)
+RESTRICTIVE = re.compile(r"gpl|mpl|mozilla|epl|eclipse|cddl|proprietary|commercial|non-?free|\bnc\b", re.IGNORECASE)
+COMMON = re.compile(r"/usr/share/common-licenses/([A-Za-z][A-Za-z0-9.+-]*[A-Za-z0-9+])")
+OPERATOR = re.compile(r"\(|\)|\bAND\b|\bOR\b|\bWITH\b")
+
+
+def distribution_licence(metadata: PackageMetadata) -> str:
+    """The licence in a Python distribution's METADATA; AND joins several classifiers."""
+    expression = metadata["License-Expression"].strip() if "License-Expression" in metadata else ""
+    if expression:
+        return expression
+    classifiers = [
+        c.split("::")[-1].strip() for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")
+    ]
+    names = [c for c in classifiers if c != "OSI Approved"]
+    if names:
+        return " AND ".join(names)
+    text = next(iter(metadata.get_all("License") or ()), "")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines and len(lines[0]) <= MAX_LICENCE and lines[0].upper() != "UNKNOWN" else UNKNOWN
+
+
+def of_debian(copyright_text: str) -> str:
+    """The licence in a Debian copyright file: its first License field (of `Files: *`), else the common licences."""
+    fields = [line.partition(":")[2].strip() for line in copyright_text.splitlines() if line.startswith("License:")]
+    names = [name for name in fields if name]
+    if names:
+        return names[0][:MAX_LICENCE]
+    common = sorted(set(COMMON.findall(copyright_text)))
+    return " AND ".join(common) if common else UNKNOWN
+
+
+def is_permissive(licence: str) -> bool:
+    """Whether MIT, BSD, ISC, Apache, PSF, Zlib or CC0 suffices: for all operands of an AND, for one operand of an OR.
+
+    AND binds more tightly than OR, parentheses group, and the exception after WITH only permits more (SPDX 2.3,
+    annex D). What cannot be parsed that way is not permissive.
+    """
+    tokens = _split_expression(licence)
+    value, rest = _parse_or(tokens, 0)
+    return value and rest == len(tokens)
+
+
+def _split_expression(licence: str) -> list[str]:
+    tokens, last = [], 0
+    text = licence.replace(" and ", " AND ").replace(" or ", " OR ")
+    for match in OPERATOR.finditer(text):
+        tokens += [text[last : match.start()].strip(), match.group()]
+        last = match.end()
+    return [token for token in (*tokens, text[last:].strip()) if token]
+
+
+def _parse_or(tokens: list[str], position: int) -> tuple[bool, int]:
+    value, position = _parse_and(tokens, position)
+    while position < len(tokens) and tokens[position] == "OR":
+        other, position = _parse_and(tokens, position + 1)
+        value = value or other
+    return value, position
+
+
+def _parse_and(tokens: list[str], position: int) -> tuple[bool, int]:
+    value, position = _parse_operand(tokens, position)
+    while position < len(tokens) and tokens[position] == "AND":
+        other, position = _parse_operand(tokens, position + 1)
+        value = value and other
+    return value, position
+
+
+def _parse_operand(tokens: list[str], position: int) -> tuple[bool, int]:
+    if position >= len(tokens) or tokens[position] in ("AND", "OR", "WITH", ")"):
+        return False, position
+    if tokens[position] == "(":
+        value, position = _parse_or(tokens, position + 1)
+        closed = position < len(tokens) and tokens[position] == ")"
+        return value and closed, position + closed
+    value = bool(PERMISSIVE.match(tokens[position])) and not RESTRICTIVE.search(tokens[position])
+    position += 1
+    if position + 1 < len(tokens) and tokens[position] == "WITH":
+        position += 2
+    elif position + 1 < len(tokens) and tokens[position] == "(" and tokens[position + 1] not in ("(", ")"):
+        position += 3  # a name followed by its abbreviation: "BSD License (BSD-3-Clause)"
+    return value, position

@@ -1,12 +1,12 @@
-"""Tools and tool calls in the dialects of public data sets -> the OpenAI form of `streams.records`.
+"""Tools and tool calls in the dialects of public data sets -> the OpenAI form of `records`.
 
 In: tool lists (OpenAI, bare functions, xLAM's flat `{"city": {"type": "str, optional"}}`, BFCL's `"type": "dict"`), and
 calls written as JSON, as Glaive's `{"name": "f", "arguments": '{"a": 1}'}` (an object in single quotes), or as
 ToolACE's `[Name of it(a=1, b=[True]), g()]`. Out: JSON Schema and (name, arguments) pairs. Python is read as a syntax
 tree only, never run. What cannot be read raises `RowError`, which names the field.
 
-Not promised: that arguments fit the tool's schema. Public sets often break their own schemas; whoever needs that checks
-it.
+Not promised: that arguments fit the tool's schema. Public sets often break their own schemas; a caller that needs valid
+arguments has to check them.
 """
 
 import ast
@@ -15,13 +15,14 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
 from pipeline.run.errors import DataError
+from pipeline.run.types import JsonObject
 
 
 class RowError(DataError):
-    """One row cannot be read: `field` says where, `reason` what was expected and what was found."""
+    """One row cannot be read: `field` is where, `reason` what was expected and what was found."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -34,20 +35,20 @@ class Call:
     """One tool call: the name as written, the arguments as a JSON object."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
 
 
-def from_json(text: str, field: str) -> Any:
-    """Parse strict JSON: no NaN or Infinity, which no other reader would take back."""
+def from_json(text: str, field: str) -> object:
+    """Parse strict JSON: no NaN and no Infinity, which other parsers refuse."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=refuse_constant)
     except RecursionError as error:
         raise RowError(field, "JSON nested too deeply") from error
     except ValueError as error:  # JSONDecodeError, and integers of more than 4,300 digits
         raise RowError(field, f"not JSON ({error})") from error
 
 
-def to_json(value: Any, field: str) -> str:
+def to_json(value: object, field: str) -> str:
     """JSON text as the chat format writes it: `", "`, `": "`, no ASCII escapes."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -55,7 +56,8 @@ def to_json(value: Any, field: str) -> str:
         raise RowError(field, f"not JSON ({error})") from error
 
 
-def _refuse_constant(name: str) -> Any:
+def refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN and Infinity: the `parse_constant` of a strict JSON parser."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -72,7 +74,7 @@ _JSON_TYPES = {
 }
 
 
-def tools(value: Any, field: str = "tools") -> list[dict[str, Any]]:
+def tools(value: object, field: str = "tools") -> list[JsonObject]:
     """A tool list (or its JSON text, or one tool) as `[{"type": "function", "function": {...}}]`; nothing gives []."""
     if isinstance(value, str):
         value = from_json(value, field) if value.strip() else []
@@ -85,7 +87,7 @@ def tools(value: Any, field: str = "tools") -> list[dict[str, Any]]:
     return [_tool(entry, f"{field}[{index}]") for index, entry in enumerate(value)]
 
 
-def _tool(entry: Any, field: str) -> dict[str, Any]:
+def _tool(entry: object, field: str) -> JsonObject:
     if isinstance(entry, str):
         entry = from_json(entry, field)
     if isinstance(entry, dict) and isinstance(entry.get("function"), dict):
@@ -106,38 +108,38 @@ def _tool(entry: Any, field: str) -> dict[str, Any]:
     }
 
 
-def object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
+def object_schema(parameters: JsonObject) -> JsonObject:
     """Parameters in any dialect -> a JSON Schema of type object."""
     is_schema = isinstance(parameters.get("properties"), dict) or isinstance(parameters.get("type"), str)
     if is_schema or not parameters:
         return {**_schema(parameters), "type": "object", "properties": _properties(parameters.get("properties"))}
     # xLAM: parameter -> {type: "str, optional", description, default}; a default makes a parameter optional as well,
     # because the answers of the set leave such parameters out.
-    properties: dict[str, Any] = {}
+    properties: JsonObject = {}
     required: list[str] = []
-    for name, about in parameters.items():
-        about = about if isinstance(about, dict) else {"type": about}
-        schema, optional = python_type(about.get("type"))
-        if isinstance(about.get("description"), str):
-            schema["description"] = about["description"]
-        if about.get("default") not in (None, ""):
-            schema["default"] = about["default"]
+    for name, parameter in parameters.items():
+        parameter = parameter if isinstance(parameter, dict) else {"type": parameter}
+        schema, optional = python_type(parameter.get("type"))
+        if isinstance(parameter.get("description"), str):
+            schema["description"] = parameter["description"]
+        if parameter.get("default") not in (None, ""):
+            schema["default"] = parameter["default"]
         properties[name] = schema
-        if not optional and "default" not in about:
+        if not optional and "default" not in parameter:
             required.append(name)
     schema = {"type": "object", "properties": properties}
     return {**schema, "required": required} if required else schema
 
 
-def _properties(value: Any) -> dict[str, Any]:
+def _properties(value: object) -> JsonObject:
     if not isinstance(value, dict):
         return {}
     return {name: _schema(schema) if isinstance(schema, dict) else {} for name, schema in value.items()}
 
 
-def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+def _schema(schema: JsonObject) -> JsonObject:
     """JSON Schema with the type words of BFCL and ToolACE (`dict`, `float`, `tuple`, `any`) replaced, at any depth."""
-    clean: dict[str, Any] = {}
+    clean: JsonObject = {}
     for key, value in schema.items():
         if key == "type":
             if isinstance(value, str):
@@ -150,7 +152,7 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
             clean[key] = _schema(value)
         elif key in ("anyOf", "oneOf", "allOf") and isinstance(value, list):
             clean[key] = [_schema(option) for option in value if isinstance(option, dict)]
-        elif key == "required":  # also found: null, true, and a list with other things in it
+        elif key == "required":  # data sets also have null, true, and lists of other things
             if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
                 clean[key] = value
         elif value is not None:
@@ -158,7 +160,7 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
     return clean
 
 
-def python_type(text: Any) -> tuple[dict[str, Any], bool]:
+def python_type(text: object) -> tuple[JsonObject, bool]:
     """`"List[int], optional"` -> `({"type": "array", "items": {"type": "integer"}}, True)`; unknown types give {}."""
     if not isinstance(text, str) or not text.strip():
         return {}, False
@@ -181,32 +183,32 @@ def _base_name(node: ast.expr) -> str:
     return node.id.lower() if isinstance(node, ast.Name) else ""
 
 
-def _type_schema(node: ast.expr) -> dict[str, Any]:
+def _type_schema(node: ast.expr) -> JsonObject:
     if isinstance(node, ast.Constant) and node.value is None:
         return {"type": "null"}
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):  # int | str
         return _union([_type_schema(node.left), _type_schema(node.right)])
     base = _base_name(node)
-    inner: list[ast.expr] = []
+    parts: list[ast.expr] = []
     if isinstance(node, ast.Subscript):
-        inner = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+        parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
     if base == "union":
-        return _union([_type_schema(part) for part in inner])
+        return _union([_type_schema(part) for part in parts])
     if base == "optional":
-        return _union([*map(_type_schema, inner), {"type": "null"}])
+        return _union([*map(_type_schema, parts), {"type": "null"}])
     if base == "literal":
-        return {"enum": [part.value for part in inner if isinstance(part, ast.Constant)]}
+        return {"enum": [part.value for part in parts if isinstance(part, ast.Constant)]}
     if base not in _JSON_TYPES:
         return {}
-    schema: dict[str, Any] = {"type": _JSON_TYPES[base]}
-    if schema["type"] == "array" and inner:
-        items = _union([_type_schema(part) for part in inner if not isinstance(part, ast.Constant)])
+    schema: JsonObject = {"type": _JSON_TYPES[base]}
+    if schema["type"] == "array" and parts:
+        items = _union([_type_schema(part) for part in parts if not isinstance(part, ast.Constant)])
         return {**schema, "items": items} if items else schema
     return schema
 
 
-def _union(options: list[dict[str, Any]]) -> dict[str, Any]:
-    """One schema that takes what any of the options takes; integer disappears beside number."""
+def _union(options: list[JsonObject]) -> JsonObject:
+    """One schema for whatever fits any of the options; integer is left out beside number."""
     if any(not option for option in options):
         return {}
     distinct = [option for index, option in enumerate(options) if option not in options[:index]]
@@ -220,10 +222,8 @@ def _union(options: list[dict[str, Any]]) -> dict[str, Any]:
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-def json_calls(value: Any, field: str) -> list[Call]:
-    """Calls as JSON text or values: one or a list of `{"name", "arguments" | "parameters"}`, OpenAI's wrapping
-    allowed.
-    """
+def json_calls(value: object, field: str) -> list[Call]:
+    """One call or a list, as JSON text or values: `{"name", "arguments" | "parameters"}`, OpenAI's wrapping allowed."""
     if isinstance(value, str):
         value = from_json(value, field)
     entries = value if isinstance(value, list) else [value]
@@ -232,7 +232,7 @@ def json_calls(value: Any, field: str) -> list[Call]:
     ]
 
 
-def _json_call(entry: Any, field: str) -> Call:
+def _json_call(entry: object, field: str) -> Call:
     if isinstance(entry, dict) and isinstance(entry.get("function"), dict):
         entry = entry["function"]
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"].strip():
@@ -275,11 +275,11 @@ def bracket_calls(text: str, field: str) -> list[Call]:
     calls: list[Call] = []
     position = 1
     while True:
-        opened = text.find("(", position)
-        name = text[position:opened].strip(" ,\n\t\r")
-        if opened < 0 or not name:
+        parenthesis = text.find("(", position)
+        name = text[position:parenthesis].strip(" ,\n\t\r")
+        if parenthesis < 0 or not name:
             break
-        arguments, position = _arguments(text, opened + 1, field)
+        arguments, position = _arguments(text, parenthesis + 1, field)
         calls.append(Call(name, arguments))
     if text[position:].strip() != "]":
         raise RowError(
@@ -288,9 +288,9 @@ def bracket_calls(text: str, field: str) -> list[Call]:
     return calls
 
 
-def _arguments(text: str, start: int, field: str) -> tuple[dict[str, Any], int]:
+def _arguments(text: str, start: int, field: str) -> tuple[JsonObject, int]:
     """`key=value, ...)` from `start` -> the arguments and the position after the closing parenthesis."""
-    arguments: dict[str, Any] = {}
+    arguments: JsonObject = {}
     piece_start = start
     for position, character, depth in _top_level(text, start):
         if depth < 0 or (depth == 0 and character == ","):
@@ -324,12 +324,12 @@ def _top_level(text: str, start: int) -> Iterator[tuple[int, str, int]]:
         position += 1
 
 
-def python_value(text: str, field: str) -> Any:
-    """A Python literal as a JSON value; `true`, `false`, `null` are taken as well, tuples and sets become lists."""
+def python_value(text: str, field: str) -> object:
+    """A Python literal as a JSON value; accepts `true`, `false`, `null` too; tuples and sets become lists."""
     return _json_value(_expression(text.strip()), field)
 
 
-def _json_value(node: ast.expr, field: str) -> Any:
+def _json_value(node: ast.expr, field: str) -> object:
     match node:
         case ast.Constant(value=value) if value is None or isinstance(value, str | int | float):
             return value

@@ -1,47 +1,41 @@
-"""Bytes that a training step holds on one device, by arithmetic from the shapes: nothing is allocated for it.
+"""The memory plan: bytes of a training step on one device, computed from shapes, and the micro-batch that fits.
 
-    weights + gradients + optimiser + copies + activations + logits + update = total
+    weights + gradients + optimizer + copies + activations + logits + update = total
 
-The parts are those of this code, checked against the measured peak (tests/test_footprint.py), not a textbook's:
+It models this code, not a textbook, and is checked against measured peaks (tests/test_footprint.py):
 
-- trained weights, gradients and moments are float32: 4 + 4 + 8 bytes a parameter with AdamW, 4 + 4 + 4 with Muon; EMA
-  4;
-  frozen weights as they are stored (frozen.py); `copies`: half-precision ones, 2 a parameter of a matrix product, until
-  the backward pass
-- activations a token and layer: what `Block` saves for the backward pass (`layer_bytes`), and one layer more that is
-  being
-  worked on. Checkpointed layers keep their input alone, 4d bytes: the residual stream is float32 also under autocast
-- logits of `objectives.next_token`: those that exist at once, the gradient of the hidden states, and what is as large
-  as the head's
-  matrix (`head_bytes`). Log-probabilities of answers: four float32 arrays of V at each position that the head computes
-- update: what Muon stacks and multiplies besides its momentum; AdamW needs nothing
+- Trained weights, gradients and moments are float32: 4 + 4 + 8 bytes a parameter with AdamW, 4 + 4 + 4 with Muon. An
+  EMA takes 4. Frozen weights as they are stored (learning/reference.py). `copies`: half-precision ones, 2 bytes a
+  parameter of a matrix product, until the backward pass.
+- Activations per token and layer: what `Block` saves for the backward pass (`layer_bytes`), and one more layer, the one
+  at work. A checkpointed layer keeps only its input, 4d bytes: the residual stream is float32 also under autocast.
+- Logits of `losses.next_token`: those that exist at once, the gradient of the hidden states, and tensors of the size of
+  the head's matrix (`head_bytes`). Log-probabilities of answers: four float32 arrays of V at each position of the head.
+- Update: what Muon stacks and multiplies besides its momentum. AdamW needs nothing.
 
-An update begins when a pass is over, so the total has the greater of a pass (copies, activations, logits) and the
-update. Gradients are counted beside the activations even where one pass makes them: glibc, told to keep what is freed
-(device.keep_freed_memory), finds an aligned block again only when its neighbours are free too, so on a CPU hardly
-anything of another size is used again. The heap grows by a margin there, of which a quarter is touched at its peak,
-Muon's stacks of different shapes and the head's several gradients add up, a layer that is computed again finds only a
-part of the place that the layer before it had (LOST, measured), and what an adapter makes on its way leaves holes
-between what is kept (LEFT, measured).
+An update starts when a pass is over, so the total has the greater of a pass (copies, activations, logits) and the
+update. Gradients count beside the activations even where one pass makes them: glibc is told to keep freed memory
+(device.keep_freed_memory), and it reuses an aligned block only when its neighbors are free too, so on a CPU hardly any
+block is used again for another size. There the heap grows by a margin, of which a quarter is touched at its peak.
+Muon's stacks of different shapes and the head's several gradients add up. A recomputed layer reuses only a part of the
+place of the layer before it (LOST, measured), and temporaries of adapters leave holes between what stays (LEFT,
+measured).
 
-A memory's reads are counted (`reading_bytes`), within a fifth on a CPU.
+Reads of a memory count (`reading_bytes`), within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3
+to 0.5 GB), CUDA's context, the caches of sampling. Not measured: CUDA.
 
-Not counted: the interpreter and its libraries (0.3 to 0.5 GB), CUDA's context, the caches of sampling. Not measured:
-CUDA.
+**Micro-batch** (`runtime.micro_batch: auto`): the rows in one forward pass. They change the order of sums, so they are
+part of a run.
 
-`runtime.micro_batch: auto`: how many rows go through the model at once. It changes the sums' order, so it is part of a
-run.
+    kept        that of the run's newest state: a resumed run stays exact
+    planned     else all rows, or the largest power of two that by the plan fits 80 % of a GPU's memory, or 30 % of a
+                machine's, which other programs need too
+    proved      on a GPU, a dry step of that size follows, a real forward and backward pass; out of memory: half of it
 
-    kept        what the run's newest state was trained with: a resumed run stays exact
-    planned     else all rows, or the largest power of two that the plan (footprint.py) puts within 80 % of a GPU's
-                memory, or 30 %
-                of a machine's, which belongs to other programs too
-    proved      on a GPU a dry step of that size follows, a real forward and backward pass; out of memory: half of it
-
-The total and not what is free, so that equal runs choose alike. The dry step leaves weights, moments and generators as
-they were. On a CPU a pass that exhausts the memory is killed by the system instead of raising, so there the plan alone
-decides; so it does where the batches do not exist yet (a rollout). Out of memory later ends the run with what can be
-done about it.
+The limits are shares of the total memory, not of the free, so that equal runs choose alike. The dry step leaves
+weights, moments and generators unchanged. On a CPU the system kills a pass that exhausts the memory, instead of an
+exception, so there the plan alone decides; so it does where the batches do not exist yet (a rollout). Running out of
+memory later ends the run with a list of remedies.
 """
 
 import json
@@ -52,7 +46,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +53,7 @@ from torch import nn
 from pipeline.learning.losses import EVEN_ROWS, MOST_LOGITS
 from pipeline.learning.optim import BY_MUON, MOST_GATHERED, groups
 from pipeline.learning.processes import Ranks
+from pipeline.learning.protocols import TrainingRun
 from pipeline.learning.settings import FitConfig, TrainingConfig
 from pipeline.memory.model import Memory
 from pipeline.model.attention import KEPT_PROBABILITIES
@@ -74,18 +68,18 @@ from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
 
 ATTENTION, MLP = TARGETS[:4], TARGETS[4:]
-# Measured on a CPU: of what is computed again, the share that finds no place that was freed; and the bytes that an
-# adapted projection leaves for each number of its result, in places too small for what comes next.
+SHARE = 0.8  # of a GPU's total memory that a plan may fill
+CPU_SHARE = 0.3  # of a machine's: other programs run there, and more rows at once are no faster
+# Measured on a CPU: the share of recomputed tensors that finds no freed place; and the bytes per number of its result
+# that an adapted projection leaves in places too small for the next tensor.
 LOST = {"fp32": 0.4, "bf16": 0.15, "fp16": 0.15}
 LEFT = {"fp32": 4, "bf16": 3, "fp16": 3}  # bf16: none on Zen 5, 6 with AMX
-
-
 Shape = tuple[int, int]  # rows, columns of a matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """How a model is trained, as far as memory knows."""
+    """How a model is trained, as far as it matters for memory."""
 
     row: int  # tokens of a row of the batch
     context: int  # tokens that a model reads at once: a row, or one answer of a pair
@@ -96,11 +90,10 @@ class Work:
     checkpointing: str = "none"  # none, full, every_2, selective
     accumulates: bool = True  # an update takes more than one micro-batch, so gradients stand while another pass runs
     packed: bool = True  # a row holds several documents, of any length: on a GPU each layer keeps a mask
-    answers: bool = (
-        False  # the loss needs log-probabilities of answers (pairs, rollouts): all logits exist; they may begin alike
-    )
+    # the loss needs log-probabilities of answers (pairs, rollouts): all logits exist, and answers may share a beginning
+    answers: bool = False
     adapted: frozenset[str] | None = None  # the projections with adapters on a frozen base; None: all weights train
-    dropped: bool = False  # adapters drop some of what enters them
+    dropped: bool = False  # adapters have dropout
     ema: bool = False  # a float32 average of the weights is kept
 
 
@@ -111,7 +104,7 @@ class Weights:
     trained: int  # parameters
     frozen: int = 0  # bytes
     cast: int = 0  # parameters that autocast copies
-    twice: int = 0  # parameters whose gradient comes from two places: a tied embedding
+    tied: int = 0  # parameters of a tied embedding, whose gradient comes from two places
     head: int = 0  # parameters of the head's matrix, where it gets a gradient
     hidden: Counter[Shape] = field(default_factory=Counter)  # how many trained matrices of each shape Muon may take
 
@@ -120,7 +113,7 @@ class Weights:
             trained=self.trained + other.trained,
             frozen=self.frozen + other.frozen,
             cast=self.cast + other.cast,
-            twice=self.twice + other.twice,
+            tied=self.tied + other.tied,
             head=self.head + other.head,
             hidden=self.hidden + other.hidden,
         )
@@ -141,265 +134,14 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """The most that is held at once."""
+        """The peak."""
         states = self.weights + self.gradients + self.optimizer
         return states + max(self.copies + self.activations + self.logits, self.update) + self.margin
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
-
-
-def full(config: ModelConfig, *, head: bool = True) -> Weights:
-    """A model that trains whole. `head` false: a reward model's trunk with its one row."""
-    table = config.vocab_size * config.width
-    lost = 0 if head or config.tied else table
-    cast = config.matmul_parameters - (0 if head else table)
-    trained = config.num_parameters - lost + (0 if head else config.width)
-    twice, logits = (table if config.tied and head else 0), (table if head else 0)
-    return Weights(trained=trained, cast=cast, twice=twice, head=logits, hidden=matrices(config)) + own_memory(config)
-
-
-def own_memory(config: ModelConfig) -> Weights:
-    """Those of a model's own memory."""
-    if config.memory is None:
-        return Weights(trained=0)
-    with torch.device("meta"):
-        return weights_of(nn.ModuleDict({"memory": Memory(config.memory, config)}))
-
-
-def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
-    """A model that only computes. `narrow`: matrices lie in the 2 bytes that autocast would cast them to anyhow."""
-    whole = full(config, head=head)
-    table = config.vocab_size * config.width
-    matmul = whole.cast - (table if config.tied and head else 0)  # an embedding that is looked up stays float32
-    size = 4 * whole.trained - (2 * matmul if narrow else 0)
-    return Weights(trained=0, frozen=size, cast=whole.cast - (matmul if narrow else 0))
-
-
-def adapted(config: ModelConfig, *, rank: int, targets: Sequence[str]) -> Weights:
-    """A frozen model, stored in float32, with a low-rank adapter."""
-    pairs: Counter[Shape] = Counter()
-    for name in targets:
-        out, into = projections(config)[name]
-        pairs += Counter({(rank, into): config.layers}) + Counter({(out, rank): config.layers})
-    trained = sum(rows * columns * count for (rows, columns), count in pairs.items())
-    return frozen(config, narrow=False) + Weights(trained=trained, cast=trained, hidden=pairs)
-
-
-def projections(config: ModelConfig) -> dict[str, Shape]:
-    """The matrices of a layer."""
-    width, ff = config.width, config.d_ff
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes = ((q, width), (kv, width), (kv, width), (width, q), (ff, width), (ff, width), (width, ff))
-    return dict(zip(TARGETS, shapes, strict=True))
-
-
-def matrices(config: ModelConfig) -> Counter[Shape]:
-    """The hidden matrices by shape."""
-    return Counter({shape: n * config.layers for shape, n in Counter(projections(config).values()).items()})
-
-
-def weights_of(model: nn.Module) -> Weights:
-    """Those of a model that exists; what `full`, `frozen` and `adapted` tell from a configuration."""
-    found = groups(model)
-    matrices = (p for group in BY_MUON for p in found.get(group, {}).values() if p.ndim == 2)
-    hidden = Counter((p.shape[0], p.shape[1]) for p in matrices)
-    trained = stored = cast = twice = head = 0
-    for name, parameter in model.named_parameters():
-        size, lookup = parameter.numel(), "embed_tokens" in name
-        tied = lookup and getattr(getattr(model, "config", None), "tied", False)
-        if parameter.requires_grad:
-            trained, twice = trained + size, twice + (size if tied else 0)
-            if (tied and hasattr(model, "logits")) or "lm_head" in name:  # some trained rows make a gradient of all
-                head = model.get_parameter(name.replace("lora_rows", "weight")).numel()
-        else:
-            stored += size * parameter.element_size()
-        if parameter.ndim > 1 and parameter.element_size() == 4 and (tied or not lookup):
-            cast += size
-    return Weights(trained=trained, frozen=stored, cast=cast, twice=twice, head=head, hidden=hidden)
-
-
-def adapters_of(model: nn.Module) -> tuple[frozenset[str] | None, bool]:
-    """`Work.adapted` and `Work.dropped` of a model that exists."""
-    found = {
-        name.rpartition(".")[2]: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)
-    }
-    return frozenset(found) or None, any(layer.config.dropout > 0 for layer in found.values())
-
-
-# -- a pass ------------------------------------------------------------------------------------------------------------
-
-
-def layer_bytes(config: ModelConfig, work: Work) -> float:
-    """What one layer keeps of one token for its backward pass."""
-    return attention_bytes(config, work) + mlp_bytes(config, work)
-
-
-def attention_bytes(config: ModelConfig, work: Work) -> float:
-    """Norm and attention. d width, Q and K the widths of all queries and keys."""
-    d, q, k = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    half, cpu = work.precision != "fp32", work.kind == "cpu"
-    if by_hand(config, work, ATTENTION):  # the normed input; what it was multiplied to; its result; queries in tiles
-        reach, kept = reaches(work)
-        return 2 * d + 2 * (q + 2 * k) + 2 * q + 2 * q + 4 * k * reach + 2 * TILE * config.heads * kept
-    kept = 4 * d + inputs(config, work, ATTENTION)
-    if not cpu:
-        mask = 0 if not work.packed else (2 if half else 4) * work.context
-        return kept + ((8 * q + 8 * k) if half else (12 * q + 12 * k)) + mask
-    # inputs of the head norms, then q, k, v, out: float32 also under autocast
-    return kept + 12 * q + 12 * k + scores(config, work)
-
-
-def mlp_bytes(config: ModelConfig, work: Work) -> float:
-    """Norm and SwiGLU."""
-    d, ff = config.width, config.d_ff
-    if by_hand(config, work, MLP):  # the normed input; gate and up; their product
-        return 2 * d + 4 * ff + 2 * ff
-    return 4 * d + (6 if work.precision != "fp32" else 12) * ff + inputs(config, work, MLP)
-
-
-def by_hand(config: ModelConfig, work: Work, names: Sequence[str]) -> bool:
-    """Whether the operators of half.py run these projections: bf16 on a CPU, no adapters; attention to lines of
-    whole documents.
-    """
-    plain = work.adapted is None or not work.adapted & set(names)
-    whole = names != ATTENTION or not (config.bias or work.answers)
-    return work.kind == "cpu" and work.precision == "bf16" and plain and whole
-
-
-def inputs(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
-    """What projections keep of what enters them: those that train, or have an adapter."""
-    cpu, size = work.kind == "cpu", 4 if work.precision == "fp32" else 2
-    kept = 0
-    for place, name in enumerate(names if work.adapted is None else [x for x in names if x in work.adapted]):
-        out, width = projections(config)[name]
-        if work.adapted is not None and cpu:
-            kept += LEFT[work.precision] * out
-        if work.dropped:
-            kept += width * (size + (4 if cpu else 1))  # what is left, and a mask
-        elif name == "o_proj":
-            kept += width * size if cpu else 0  # on a GPU it is what attention keeps
-        elif size == 2 or place == 0 or name == "down_proj":  # autocast casts for each anew; float32 is shared
-            kept += width * size
-    return kept
-
-
-def reaches(work: Work) -> tuple[float, float]:
-    """The mean number of tiles whose keys a tile keeps, and of those whose probabilities it keeps (tiles.py)."""
-    tiles = -(-work.context // TILE)
-    if work.packed and tiles > KEPT_REACH:  # the shorter documents that keep the most
-        return (tiles + 1) / 2, (KEPT_REACH + 1) / 2
-    few = min(tiles, KEPT_REACH)
-    return (tiles + 1) / 2, few * (few + 1) / 2 / tiles
-
-
-def scores(config: ModelConfig, work: Work) -> float:
-    """What attention on a CPU keeps besides q, k, v and its result: probabilities of short documents, repeated keys
-    for long ones.
-    """
-    seen = min(work.context, KEPT_PROBABILITIES)
-    short = 4 * config.heads * (seen + min(seen, QUERY_BLOCK)) / 2
-    if work.context <= KEPT_PROBABILITIES:
-        return short
-    long = 8 * (config.heads - config.kv_heads) * config.head_dim if config.kv_heads > 1 else 0
-    return max(short, long) if work.packed else long
-
-
-def recomputed(config: ModelConfig, work: Work) -> int:
-    """Layers that are computed again in the backward pass."""
-    layers = config.layers
-    return {"none": 0, "full": layers, "every_2": -(-layers // 2), "selective": layers}[work.checkpointing]
-
-
-def token_bytes(config: ModelConfig, work: Work) -> float:
-    """What all layers keep of one token, the embedding and the last norm with them, and the layer that is worked on."""
-    kept, entry, again = layer_bytes(config, work), 4 * config.width, recomputed(config, work)
-    products = product_bytes(config, work) if work.checkpointing == "selective" else 0
-    lost = LOST[work.precision] * again * max(0, kept - products) if work.kind == "cpu" else 0
-    within = kept * (config.layers - again) + (entry + products) * again
-    return within + lost + kept + 8 * config.width + 4 * config.head_dim + reading_bytes(config, work)
-
-
-def reading_bytes(config: ModelConfig, work: Work) -> float:
-    """What the reads of a memory keep of one token: norm, queries and result; on a CPU the shares of all rows; keys
-    and values of its unit.
-    """
-    memory = config.memory
-    if memory is None:
-        return 0.0
-    size, cpu = (4 if work.precision == "fp32" else 2), work.kind == "cpu"
-    q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    rows = (memory.shared + memory.top_k) * memory.chapter_rows
-    shares = config.heads * rows * (4 + (size if size == 2 else 0)) if cpu else 0
-    gathered = 2 * rows * k * size / (1 if memory.routing == "token" else memory.window)
-    each = (4 + size) * config.width + (3 if memory.gated else 2) * 2 * size * q + shares + gathered
-    return each * len(memory.placed(config.layers))
-
-
-def product_bytes(config: ModelConfig, work: Work) -> float:
-    """What selective checkpointing keeps of one token in one layer: its matrix products and, on a GPU, what
-    attention gives.
-    """
-    q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    numbers = q + 2 * k + 2 * config.width + 2 * config.d_ff + (0 if work.kind == "cpu" else q)
-    return (4 if work.precision == "fp32" else 2) * numbers
-
-
-def one_pass(
-    configs: Sequence[ModelConfig], weights: Weights, work: Work, micro_batch: int
-) -> tuple[float, float, float]:
-    """Bytes of (copies, activations, logits) of a micro-batch. Of several models (an actor and its critic) the first
-    has a head.
-    """
-    tokens, chosen, first = micro_batch * work.row, micro_batch * work.selected, configs[0]
-    half, rows = work.precision != "fp32", max(EVEN_ROWS, MOST_LOGITS // first.vocab_size)
-    activations = tokens * sum(token_bytes(config, work) for config in configs)
-    # a tied embedding's two gradients meet before they join the sum of the micro-batches before
-    twice = 4.0 * weights.twice * (2 if work.accumulates else 1)
-    if work.answers or not chosen:
-        return 2.0 * weights.cast * half, activations + twice, 16.0 * first.vocab_size * chosen
-    cast = weights.cast - weights.head  # next_token casts the head, and drops that before the backward pass
-    if by_hand(first, work, ATTENTION):  # a layer's copies go with it
-        cast *= min(1.0, (first.layers - recomputed(first, work) + 1) / first.layers)
-    each = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU widens few at a time
-    logits = each * first.vocab_size * min(rows, chosen) + (6.0 if half else 4.0) * first.width * chosen
-    return 2.0 * cast * half, activations, logits + head_bytes(weights, work, chosen > rows)
-
-
-def head_bytes(weights: Weights, work: Work, several: bool) -> float:
-    """What is as large as the head's matrix in `next_token`, beside its gradient. `several`: the logits come in more
-    than one part.
-    """
-    standing = 4 if work.accumulates else 0  # the sum of the micro-batches before is not the new gradient
-    if work.kind != "cpu":  # the gradient, and what the backward pass makes of it
-        return (4.0 + standing) * weights.head
-    # nothing is used again: the gradient; in bf16 the head, a part and that in float32; a further part; the embedding's
-    # gradient
-    added = (8 if work.precision == "fp32" else 12) + (4 if several else 0)
-    return float(added + standing) * weights.head
-
-
-# -- all of it ---------------------------------------------------------------------------------------------------------
-
-
-def update_bytes(hidden: Counter[Shape], work: Work) -> float:
-    """What Muon's update holds besides its states: the directions of all matrices of a shape, stacked, and their
-    products.
-    """
-    if work.optimizer != "muon":
-        return 0.0
-    # bf16: the updates and their stack 4 bytes each, then x and the next x 2 each; two Gram matrices. fp32 (on CPUs):
-    # all 4, of which a part comes out of what was freed: between 14 and 24 bytes were measured where 16 + 8 are held at
-    # once
-    fixed, gram = (14, 6) if work.precision == "fp32" else (12, 4)
-    at_once = {(r, c): min(n, max(1, MOST_GATHERED // (r * c))) for (r, c), n in hidden.items()}
-    stacks = [r * c * n * (fixed + gram * min(r, c) / max(r, c)) for (r, c), n in at_once.items()]
-    return sum(stacks) if work.kind == "cpu" else max(stacks, default=0.0)
-
-
 def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micro_batch: int) -> Footprint:
-    """One process that trains these weights, `micro_batch` rows at a time."""
-    copies, activations, logits = one_pass(configs, weights, work, micro_batch)
+    """The footprint of one process that trains these weights, `micro_batch` rows at a time."""
+    copies, activations, logits = pass_bytes(configs, weights, work, micro_batch)
     muon = sum(r * c * n for (r, c), n in weights.hidden.items()) if work.optimizer == "muon" else 0
     return Footprint(
         weights=4.0 * weights.trained + weights.frozen + (4.0 * weights.trained if work.ema else 0.0),
@@ -413,64 +155,52 @@ def footprint(weights: Weights, configs: Sequence[ModelConfig], work: Work, micr
     )
 
 
-def data_parallel(one: Footprint, weights: Weights) -> Footprint:
-    """The same beside other processes: DistributedDataParallel holds the gradients a second time, in its buckets."""
-    return replace(one, gradients=one.gradients + 4.0 * weights.trained)
+def data_parallel(single: Footprint, weights: Weights) -> Footprint:
+    """With DistributedDataParallel, whose buckets are a second copy of the gradients."""
+    return replace(single, gradients=single.gradients + 4.0 * weights.trained)
 
 
-def sharded(one: Footprint, config: ModelConfig, work: Work, processes: int) -> Footprint:
-    """The states of FSDP2 divided over the processes; whole are the block that computes, embedding and head, and
-    what Muon gathers.
-    """
+def sharded(single: Footprint, config: ModelConfig, work: Work, processes: int) -> Footprint:
+    """With FSDP2, which divides the states. Whole are the block at work, embedding and head, and what Muon gathers."""
     block = sum(r * c * n for (r, c), n in matrices(config).items()) / config.layers
     table = config.vocab_size * config.width * (1 if config.tied else 2)
     whole = block + table
     return replace(
-        one,
-        weights=one.weights / processes + 4.0 * whole,
-        gradients=one.gradients / processes + 4.0 * whole,
-        optimizer=one.optimizer / processes,
+        single,
+        weights=single.weights / processes + 4.0 * whole,
+        gradients=single.gradients / processes + 4.0 * whole,
+        optimizer=single.optimizer / processes,
         copies=0.0 if work.precision == "fp32" else 2.0 * whole,
     )
 
 
 def largest(limit: float, total: Callable[[int], float], most: int) -> int:
-    """The largest power of two, or all `most` rows, whose `total` is within `limit` bytes; 0 where not even one row
-    is.
-    """
+    """All `most` rows, or the largest power of two, whose `total` is within `limit` bytes; 0 if one row is too many."""
     if total(most) <= limit:
         return most
-    found = 0
-    while total(max(1, 2 * found)) <= limit:
-        found = max(1, 2 * found)
-    return found
+    rows = 0
+    while total(max(1, 2 * rows)) <= limit:
+        rows = max(1, 2 * rows)
+    return rows
 
 
-# -- micro_batch -------------------------------------------------------------------------------------------------------
+# -- micro-batch -------------------------------------------------------------------------------------------------------
 
 
-SHARE = 0.8  # of a GPU's total memory that a plan may fill
-CPU_SHARE = 0.3  # of a machine's: other programs run there, and more rows at once are no faster
-
-
-def of(run: Any) -> list[int]:
-    """The micro-batches tried for a fit.Run, the last of which serves. Raises ConfigError for fewer rows than
-    processes.
-    """
+def of(run: TrainingRun) -> list[int]:
+    """The micro-batches tried for a run; the last one is used. Raises ConfigError for fewer rows than processes."""
     config, ranks = run.config, run.ranks
-    # One rank that runs out inside of a collective would leave the others waiting: a model that is cut is planned
-    # alone.
+    # A rank that ran out of memory inside a collective would leave the others waiting: no dry step of a sharded model.
     provable = run.hardware.device.type == "cuda" and not run.rolling and not ranks.sharding
     rows = ranks.share_of(config.rows, run.job.stage)
     return chosen(run.plain, config, run.job, run.hardware, ranks, rows, partial(dry_step, run) if provable else None)
 
 
-def dry_step(run: Any, micro: int) -> None:
-    """Forward and backward of the first two micro-batches of this size; all that is left of it are gradients."""
+def dry_step(run: TrainingRun, micro: int) -> None:
+    """Forward and backward of the first two micro-batches of this size. It leaves nothing but gradients."""
     length = run.config.row_length
     mine = run.stream.rows(0, length)[run.ranks.rank :: run.ranks.world]
-    parts = [part for part in (mine[:micro], mine[micro : 2 * micro]) if len(part)]
-    batches = [run.stream.batch(0, length, part) for part in parts]
+    batches = [run.stream.batch(0, length, rows) for rows in (mine[:micro], mine[micro : 2 * micro]) if len(rows)]
     counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
     with run.ranks.no_sync(run.model, skip=True):
         run.backward(batches, counts)
@@ -485,14 +215,13 @@ def chosen(
     rows: int,
     dry: Callable[[int], object] | None,
 ) -> list[int]:
-    """The micro-batches tried for the `rows` of this process's share of a step; the last one is taken, by all
-    processes.
+    """The micro-batches tried for the `rows` of a step on this process. The last one is used, by all processes.
 
     `dry` runs forward and backward of so many rows; None: the plan alone decides. Raises InputError where none fits.
     """
-    asked, before = job.runtime.micro_batch, kept(job.folder, ranks.world)
-    if asked != "auto" or before is not None:
-        return [min(rows, int(before or 1) if asked == "auto" else int(asked))]
+    setting, before = job.runtime.micro_batch, kept(job.folder, ranks.world)
+    if setting != "auto" or before is not None:
+        return [min(rows, int(before or 1) if setting == "auto" else int(setting))]
     plan = plan_of(model, config, hardware, job.runtime, rows=rows, ranks=ranks)
     if plan is None:
         return [rows]
@@ -504,42 +233,39 @@ def chosen(
 
 
 def kept(folder: Path, world: int) -> int | None:
-    """The micro-batch of the newest readable state, if as many processes trained it; None: there is none."""
+    """The micro-batch of the newest readable state, if as many processes trained it."""
     for path in sorted(folder.glob("step-????????/state.json"), reverse=True):
-        with suppress(OSError, ValueError, KeyError):  # a damaged state: the one before it was trained alike
+        with suppress(OSError, ValueError, KeyError):  # a damaged state: the one before it has the same
             meta = json.loads(path.read_text())
             return int(meta["micro_batch"]) if meta["world"] == world else None
     return None
 
 
 def planned(plan: Callable[[int], Footprint], hardware: device.Hardware, rows: int) -> int:
-    """All `rows`, or the largest power of two that the plan puts within the share of the total memory that it may
-    fill; at least 1.
-    """
+    """All `rows`, or the largest power of two that by the plan fits the usable share of the memory; at least 1."""
     total = device.total_memory(hardware.device)
-    beside = max(0.0, device.held_memory(hardware.device) - plan(1).weights)  # a reward model that is there already
+    others = max(0.0, device.held_memory(hardware.device) - plan(1).weights)  # a reward model that is there already
     share = CPU_SHARE if hardware.device.type == "cpu" else SHARE
-    found = largest(share * total - beside, lambda micro_batch: plan(micro_batch).total, rows)
-    if not found:
+    micro_batch = largest(share * total - others, lambda size: plan(size).total, rows)
+    if not micro_batch:
         say(
-            f"warning: one row needs about {(plan(1).total + beside) / 1e9:.1f} GB by the plan, and "
+            f"warning: one row needs about {(plan(1).total + others) / 1e9:.1f} GB by the plan, and "
             f"{hardware.device.type} has {total / 1e9:.1f}; see python -m pipeline.tools.plan"
         )
-    return max(1, found)
+    return max(1, micro_batch)
 
 
 def plan_of(
     model: nn.Module, config: TrainingConfig, hardware: device.Hardware, runtime: Runtime, *, rows: int, ranks: Ranks
 ) -> Callable[[int], Footprint] | None:
-    """micro-batch -> the plan of a step of `rows`; None for a model without a shape that the plan knows."""
-    configs = [shape for shape in (getattr(part, "config", None) for part in parts(model)) if shape is not None]
+    """micro-batch -> the footprint of a step of `rows`; None for a model without a config."""
+    configs = [shape for shape in (getattr(part, "config", None) for part in _models(model)) if shape is not None]
     if not configs:
         return None
     weights = weights_of(model)
     adapted, dropped = adapters_of(model)
-    selected = (
-        config.trained_length if hasattr(parts(model)[0], "logits") else 0
-    )  # a reward model has no head for tokens
+    # a reward model has no head for tokens
+    selected = config.trained_length if hasattr(_models(model)[0], "logits") else 0
     work = Work(
         row=config.row_length,
         context=config.longest,
@@ -554,37 +280,37 @@ def plan_of(
     )
 
     def plan(micro_batch: int) -> Footprint:
-        one = footprint(weights, configs, replace(work, accumulates=micro_batch < rows), micro_batch)
+        single = footprint(weights, configs, replace(work, accumulates=micro_batch < rows), micro_batch)
         if ranks.sharding:
-            return sharded(one, configs[0], work, ranks.world)
-        return data_parallel(one, weights) if ranks.world > 1 else one
+            return sharded(single, configs[0], work, ranks.world)
+        return data_parallel(single, weights) if ranks.world > 1 else single
 
     return plan
 
 
-def parts(model: nn.Module) -> list[nn.Module]:
-    """The models in a model: an actor and its critic, or itself."""
+def _models(model: nn.Module) -> list[nn.Module]:
+    """An actor and its critic, or the model itself."""
     return [getattr(model, name) for name in ("actor", "critic") if hasattr(model, name)] or [model]
 
 
 def proved(
     model: nn.Module, where: torch.device, first: int, dry: Callable[[int], object], reserve: float
 ) -> list[int]:
-    """The micro-batches tried, the last of which `dry` (forward and backward of so many rows) had memory for.
+    """The micro-batches tried; for the last, `dry` (forward and backward of so many rows) had enough memory.
 
-    `reserve` bytes stand for moments that the first update will make. Gradients are dropped and the generators put
-    back. Raises torch.OutOfMemoryError where a single row finds no room.
+    `reserve` bytes stand for the moments that the first update will allocate. Drops the gradients and restores the
+    generators. Raises torch.OutOfMemoryError where a single row does not fit.
     """
     tried = [first]
-    while not _has_room(model, where, tried[-1], dry, reserve):
+    while not _fits(model, where, tried[-1], dry, reserve):
         half = 2 ** math.ceil(math.log2(tried[-1]) - 1)
         say(f"out of memory in a dry step of {tried[-1]} rows; trying {half}")
         tried.append(half)
     return tried
 
 
-def _has_room(model: nn.Module, where: torch.device, rows: int, dry: Callable[[int], object], reserve: float) -> bool:
-    """Whether a dry step passes. The error must be forgotten before the next try: its frames hold the activations."""
+def _fits(model: nn.Module, where: torch.device, rows: int, dry: Callable[[int], object], reserve: float) -> bool:
+    """Whether a dry step passes. The error must be freed before the next try: its frames keep the activations."""
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
         try:
             moments = torch.empty(int(reserve), dtype=torch.uint8, device=where)
@@ -603,7 +329,7 @@ def _has_room(model: nn.Module, where: torch.device, rows: int, dry: Callable[[i
 
 @contextmanager
 def explained(job: Job, config: TrainingConfig, step: int, tried: list[int]) -> Iterator[None]:
-    """Within it, running out of a GPU's memory becomes an InputError that says what can be done."""
+    """Turn running out of a GPU's memory inside the block into an InputError with remedies."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -615,3 +341,238 @@ def explained(job: Job, config: TrainingConfig, step: int, tried: list[int]) -> 
             " file of conf/model/), or divide the states over processes (STAGECOACH_LAUNCH=conf/launch/fsdp2.yaml)."
             " What fits: python -m pipeline.tools.plan"
         ) from error
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def full(config: ModelConfig, *, head: bool = True) -> Weights:
+    """The weights of a model that trains whole. `head` false: a reward model's trunk with its one row."""
+    table = config.vocab_size * config.width
+    missing = 0 if head or config.tied else table
+    cast = config.matmul_parameters - (0 if head else table)
+    trained = config.num_parameters - missing + (0 if head else config.width)
+    tied, logits = (table if config.tied and head else 0), (table if head else 0)
+    return Weights(trained=trained, cast=cast, tied=tied, head=logits, hidden=matrices(config)) + memory_weights(config)
+
+
+def memory_weights(config: ModelConfig) -> Weights:
+    """The weights of the model's memory, if it has one."""
+    if config.memory is None:
+        return Weights(trained=0)
+    with torch.device("meta"):
+        return weights_of(nn.ModuleDict({"memory": Memory(config.memory, config)}))
+
+
+def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
+    """The weights of a model that only computes. `narrow`: matrices are stored in bf16, as autocast would cast them."""
+    whole = full(config, head=head)
+    table = config.vocab_size * config.width
+    matmul = whole.cast - (table if config.tied and head else 0)  # an embedding that is looked up stays float32
+    size = 4 * whole.trained - (2 * matmul if narrow else 0)
+    return Weights(trained=0, frozen=size, cast=whole.cast - (matmul if narrow else 0))
+
+
+def adapted(config: ModelConfig, *, rank: int, targets: Sequence[str]) -> Weights:
+    """The weights of a frozen model, stored in float32, with a low-rank adapter."""
+    pairs: Counter[Shape] = Counter()
+    for name in targets:
+        out, into = projections(config)[name]
+        pairs += Counter({(rank, into): config.layers}) + Counter({(out, rank): config.layers})
+    trained = sum(rows * columns * count for (rows, columns), count in pairs.items())
+    return frozen(config, narrow=False) + Weights(trained=trained, cast=trained, hidden=pairs)
+
+
+def projections(config: ModelConfig) -> dict[str, Shape]:
+    """The shapes of a layer's matrices by name."""
+    width, ff = config.width, config.d_ff
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes = ((q, width), (kv, width), (kv, width), (width, q), (ff, width), (ff, width), (width, ff))
+    return dict(zip(TARGETS, shapes, strict=True))
+
+
+def matrices(config: ModelConfig) -> Counter[Shape]:
+    """The number of hidden matrices of each shape."""
+    return Counter({shape: n * config.layers for shape, n in Counter(projections(config).values()).items()})
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """The weights of an existing model, as `full`, `frozen` and `adapted` compute them from a config."""
+    members = groups(model)
+    by_muon = (p for group in BY_MUON for p in members.get(group, {}).values() if p.ndim == 2)
+    hidden = Counter((p.shape[0], p.shape[1]) for p in by_muon)
+    trained = stored = cast = tied_size = head = 0
+    for name, parameter in model.named_parameters():
+        size, lookup = parameter.numel(), "embed_tokens" in name
+        tied = lookup and getattr(getattr(model, "config", None), "tied", False)
+        if parameter.requires_grad:
+            trained, tied_size = trained + size, tied_size + (size if tied else 0)
+            if (tied and hasattr(model, "logits")) or "lm_head" in name:  # a few trained rows make a gradient of all
+                head = model.get_parameter(name.replace("lora_rows", "weight")).numel()
+        else:
+            stored += size * parameter.element_size()
+        if parameter.ndim > 1 and parameter.element_size() == 4 and (tied or not lookup):
+            cast += size
+    return Weights(trained=trained, frozen=stored, cast=cast, tied=tied_size, head=head, hidden=hidden)
+
+
+def adapters_of(model: nn.Module) -> tuple[frozenset[str] | None, bool]:
+    """`Work.adapted` and `Work.dropped` of an existing model."""
+    layers = {
+        name.rpartition(".")[2]: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)
+    }
+    return frozenset(layers) or None, any(layer.config.dropout > 0 for layer in layers.values())
+
+
+# -- a pass and an update ----------------------------------------------------------------------------------------------
+
+
+def pass_bytes(
+    configs: Sequence[ModelConfig], weights: Weights, work: Work, micro_batch: int
+) -> tuple[float, float, float]:
+    """Bytes of (copies, activations, logits) of a micro-batch. Of an actor and its critic the first has a head."""
+    tokens, chosen, first = micro_batch * work.row, micro_batch * work.selected, configs[0]
+    half, rows = work.precision != "fp32", max(EVEN_ROWS, MOST_LOGITS // first.vocab_size)
+    activations = tokens * sum(token_bytes(config, work) for config in configs)
+    # the two gradients of a tied embedding are added before they join the sum of earlier micro-batches
+    tied = 4.0 * weights.tied * (2 if work.accumulates else 1)
+    if work.answers or not chosen:
+        return 2.0 * weights.cast * half, activations + tied, 16.0 * first.vocab_size * chosen
+    cast = weights.cast - weights.head  # next_token casts the head, and frees it before the backward pass
+    if _uses_cpu_operators(first, work, ATTENTION):  # a layer's copies go with it
+        cast *= min(1.0, (first.layers - recomputed_layers(first, work) + 1) / first.layers)
+    size = (2 if work.kind == "cpu" else 6) if half else 4  # a CPU widens few at a time
+    logits = size * first.vocab_size * min(rows, chosen) + (6.0 if half else 4.0) * first.width * chosen
+    return 2.0 * cast * half, activations, logits + head_bytes(weights, work, chosen > rows)
+
+
+def head_bytes(weights: Weights, work: Work, several: bool) -> float:
+    """Bytes of the tensors in `next_token` as large as the head, beside its gradient. `several` parts of logits."""
+    accumulated = 4 if work.accumulates else 0  # the sum of earlier micro-batches is not the new gradient
+    if work.kind != "cpu":  # the gradient, and its product in the backward pass
+        return (4.0 + accumulated) * weights.head
+    # no memory is reused: the gradient; in bf16 the head, a part and that in float32; a further part; the embedding's
+    # gradient
+    added = (8 if work.precision == "fp32" else 12) + (4 if several else 0)
+    return float(added + accumulated) * weights.head
+
+
+def layer_bytes(config: ModelConfig, work: Work) -> float:
+    """Bytes that one layer keeps per token for its backward pass."""
+    return attention_bytes(config, work) + mlp_bytes(config, work)
+
+
+def attention_bytes(config: ModelConfig, work: Work) -> float:
+    """Norm and attention. d is the width, q and k are the widths of all queries and keys."""
+    d, q, k = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    half, cpu = work.precision != "fp32", work.kind == "cpu"
+    if _uses_cpu_operators(config, work, ATTENTION):  # normed input; its products; the result; queries in tiles
+        reach, kept = reaches(work)
+        return 2 * d + 2 * (q + 2 * k) + 2 * q + 2 * q + 4 * k * reach + 2 * TILE * config.heads * kept
+    kept = 4 * d + input_bytes(config, work, ATTENTION)
+    if not cpu:
+        mask = 0 if not work.packed else (2 if half else 4) * work.context
+        return kept + ((8 * q + 8 * k) if half else (12 * q + 12 * k)) + mask
+    # inputs of the head norms, then q, k, v, out: float32 also under autocast
+    return kept + 12 * q + 12 * k + score_bytes(config, work)
+
+
+def mlp_bytes(config: ModelConfig, work: Work) -> float:
+    """Norm and SwiGLU."""
+    d, ff = config.width, config.d_ff
+    if _uses_cpu_operators(config, work, MLP):  # the normed input; gate and up; their product
+        return 2 * d + 4 * ff + 2 * ff
+    return 4 * d + (6 if work.precision != "fp32" else 12) * ff + input_bytes(config, work, MLP)
+
+
+def _uses_cpu_operators(config: ModelConfig, work: Work, names: Sequence[str]) -> bool:
+    """Whether the operators of model/cpu/layers.py run these projections: bf16 on a CPU, no adapters; attention only
+    with rows of whole documents.
+    """
+    plain = work.adapted is None or not work.adapted & set(names)
+    whole = names != ATTENTION or not (config.bias or work.answers)
+    return work.kind == "cpu" and work.precision == "bf16" and plain and whole
+
+
+def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
+    """Bytes of inputs that projections keep, if they train or have an adapter."""
+    cpu, size = work.kind == "cpu", 4 if work.precision == "fp32" else 2
+    kept = 0
+    for index, name in enumerate(names if work.adapted is None else [x for x in names if x in work.adapted]):
+        out, width = projections(config)[name]
+        if work.adapted is not None and cpu:
+            kept += LEFT[work.precision] * out
+        if work.dropped:
+            kept += width * (size + (4 if cpu else 1))  # the input after dropout, and a mask
+        elif name == "o_proj":
+            kept += width * size if cpu else 0  # on a GPU attention keeps it
+        elif size == 2 or index == 0 or name == "down_proj":  # autocast casts for each; float32 is shared
+            kept += width * size
+    return kept
+
+
+def reaches(work: Work) -> tuple[float, float]:
+    """The mean numbers of tiles whose keys, and whose probabilities, a tile keeps (model/cpu/attention.py)."""
+    tiles = -(-work.context // TILE)
+    if work.packed and tiles > KEPT_REACH:  # the shorter documents that keep the most
+        return (tiles + 1) / 2, (KEPT_REACH + 1) / 2
+    reach = min(tiles, KEPT_REACH)
+    return (tiles + 1) / 2, reach * (reach + 1) / 2 / tiles
+
+
+def score_bytes(config: ModelConfig, work: Work) -> float:
+    """Bytes of attention on a CPU besides q, k, v, result: probabilities of short documents, repeated keys of long."""
+    seen = min(work.context, KEPT_PROBABILITIES)
+    short = 4 * config.heads * (seen + min(seen, QUERY_BLOCK)) / 2
+    if work.context <= KEPT_PROBABILITIES:
+        return short
+    long = 8 * (config.heads - config.kv_heads) * config.head_dim if config.kv_heads > 1 else 0
+    return max(short, long) if work.packed else long
+
+
+def recomputed_layers(config: ModelConfig, work: Work) -> int:
+    """The number of layers that the backward pass computes again."""
+    layers = config.layers
+    return {"none": 0, "full": layers, "every_2": -(-layers // 2), "selective": layers}[work.checkpointing]
+
+
+def token_bytes(config: ModelConfig, work: Work) -> float:
+    """Bytes per token of all layers, of embedding and last norm, and of the layer at work."""
+    kept, entry, again = layer_bytes(config, work), 4 * config.width, recomputed_layers(config, work)
+    products = product_bytes(config, work) if work.checkpointing == "selective" else 0
+    lost = LOST[work.precision] * again * max(0, kept - products) if work.kind == "cpu" else 0
+    within = kept * (config.layers - again) + (entry + products) * again
+    return within + lost + kept + 8 * config.width + 4 * config.head_dim + reading_bytes(config, work)
+
+
+def reading_bytes(config: ModelConfig, work: Work) -> float:
+    """Bytes per token of reading a memory: norm, queries, result; on a CPU the weights of all rows; keys and values."""
+    memory = config.memory
+    if memory is None:
+        return 0.0
+    size, cpu = (4 if work.precision == "fp32" else 2), work.kind == "cpu"
+    q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = (memory.shared + memory.top_k) * memory.chapter_rows
+    shares = config.heads * rows * (4 + (size if size == 2 else 0)) if cpu else 0
+    gathered = 2 * rows * k * size / (1 if memory.routing == "token" else memory.window)
+    per_read = (4 + size) * config.width + (3 if memory.gated else 2) * 2 * size * q + shares + gathered
+    return per_read * len(memory.placed(config.layers))
+
+
+def product_bytes(config: ModelConfig, work: Work) -> float:
+    """Bytes per token and layer of selective checkpointing: the matrix products and, on a GPU, attention's result."""
+    q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    numbers = q + 2 * k + 2 * config.width + 2 * config.d_ff + (0 if work.kind == "cpu" else q)
+    return (4 if work.precision == "fp32" else 2) * numbers
+
+
+def update_bytes(hidden: Counter[Shape], work: Work) -> float:
+    """Bytes of Muon's update besides its states: the stacked directions of all matrices of a shape, and products."""
+    if work.optimizer != "muon":
+        return 0.0
+    # bf16: the updates and their stack 4 bytes each, then x and the next x 2 each; two Gram matrices. fp32 (on CPUs):
+    # all 4, of which a part reuses freed memory: between 14 and 24 bytes were measured where 16 + 8 exist at once
+    fixed, gram = (14, 6) if work.precision == "fp32" else (12, 4)
+    at_once = {(r, c): min(n, max(1, MOST_GATHERED // (r * c))) for (r, c), n in hidden.items()}
+    stacks = [r * c * n * (fixed + gram * min(r, c) / max(r, c)) for (r, c), n in at_once.items()]
+    return sum(stacks) if work.kind == "cpu" else max(stacks, default=0.0)

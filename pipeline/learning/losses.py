@@ -1,21 +1,19 @@
-"""Losses as pure functions of hidden states and log-probabilities. Each returns sums; the loop divides once.
+"""What a loss is to the training loop, cross-entropy, and exact log-probabilities of autoregressive models.
 
-A loss is a list of terms c_k * S_k / G_k, S and G taken over all micro-batches and ranks (specs: training, 1), so that
-accumulation and ragged ranks change nothing. What a sum is divided by is named (`per`), and the batch knows the counts
-before the forward pass (`counts`). A term with G = 0 drops out.
+A loss is a list of terms c_k * S_k / G_k, with sums S and counts G over all micro-batches and ranks, so that
+accumulation and ragged ranks change nothing. A loss returns sums; the loop divides once. `per` names the count, which
+the batch has before the forward pass (`counts`). A term with G = 0 drops out.
 
-Here: the terms and cross-entropy. `objectives_pairs.py`: reward models and the DPO family. `objectives_policy.py`:
-clipped policy gradients. They are files of their own so that a change in one method retrains no stage of another.
+Log-probabilities are of a text under the model, token by token. The head runs only over the selected positions: with a
+vocabulary of 4,096 and a width of 192 it is a third of all multiplications, and in tool dialogues two thirds of the
+positions are prompt.
 
-How likely is this text under the model? Autoregressive: exact token log-probabilities.
-
-The heads run only over the positions that are asked for: with a vocabulary of 4,096 and a width of 192 the head is a
-third of all multiplications, and in tool dialogues two thirds of the positions are prompt.
+`pair_losses.py` has reward models and the DPO family, `policy_losses.py` clipped policy gradients.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +25,7 @@ from pipeline.memory.model import Reading
 from pipeline.model.cpu.primitives import exponentials, outer
 
 EVEN_ROWS = 128  # rows of a product in half precision are a multiple of it
-MOST_LOGITS = 2**23  # that are kept at once between two products
+MOST_LOGITS = 2**23  # that exist at once between two products
 
 
 @dataclass(frozen=True)
@@ -42,23 +40,33 @@ class Term:
 
 @dataclass(frozen=True)
 class Loss:
-    """Terms to be optimised, and what is to be shown of them."""
+    """Terms to minimize, and metrics to log."""
 
     terms: list[Term]
     metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # name -> (sum, count)
-    extremes: dict[str, Tensor] = field(default_factory=dict)  # the least where the name says min, else the greatest
-    limits: dict[str, float] = field(default_factory=dict)  # metric -> the most its mean over the whole step may be
+    extremes: dict[str, Tensor] = field(default_factory=dict)  # the least where the name has "min", else the greatest
+    limits: dict[str, float] = field(default_factory=dict)  # metric -> upper limit of its mean over the whole step
 
 
 def next_token(hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in nats of softmax(hidden table^T), summed over the N trained positions: a scalar in float32.
 
     hidden (N, D), the head's matrix `table` (V, D), targets (N,). The products run in the precision of autocast, all
-    else in float32: with a large vocabulary the softmax of bf16 logits loses the small probabilities. Never more than
-    2^23 logits exist at once (Wijmans et al. 2024, arXiv:2411.09009, have the idea): their gradient is formed beside
+    else in float32: with a large vocabulary the softmax of bf16 logits loses the small probabilities. At most 2^23
+    logits exist at once (the idea of Wijmans et al. 2024, arXiv:2411.09009): their gradient is computed together with
     the loss, so none are kept.
     """
     return _NextToken.apply(hidden, table, targets)  # pyright: ignore[reportReturnType]
+
+
+class _Context(Protocol):
+    """The context of `_NextToken`: torch's, and the dtypes of the inputs."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor | None, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 class _NextToken(Function):
@@ -67,49 +75,49 @@ class _NextToken(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: _Context, hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
         half = _precision(hidden)
         wide = torch.promote_types(half, torch.float32)
         head, states = table.to(half), hidden.to(half)
         if half != wide and hidden.device.type == "cpu":  # oneDNN compiles a kernel for each new number of rows
             states = pad(states, (0, 0, 0, -len(states) % EVEN_ROWS))
-        of_states, of_head = ctx.needs_input_grad[:2]
-        grad_states = hidden.new_empty(states.shape, dtype=wide) if of_states else None
+        needs_states, needs_head = ctx.needs_input_grad[:2]
+        grad_states = hidden.new_empty(states.shape, dtype=wide) if needs_states else None
         grad_head: Tensor | None = None
         total = hidden.new_zeros((), dtype=wide)
         size = max(EVEN_ROWS, MOST_LOGITS // len(table))
-        for rows in (slice(begin, begin + size) for begin in range(0, len(states), size)):
-            logits, aims = torch.mm(states[rows], head.t()), targets[rows]
-            logits, sums, losses = exponentials(logits, aims)
+        for rows in (slice(start, start + size) for start in range(0, len(states), size)):
+            logits, row_targets = torch.mm(states[rows], head.t()), targets[rows]
+            exps, sums, losses = exponentials(logits, row_targets)
             total += losses
             if grad_states is not None:
-                grad_states[rows] = torch.mm(logits, head).to(wide).div_(sums)
-                grad_states[rows][: len(aims)] -= head.index_select(0, aims)
-            if of_head:
-                part = outer(logits, (states[rows] / sums).to(half))
+                grad_states[rows] = torch.mm(exps, head).to(wide).div_(sums)
+                grad_states[rows][: len(row_targets)] -= head.index_select(0, row_targets)
+            if needs_head:
+                part = outer(exps, (states[rows] / sums).to(half))
                 grad_head = part.to(wide) if grad_head is None else grad_head.add_(part)
-                grad_head.index_add_(0, aims, states[rows][: len(aims)].to(wide), alpha=-1)
-        if of_head and grad_head is None:  # nothing to predict
+                grad_head.index_add_(0, row_targets, states[rows][: len(row_targets)].to(wide), alpha=-1)
+        if needs_head and grad_head is None:  # nothing to predict
             grad_head = table.new_zeros(table.shape, dtype=wide)
         ctx.save_for_backward(None if grad_states is None else grad_states[: len(hidden)], grad_head)
-        ctx.kinds = hidden.dtype, table.dtype
+        ctx.dtypes = hidden.dtype, table.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        of_states, of_head = (
-            None if x is None else (x * grad).to(kind) for x, kind in zip(ctx.saved_tensors, ctx.kinds, strict=True)
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_states, grad_head = (
+            None if x is None else (x * grad).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return of_states, of_head, None
+        return grad_states, grad_head, None
 
 
 def _precision(x: Tensor) -> torch.dtype:
-    """In which the products run: autocast's, where it is on."""
+    """The dtype of the products: autocast's, where it is on."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
 
 
-# -- scoring -----------------------------------------------------------------------------------------------------------
+# -- log-probabilities -------------------------------------------------------------------------------------------------
 
 
 def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
@@ -124,19 +132,19 @@ def read_out(
 ) -> Tensor:
     """`loss` of the hidden states (N, D) at the N trained positions, the head's matrix (V, D) and the targets (N,).
 
-    `reading` is for a model with a memory, and tells what it chose. It runs within the model's forward pass, in place
-    of the head: a loss that forms logits piece by piece never holds them all.
+    `reading` is for a model with a memory, and records its choices. The loss runs inside the model's forward pass, in
+    place of the head, so that a loss which computes logits part by part never has them all.
     """
     chosen = batch.targets >= 0
     targets = batch.targets[chosen]
-    told = {} if reading is None else {"reading": reading}
+    options = {} if reading is None else {"reading": reading}
     return model(
         batch.input_ids,
         positions=batch.positions,
         documents=batch.documents,
         select=chosen,
         head=lambda hidden, table: loss(hidden, table, targets),
-        **told,
+        **options,
     )
 
 
@@ -149,14 +157,14 @@ def token_logprobs(model: nn.Module, batch: Tokens, temperature: float = 1.0) ->
 
 
 def actor_critic(model: nn.Module, batch: Tokens, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As `token_logprobs` of the actor, and the critic's values (N,) of the states that the tokens were chosen in."""
+    """`token_logprobs` of the actor, and the critic's values (N,) of the states before each token."""
     chosen = batch.targets >= 0
     logits, values = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=chosen)
     return *target_logprobs(logits, batch.targets[chosen], temperature), values
 
 
 def target_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The same from logits (N, V) and their targets (N,)."""
+    """`token_logprobs` from logits (N, V) and their targets (N,)."""
     scaled = logits.float() / temperature
     norm = scaled.logsumexp(-1)  # (N,)
     logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - norm
@@ -166,5 +174,5 @@ def target_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -
 
 
 def sum_by_row(values: Tensor, chosen: Tensor) -> Tensor:
-    """Sums (B,) of `values` (N,), which stand row by row at the True places of `chosen` (B, T)."""
+    """Sums (B,) of `values` (N,), which belong row by row to the True positions of `chosen` (B, T)."""
     return values.new_zeros(chosen.shape).masked_scatter(chosen, values).sum(1)

@@ -1,25 +1,27 @@
-"""Parameter groups by rule, and the optimisers: AdamW for all, or Muon for the hidden matrices and AdamW for the rest.
+"""Parameter groups by rule, and the optimizers: AdamW for all, or Muon for hidden matrices and AdamW for the rest.
 
-First match wins (`group_of`): `critic` (all of PPO's value model), `bank`, `router`, `memory` (of a memory-augmented
-model), `lora`, `embedding` (tied too; rows of it that an adapter trains), `head`, `norm_bias` (fewer than two
-dimensions), `hidden`. Beside adapters, or a memory that was added to it, what is trained of the base model is one
-group, `base`. No weight decay on `norm_bias`, `bank`, `router`, and on nothing else of fewer than two dimensions.
+The first match wins (`group_of`): `critic` (all of PPO's value model), `bank`, `router`, `memory` (of a
+memory-augmented model), `lora`, `embedding` (tied too; rows of it that an adapter trains), `head`, `norm_bias` (fewer
+than two dimensions), `hidden`. Beside adapters, or a memory that was added to a trained model, the trained weights of
+the base model are one group, `base`. `norm_bias`, `bank`, `router` and tensors with fewer than two dimensions have no
+weight decay.
 
 Layer l of L (from 1) has its rate times gamma^(L-l) (`layer_decay`), an untied embedding gamma^L, head and tied
 embedding 1 (ULMFiT's discriminative rates, Howard & Ruder 2018, arXiv:1801.06146, 3.2, with a geometric rule).
 
-Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) is torch.optim.Muon's rule with `match_rms_adamw`, so AdamW's
-rates hold. It takes the matrices of `hidden`, of adapters, and of a memory with its bank: in a bank all rows would else
-move together for long, since each has a like share of the first reads. Ours differs in two ways that leave the rule
-alone: matrices of one shape are orthogonalised together, and the iteration runs in fp32 where bf16 is emulated (50
-times slower there).
+Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) follows torch.optim.Muon with `match_rms_adamw`, so AdamW's rates
+apply. It takes the matrices of `hidden`, of adapters, and of a memory with its bank: with AdamW all rows of a bank
+would long move together, since each has a similar share of the first reads. Our Muon differs in two ways that keep the
+rule: it orthogonalizes matrices of one shape together, and iterates in fp32 where bf16 is emulated (50 times slower
+there).
 
-Under FSDP2 each matrix is gathered once per step, in the dtype of the iteration, which then runs on every rank as it
-would alone; torch's own Muon on DTensors talks at every product. AdamW works on the rows that lie here.
+Under FSDP2 each matrix is gathered once per step, in the dtype of the iteration, which then runs on every rank as in a
+single process; torch's own Muon on DTensors communicates at every product. AdamW works on the local rows.
 """
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,16 +31,17 @@ from torch import Tensor, nn
 from pipeline.learning import processes
 from pipeline.run.errors import ConfigError
 
-MOST_GATHERED = 2**28  # numbers of matrices that Muon orthogonalises together: a gibibyte in float32
+MOST_GATHERED = 2**28  # numbers in the matrices that Muon orthogonalizes together: a gibibyte in float32
 GROUPS = ("critic", "bank", "router", "memory", "lora", "embedding", "head", "norm_bias", "hidden", "base")
 BY_MUON = ("hidden", "lora", "memory", "bank")
 NO_DECAY = ("norm_bias", "bank", "router")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
+ParamGroup = dict[str, Any]  # torch's: "params", and options of any type
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimiser's part of FitConfig."""
+    """The optimizer's part of a TrainingConfig."""
 
     optimizer: str
     learning_rate: float
@@ -60,7 +63,7 @@ class OptimizerConfig:
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
-    """The group of a trainable parameter, by its name in the state dict; `groups` knows about `base`."""
+    """The group of a trainable parameter, by its name in the state dict. `groups` makes `base` of some."""
     parts = name.split(".")
     if parts[0] == "critic":
         return "critic"
@@ -78,28 +81,28 @@ def group_of(name: str, parameter: nn.Parameter) -> str:
 
 def groups(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     """group -> {name: parameter} over the trainable parameters, each in exactly one group."""
-    found: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
+    groups: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found[group_of(name, parameter)][name] = parameter
-    if found["lora"] or any(getattr(module, "added", False) for module in model.modules()):
+            groups[group_of(name, parameter)][name] = parameter
+    if groups["lora"] or any(getattr(module, "added", False) for module in model.modules()):
         for group in ("embedding", "head", "norm_bias", "hidden"):
-            own = {name: p for name, p in found[group].items() if "lora_" not in name}
-            found["base"] |= own
-            found[group] = {name: p for name, p in found[group].items() if name not in own}
-    return {name: members for name, members in found.items() if members}
+            base = {name: p for name, p in groups[group].items() if "lora_" not in name}
+            groups["base"] |= base
+            groups[group] = {name: p for name, p in groups[group].items() if name not in base}
+    return {name: members for name, members in groups.items() if members}
 
 
 def layer_factor(name: str, *, layers: int, tied: bool, gamma: float) -> float:
-    """What layer decay makes of the rate of a parameter, by its name, in a model of `layers` layers."""
-    found = LAYER.search(name)
-    if found is not None:
-        return gamma ** (layers - 1 - int(found[1]))
+    """The factor of layer decay for a parameter, by its name, in a model of `layers` layers."""
+    match = LAYER.search(name)
+    if match is not None:
+        return gamma ** (layers - 1 - int(match[1]))
     return gamma**layers if "embed_tokens" in name and not tied else 1.0
 
 
 def orthogonalise(matrices: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
-    """Newton-Schulz iteration towards U V^T of each matrix of a stack (n, rows, columns), in the stack's dtype."""
+    """Newton-Schulz iteration toward U V^T of each matrix of a stack (n, rows, columns), in the stack's dtype."""
     a, b, c = coefficients
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
@@ -113,12 +116,12 @@ def orthogonalise(matrices: Tensor, *, steps: int, coefficients: tuple[float, fl
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with batched iterations in a dtype of our choice."""
 
-    def __init__(self, params: Any, *, lr: float, weight_decay: float, dtype: torch.dtype) -> None:
+    def __init__(self, params: Iterable[ParamGroup], *, lr: float, weight_decay: float, dtype: torch.dtype) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
@@ -131,7 +134,7 @@ class Muon(torch.optim.Muon):
                 for first in range(0, len(parameters), most):
                     self._update(group, shape, parameters[first : first + most])
 
-    def _update(self, group: dict[str, Any], shape: torch.Size, parameters: list[nn.Parameter]) -> None:
+    def _update(self, group: ParamGroup, shape: torch.Size, parameters: list[nn.Parameter]) -> None:
         momentum = group["momentum"]
         updates = []
         for parameter in parameters:
@@ -149,11 +152,11 @@ class Muon(torch.optim.Muon):
         )
         rate = group["lr"] * 0.2 * max(shape) ** 0.5  # Liu et al. 2025, eq. 4: the update's RMS is AdamW's
         for parameter, direction in zip(parameters, directions, strict=True):
-            mine = direction[slice(*processes.rows(parameter))].to(parameter.dtype)
-            processes.local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(mine, alpha=-rate)
+            rows = direction[slice(*processes.rows(parameter))].to(parameter.dtype)
+            processes.local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(rows, alpha=-rate)
 
 
-def rate_of(group: str, config: OptimizerConfig) -> float:
+def _rate_of(group: str, config: OptimizerConfig) -> float:
     """The configured rate of a group, before layer decay and schedule."""
     rates = config.learning_rates
     if group in ("bank", "router") and group not in rates:
@@ -162,7 +165,7 @@ def rate_of(group: str, config: OptimizerConfig) -> float:
 
 
 class Optimizers:
-    """One or two torch optimisers that step together, with states that save by parameter name."""
+    """One or two torch optimizers that step together, with states by parameter name."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, *, fast_bf16: bool) -> None:
         if config.optimizer not in ("adamw", "muon"):
@@ -170,14 +173,14 @@ class Optimizers:
         self.members = groups(model)
         self._names = {id(p): name for members in self.members.values() for name, p in members.items()}
         config.check_groups()
-        served = {*self.members} | ({"memory"} if {"bank", "router"} & {*self.members} else set())
-        if unused := sorted(set(config.learning_rates) - served):
+        valid = {*self.members} | ({"memory"} if {"bank", "router"} & {*self.members} else set())
+        if unused := sorted(set(config.learning_rates) - valid):
             raise ConfigError(
                 f"learning_rates: expected groups that the model trains ({', '.join(self.members)}), got {unused[0]}"
                 + (": its head is the embedding (tied)" if unused == ["head"] else "")
             )
-        self.rates = {name: rate_of(name, config) for name in self.members}
-        muon, adamw = self._grouped(model, config)
+        self.rates = {name: _rate_of(name, config) for name in self.members}
+        muon, adamw = self._param_groups(model, config)
         self.optimizers: list[torch.optim.Optimizer] = []
         if muon:
             dtype = torch.bfloat16 if fast_bf16 else torch.float32
@@ -188,31 +191,30 @@ class Optimizers:
             adam = torch.optim.AdamW(adamw, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
             self.optimizers.append(adam)
 
-    def _grouped(self, model: nn.Module, config: OptimizerConfig) -> tuple[list[Any], list[Any]]:
+    def _param_groups(self, model: nn.Module, config: OptimizerConfig) -> tuple[list[ParamGroup], list[ParamGroup]]:
         """torch's parameter groups for Muon and for AdamW: equal rate, equal decay."""
         names = [name for name, _ in model.named_parameters()]
-        layers = 1 + max((int(found[1]) for name in names if (found := LAYER.search(name))), default=-1)
+        layers = 1 + max((int(match[1]) for name in names if (match := LAYER.search(name))), default=-1)
         tied = not any("lm_head" in name for name in names)
-        made: dict[tuple[bool, str, float, bool], dict[str, Any]] = {}
+        param_groups: dict[tuple[bool, str, float, bool], ParamGroup] = {}
         for group, members in self.members.items():
             for name, parameter in members.items():
                 by_muon = config.optimizer == "muon" and group in BY_MUON and parameter.ndim == 2
                 decays = group not in NO_DECAY and parameter.ndim >= 2
                 factor = layer_factor(name, layers=layers, tied=tied, gamma=config.layer_decay)
-                fresh: dict[str, Any] = {
+                empty: ParamGroup = {
                     "params": [],
                     "lr": self.rates[group],
                     "rate": self.rates[group] * factor,
                     "weight_decay": config.weight_decay if decays else 0.0,
                     "name": group,
                 }
-                made.setdefault((by_muon, group, factor, decays), fresh)["params"].append(parameter)
-        return [made[key] for key in made if key[0]], [made[key] for key in made if not key[0]]
+                param_groups.setdefault((by_muon, group, factor, decays), empty)["params"].append(parameter)
+        muon = [param_group for (by_muon, *_), param_group in param_groups.items() if by_muon]
+        return muon, [param_group for (by_muon, *_), param_group in param_groups.items() if not by_muon]
 
     def iteration_flops(self) -> float:
-        """Of Muon's iterations in one update: of each, three products over the smaller side m of its matrices; 0
-        without Muon.
-        """
+        """FLOPs of Muon's iterations in one update; 0 without Muon. Each is three products over the smaller side."""
         flops = 0.0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups if isinstance(optimizer, Muon) else []:
@@ -221,7 +223,7 @@ class Optimizers:
         return flops
 
     def step(self, factor: float) -> None:
-        """One update at `factor` times the configured rates; gradients are dropped after it."""
+        """One update at `factor` times the configured rates. Drops the gradients."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["rate"] * factor
@@ -235,20 +237,20 @@ class Optimizers:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """`<parameter>/<state>` -> tensor, for safetensors."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, Tensor):
-                        found[f"{self._names[id(parameter)]}/{key}"] = value
-        return found
+                        tensors[f"{self._names[id(parameter)]}/{key}"] = value
+        return tensors
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take states that `state_tensors` gave. Raises ValueError for a parameter that is not trained here."""
+        """Load a `state_tensors()`. Raises ValueError for a parameter that is not trained here."""
         by_name = {name: p for members in self.members.values() for name, p in members.items()}
         owner = {id(p): o for o in self.optimizers for g in o.param_groups for p in g["params"]}
-        for full, value in tensors.items():
-            name, _, key = full.rpartition("/")
+        for path, value in tensors.items():
+            name, _, key = path.rpartition("/")
             if name not in by_name:
                 raise ValueError(f"the optimiser state holds {name!r}, which is not trained here")
             parameter = by_name[name]

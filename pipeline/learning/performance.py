@@ -1,40 +1,40 @@
-"""What is compiled of a model's layers, where it pays.
+"""The speed of training: compiled layers, a profile of single steps, and the throughput of a run.
 
-On a CPU in bf16, where the layers are written by hand, it is the pieces between their matrix products, in C++
-(`model/cpu/primitives.cpp`): two seconds, so `auto` does it wherever there is a compiler. Anywhere else, and for layers
-with adapters or biases, it is torch.compile: each block in place (`layer.compile()`), so all layers share one
-compilation and no name in the state dict changes. There `auto` is a rule without a clock, so that equal runs choose
-alike: a run of more than 1e14 training FLOPs on a CPU, 5e16 on a GPU, in rows of one length: pairs and a policy's own
-answers have another shape in every batch. Sampling never runs compiled layers. Both are kept in `.work/compile` between
-runs. A compiled step rounds otherwise than an eager one, and a state says which it was.
+**Compilation** (`compiled`). On a CPU in bf16, where the layers are written by hand, the operations between their
+matrix products are compiled from C++ (`model/cpu/primitives.cpp`). That takes two seconds, so `auto` does it wherever
+there is a compiler. Anywhere else, and for layers with adapters or biases, it is torch.compile: each block in place
+(`layer.compile()`), so all layers share one compilation and no name in the state dict changes. There `auto` is a rule
+without a clock, so that equal runs choose alike: a run of more than 1e14 training FLOPs on a CPU, 5e16 on a GPU, in
+rows of one length. Pairs and a policy's own answers have another shape in every batch. Sampling never runs compiled
+layers. Both are cached in `.work/compile` between runs. A compiled step rounds differently from an eager one, so a
+state records which it was.
 
-Not promised: that torch.compile is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
-
-Where the time of a step goes: `runtime.profile: true` records a few steps with torch.profiler.
+**Profile** (`runtime.profile: true`) records a few steps with torch.profiler:
 
     <work folder>/profile/trace-rank0.json      for chrome://tracing or ui.perfetto.dev
     <work folder>/profile/top-rank0.txt         the twenty operations that take longest
 
-The first steps of a run are left out: they compile, allocate and warm up. Recording costs time itself, so the speed
-that such a run reports is not its own.
+It skips the first steps of a run: they compile, allocate and warm up. Recording costs time, so the reported speed of
+such a run is not its own.
 
-How fast a run is and how well it uses the machine. These numbers go to MLflow and `speed.json` only: they are no
-result.
+**Throughput** (`report`). These numbers go to MLflow and `speed.json` only: they are no result. `mfu` is model FLOPs
+utilization (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): training FLOPs of the tokens, as
+`ModelConfig.flops_per_token` counts them, over the peak of the device's data sheet, where `device.DATA_SHEET` has it.
+`mfu_measured` is over the speed of a large matrix product in the run's precision, timed after the run.
 
-`mfu`, model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): training FLOPs of the tokens, as
-`ModelConfig.flops_per_token` counts them, over what the device could do: by its data sheet where it stands in
-`device.DATA_SHEET`, and as `mfu_measured` by a large matrix product in the run's precision, timed after the run.
+Not promised: that torch.compile is faster than eager for every shape; `benchmarks/train_speed.py` measures it.
 """
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from pipeline.learning.protocols import TrainingRun
 from pipeline.model.cpu import native
 from pipeline.run import device as run_device
 from pipeline.run import workdir
@@ -47,25 +47,27 @@ SHAPES = 64  # compilations of a block: forward and backward, training and evalu
 
 
 def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Hardware, name: str) -> bool:
-    """Compile the layers if `wanted`; returns whether it was. Raises ConfigError as `wanted`."""
-    native.unload()  # what a run before this one in the process asked for
-    layers = blocks(model)
+    """Compile the layers if `wanted`. Returns whether they were compiled. Raises ConfigError as `wanted`."""
+    native.unload()  # an earlier run in this process may have loaded it
+    layers = _blocks(model)
     by_hand = hardware.device.type == "cpu" and hardware.precision == "bf16" and bool(layers)
     if by_hand and all(getattr(layer, "plain", False) for layer in layers):
-        return wanted(asked, flops=float("inf"), device=hardware.device) and _in_cpp(required=asked is True, name=name)
+        return wanted(asked, flops=float("inf"), device=hardware.device) and _load_native(
+            required=asked is True, name=name
+        )
     if not wanted(asked, flops=flops, device=hardware.device):
         return False
-    _prepare(name)
-    if asked is not True and (why := _fails(hardware.device)):
-        say(f"{name}: goes on without torch.compile, which does not work here: {why}")
+    _prepare_inductor(name)
+    if asked is not True and (failure := _compile_failure(hardware.device)):
+        say(f"{name}: goes on without torch.compile, which does not work here: {failure}")
         return False
     for layer in layers:
         layer.compile()
     return True
 
 
-def _in_cpp(*, required: bool, name: str) -> bool:
-    """Load the pieces; a compiler that fails is an error only where it was asked for."""
+def _load_native(*, required: bool, name: str) -> bool:
+    """Compile and load the C++ operations. A compiler that fails is an error only where `required`."""
     try:
         native.load(workdir.root() / "compile")
     except ConfigError as error:
@@ -77,7 +79,7 @@ def _in_cpp(*, required: bool, name: str) -> bool:
 
 
 def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
-    """Whether to compile: as asked, or by the rule. Raises ConfigError where it is asked for and cannot be."""
+    """Whether to compile: as configured, or by the rule for `auto`. Raises ConfigError for true where it cannot."""
     if asked is False:
         return False
     missing = lacking(device)
@@ -87,7 +89,7 @@ def wanted(asked: bool | str, *, flops: float, device: torch.device) -> bool:
 
 
 def lacking(device: torch.device) -> str:
-    """What torch.compile would need here and does not find; empty when it can work."""
+    """What torch.compile lacks on this machine; empty when it can work."""
     if device.type == "cpu" and native.compiler() is None:
         return "a C++ compiler (g++ or clang++)"
     if device.type == "cuda" and not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
@@ -95,17 +97,15 @@ def lacking(device: torch.device) -> str:
     return "" if device.type in PAYS else f"a CPU or a CUDA device, not {device.type}"
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def _blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of a model, or of both models of an actor and its critic."""
     return [
-        layer for name, found in model.named_modules() if name.split(".")[-1] == "layers" for layer in found.children()
+        layer for name, stack in model.named_modules() if name.split(".")[-1] == "layers" for layer in stack.children()
     ]
 
 
-def _fails(device: torch.device) -> str:
-    """Why a trivial function cannot be compiled and run here (a header that is missing, for example); empty when it
-    can.
-    """
+def _compile_failure(device: torch.device) -> str:
+    """Why a trivial function cannot be compiled and run here (a missing header, for example); empty when it can."""
     try:
         torch.compile(torch.sin, dynamic=False)(torch.ones(8, device=device))
     except Exception as error:  # the backends raise many types, and the run can go on without them
@@ -113,28 +113,28 @@ def _fails(device: torch.device) -> str:
     return ""
 
 
-def _prepare(name: str) -> None:
-    """Say it, because the first step takes the time; choose where it is kept."""
+def _prepare_inductor(name: str) -> None:
+    """Choose the cache of torch.compile, and announce the compilation, because the first step takes its time."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # here: the import takes seconds
 
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its own where none is set
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets its own where nobody did
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(workdir.root() / "compile")
     torch._dynamo.config.recompile_limit = SHAPES
     say(f"{name}: compiling the layers (torch.compile, kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
 
 
-# -- profiling ---------------------------------------------------------------------------------------------------------
+# -- profile -----------------------------------------------------------------------------------------------------------
 
 
 SKIPPED, WARM_UP, RECORDED = 2, 1, 3
 
 
 class Profile:
-    """Records steps 3 to 5 of this call. Inactive, it does nothing."""
+    """Records steps 3 to 5 of this call of `fit`. Inactive, it does nothing."""
 
     def __init__(self, active: bool, folder: Path, rank: int, device: torch.device) -> None:
         self.folder, self.rank, self.device = folder / "profile", rank, device
-        self._profiler: Any = None
+        self._profiler: profile | None = None
         if active:
             activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
             plan = schedule(skip_first=SKIPPED, wait=0, warmup=WARM_UP, active=RECORDED, repeat=1)
@@ -142,12 +142,12 @@ class Profile:
             self._profiler.start()
 
     def step(self) -> None:
-        """A training step has ended."""
+        """Count a training step that has ended."""
         if self._profiler is not None:
             self._profiler.step()
 
     def stop(self) -> None:
-        """The run ends; one that was too short has recorded nothing, and says so."""
+        """End the recording. Reports a run that was too short to record anything."""
         if self._profiler is None:
             return
         self._profiler.stop()
@@ -155,7 +155,7 @@ class Profile:
         if not (self.folder / f"top-rank{self.rank}.txt").is_file():
             say(f"runtime.profile: nothing recorded: a run needs more than {SKIPPED + WARM_UP} steps")
 
-    def _write(self, profiler: Any) -> None:
+    def _write(self, profiler: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         by = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=by, row_limit=20)
@@ -164,23 +164,28 @@ class Profile:
         say(f"{table}\nprofile of at most {RECORDED} steps: {self.folder}")
 
 
-# -- speed -------------------------------------------------------------------------------------------------------------
+# -- throughput --------------------------------------------------------------------------------------------------------
 
 
-def headline(run: Any) -> str:
-    """What is about to be trained, on what, in how many steps; `run` is a fit.Run."""
+def flops_per_token(model: nn.Module) -> Callable[[int], float] | None:
+    """Training FLOPs of a token, as a function of the row length; None for a model without that count."""
+    return getattr(model, "flops_per_token", None)
+
+
+def headline(run: TrainingRun) -> str:
+    """The line before the first step: model, steps, rows, device, processes."""
     size = sum(p.numel() for p in run.plain.parameters())
     precision = f"{run.hardware.device.type} {run.hardware.precision}"
     return (
         f"{run.job.name}: {size / 1e6:.2f} M parameters, {run.steps} steps of {run.config.rows} rows of at most "
         f"{run.config.row_length} tokens (micro-batch {run.micro_batch}), {precision}, "
-        f"{run.ranks.world} process{'es' if run.ranks.world > 1 else ''}{_iterations(run)}"
+        f"{run.ranks.world} process{'es' if run.ranks.world > 1 else ''}{_muon_share(run)}"
     )
 
 
-def _iterations(run: Any) -> str:
+def _muon_share(run: TrainingRun) -> str:
     """What Muon's iterations add to the arithmetic of a step."""
-    per_token: Any = getattr(run.plain, "flops_per_token", None)
+    per_token = flops_per_token(run.plain)
     flops = run.optimizers.iteration_flops()
     if not flops or per_token is None:
         return ""
@@ -188,36 +193,38 @@ def _iterations(run: Any) -> str:
     return f"; Muon's iterations add {100 * share:.1f} % to the arithmetic of a step"
 
 
-def report(run: Any, seconds: float, steps: int, targets: int) -> None:
-    """Tokens per second, utilisation and memory of the `steps` that this call of fit has made."""
+def report(run: TrainingRun, seconds: float, steps: int, targets: int) -> None:
+    """Tokens per second, utilization and memory of the `steps` that this call of fit has made."""
     if not steps:
         return
-    tokens, where = run.seen, run.hardware.device
-    per_token: Any = getattr(run.plain, "flops_per_token", None)
+    tokens, device = run.seen, run.hardware.device
+    per_token = flops_per_token(run.plain)
     flops = tokens * per_token(run.config.row_length) / seconds if per_token else 0.0
-    values: dict[str, Any] = {
+    values: dict[str, float | str] = {
         "tokens_per_second": tokens / seconds,
         "targets_per_second": targets / seconds,
         "samples_per_second": steps * run.config.rows / seconds,
         "step_seconds": seconds / steps,
         "gflops": flops / 1e9,
-        "memory_gb": run_device.peak_memory(where) / 1e9,
+        "memory_gb": run_device.peak_memory(device) / 1e9,
     }
-    values |= utilisation(flops / run.ranks.world, run.hardware) | run_device.describe(run.job.runtime.precision)
+    used = utilization(flops / run.ranks.world, run.hardware)
+    values |= used | run_device.describe(run.job.runtime.precision)
     run.job.tracker.speed.update(values)
-    share = f", {100 * values['mfu_measured']:.0f} % of a matrix product's" if "mfu_measured" in values else ""
+    share = f", {100 * used['mfu_measured']:.0f} % of a matrix product's" if "mfu_measured" in used else ""
     say(f"{run.job.name}: {tokens / seconds:,.0f} tokens/s, {flops / 1e9:,.0f} GFLOP/s{share}")
 
 
-def utilisation(flops: float, hardware: run_device.Hardware) -> dict[str, float]:
-    """`mfu` where the data sheet is known, `mfu_measured`, and the GPU's own `gpu_utilisation`; empty without
-    `flops` per second.
+def utilization(flops: float, hardware: Hardware) -> dict[str, float]:
+    """`mfu` where the data sheet is known, `mfu_measured`, and `gpu_utilisation` as the driver reports it.
+
+    `flops` are per second; empty without any.
     """
     if not flops:
         return {}
-    found = {"mfu_measured": flops / (1e9 * run_device.matmul_gflops(hardware.precision))}
-    if (sheet := run_device.data_sheet_flops(hardware.device)) is not None:
-        found["mfu"] = flops / sheet
+    shares = {"mfu_measured": flops / (1e9 * run_device.matmul_gflops(hardware.precision))}
+    if (peak := run_device.data_sheet_flops(hardware.device)) is not None:
+        shares["mfu"] = flops / peak
     if (busy := run_device.gpu_utilisation(hardware.device)) is not None:
-        found["gpu_utilisation"] = busy
-    return found
+        shares["gpu_utilisation"] = busy
+    return shares

@@ -1,28 +1,25 @@
-"""The processes of one training run: who works on what, and what they tell each other. One process needs none of it.
+"""The processes of one training run: their shares of the work and their communication. A single process needs none.
 
-Accelerate forms the process group; it wraps the model for averaged gradients (DDP), or `sharding.py` cuts it (FSDP2).
-Control values travel on a gloo side group, so that they never wait behind a GPU queue. What else differs between the
-two is here: a forward pass of a model that is cut is a conversation of all ranks, so all make as many passes (`evened`,
-`dealt`), and nobody but rank 0 has a whole model in the end (`finish`).
+`Ranks` is this process among `world`. Accelerate forms the process group. It wraps the model for averaged gradients
+(DDP), or `shard` shards it (FSDP2). Control values travel on a gloo side group, so that they never wait behind a GPU
+queue. A forward pass of a sharded model is a collective of all ranks. So all ranks make equally many passes (`evened`,
+`dealt`), and in the end only rank 0 has a whole model (`finish`).
 
-Not promised: that a rank which dies alone on its machine is noticed by the others before gloo or NCCL does.
+FSDP2 shards every weight, gradient and moment by rows over the processes (Zhao et al. 2023, arXiv:2304.11277, version
+2), with one call of torch's `fully_shard` for CPU (gloo) and CUDA (NCCL):
 
-FSDP2: every weight, gradient and moment is cut by rows over the processes (Zhao et al. 2023, arXiv:2304.11277, version
-2).
-
-    shard(model, ...)       in place: each block a group, the rest the root's; weights are gathered for each pass
+    shard(model, ...)       in place: each block is a group, the rest is the root's; each pass gathers the weights
     whole_again(...)        in place back to a plain model, on rank 0 alone, one tensor at a time
-    local, full, rows       what of a weight lies here, all of it, and which rows these are
+    local, full, rows       of a weight: this rank's part, all of it, and the range of its rows
 
-One call of torch's `fully_shard` for CPU (gloo) and CUDA (NCCL). It is asked for by the variables that `accelerate
-launch` sets from conf/launch/fsdp2.yaml, and launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The mathematics is that of one
-process: weights travel in float32 and autocast casts them where it would, so there is no MixedPrecisionPolicy: with
-one, norms and embeddings would compute in half precision. Frozen models apart (a reference) are not cut: each process
-holds them whole.
+Accelerate's environment variables configure it: `accelerate launch` sets them from conf/launch/fsdp2.yaml, and
+tools/launch.py for `STAGECOACH_LAUNCH=fsdp2:2`. The mathematics is that of one process: weights travel in float32 and
+autocast casts them as it would there. So there is no MixedPrecisionPolicy, with which norms and embeddings would
+compute in half precision. Frozen models of their own (a reference) are not sharded: each process has them whole.
 
-Not promised: fp16 (the scaler is lost, huggingface/accelerate #4289: refused), streams that the policy fills itself,
-models that run other methods than `forward`. Tried on a CPU with gloo; CUDA, NCCL and `fsdp_offload_params` are
-untested.
+Not promised: that the other ranks notice one that dies alone on its machine before gloo or NCCL does. With FSDP2: fp16
+(the scaler is lost, huggingface/accelerate #4289: refused), streams that the policy fills itself, models that run other
+methods than `forward`. Tested on a CPU with gloo; CUDA, NCCL and `fsdp_offload_params` are untested.
 """
 
 import contextlib
@@ -33,7 +30,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +44,190 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 from pipeline.model.layers import Block
 from pipeline.run import device as run_device
 from pipeline.run.errors import ConfigError, GateError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+T = TypeVar("T")
+ON_DEVICE = 0.5  # of a device's memory: a smaller whole model goes back there after training
+
+
+class Ranks:
+    """This process among `world`."""
+
+    def __init__(self, precision: str, folder: str) -> None:
+        """`folder` is the keyed work folder. Raises ConfigError where the ranks do not agree on the key."""
+        self.rank, self.world = run_device.rank(), run_device.world_size()
+        self.accelerator: Accelerator | None = None
+        self.side: dist.ProcessGroup | None = None
+        self.sharding = asked() if self.world > 1 else None
+        self._backups: list[ModuleBackup] = []
+        if self.sharding and run_device.hardware(precision).precision == "fp16":
+            raise ConfigError("runtime.precision: FSDP2 cannot train in fp16 (its scaler is lost); use bf16 or fp32")
+        if self.world > 1:
+            self.accelerator = run_device.accelerator(precision, folder)
+            side = dist.new_group(backend="gloo")
+            assert isinstance(side, dist.ProcessGroup)  # every rank is a member
+            self.side = side
+            self._check_key(Path(folder).name)
+
+    def _check_key(self, key: str) -> None:
+        keys = self.gather(key)
+        if set(keys) != {key}:
+            other = next(rank for rank, other_key in enumerate(keys) if other_key != key)
+            raise ConfigError(
+                f"rank {self.rank} computes the key {key}, rank {other} {keys[other]}: expected the same parameters,"
+                " code and input files for all processes. On several machines use one checkout on a shared file"
+                " system, and start the others when the inputs of the stage are there"
+            )
+
+    def share_of(self, rows: int, stage: str) -> int:
+        """The most rows of a step that a rank works on. Raises ConfigError where some rank would have none."""
+        if rows < self.world:
+            raise ConfigError(f"{stage}: {rows} rows a step for {self.world} processes; make the batch larger")
+        return -(-rows // self.world)
+
+    def place(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """The model on its device, all of it or this rank's share. Raises GateError as `check_equal_weights`."""
+        if self.sharding is None:
+            return model.to(device)
+        self.check_equal_weights(model)  # afterwards the rows of unequal ranks would make one wrong model
+        self._backups = shard(model, self.sharding, device)
+        return model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model, wrapped so that its backward pass averages gradients over the ranks."""
+        return model if self.accelerator is None or self.sharding else self.accelerator.prepare(model)
+
+    def no_sync(self, model: nn.Module, *, skip: bool) -> contextlib.AbstractContextManager[object]:
+        """Keep gradients local for this micro-batch when `skip`."""
+        if self.sharding:
+            assert isinstance(model, FSDPModule)
+            model.set_requires_gradient_sync(self.sharding.reduces_each_pass or not skip)
+            return contextlib.nullcontext()
+        if self.accelerator is None or not skip:
+            return contextlib.nullcontext()
+        return self.accelerator.no_sync(model)
+
+    def evened(self, batches: list[T]) -> list[tuple[T, bool]]:
+        """The micro-batches of a step, and whether each counts: a sharded model needs as many passes on every rank."""
+        counted = [(batch, True) for batch in batches]
+        if self.sharding is None:
+            return counted
+        missing = int(self.greatest(len(batches))) - len(batches)
+        return counted + [(batches[-1], False)] * missing
+
+    def dealt(self, batches: Iterable[T]) -> Iterator[tuple[T | None, bool]]:
+        """An evaluation in rounds of `world` batches: this rank's batch of each, and whether it counts.
+
+        Where the last round has none for this rank, it is None, or for a sharded model the batch of another rank, for a
+        pass that does not count.
+        """
+        remaining = iter(batches)
+        while group := list(itertools.islice(remaining, self.world)):
+            mine = self.rank < len(group)
+            yield group[self.rank] if mine else group[0] if self.sharding else None, mine
+
+    def control(self, stop: int, save: bool, counts: dict[str, int]) -> tuple[int, bool, dict[str, int]]:
+        """Agree on (stop signal, save now, summed counts) before a step. Every rank passes the same names of counts."""
+        names = sorted(counts)
+        values = torch.tensor([int(save), *(counts[name] for name in names)], dtype=torch.int64)
+        signal = torch.tensor([stop], dtype=torch.int64)
+        if self.world > 1:
+            dist.all_reduce(values, group=self.side)
+            dist.all_reduce(signal, op=dist.ReduceOp.MAX, group=self.side)
+        return int(signal), bool(values[0]), dict(zip(names, values[1:].tolist(), strict=True))
+
+    def greatest(self, value: float) -> float:
+        """The maximum of a number over ranks."""
+        if self.world == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.side)
+        return float(tensor)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in order. Rollouts travel this way (ids and log-probabilities, no weights)."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value, group=self.side)
+        return values
+
+    def sum_tensor(self, values: Tensor) -> Tensor:
+        """The sum over ranks of a CPU tensor."""
+        if self.world > 1:
+            dist.all_reduce(values, group=self.side)
+        return values
+
+    def sum_float(self, value: float) -> float:
+        """The sum over ranks of a number."""
+        return value if self.world == 1 else float(self.sum_tensor(torch.tensor(value, dtype=torch.float64)))
+
+    def gradient_norm(self, model: nn.Module, limit: float) -> float:
+        """The global gradient norm; gradients are clipped to `limit` when it is above 0."""
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        foreach = all(_device_has_foreach_support(gradient.device) for gradient in gradients)  # else torch raises
+        total = nn.utils.get_total_norm(gradients, foreach=foreach)
+        norm = float(full(total))
+        if limit > 0 and math.isfinite(norm):  # else one bad gradient would spoil all others
+            nn.utils.clip_grads_with_norm_(parameters, limit, total, foreach=foreach)
+        return norm
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world > 1:
+            dist.barrier(group=self.side)
+
+    def check_equal_weights(self, model: nn.Module) -> None:
+        """Raise GateError when the ranks start from different weights. A sharded model was checked before (`place`)."""
+        if self.world == 1 or any(is_sharded(p) for p in model.parameters()):
+            return
+        mine = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()])
+        first = mine.clone()
+        dist.broadcast(first, src=0, group=self.side)
+        if not torch.equal(first, mine):
+            raise GateError(
+                f"rank {self.rank} starts from other weights than rank 0; check the model files of each node"
+            )
+
+    def check_different_rows(self, mine: np.ndarray) -> None:
+        """Raise GateError when two ranks would train on the same row of the first step."""
+        seen: dict[int, int] = {}
+        for rank, rows in enumerate(self.gather(mine.tolist())):
+            for row in rows:
+                if seen.setdefault(row, rank) != rank:
+                    raise GateError(
+                        f"ranks {seen[row]} and {rank} both read row {row}: was each process launched with a rank of"
+                        " its own?"
+                    )
+
+    def finish(self, model: nn.Module, device: torch.device, *, last: bool = True) -> None:
+        """End the processes but rank 0, which alone measures and writes outs, with a whole model.
+
+        A sharded model is gathered in rank 0's machine memory, and on its device where it takes less than half of that.
+        Before the `last` run of a stage all ranks continue, each with a whole model.
+        """
+        if self.sharding:
+            keep = self.rank == 0 or not last
+            whole_again(model, self._backups, keep=keep)
+            num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+            if keep and num_bytes < ON_DEVICE * run_device.total_memory(device):
+                model.to(device)
+        if self.world > 1:
+            self.barrier()
+            if last:
+                self.leave()
+
+    def leave(self) -> None:
+        """Dissolve the process group. Raises SystemExit(0) on all ranks but the first."""
+        dist.destroy_process_group()
+        if self.rank:
+            raise SystemExit(0)
+
+
+# -- sharding ----------------------------------------------------------------------------------------------------------
+
 
 HOOKS = (
     "_forward_hooks",
@@ -65,23 +246,22 @@ HOOKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How weights are cut: `fsdp_config` of the launch file."""
+    """How weights are sharded: `fsdp_config` of the launch file."""
 
-    reshard: (
-        bool  # free a block's weights after its forward pass (ZeRO-3); false keeps them for the backward pass (ZeRO-2)
-    )
-    offload: bool  # shards and optimiser live in the machine's memory
+    # free a block's weights after its forward pass (ZeRO-3); false: keep them for the backward pass (ZeRO-2)
+    reshard: bool
+    offload: bool  # shards and optimizer states lie in the machine's memory
 
     @property
     def reduces_each_pass(self) -> bool:
-        """Whether gradients are cut after every micro-batch. Where memory is no matter they are summed whole and cut
+        """Whether every micro-batch shards its gradients. Else they are summed whole, which takes memory, and sharded
         once.
         """
         return self.reshard
 
 
 def asked() -> Sharding | None:
-    """What Accelerate's variables ask for. Raises ConfigError for FSDP's first version."""
+    """The sharding of Accelerate's environment variables, if any. Raises ConfigError for FSDP's first version."""
     if not _flag("ACCELERATE_USE_FSDP"):
         return None
     version = os.environ.get("FSDP_VERSION", "1")
@@ -95,25 +275,28 @@ def _flag(name: str, default: str = "false") -> bool:
 
 
 @dataclass(frozen=True)
-class Plain:
-    """What a module was before it was cut: its class, its hooks, the names of its attributes."""
+class ModuleBackup:
+    """A module before sharding: its class, its hooks, the names of its attributes."""
 
     module: nn.Module
     kind: type[nn.Module]
-    hooks: dict[str, Any]
+    hooks: dict[str, object]
     names: frozenset[str]
 
 
-def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Plain]:
-    """Cut the weights of `model` in place, block by block, so that no device ever holds all; what `whole_again`
-    needs.
+def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[ModuleBackup]:
+    """Shard the weights of `model` in place, block by block, so that no device ever has all.
+
+    Returns what `whole_again` needs.
     """
     owners = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert len(owners) == len(list(model.named_parameters())), (
         "a weight under two names would be cut twice: tie by reading"
     )
-    before = [
-        Plain(module, type(module), {h: copy.copy(module.__dict__[h]) for h in HOOKS}, frozenset(module.__dict__))
+    backups = [
+        ModuleBackup(
+            module, type(module), {h: copy.copy(module.__dict__[h]) for h in HOOKS}, frozenset(module.__dict__)
+        )
         for module in model.modules()
     ]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -121,67 +304,59 @@ def shard(model: nn.Module, settings: Sharding, device: torch.device) -> list[Pl
     for module in [*(m for m in model.modules() if isinstance(m, Block)), model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard, offload_policy=policy)
     if not settings.reshard:
-        model.register_forward_hook(_put_back)
-    return before
+        model.register_forward_hook(_reshard_after_inference)
+    return backups
 
 
-def _put_back(model: nn.Module, _inputs: Any, _output: Any) -> None:
-    """No backward pass frees what a pass without gradients has gathered, and the next one would compute with old
-    weights.
-    """
+def _reshard_after_inference(model: nn.Module, _inputs: object, _output: object) -> None:
+    """Free the gathered weights of a pass without gradients: no backward pass does, and the next would use old ones."""
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-def synchronise(model: nn.Module, reduce: bool) -> None:
-    """Whether the backward passes to come reduce and cut the gradients, or keep them whole on this rank."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(reduce)
-
-
 @torch.no_grad()
-def whole_again(model: nn.Module, before: list[Plain], *, keep: bool) -> None:
-    """Plain modules with whole weights in the machine's memory where `keep`; elsewhere empty ones. All ranks call it.
+def whole_again(model: nn.Module, backups: list[ModuleBackup], *, keep: bool) -> None:
+    """Restore plain modules, with whole weights in the machine's memory where `keep`, else empty. All ranks call it.
 
-    One tensor is gathered at a time: no device ever holds all. Modules stay the objects they were.
+    Gathers one tensor at a time, so that no device ever has all. Modules stay the same objects.
     """
-    for plain in before:
-        module = plain.module
+    for backup in backups:
+        module = backup.module
         whole: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters(recurse=False):
             gathered = full(parameter.detach())
             data = gathered.cpu() if keep else gathered.new_empty(0, device="cpu")
             whole[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        module.__class__ = plain.kind
-        module.__dict__.update({name: copy.copy(hooks) for name, hooks in plain.hooks.items()})
-        for name in set(module.__dict__) - plain.names:
+        module.__class__ = backup.kind
+        module.__dict__.update({name: copy.copy(hooks) for name, hooks in backup.hooks.items()})
+        for name in set(module.__dict__) - backup.names:
             del module.__dict__[name]
         for name, parameter in whole.items():
             module.register_parameter(name, parameter)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether only some rows of it lie here."""
+    """Whether this rank has only some rows of it."""
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part that lies here, sharing its memory; all of a plain tensor."""
+    """This rank's part, sharing its memory; all of a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of a tensor: one collective for one that is cut, which all ranks must call."""
+    """All of a tensor. For a sharded one this is a collective, which all ranks must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def rows(tensor: Tensor) -> tuple[int, int]:
-    """[first, last) of the rows that lie here; of a plain tensor all."""
+    """[first, last) of this rank's rows; of a plain tensor all."""
     if not isinstance(tensor, DTensor):
         return 0, len(tensor) if tensor.ndim else 1
-    share = -(-len(tensor) // tensor.device_mesh.size())  # as torch.chunk cuts: the last ranks may have fewer, or none
+    share = -(-len(tensor) // tensor.device_mesh.size())  # like torch.chunk: the last ranks may have fewer, or none
     first = min(len(tensor), tensor.device_mesh.get_local_rank() * share)
     last = min(len(tensor), first + share)
     assert last - first == len(tensor.to_local()), (tensor.shape, first, last)
@@ -189,7 +364,7 @@ def rows(tensor: Tensor) -> tuple[int, int]:
 
 
 def like(part: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's rows of something that has the shape of `parameter`, as it is cut."""
+    """`part`, this rank's rows of a tensor of the shape of `parameter`, sharded as `parameter` is."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(
@@ -200,187 +375,3 @@ def like(part: Tensor, parameter: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
-Batch = TypeVar("Batch")
-ON_DEVICE = 0.5  # of a device's memory: a smaller whole model goes back there after training
-
-
-class Ranks:
-    """This process among `world`."""
-
-    def __init__(self, precision: str, folder: str) -> None:
-        """`folder` is the keyed work folder. Raises ConfigError where the ranks do not agree on the key."""
-        self.rank, self.world = run_device.rank(), run_device.world_size()
-        self.accelerator: Any = None
-        self.side: Any = None
-        self.sharding = asked() if self.world > 1 else None
-        self._before: list[Plain] = []
-        if self.sharding and run_device.hardware(precision).precision == "fp16":
-            raise ConfigError("runtime.precision: FSDP2 cannot train in fp16 (its scaler is lost); use bf16 or fp32")
-        if self.world > 1:
-            self.accelerator = run_device.accelerator(precision, folder)
-            self.side = dist.new_group(backend="gloo")
-            self._check_key(Path(folder).name)
-
-    def _check_key(self, key: str) -> None:
-        keys = self.gather(key)
-        if set(keys) != {key}:
-            other = next(rank for rank, theirs in enumerate(keys) if theirs != key)
-            raise ConfigError(
-                f"rank {self.rank} computes the key {key}, rank {other} {keys[other]}: expected the same parameters,"
-                " code and input files for all processes. On several machines use one checkout on a shared file"
-                " system, and start the others when the inputs of the stage are there"
-            )
-
-    def share_of(self, rows: int, stage: str) -> int:
-        """Rows of a step that this rank works on at most. Raises ConfigError where some rank would have none."""
-        if rows < self.world:
-            raise ConfigError(f"{stage}: {rows} rows a step for {self.world} processes; make the batch larger")
-        return -(-rows // self.world)
-
-    def place(self, model: nn.Module, where: torch.device) -> nn.Module:
-        """The model on its device, all of it or this rank's share. Raises GateError as `check_equal_weights`."""
-        if self.sharding is None:
-            return model.to(where)
-        self.check_equal_weights(model)  # afterwards each rank's rows would make one wrong model
-        self._before = shard(model, self.sharding, where)
-        return model
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model whose backward averages gradients over the ranks."""
-        return model if self.accelerator is None or self.sharding else self.accelerator.prepare(model)
-
-    def no_sync(self, model: nn.Module, *, skip: bool) -> contextlib.AbstractContextManager[Any]:
-        """Keep gradients local for this micro-batch when `skip`."""
-        if self.sharding:
-            synchronise(model, self.sharding.reduces_each_pass or not skip)
-            return contextlib.nullcontext()
-        if self.accelerator is None or not skip:
-            return contextlib.nullcontext()
-        return self.accelerator.no_sync(model)
-
-    def evened(self, batches: list[Batch]) -> list[tuple[Batch, bool]]:
-        """The micro-batches of a step, and whether each counts: a model that is cut wants as many passes of every
-        rank.
-        """
-        counted = [(batch, True) for batch in batches]
-        if self.sharding is None:
-            return counted
-        missing = int(self.greatest(len(batches))) - len(batches)
-        return counted + [(batches[-1], False)] * missing
-
-    def dealt(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch | None, bool]]:
-        """An evaluation in rounds of `world` batches: this rank's batch of each, and whether it counts.
-
-        Where the last round has none for this rank it is None, or one of another rank's, for a pass that does not
-        count.
-        """
-        remaining = iter(batches)
-        while hand := list(itertools.islice(remaining, self.world)):
-            mine = self.rank < len(hand)
-            yield hand[self.rank] if mine else hand[0] if self.sharding else None, mine
-
-    def control(self, stop: int, save: bool, counts: dict[str, int]) -> tuple[int, bool, dict[str, int]]:
-        """Agree on (signal to stop for, save now, summed counts) before a step; every rank names the same counts."""
-        names = sorted(counts)
-        values = torch.tensor([int(save), *(counts[name] for name in names)], dtype=torch.int64)
-        signal = torch.tensor([stop], dtype=torch.int64)
-        if self.world > 1:
-            dist.all_reduce(values, group=self.side)
-            dist.all_reduce(signal, op=dist.ReduceOp.MAX, group=self.side)
-        return int(signal), bool(values[0]), dict(zip(names, values[1:].tolist(), strict=True))
-
-    def greatest(self, value: float) -> float:
-        """The greatest of a number over ranks."""
-        if self.world == 1:
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.side)
-        return float(tensor)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in their order: rollouts travel so (ids and log-probabilities, no weights)."""
-        if self.world == 1:
-            return [value]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self.side)
-        return found
-
-    def sum_tensor(self, values: Tensor) -> Tensor:
-        """The sum over ranks of a CPU tensor."""
-        if self.world > 1:
-            dist.all_reduce(values, group=self.side)
-        return values
-
-    def sum_float(self, value: float) -> float:
-        """The sum over ranks of a number."""
-        return value if self.world == 1 else float(self.sum_tensor(torch.tensor(value, dtype=torch.float64)))
-
-    def gradient_norm(self, model: nn.Module, limit: float) -> float:
-        """The global gradient norm; gradients are clipped to `limit` when it is above 0."""
-        parameters = [p for p in model.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        at_once = all(_device_has_foreach_support(gradient.device) for gradient in gradients)  # else torch raises
-        total = nn.utils.get_total_norm(gradients, foreach=at_once)
-        norm = float(full(total))
-        if limit > 0 and math.isfinite(norm):  # one that is not would make all gradients what one of them is
-            nn.utils.clip_grads_with_norm_(parameters, limit, total, foreach=at_once)
-        return norm
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world > 1:
-            dist.barrier(group=self.side)
-
-    def check_equal_weights(self, model: nn.Module) -> None:
-        """Raise GateError when the ranks do not start from the same weights. One that is cut was looked at before
-        (`place`).
-        """
-        if self.world == 1 or any(is_sharded(p) for p in model.parameters()):
-            return
-        mine = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()])
-        first = mine.clone()
-        dist.broadcast(first, src=0, group=self.side)
-        if not torch.equal(first, mine):
-            raise GateError(
-                f"rank {self.rank} starts from other weights than rank 0; check the model files of each node"
-            )
-
-    def check_different_rows(self, mine: np.ndarray) -> None:
-        """Raise GateError when two ranks would read a row of the first step: they would learn it twice."""
-        seen: dict[int, int] = {}
-        for rank, rows in enumerate(self.gather(mine.tolist())):
-            for row in rows:
-                if seen.setdefault(row, rank) != rank:
-                    raise GateError(
-                        f"ranks {seen[row]} and {rank} both read row {row}: was each process launched with a rank of"
-                        " its own?"
-                    )
-
-    def finish(self, model: nn.Module, where: torch.device, *, last: bool = True) -> None:
-        """After training only rank 0 goes on, with a whole model: it alone measures and writes outs. The others end
-        here.
-
-        A model that was cut comes to rank 0's machine memory, and where it takes less than half of the device to the
-        device. Before the `last` run of a stage all ranks go on, each with a whole model.
-        """
-        if self.sharding:
-            keep = self.rank == 0 or not last
-            whole_again(model, self._before, keep=keep)
-            num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-            if keep and num_bytes < ON_DEVICE * run_device.total_memory(where):
-                model.to(where)
-        if self.world > 1:
-            self.barrier()
-            if last:
-                self.leave()
-
-    def leave(self) -> None:
-        """Dissolve the process group. Raises SystemExit(0) on all ranks but the first."""
-        dist.destroy_process_group()
-        if self.rank:
-            raise SystemExit(0)

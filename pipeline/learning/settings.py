@@ -1,16 +1,15 @@
-"""What a person may say about a training run. The keys stand flat in each stage's block of params.yaml.
+"""The settings of a training run and its learning-rate schedule. The keys stand flat in a stage's params.yaml block.
 
-TrainingConfig              optimiser, schedule, when to evaluate
-├── ValidatedConfig         validation loss, early stopping, averaged weights, what is published
+TrainingConfig              optimizer, schedule, evaluation
+├── ValidatedConfig         validation loss, early stopping, averaged weights, which weights to publish
 │   ├── FitConfig           rows of packed tokens: language, code
 │   │   └── TuneConfig      of dialogues: tools
 │   │       └── AdaptConfig with an adapter: lora
 │   └── PairConfig          pairs of answers: reward, dpo
-└── rollout.RolloutConfig   answers that the policy gives itself: rlhf, grpo
+└── rl/rollout.RolloutConfig    answers of the policy itself: rlhf, grpo
 
-Learning-rate schedules as pure functions of the step: nothing to save, nothing to step.
-
-S steps, W of warm-up, m = `min_ratio`, p = (s - W) / max(1, S - 1 - W). Warm-up is (s + 1) / W, then by name:
+The schedule is a pure function of the step, so there is nothing to save and nothing to advance. With S steps, W of
+warm-up, m = `min_ratio`, p = (s - W) / max(1, S - 1 - W), the factor is (s + 1) / W during warm-up, then by name:
 
     constant                1
     linear                  1 - (1 - m) p
@@ -18,44 +17,20 @@ S steps, W of warm-up, m = `min_ratio`, p = (s - W) / max(1, S - 1 - W). Warm-up
     cosine_with_restarts    the same with frac(cycles * p), and p = 1 at the end
     wsd                     1 until the last D = round(decay_ratio * S) steps, then 1 - (1 - m) (s - S + D + 1) / D
 
-Pins: s = W - 1 gives 1, s = S - 1 gives m (constant: 1), each restart gives 1.
+So s = W - 1 gives 1, s = S - 1 gives m (constant: 1), and each restart gives 1.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from torch import nn
 
 from pipeline.learning import update
 from pipeline.learning.optim import OptimizerConfig
 from pipeline.run.errors import ConfigError
 
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "wsd")
-
-
-def factor(
-    step: int, *, name: str, steps: int, warmup: int, min_ratio: float, cycles: int = 1, decay_ratio: float = 0.2
-) -> float:
-    """What the learning rate is multiplied with at `step` (from 0). Raises ValueError for an unknown name."""
-    if step < warmup:
-        return (step + 1) / warmup
-    p = (step - warmup) / max(1, steps - 1 - warmup)
-    if name == "constant":
-        return 1.0
-    if name == "linear":
-        return 1 - (1 - min_ratio) * p
-    if name == "wsd":
-        decay = max(1, round(decay_ratio * steps))
-        return min(1.0, 1 - (1 - min_ratio) * (step - steps + decay + 1) / decay)
-    if name == "cosine_with_restarts":
-        p = 1.0 if p >= 1 else math.modf(cycles * p)[0]
-    elif name != "cosine":
-        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {name!r}")
-    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * p)) / 2
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
 LEAST = {
     "learning_rate": 0,
     "weight_decay": 0,
@@ -74,7 +49,7 @@ LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(OptimizerConfig):
-    """What every training run has. Subclasses say what a step's batch is and how many steps there are."""
+    """The settings of every training run. Subclasses define the batch of a step and the number of steps."""
 
     optimizer: str = "adamw"
     """adamw, or muon: Muon for the hidden matrices, AdamW for the rest."""
@@ -107,21 +82,19 @@ class TrainingConfig(OptimizerConfig):
     on_spike: str = "skip"
     """One far above the last 128 steps: skip, stop, rollback, or ignore."""
 
+    # Subclasses make some of these keys. A run without a validation loss publishes its last weights.
     eval_tokens: ClassVar[int] = 0
-    """Of runs that have a validation loss (ValidatedConfig makes them keys); the others publish their last weights."""
     patience: ClassVar[int] = 0
     threshold: ClassVar[float] = 0.0
     publish: ClassVar[str] = "last"
     ema_decay: ClassVar[float] = 0.0
     dropout: ClassVar[float] = 0.0
     curriculum: ClassVar["Curriculum | None"] = None
-    length_key: ClassVar[str] = "context"
-    """What a person says the longest row by."""
-    even_rows: ClassVar[bool] = False
-    """Whether all rows have one length, so that every batch has the same shape."""
+    length_key: ClassVar[str] = "context"  # the key that sets the longest row, for error messages
+    even_rows: ClassVar[bool] = False  # all rows have one length, so that every batch has the same shape
 
     def check(self) -> None:
-        """Raise ValueError for values that cannot be; called by the subclasses' `__post_init__`."""
+        """Raise ValueError for invalid values. The `__post_init__` of subclasses call it."""
         self.check_groups()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: expected two numbers from 0 to below 1, got {list(self.betas)}")
@@ -148,17 +121,17 @@ class TrainingConfig(OptimizerConfig):
 
     @property
     def row_length(self) -> int:
-        """Tokens that a row of the batch holds at most."""
+        """The most tokens of a row of the batch."""
         raise NotImplementedError
 
     @property
     def longest(self) -> int:
-        """Tokens that a model reads at once at most."""
+        """The most tokens that a model reads at once."""
         return self.row_length
 
     @property
     def trained_length(self) -> int:
-        """Tokens of a row that are trained on at most: the head computes their logits alone."""
+        """The most trained tokens of a row. The head computes logits for these alone."""
         return self.row_length
 
     @property
@@ -170,11 +143,11 @@ class TrainingConfig(OptimizerConfig):
         """Tokens of a row of the batch at `step`."""
         return self.row_length
 
-    def check_context(self, model: Any) -> None:
-        """Raise ConfigError when a row may be longer than the model (or an actor and its critic) reads."""
+    def check_context(self, model: nn.Module) -> None:
+        """Raise ConfigError when a row may be longer than the context of the model (or of an actor and its critic)."""
         pair = [getattr(model, name) for name in ("actor", "critic") if hasattr(model, name)]
-        for one in pair or [model]:
-            shape = getattr(one, "config", None)
+        for part in pair or [model]:
+            shape = getattr(part, "config", None)
             if shape is not None and self.longest > shape.max_context:
                 raise ConfigError(
                     f"{self.length_key}: expected at most {shape.max_context}, the model's context, got {self.longest};"
@@ -182,7 +155,7 @@ class TrainingConfig(OptimizerConfig):
                 )
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """The number of steps; `tokens_per_epoch` are positions of the data, padding counted."""
+        """The number of steps. `tokens_per_epoch` counts the positions of the data, with padding."""
         raise NotImplementedError
 
     def factor(self, step: int, steps: int) -> float:
@@ -201,16 +174,21 @@ class TrainingConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidatedConfig(TrainingConfig):
-    """A run whose loss is also taken over held-out data."""
+    """A run with a validation loss on held-out data."""
 
-    eval_tokens: int = 262144  # pyright: ignore[reportIncompatibleVariableOverride]  # size of the fixed validation slice
-    patience: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]  # stop after so many evaluations without a gain
-    threshold: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]  # a gain, in nats per token
-    publish: str = "best"  # pyright: ignore[reportIncompatibleVariableOverride]  # best (lowest validation loss), or last
-    ema_decay: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]  # averaged weights are evaluated and published; 0: none
+    eval_tokens: int = 262144  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Size of the fixed validation slice."""
+    patience: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Stop after so many evaluations without a gain."""
+    threshold: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]
+    """A gain, in nats per token."""
+    publish: str = "best"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """best (lowest validation loss), or last."""
+    ema_decay: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Averaged weights are evaluated and published; 0: none."""
 
     def check(self) -> None:
-        """Raise ValueError for values that cannot be."""
+        """Raise ValueError for invalid values."""
         super().check()
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay: expected 0 (none) to below 1, got {self.ema_decay}")
@@ -218,7 +196,7 @@ class ValidatedConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Curriculum:
-    """Rows grow with the run (by length; Li et al. 2022, arXiv:2108.06084), at a constant number of tokens a step."""
+    """Growing row length (Li et al. 2022, arXiv:2108.06084), at a constant number of tokens a step."""
 
     start: int = 128
     """Tokens of a row at first; each further length is twice the one before."""
@@ -243,7 +221,7 @@ class Curriculum:
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(ValidatedConfig):
-    """A run over packed rows. Exactly one of steps, tokens, epochs says how long it is."""
+    """A run over packed rows. Exactly one of steps, tokens, epochs sets its length."""
 
     steps: int | None = None
     """Batches."""
@@ -255,9 +233,11 @@ class FitConfig(ValidatedConfig):
     """Of the global batch, whatever the number of processes."""
     context: int = 2048
     """Tokens in a row."""
-    curriculum: Curriculum | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  # {start, end, steps}: rows grow
+    curriculum: Curriculum | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """{start, end, steps}: rows grow."""
     even_rows: ClassVar[bool] = True
-    dropout: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]  # share of each layer's outputs dropped in training
+    dropout: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Share of each layer's outputs dropped in training."""
     save_precision: str = "fp32"
     """Of the published weights: fp32, bf16, fp16."""
 
@@ -283,7 +263,7 @@ class FitConfig(ValidatedConfig):
         return self.context
 
     def context_at(self, step: int) -> int:
-        """Tokens of a row at `step`; windows of the packed rows while a curriculum runs."""
+        """Tokens of a row at `step`. During a curriculum these are windows of the packed rows."""
         return self.context if self.curriculum is None else self.curriculum.context_at(step)
 
     @property
@@ -291,7 +271,7 @@ class FitConfig(ValidatedConfig):
         return self.tokens_per_step // self.context
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """The number of steps, from whichever of steps, tokens, epochs was given."""
+        """The number of steps, from whichever of steps, tokens, epochs is set."""
         if self.steps is not None:
             return self.steps
         tokens = self.tokens if self.tokens is not None else (self.epochs or 0) * tokens_per_epoch
@@ -322,7 +302,7 @@ class AdaptConfig(TuneConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(ValidatedConfig):
-    """A run over pairs of answers. Exactly one of steps and epochs says how long it is."""
+    """A run over pairs of answers. Exactly one of steps and epochs sets its length."""
 
     steps: int | None = None
     """Batches."""
@@ -357,17 +337,41 @@ class PairConfig(ValidatedConfig):
         return self.pairs
 
     def resolve_steps(self, tokens_per_epoch: int) -> int:
-        """The number of steps, from whichever of steps and epochs was given."""
+        """The number of steps, from whichever of steps and epochs is set."""
         if self.steps is not None:
             return self.steps
         return max(1, round((self.epochs or 0) * tokens_per_epoch / (self.rows * self.row_length)))
 
 
 def _exactly_one(**lengths: float | None) -> None:
-    """Raise ValueError unless one of the ways to say how long a run is was given."""
-    given = [name for name, value in lengths.items() if value is not None]
-    if len(given) != 1:
-        switch = f"; switch off what should not count, for example {given[-1]}=none" if given else ""
-        raise ValueError(f"expected exactly one of {', '.join(lengths)}; got {', '.join(given) or 'none'}{switch}")
-    if (lengths[given[0]] or 0) <= 0:
-        raise ValueError(f"{given[0]}: expected more than 0, got {lengths[given[0]]}")
+    """Raise ValueError unless exactly one of the lengths of a run is set, and above 0."""
+    names = [name for name, value in lengths.items() if value is not None]
+    if len(names) != 1:
+        remedy = f"; switch off what should not count, for example {names[-1]}=none" if names else ""
+        raise ValueError(f"expected exactly one of {', '.join(lengths)}; got {', '.join(names) or 'none'}{remedy}")
+    if (lengths[names[0]] or 0) <= 0:
+        raise ValueError(f"{names[0]}: expected more than 0, got {lengths[names[0]]}")
+
+
+# -- schedule ----------------------------------------------------------------------------------------------------------
+
+
+def factor(
+    step: int, *, name: str, steps: int, warmup: int, min_ratio: float, cycles: int = 1, decay_ratio: float = 0.2
+) -> float:
+    """The factor of the learning rate at `step` (from 0). Raises ValueError for an unknown name."""
+    if step < warmup:
+        return (step + 1) / warmup
+    p = (step - warmup) / max(1, steps - 1 - warmup)
+    if name == "constant":
+        return 1.0
+    if name == "linear":
+        return 1 - (1 - min_ratio) * p
+    if name == "wsd":
+        decay = max(1, round(decay_ratio * steps))
+        return min(1.0, 1 - (1 - min_ratio) * (step - steps + decay + 1) / decay)
+    if name == "cosine_with_restarts":
+        p = 1.0 if p >= 1 else math.modf(cycles * p)[0]
+    elif name != "cosine":
+        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {name!r}")
+    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * p)) / 2

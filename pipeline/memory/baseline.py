@@ -1,12 +1,11 @@
-"""What a memory is compared with: a parallel SwiGLU behind some layers, of as many weights.
+"""The baseline of a memory: an additional SwiGLU after some layers, with as many weights.
 
     x <- x + down(silu(gate(norm(x))) * up(norm(x)))        down is zero at the start
 
-Like a memory's read it stands behind whole layers of a frozen model and starts as the base; it chooses nothing.
+Like a memory's read it follows whole layers of a frozen model and starts as the base; it chooses nothing.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +13,15 @@ from torch.nn import functional
 
 from pipeline.memory.config import MemoryConfig
 from pipeline.memory.model import Reading, Reads
+from pipeline.model.attention import Layout
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Linear, RMSNorm
+from pipeline.run.types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
 class WiderConfig:
-    """Width of the SwiGLU, and which layers have one, from 0. Raises ValueError."""
+    """Width of the SwiGLU, and the layers with one, from 0. Raises ValueError."""
 
     width: int
     layers: tuple[int, ...]
@@ -31,18 +32,18 @@ class WiderConfig:
 
     @classmethod
     def like(cls, memory: MemoryConfig, parameters: int, shape: ModelConfig) -> "WiderConfig":
-        """At the memory's layers, with about so many weights in all."""
+        """At the memory's layers, with about `parameters` weights in all."""
         layers = tuple(memory.placed(shape.layers))
-        each = parameters / max(1, len(layers)) - shape.width  # the norm's
-        return cls(width=max(1, round(each / (3 * shape.width))), layers=layers)
+        per_layer = parameters / max(1, len(layers)) - shape.width  # less the norm's
+        return cls(width=max(1, round(per_layer / (3 * shape.width))), layers=layers)
 
-    def to_json(self) -> dict[str, Any]:
-        """What memory.json says of it."""
+    def to_json(self) -> JsonObject:
+        """The configuration as memory.json stores it."""
         return asdict(self)
 
 
 class Wider(nn.Module):
-    """A SwiGLU behind each of some layers. Without a `generator` its weights are zero, to be loaded."""
+    """A SwiGLU after each of some layers. Without a `generator` its weights are zero, to be loaded."""
 
     def __init__(self, config: WiderConfig, shape: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -55,14 +56,14 @@ class Wider(nn.Module):
             self.initialise(generator)
 
     def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
-        """For a line of tokens; each by itself."""
-        return self._read
+        """For a line of tokens, each token by itself."""
+        return self._add
 
-    def going_on(self, layout: Any) -> Reads:
-        """For new tokens of a cache's rows; each by itself."""
-        return self._read
+    def going_on(self, layout: Layout) -> Reads:
+        """For new tokens of a cache's rows, each token by itself."""
+        return self._add
 
-    def _read(self, layer: int, x: Tensor) -> Tensor:
+    def _add(self, layer: int, x: Tensor) -> Tensor:
         return x + self.readers[str(layer)](x) if str(layer) in self.readers else x
 
     def num_parameters(self) -> int:
@@ -71,15 +72,15 @@ class Wider(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """As the model's own SwiGLU, but for the way out, which is zero."""
+        """As the model's own SwiGLU, except for the down projection, which is zero."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 parameter.fill_(1.0)
             elif name.endswith("down_proj.weight"):
                 parameter.zero_()
             else:
-                drawn = torch.empty(parameter.shape, device=generator.device)
-                parameter.copy_(drawn.normal_(0.0, self.shape.initializer_range, generator=generator))
+                weights = torch.empty(parameter.shape, device=generator.device)
+                parameter.copy_(weights.normal_(0.0, self.shape.initializer_range, generator=generator))
 
 
 class WiderLayer(nn.Module):

@@ -1,13 +1,13 @@
-"""The shape of a memory: its bank, how texts choose from it, and which layers read it. Values and checks alone.
+"""The shape of a memory: its bank, how texts choose from it, and which layers read it. Only values and checks.
 
 In: the block `memory` of a model file or of stage_memory, or `memory.json` of a model directory. Out: `MemoryConfig`.
 """
 
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from pipeline.run.errors import ModelError
+from pipeline.run.types import JsonObject
 
 STORAGES = ("full", "factorised", "reduced")
 ROUTINGS = ("chunk", "prompt", "token", "sequence")
@@ -23,35 +23,35 @@ class MemoryConfig:
     """Shape of a `Memory`. Raises ValueError where the numbers do not fit together."""
 
     rows: int
-    """Of the bank, N; chapters of equal length, the shared ones first."""
+    """Rows of the bank, N, in chapters of equal length, the shared ones first."""
     chapters: int
-    """C, of which a text reads some."""
+    """Routed chapters, C."""
     top_k: int
-    """How many; one alone would teach the router nothing."""
+    """Routed chapters that a unit reads, at least 2: one alone would not train the router."""
     shared: int = 0
-    """Chapters besides, that every text reads."""
+    """Additional chapters that every unit reads."""
     storage: str = "full"
-    """Rows of the model's width; factorised: a product of two; reduced: narrow rows."""
+    """full: rows of the model's width; factorised: a product of two matrices; reduced: narrow rows."""
     bank_rank: int | None = None
-    """Numbers of a row of factorised and reduced."""
+    """Numbers of a row of factorised and reduced storage."""
     bank_std: float = 0.02
-    """Deviation of fresh rows; so small, attention begins even and parts the rows slowly."""
+    """Deviation of fresh rows; so small that attention starts even and separates the rows slowly."""
     qk_norm: bool = False
-    """Queries and keys of size one: rows stand apart from the first step on."""
+    """Normalize queries and keys: rows are distinguishable from the first step on."""
     gated: bool = False
-    """What is read times silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, 3)."""
+    """Multiply the read by silu(W_g norm(x)): Memory+ (Berges et al. 2024, arXiv:2412.09764, 3)."""
     rank: int | None = None
-    """Of the four projections of a reading layer; None: whole matrices."""
+    """Rank of the four projections of a reading layer; None: full matrices."""
     layers: str | tuple[int, ...] = "last_2"
-    """That read: all, none, first_3, last_2, every_4, or a list from 0."""
+    """Layers that read: all, none, first_3, last_2, every_4, or a list from 0."""
     share: str = "all"
-    """Which layers have one bank: all, each (its own), or every_2 in turn."""
+    """Which layers share a bank: all, each (its own), or every_2 (each two consecutive ones)."""
     routing: str = "chunk"
-    """What chooses: the chunk before; prompt, the block before an answer; token; sequence."""
+    """What chooses the chapters: the chunk before; prompt, the block before an answer; token; sequence."""
     window: int = 64
     """Tokens of a chunk."""
     allow_leak: bool = False
-    """Let a causal loss see the future through routing: sequence."""
+    """Allow routing: sequence with a causal loss, which then depends on the future."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "chapters", "top_k", "window"):
@@ -75,9 +75,9 @@ class MemoryConfig:
                 "memory.top_k: expected at least 2; the weight of one chapter is always 1, the router would learn"
                 " nothing"
             )
-        for name, known in (("storage", STORAGES), ("routing", ROUTINGS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"memory.{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name, options in (("storage", STORAGES), ("routing", ROUTINGS)):
+            if getattr(self, name) not in options:
+                raise ValueError(f"memory.{name}: expected one of {', '.join(options)}, got {getattr(self, name)!r}")
         if (self.bank_rank is None) != (self.storage == "full") or (self.bank_rank or 1) < 1:
             raise ValueError(
                 f"memory.bank_rank: expected a number with factorised and reduced storage alone, got {self.bank_rank}"
@@ -99,24 +99,24 @@ class MemoryConfig:
 
     @property
     def leaky(self) -> bool:
-        """Whether a position may know of later ones through the choice of chapters."""
+        """Whether a position may depend on later ones through the choice of chapters."""
         return self.routing == "sequence"
 
     def placed(self, num_layers: int) -> list[int]:
-        """Which of so many layers read, ascending. Raises ValueError for one that is not there."""
+        """Which of `num_layers` layers read, ascending. Raises ValueError for a layer that does not exist."""
         if isinstance(self.layers, str):
-            found = PLACEMENT.fullmatch(self.layers)
-            if found is None:
+            match = PLACEMENT.fullmatch(self.layers)
+            if match is None:
                 return list(range(num_layers)) if self.layers == "all" else []
-            word, number = found[1], int(found[2])
+            word, number = match[1], int(match[2])
             if not 1 <= number <= num_layers:
                 raise ValueError(f"memory.layers: expected {word}_1 to {word}_{num_layers}, got {self.layers}")
-            every = {
+            layers = {
                 "first": range(number),
                 "last": range(num_layers - number, num_layers),
                 "every": range(number - 1, num_layers, number),
             }
-            return list(every[word])
+            return list(layers[word])
         outside = [layer for layer in self.layers if not 0 <= layer < num_layers]
         if outside or len(set(self.layers)) < len(self.layers):
             raise ValueError(
@@ -125,25 +125,25 @@ class MemoryConfig:
         return sorted(self.layers)
 
     def banks(self, num_reading: int) -> list[int]:
-        """The bank of each reading layer, in their order: numbers from 0."""
+        """The bank of each reading layer, in their order, numbered from 0."""
         if self.share == "all":
             return [0] * num_reading
-        each = 1 if self.share == "each" else int(self.share.removeprefix("every_"))
-        return [number // each for number in range(num_reading)]
+        layers_per_bank = 1 if self.share == "each" else int(self.share.removeprefix("every_"))
+        return [number // layers_per_bank for number in range(num_reading)]
 
-    def to_json(self) -> dict[str, Any]:
-        """What memory.json says of the shape."""
+    def to_json(self) -> JsonObject:
+        """The shape as memory.json stores it."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "MemoryConfig":
-        """Read it again. Raises ModelError."""
+    def from_json(cls, values: JsonObject) -> "MemoryConfig":
+        """The shape stored in memory.json. Raises ModelError."""
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - names):
             raise ModelError(f"memory: {unknown[0]} is unknown here; expected some of {', '.join(sorted(names))}")
         try:
             layers = values.get("layers", "last_2")
-            told: dict[str, Any] = values | {"layers": layers if isinstance(layers, str) else tuple(layers)}
-            return cls(**told)
+            arguments: JsonObject = values | {"layers": layers if isinstance(layers, str) else tuple(layers)}
+            return cls(**arguments)
         except (TypeError, ValueError) as error:
             raise ModelError(str(error)) from error

@@ -1,24 +1,22 @@
-"""A memory in a model directory, beside its base.
+"""A memory in a model directory, beside its base; and banks quantized to 8 or 4 bits.
 
-    config.json             model_type stagecoach_memory, which no causal engine takes for the base alone
+    config.json             model_type stagecoach_memory, so that no causal engine runs the base alone
     model.safetensors       the base, under Hugging Face's names
     memory.safetensors      banks and readers; a bank in int8 or int4 as numbers and a scale a row
     memory.json             its shape, and the digest of the base that it was trained on
 
-A memory on another base would read states that it has never seen, so `load` compares digests.
+On another base a memory would read states that it has never seen, so `load` compares digests.
 
-Banks in 8 or 4 bits, after training: numbers and one scale a row.
+A bank is quantized after training, with one scale a row:
 
     s = max |row| / 127 (int4: / 7)      q = round(row / s), within +-127 (+-7; two to a byte)      |row - s q| <= s / 2
 
-Rows are gathered first and made floats again after. Of a factorised bank the rows' factor is quantised, the other
-stays.
+Rows are gathered first and dequantized after. In a factorised bank only the rows' factor is quantized.
 """
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +30,7 @@ from pipeline.memory.model import Bank, Memory
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
+from pipeline.run.types import JsonObject
 
 LEVELS = {8: 127, 4: 7}
 
@@ -59,25 +58,25 @@ class QuantisedBank(nn.Module):
         self.factor = bank.factor
 
     def forward(self, which: Tensor | None = None) -> Tensor:
-        """As `Bank.forward`."""
+        """See `Bank.forward`."""
         numbers, scales = (self.numbers, self.scales) if which is None else (self.numbers[which], self.scales[which])
         rows = dequantise(numbers, scales, self.bits)
         return rows if self.factor is None else functional.linear(rows, self.factor)
 
 
 def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Numbers (N, M) int8, or (N, M / 2) uint8 of two each, the even place low; and scales (N, 1)."""
-    most = LEVELS[bits]
-    scales = rows.abs().amax(1, keepdim=True) / most
-    whole = (rows / scales.clamp_min(torch.finfo(rows.dtype).tiny)).round().clamp(-most, most).to(torch.int8)
+    """Numbers (N, M) int8, or (N, M / 2) uint8 of two each, the even index in the low bits; and scales (N, 1)."""
+    level = LEVELS[bits]
+    scales = rows.abs().amax(1, keepdim=True) / level
+    numbers = (rows / scales.clamp_min(torch.finfo(rows.dtype).tiny)).round().clamp(-level, level).to(torch.int8)
     if bits == 8:
-        return whole, scales
-    raised = (whole + 8).to(torch.uint8)  # 1 to 15
-    return raised[:, 0::2] | (raised[:, 1::2] << 4), scales
+        return numbers, scales
+    unsigned = (numbers + 8).to(torch.uint8)  # 1 to 15
+    return unsigned[:, 0::2] | (unsigned[:, 1::2] << 4), scales
 
 
 def dequantise(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The rows again, (..., M)."""
+    """The rows (..., M) of the numbers and scales of `quantise`."""
     if bits == 4:
         low, high = numbers & 15, numbers >> 4
         numbers = torch.stack([low, high], -1).flatten(-2).to(torch.int8) - 8
@@ -85,13 +84,13 @@ def dequantise(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def quantised(memory: Memory, bits: int) -> None:
-    """Put all banks of a memory into so many bits. Raises ValueError."""
+    """Quantize all banks of a memory in place. Raises ValueError."""
     for number, bank in enumerate(memory.bank):
         assert isinstance(bank, Bank), "quantised already"
         memory.bank[number] = QuantisedBank(bank, bits)
 
 
-# -- memory_files ------------------------------------------------------------------------------------------------------
+# -- model directories -------------------------------------------------------------------------------------------------
 
 
 WEIGHTS, SHAPE = "memory.safetensors", "memory.json"
@@ -101,9 +100,9 @@ PREFIX = "memory."
 def attach(
     model: Transformer, config: MemoryConfig | WiderConfig, generator: torch.Generator | None = None
 ) -> Memory | Wider:
-    """Put a memory, or what it is compared with, beside the layers of a model that has its weights, and freeze these.
+    """Add a memory, or its baseline, to a model with loaded weights, and freeze these.
 
-    Raises ValueError where it does not fit the model, and where this has one.
+    Raises ValueError if it does not fit the model, or the model has one already.
     """
     if model.memory is not None:
         raise ValueError("the model has a memory already; expected one without, such as that of model: nano")
@@ -111,69 +110,67 @@ def attach(
     where = model.model.embed_tokens.weight.device
     if isinstance(config, MemoryConfig):
         shape = replace(model.config, memory=config)
-        beside: Memory | Wider = Memory(config, shape, generator)
+        memory: Memory | Wider = Memory(config, shape, generator)
         model.config = shape
     else:
-        beside = Wider(config, model.config, generator)
-    beside.added = True
-    model.memory = beside.to(where)
-    return beside
+        memory = Wider(config, model.config, generator)
+    memory.added = True
+    model.memory = memory.to(where)
+    return memory
 
 
 def split(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A model's weights: those of the base, and those of the memory without their prefix."""
+    """Split a model's weights into those of the base, and those of the memory without their prefix."""
     base = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
     return base, {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
 
 
-def save(folder: Path, beside: nn.Module, weights: dict[str, Tensor], base: str) -> None:
-    """Write the two files of a memory whose base has the digest `base`."""
-    kind = "memory" if isinstance(beside, Memory) else "wider"
-    config: MemoryConfig | WiderConfig = beside.config  # type: ignore[assignment]
-    bits = next((bank.bits for bank in beside.modules() if isinstance(bank, QuantisedBank)), None)
-    told: dict[str, Any] = {"kind": kind, "config": config.to_json(), "base": base, "bits": bits}
+def save(folder: Path, memory: nn.Module, weights: dict[str, Tensor], base: str) -> None:
+    """Write the two files of a memory, or of its baseline, on a base with the digest `base`."""
+    kind = "memory" if isinstance(memory, Memory) else "wider"
+    config: MemoryConfig | WiderConfig = memory.config  # type: ignore[assignment]
+    bits = next((bank.bits for bank in memory.modules() if isinstance(bank, QuantisedBank)), None)
+    description: JsonObject = {"kind": kind, "config": config.to_json(), "base": base, "bits": bits}
     if isinstance(config, MemoryConfig):
-        told["leaky"] = config.leaky
+        description["leaky"] = config.leaky
     save_file(
         {name: tensor.contiguous() for name, tensor in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"}
     )
-    (folder / SHAPE).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / SHAPE).write_text(json.dumps(description, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def load(model: Transformer, folder: Path, base: str) -> None:
     """Attach the memory of a directory to its loaded base, whose digest is `base`. Raises ModelError naming file and
     reason.
     """
-    told = described(folder)
-    if told["base"] != base:
+    description = _read_description(folder)
+    if description["base"] != base:
         raise ModelError(
-            f"{folder / SHAPE}: this memory was trained on another base (digest {told['base'][:12]}, found"
+            f"{folder / SHAPE}: this memory was trained on another base (digest {description['base'][:12]}, found"
             f" {base[:12]}); put it beside the model.safetensors that it came with, or train it anew: dvc repro"
             " stage_memory"
         )
     try:
         config = (
-            MemoryConfig.from_json(told["config"])
-            if told["kind"] == "memory"
-            else WiderConfig(width=told["config"]["width"], layers=tuple(told["config"]["layers"]))
+            MemoryConfig.from_json(description["config"])
+            if description["kind"] == "memory"
+            else WiderConfig(width=description["config"]["width"], layers=tuple(description["config"]["layers"]))
         )
-        _compare(config, model.config, told["bits"], folder)
-        beside = attach(model, config)
+        _check_shapes(config, model.config, description["bits"], folder)
+        memory = attach(model, config)
     except ModelError:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / SHAPE}: {error}") from error
     model.requires_grad_(True)
-    beside.added = False
-    if told["bits"] and isinstance(beside, Memory):
-        quantised(beside, told["bits"])
-    beside.load_state_dict(load_file(folder / WEIGHTS))
+    memory.added = False
+    if description["bits"] and isinstance(memory, Memory):
+        quantised(memory, description["bits"])
+    memory.load_state_dict(load_file(folder / WEIGHTS))
 
 
-def _compare(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: int | None, folder: Path) -> None:
-    """Raise ModelError unless the header of memory.safetensors has the tensors of this memory; none of them is
-    allocated.
-    """
+def _check_shapes(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: int | None, folder: Path) -> None:
+    """Raise ModelError unless the header of memory.safetensors has the tensors of this memory; allocates nothing."""
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
@@ -183,32 +180,32 @@ def _compare(config: MemoryConfig | WiderConfig, shape: ModelConfig, bits: int |
         ) from error
     try:
         with torch.device("meta"):
-            asked = Memory(config, shape) if isinstance(config, MemoryConfig) else Wider(config, shape)
-            if bits and isinstance(asked, Memory):
-                quantised(asked, bits)
-        expected = {name: tuple(tensor.shape) for name, tensor in asked.state_dict().items()}
+            memory = Memory(config, shape) if isinstance(config, MemoryConfig) else Wider(config, shape)
+            if bits and isinstance(memory, Memory):
+                quantised(memory, bits)
+        expected = {name: tuple(tensor.shape) for name, tensor in memory.state_dict().items()}
     except (RuntimeError, TypeError) as error:  # a size beyond 64 bits
         raise ModelError(f"{folder / SHAPE}: sizes that no memory can have ({str(error).splitlines()[0]})") from error
     if expected != found:
-        wrong = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        name = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise ModelError(
-            f"{folder / WEIGHTS}: its tensors are not those that {SHAPE} describes ({wrong}: expected"
-            f" {list(expected.get(wrong, ())) or 'nothing'}, found {list(found.get(wrong, ())) or 'nothing'}); build it"
+            f"{folder / WEIGHTS}: its tensors are not those that {SHAPE} describes ({name}: expected"
+            f" {list(expected.get(name, ())) or 'nothing'}, found {list(found.get(name, ())) or 'nothing'}); build it"
             " again: dvc repro stage_memory"
         )
 
 
-def described(folder: Path) -> dict[str, Any]:
-    """What memory.json says. Raises ModelError."""
+def _read_description(folder: Path) -> JsonObject:
+    """The content of memory.json. Raises ModelError."""
     path = folder / SHAPE
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        description = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(
             f"{path} is missing, but config.json speaks of a memory; build it again: dvc repro stage_memory"
         ) from error
     except ValueError as error:
         raise ModelError(f"{path}: not JSON ({error})") from error
-    if not isinstance(told, dict) or not {"kind", "config", "base", "bits"} <= told.keys():
+    if not isinstance(description, dict) or not {"kind", "config", "base", "bits"} <= description.keys():
         raise ModelError(f"{path}: expected kind, config, base and bits")
-    return told
+    return description

@@ -1,17 +1,17 @@
-"""Losses of a memory's router: that its chapters are used alike, and that its logits stay small.
+"""Losses of a memory's router: they balance the use of its chapters, and keep its logits small.
 
     f_i = share of choices that fell on chapter i (sums to 1, no gradient)      P_i = mean over units of p_i
     load_balance  C sum_i f_i P_i                1 where either is uniform (Switch: Fedus et al. 2021, eq. 4, for top-k)
     auxiliary     sum_i (f_i - 1/C)^2            its gradient is that of P: 2/C times load balance's
     z             mean of (ln sum_j e^z_j)^2     ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5)
 
-f is taken over all ranks and over the micro-batches of a step so far (`Choices`); P stays local, since the loop divides
-each term by the units of the whole step. Shared chapters do not count: what nobody can choose cannot be balanced.
+f is counted over all ranks and the micro-batches of a step so far (`Choices`); P stays local, since the loop divides
+each term by the units of the whole step. Shared chapters do not count: there is no choice to balance.
 
 Shapes: U units, C routed chapters, k chosen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,12 @@ from pipeline.run import device
 
 @dataclass(frozen=True, kw_only=True)
 class RouterWeights:
-    """What the router's losses count beside the loss of the text. Raises ValueError below 0."""
+    """Weights of the router's losses relative to the loss of the text. Raises ValueError below 0."""
 
     load_balance: float = 0.01
-    """Weight of the loss that has a memory's chapters chosen alike."""
+    """Weight of the loss that balances the choices of a memory's chapters."""
     auxiliary: float = 0.0
-    """The same gradient but for its size."""
+    """Weight of another balancing loss, whose gradient differs only in size."""
     z: float = 0.001
     """Weight of the loss that keeps the router's logits small."""
 
@@ -48,20 +48,20 @@ class Choices:
         self.mine = True
 
     def begin(self, micro: int, mine: bool) -> None:
-        """A micro-batch is about to be read; the first one of a step forgets. One that is not `mine` does not count."""
+        """Call before each micro-batch; the first of a step resets the counts. Only those that are `mine` count."""
         self.mine = mine
         if micro == 0:
             self.counts = {}
 
     def add(self, routed: Mapping[int, Routed]) -> dict[int, Tensor]:
-        """f (C,) of each layer with these choices in it. All ranks call it together."""
+        """f (C,) of each layer with these choices included. All ranks call it together."""
         if not routed:
             return {}
-        fresh = torch.stack([chosen_counts(one) for one in routed.values()])  # (layers, C)
-        fresh = fresh if self.mine else fresh * 0
+        new_counts = torch.stack([chosen_counts(choices) for choices in routed.values()])  # (layers, C)
+        new_counts = new_counts if self.mine else new_counts * 0
         if device.world_size() > 1:
-            dist.all_reduce(fresh)
-        for layer, counts in zip(routed, fresh, strict=True):
+            dist.all_reduce(new_counts)
+        for layer, counts in zip(routed, new_counts, strict=True):
             self.counts[layer] = self.counts[layer] + counts if layer in self.counts else counts
         return {layer: counts / counts.sum().clamp_min(1) for layer, counts in self.counts.items()}
 
@@ -90,21 +90,14 @@ def z_loss(routed: Routed) -> Tensor:
 
 
 def router_terms(routed: Mapping[int, Routed], shares: Mapping[int, Tensor], weights: RouterWeights) -> list[Term]:
-    """The mean over the layers of each of the losses that count; nothing without layers. `shares` are f by layer."""
-    found = []
-    for name, coefficient in (
-        ("load_balance", weights.load_balance),
-        ("auxiliary", weights.auxiliary),
-        ("z", weights.z),
-    ):
-        if not coefficient or not routed:
-            continue
-        sums = []
-        for layer, one in routed.items():
-            sums.append(
-                z_loss(one)
-                if name == "z"
-                else {"load_balance": load_balance, "auxiliary": auxiliary}[name](one, shares[layer])
-            )
-        found.append(Term(name, torch.stack(sums).mean(), "units", coefficient))
-    return found
+    """Each loss with a weight above 0, as a mean over the layers; none without layers. `shares` are f by layer."""
+    losses: tuple[tuple[str, float, Callable[[int], Tensor]], ...] = (
+        ("load_balance", weights.load_balance, lambda layer: load_balance(routed[layer], shares[layer])),
+        ("auxiliary", weights.auxiliary, lambda layer: auxiliary(routed[layer], shares[layer])),
+        ("z", weights.z, lambda layer: z_loss(routed[layer])),
+    )
+    return [
+        Term(name, torch.stack([loss(layer) for layer in routed]).mean(), "units", coefficient)
+        for name, coefficient, loss in losses
+        if coefficient and routed
+    ]

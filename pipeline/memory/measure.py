@@ -1,17 +1,18 @@
-"""What texts of each source choose from a memory: shares of the chapters, and a map of one text of each.
+"""Evaluation of a memory: which chapters the texts of each source choose, and the recall of trained facts.
+
+**Routing** (`routing`), written once by the stage that trained the memory and drawn by the report:
 
     chapters, top_k
-    use      per layer and source: the share of its choices that fell on each chapter
-    maps     per source, of the last layer that reads: the text in pieces, one of each unit, with its chapters and their
-             weights
+    use      per layer and source: the share of its choices of each chapter
+    maps     per source, for the last layer that reads: the text in pieces, one for each unit, with its chapters and
+             their weights
 
-Chapters that all sources use alike know nothing of sources. Written once by the stage that trained the memory; the
-report draws it.
+If all sources use the chapters alike, the chapters are not specialized by source.
 
-What a model knows by heart: exact match of greedy answers to questions about invented facts.
+**Recall** (`known`): exact match of greedy answers to questions about invented facts.
 
     test     facts that were trained, asked in a wording that was not
-    control  facts of the same kind that nobody has seen: what guessing gives
+    control  facts of the same kind that were never trained: the level of guessing
 
 Intervals are Wilson's, 95 %; two models are compared on the same questions by a paired bootstrap.
 """
@@ -20,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,27 +37,28 @@ from pipeline.memory.losses import chosen_counts
 from pipeline.memory.model import Memory, Reading, cut
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import DataError
+from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer
 
 MAPPED = 240  # tokens of a text that are shown
 
 
 @torch.no_grad()
-def routing(model: Transformer, tokenizer: Tokenizer, sources: Mapping[str, Sequence[TokenBatch]]) -> dict[str, Any]:
-    """As in the module; a source without batches is left out."""
+def routing(model: Transformer, tokenizer: Tokenizer, sources: Mapping[str, Sequence[TokenBatch]]) -> JsonObject:
+    """The object described in the module; a source without batches is left out."""
     memory = model.memory
     assert isinstance(memory, Memory)
     was_training = model.training
     model.train(False)
-    use: list[dict[str, Any]] = []
-    maps: list[dict[str, Any]] = []
+    use: list[JsonObject] = []
+    maps: list[JsonObject] = []
     for source, batches in sources.items():
-        readings = [read(model, batch) for batch in batches]
+        readings = [_read(model, batch) for batch in batches]
         for layer in readings[0].routed if readings else ():
-            counts = torch.stack([chosen_counts(one.routed[layer]) for one in readings]).sum(0)
+            counts = torch.stack([chosen_counts(reading.routed[layer]) for reading in readings]).sum(0)
             use.append({"layer": layer, "source": source, "shares": (counts / counts.sum().clamp_min(1)).tolist()})
         if readings and readings[0].routed:
-            maps.append(mapped(memory, tokenizer, source, batches[0], readings[0]))
+            maps.append(_map_text(memory, tokenizer, source, batches[0], readings[0]))
     model.train(was_training)
     return {
         "chapters": memory.config.chapters,
@@ -68,15 +69,15 @@ def routing(model: Transformer, tokenizer: Tokenizer, sources: Mapping[str, Sequ
     }
 
 
-def read(model: Transformer, batch: TokenBatch) -> Reading:
-    """What a batch chooses."""
+def _read(model: Transformer, batch: TokenBatch) -> Reading:
+    """The choices of a batch."""
     moved = batch.to(model.model.embed_tokens.weight.device)
     reading = Reading(trained=moved.targets >= 0)
     losses.read_out(model, moved, losses.next_token, reading)
     return reading
 
 
-def mapped(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBatch, reading: Reading) -> dict[str, Any]:
+def _map_text(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBatch, reading: Reading) -> JsonObject:
     """The first tokens of a batch, by units."""
     config, layer = memory.config, max(reading.routed)
     units = cut(
@@ -89,10 +90,10 @@ def mapped(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBatch,
     unit_of = (units.back // units.places.shape[1]).tolist()
     ids, routed = batch.input_ids.flatten().tolist(), reading.routed[layer]
     chosen, weights = routed.chosen.tolist(), routed.log_weights.float().exp().tolist()
-    kept = [place for place in range(min(len(ids), MAPPED)) if unit_of[place] < len(chosen)]
+    in_unit = [index for index in range(min(len(ids), MAPPED)) if unit_of[index] < len(chosen)]
     pieces = []
-    for unit, places in groupby(kept, key=lambda place: unit_of[place]):
-        text = tokenizer.decode([ids[place] for place in places], skip_special=False)
+    for unit, indices in groupby(in_unit, key=lambda index: unit_of[index]):
+        text = tokenizer.decode([ids[index] for index in indices], skip_special=False)
         pieces.append(
             {"text": text, "chapters": chosen[unit], "weights": [round(weight, 3) for weight in weights[unit]]}
         )
@@ -102,28 +103,28 @@ def mapped(memory: Memory, tokenizer: Tokenizer, source: str, batch: TokenBatch,
 # -- recall ------------------------------------------------------------------------------------------------------------
 
 
-MORE = 4  # tokens that an answer may be longer than the right one
+SPARE_TOKENS = 4  # by which an answer may be longer than the right one
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Which answers were right."""
+    """Questions, the model's answers, and which of them were right."""
 
     asked: list[Asked]
     said: list[Completion]
     right: np.ndarray  # (n,) bool
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> dict[str, float]:
         """Exact match with its interval, and by attribute."""
         share = wilson(int(self.right.sum()), len(self.right))
-        attributes = np.array([one.fact.attribute for one in self.asked])
-        each = {str(name): float(self.right[attributes == name].mean()) for name in np.unique(attributes)}
+        attributes = np.array([question.fact.attribute for question in self.asked])
+        by_attribute = {str(name): float(self.right[attributes == name].mean()) for name in np.unique(attributes)}
         return {
             "n": len(self.right),
             "exact_match": share.value,
             "exact_match_low": share.low,
             "exact_match_high": share.high,
-        } | each
+        } | by_attribute
 
 
 def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[Asked]:
@@ -134,36 +135,39 @@ def questions(path: Path, tokenizer: Tokenizer, most: int) -> list[Asked]:
 
 
 def known(subject: Subject, folder: Path) -> SuiteResult:
-    """The suite: facts that were trained in other words, and as `control` facts that nobody has seen."""
+    """The suite: facts that were trained in other words, and as `control` facts that were never trained."""
     result = SuiteResult()
     for split in ("test", "control"):
         asked = questions(folder / f"{split}.jsonl", subject.tokenizer, subject.settings.problems)
-        found = recall(subject.model, subject.tokenizer, asked)
-        result.numbers |= found.measure() if split == "test" else {split: found.measure()}
-        for one, said, right in zip(asked, found.said, found.right, strict=True):
-            text = subject.tokenizer.decode(said.ids)
+        recalled = recall(subject.model, subject.tokenizer, asked)
+        result.numbers |= recalled.measure() if split == "test" else {split: recalled.measure()}
+        for question, completion, right in zip(asked, recalled.said, recalled.right, strict=True):
+            text = subject.tokenizer.decode(completion.ids)
             suite = "facts" if split == "test" else f"facts {split}"
             result.item(
                 suite,
-                f"{split}/{one.fact.id}",
-                said,
+                f"{split}/{question.fact.id}",
+                completion,
                 text,
-                asked=asdict(one.fact),
-                reference=one.fact.answer,
+                asked=asdict(question.fact),
+                reference=question.fact.answer,
                 right=int(right),
             )
     return result
 
 
 def recall(model: Transformer, tokenizer: Tokenizer, asked: Sequence[Asked]) -> Recall:
-    """Ask each question. The model is in evaluation mode."""
-    longest = max((len(one.answer) for one in asked), default=1) + MORE
-    said = generate(
+    """Ask each question. The model must be in evaluation mode."""
+    longest = max((len(question.answer) for question in asked), default=1) + SPARE_TOKENS
+    completions = generate(
         model,
-        [one.prompt for one in asked],
+        [question.prompt for question in asked],
         Sampling(max_new_tokens=longest),
         stop={tokenizer.end_of_text},
         seeds=[0] * len(asked),
     )
-    right = [one.ids == asked[n].answer[:-1] and one.stop == "stop" for n, one in enumerate(said)]
-    return Recall(list(asked), said, np.array(right, dtype=bool))
+    right = [
+        completion.ids == question.answer[:-1] and completion.stop == "stop"
+        for question, completion in zip(asked, completions, strict=True)
+    ]
+    return Recall(list(asked), completions, np.array(right, dtype=bool))

@@ -1,18 +1,18 @@
-"""Who sees whom: the ways in which a batch's tokens attend to each other.
+"""Layouts: which tokens of a batch attend to each other.
 
-The blocks of the model work on one line of tokens, (N, D), because all that is not attention treats tokens alone. A
-`Layout` knows how that line is cut into rows and documents; it is made once per batch and shared by all layers.
+The blocks of the model work on one line of tokens, (N, D), because everything but attention treats tokens one by one.
+A `Layout` describes how that line is cut into rows and documents; it is made once per batch and shared by all layers.
 
 | layout      | rows                                  | used for                                                  |
 |-------------|---------------------------------------|-----------------------------------------------------------|
 | `Rows`      | equal length, one document each       | plain batches; the fast kernel with `is_causal`           |
 | `Masked`    | equal length, several documents each  | packed batches on accelerators and under compile          |
-| `Documents` | documents of any length, no padding   | packed or padded batches on a CPU: no mask, nothing wasted |
-| `Branches`  | as many, of which some begin alike    | answers to one prompt on a CPU: what they share, once      |
+| `Documents` | documents of any length, no padding   | packed or padded batches on a CPU: no mask, no waste      |
+| `Branches`  | the same, with common prefixes        | answers to one prompt on a CPU: the prefix runs once      |
 | `Cached`    | new tokens of some rows of a cache    | decoding (cache.py)                                       |
-| `Padded`    | those of another one, then padding    | bf16 on a CPU, where a new shape costs a compilation      |
+| `Padded`    | those of another layout, then padding | bf16 on a CPU, where a new shape costs a compilation      |
 
-Training in bf16 on a CPU does not call a layout: it asks for `documents_of` it, and tiles.py attends.
+Training in bf16 on a CPU does not call a layout: it takes `documents_of` it and runs cpu/attention.py.
 
 Shapes: N tokens of the line, B rows, T time, H query heads, K key heads, G = H/K, h head size.
 """
@@ -30,9 +30,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from pipeline.model.cache import cross
 from pipeline.model.cpu.layers import ragged_attention
 
-KEPT_PROBABILITIES = 512  # up to this length keeping them is 1.4x faster than the fused kernel; at 2,048 it is equal
-MOST_SHARED = 2048  # rows up to this length may begin alike
-LEAST_SHARED = 16  # tokens that two rows must have in common at their beginning
+KEPT_PROBABILITIES = 512  # up to this length storing them is 1.4x faster than the fused kernel; at 2,048 it is equal
+MAX_SHARING_LENGTH = 2048  # rows up to this length may share a prefix
+LEAST_SHARED = 16  # tokens of a common prefix that is worth sharing
 
 
 class Layout(Protocol):
@@ -54,13 +54,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Masked:
-    """Rows of equal length; `mask` (B, 1, T, T) is True where a query may see a key."""
+    """Rows of equal length; `mask` (B, 1, T, T) is True where a query attends to a key."""
 
     mask: Tensor
 
     @classmethod
     def of(cls, documents: Tensor, causal: bool) -> "Masked":
-        """From document ids (B, T): equal ids of a row see each other."""
+        """From document ids (B, T): tokens of a row with equal ids attend to each other."""
         same = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
         return cls(same.tril() if causal else same)
 
@@ -84,10 +84,10 @@ class Documents:
 
 @dataclass(frozen=True)
 class Branches:
-    """Documents of which some begin as another one does; the line holds what they share once. Causal, for CPUs.
+    """Documents of which some begin with a prefix of another; the line contains shared prefixes once. Causal, for CPUs.
 
-    Document i adds `lengths[i]` tokens to the line and stands behind `before[i]` tokens of another one; `keys` are the
-    places in the line of the tokens that each document consists of, (N + sum(before),).
+    Document i adds `lengths[i]` tokens to the line after `before[i]` tokens of another one; `keys` (N + sum(before),)
+    are the indices in the line of all tokens of each document.
     """
 
     lengths: tuple[int, ...]
@@ -105,7 +105,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Padded:
-    """Another layout on the first `tokens` of the line; what stands behind them sees nothing and gets zeros."""
+    """Another layout on the first `tokens` of the line; the padding after them attends to nothing and gets zeros."""
 
     layout: Layout
     tokens: int
@@ -116,7 +116,7 @@ class Padded:
 
 
 def documents_of(layout: Layout, tokens: int) -> Documents | None:
-    """The documents of a line of so many tokens, where they lie one after another and see nothing else."""
+    """The documents of a line of `tokens` tokens, if they lie one after another and attend only within themselves."""
     if isinstance(layout, Padded):
         layout, tokens = layout.layout, layout.tokens
     if isinstance(layout, Rows):
@@ -144,21 +144,20 @@ def positions_in(documents: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Line:
-    """A padded batch of documents laid out as one line: how they attend, and the way back."""
+    """A padded batch of documents laid out as one line: its attention, and the way back to the batch."""
 
     layout: Layout
     positions: Tensor  # (N,) of the line's tokens, from 0 in each document
-    computed: Tensor | None  # (N,) flat places of the line's tokens in the batch; None if all, in their order
-    kept: Tensor | None  # (M,) flat places of all tokens that are not padding; None if there is no padding
-    source: Tensor | None  # (M,) the line's token for each of these; None if each has its own, in their order
+    computed: Tensor | None  # (N,) flat indices of the line's tokens in the batch; None: all, in their order
+    kept: Tensor | None  # (M,) flat indices of all tokens that are not padding; None: no padding
+    source: Tensor | None  # (M,) the line's token for each of these; None: each has its own, in their order
 
     @classmethod
     def of(cls, documents: Tensor, causal: bool, ids: Tensor | None = None) -> "Line":
-        """Cut ids of documents (B, T) into documents; negative ones are padding, left out. Runs of equal ids are
-        documents.
+        """From document ids (B, T): runs of equal ids are documents; negative ids are padding and left out.
 
-        Given the tokens `ids` (B, T) too, rows of one causal document each that begin alike share that beginning.
-        Raises ValueError where a row returns to an earlier id: that is not a row of documents one after another.
+        With the tokens `ids` (B, T), rows of one causal document each share their common prefixes. Raises ValueError
+        where a row returns to an earlier id: then its documents do not lie one after another.
         """
         numbers = documents.cpu().numpy()
         width = numbers.shape[1]
@@ -168,53 +167,52 @@ class Line:
         pairs = np.stack([starts // width, values], axis=1)
         if len(np.unique(pairs, axis=0)) < len(pairs):
             raise ValueError("documents: a row comes back to an earlier id; equal ids of a row must lie together")
-        real = values >= 0
+        not_padding = values >= 0
         positions = torch.from_numpy(np.arange(numbers.size) - np.repeat(starts, lengths))
-        kept = None if real.all() else torch.from_numpy(np.flatnonzero(np.repeat(real, lengths)))
-        starts, lengths = starts[real], lengths[real]
+        kept = None if not_padding.all() else torch.from_numpy(np.flatnonzero(np.repeat(not_padding, lengths)))
+        starts, lengths = starts[not_padding], lengths[not_padding]
         single = len(starts) == len(numbers) and bool((starts // width == np.arange(len(numbers))).all())
-        if ids is not None and causal and single and lengths.max() <= MOST_SHARED:
+        if ids is not None and causal and single and lengths.max() <= MAX_SHARING_LENGTH:
             tokens = ids.cpu().numpy().reshape(-1)
-            alike = begin_alike([tokens[s : s + n] for s, n in zip(starts, lengths, strict=True)])
-            if any(number for _, _, number in alike):
-                return cls._branches(positions, starts, lengths, alike)
+            prefixes = begin_alike([tokens[s : s + n] for s, n in zip(starts, lengths, strict=True)])
+            if any(number for _, _, number in prefixes):
+                return cls._branches(positions, starts, lengths, prefixes)
         layout = Documents(tuple(lengths.tolist()), causal)
         return cls(layout, positions if kept is None else positions[kept], kept, kept, None)
 
     @classmethod
     def _branches(
-        cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, alike: list[tuple[int, int, int]]
+        cls, positions: Tensor, starts: np.ndarray, lengths: np.ndarray, prefixes: list[tuple[int, int, int]]
     ) -> "Line":
-        """Each document without the tokens at its beginning that another one has too."""
+        """Each document without the prefix that another one has too."""
         shared = np.zeros_like(lengths)
-        for row, _, number in alike:
+        for row, _, number in prefixes:
             shared[row] = number
         own = lengths - shared
-        begins = np.cumsum(own) - own  # where the line holds each document's own tokens
-        places = [np.arange(0)] * len(lengths)  # of all tokens of each document
-        for row, other, number in alike:
-            places[row] = np.concatenate([places[other][:number], begins[row] + np.arange(own[row])])
+        begins = np.cumsum(own) - own  # where each document's own tokens begin in the line
+        indices = [np.arange(0)] * len(lengths)  # of all tokens of each document, in the line
+        for row, other, number in prefixes:
+            indices[row] = np.concatenate([indices[other][:number], begins[row] + np.arange(own[row])])
         computed = torch.from_numpy(np.concatenate([s + np.arange(p, n) for s, p, n in zip(starts, shared, lengths)]))
         kept = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths)])
-        source = torch.from_numpy(np.concatenate(places))
+        source = torch.from_numpy(np.concatenate(indices))
         layout = Branches(tuple(own.tolist()), tuple(shared.tolist()), source)
         return cls(layout, positions[computed], computed, torch.from_numpy(kept), source)
 
 
 def begin_alike(rows: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
-    """(row, other, number) of each row: it agrees with the other one in its first `number` tokens; 0 and 0 where with
-    none.
+    """(row, other, number) for each row: its first `number` tokens are those of the other row; `number` 0: of none.
 
-    The other one comes first in the list, and no row before it agrees in more. In the order of their tokens each row
-    stands behind the one that it agrees with most, so what all rows have in common is counted once: answers share their
-    prompt, and prompts share how they begin. A row keeps at least its last token, and fewer than `LEAST_SHARED` do not
-    count.
+    The other row comes earlier in the list, and no earlier row shares a longer prefix. Rows are sorted by their
+    tokens, so each follows the one with which it shares most, and what all rows have in common counts once: answers
+    share their prompt, and prompts share their beginning. A row keeps at least its last token to itself, and prefixes
+    below `LEAST_SHARED` do not count.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
-    found = [(order[0], 0, 0)] if order else []
+    prefixes = [(order[0], 0, 0)] if order else []
     for other, row in pairwise(order):
         most = min(len(rows[row]) - 1, len(rows[other]))
-        unequal = np.flatnonzero(rows[row][:most] != rows[other][:most])
-        number = int(unequal[0]) if len(unequal) else most
-        found.append((row, other, number) if number >= LEAST_SHARED else (row, 0, 0))
-    return found
+        mismatches = np.flatnonzero(rows[row][:most] != rows[other][:most])
+        number = int(mismatches[0]) if len(mismatches) else most
+        prefixes.append((row, other, number) if number >= LEAST_SHARED else (row, 0, 0))
+    return prefixes

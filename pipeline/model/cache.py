@@ -1,8 +1,8 @@
-"""The key-value cache of decoding, and how new tokens attend to what it holds.
+"""The key-value cache of decoding, and the attention of new tokens to it.
 
-Rows that go on from the same prompt hold it once: a cache of rows has a second cache, `prompts`, whose rows they point
-at. A decoding step then reads each prompt's keys once for all its rows, and a long prompt of one row makes no other row
-longer (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). The two parts of an attention are joined by their
+Rows with the same prompt share it: a cache of rows has a second cache, `prompts`, and each row points at one of its
+rows. A decoding step then reads each prompt's keys once for all its rows, and a long prompt of one row makes no other
+row longer (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). The two parts of an attention are joined by their
 log-sum-exps:
 
     out = w out_prompt + (1 - w) out_own,    w = sigmoid(lse_prompt - lse_own)
@@ -13,6 +13,7 @@ rows of one prompt. Keys are stored as (R, K, h, S): decoding is bound by readin
 """
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,19 +26,19 @@ PROMPT_BLOCK = 64  # and by which the cache of prompts grows: it is filled once
 
 
 class KVCache:
-    """Keys and values of `rows` growing rows, and how many positions each holds.
+    """Keys and values of `rows` growing rows, and the number of positions of each.
 
-    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`. Of
-    a model with a memory also the normed states (R, S, D) of each layer that reads, and the mean (R, D) that a row's
-    unit chose from (memory_state.py).
+    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`. For
+    a model with a memory, also the normed states (R, S, D) of each layer that reads, and the mean (R, D) from which a
+    row's unit chose its chapters (memory/model.py).
     """
 
     def __init__(
         self, config: ModelConfig, rows: int, *, dtype: torch.dtype, device: torch.device, block: int = CACHE_BLOCK
     ) -> None:
         self.config, self.block = config, block
-        self.own = [0] * rows  # positions that a row holds itself
-        self.prompt_of: list[int | None] = [None] * rows  # the row of `prompts` that it goes on from
+        self.own = [0] * rows  # positions of a row itself, without its prompt
+        self.prompt_of: list[int | None] = [None] * rows  # the row of `prompts` that it continues
         self.prompts: KVCache | None = None
         shape = (rows, config.kv_heads, config.head_dim, 0)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
@@ -48,13 +49,13 @@ class KVCache:
         reading = [] if config.memory is None else config.memory.placed(config.layers)
         self.states = {layer: torch.zeros(rows, 0, config.width, dtype=dtype, device=device) for layer in reading}
         self.chose = {layer: torch.zeros(rows, config.width, dtype=dtype, device=device) for layer in reading}
-        self.unit_of = [-1] * rows  # whose mean `chose` holds
-        self.asked = [0] * rows  # positions of the block before the answer, of a memory that is routed by it
+        self.unit_of = [-1] * rows  # the unit whose mean `chose` has
+        self.question_lengths = [0] * rows  # positions of the block before the answer, for routing by prompt
         self.banks: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a memory's bank, by layer
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether a prompt must come whole: it is what chooses from the memory."""
+        """Whether a prompt must be fed whole: it chooses what is read from the memory."""
         return self.config.memory is not None and self.config.memory.routing == "prompt"
 
     @property
@@ -64,7 +65,7 @@ class KVCache:
 
     @property
     def lengths(self) -> list[int]:
-        """Positions of each row, those of its prompt with them."""
+        """Positions of each row, its prompt included."""
         return [own + self.before(row) for row, own in enumerate(self.own)]
 
     def before(self, row: int) -> int:
@@ -85,9 +86,7 @@ class KVCache:
         self.states = {layer: pad(tensor, (0, 0, 0, more)) for layer, tensor in self.states.items()}
 
     def room_for_prompts(self, count: int) -> list[int]:
-        """Rows of `prompts` for `count` new ones: those that no row goes on from any more, and as many new ones as
-        need be.
-        """
+        """Rows of `prompts` for `count` new prompts: those that no row continues any more, then newly added ones."""
         if self.prompts is None:
             self.prompts = KVCache(
                 self.config, 0, dtype=self.keys[0].dtype, device=self.keys[0].device, block=PROMPT_BLOCK
@@ -104,31 +103,32 @@ class KVCache:
             store.states = {layer: pad(tensor, (0, 0, 0, 0, 0, more)) for layer, tensor in store.states.items()}
             store.chose = {layer: pad(tensor, (0, 0, 0, more)) for layer, tensor in store.chose.items()}
             store.unit_of += [-1] * more
-            store.asked += [0] * more
+            store.question_lengths += [0] * more
         for prompt in free[:count]:
             store.clear(prompt)
         return free[:count]
 
     def clear(self, row: int, prompt: int | None = None) -> None:
-        """Forget what a row holds; from now on it goes on from `prompt`, a row of `prompts`."""
+        """Empty a row; it now continues `prompt`, a row of `prompts`, or starts from nothing."""
         self.own[row], self.prompt_of[row] = 0, prompt
-        self.unit_of[row], self.asked[row] = -1, 0
+        self.unit_of[row], self.question_lengths[row] = -1, 0
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only `rows`, in this order, and the prompts that they go on from."""
+        """Keep only `rows`, in this order, and the prompts that they continue."""
         index = torch.tensor(rows, device=self.keys[0].device)
         self.keys = [tensor.index_select(0, index) for tensor in self.keys]
         self.values = [tensor.index_select(0, index) for tensor in self.values]
-        for held in (self.states, self.chose):
-            held.update({layer: tensor.index_select(0, index) for layer, tensor in held.items()})
-        self.unit_of, self.asked = ([own[row] for row in rows] for own in (self.unit_of, self.asked))
+        for tensors in (self.states, self.chose):
+            tensors.update({layer: tensor.index_select(0, index) for layer, tensor in tensors.items()})
+        self.unit_of = [self.unit_of[row] for row in rows]
+        self.question_lengths = [self.question_lengths[row] for row in rows]
         self.own = [self.own[row] for row in rows]
         self.prompt_of = [self.prompt_of[row] for row in rows]
         if self.prompts is not None:
             used = sorted({prompt for prompt in self.prompt_of if prompt is not None})
             self.prompts.select(used)
-            place = {prompt: new for new, prompt in enumerate(used)}
-            self.prompt_of = [None if prompt is None else place[prompt] for prompt in self.prompt_of]
+            new_row = {prompt: new for new, prompt in enumerate(used)}
+            self.prompt_of = [None if prompt is None else new_row[prompt] for prompt in self.prompt_of]
 
     def whole(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
         """All keys and values of a row, (length, K, h) each."""
@@ -141,7 +141,7 @@ class KVCache:
         return torch.cat([first_k, k]), torch.cat([first_v, v])
 
     def state(self, layer: int, row: int, begin: int, end: int) -> Tensor:
-        """Normed states (end - begin, D) at these positions of a row, of a layer that reads a memory."""
+        """Normed states (end - begin, D) of positions of a row, in a layer that reads a memory."""
         before = self.before(row)
         own = self.states[layer][row, max(0, begin - before) : max(0, end - before)]
         prompt = self.prompt_of[row]
@@ -149,16 +149,28 @@ class KVCache:
             return own
         return torch.cat([self.prompts.state(layer, prompt, begin, min(end, before)), own])
 
-    def asked_of(self, row: int) -> int:
+    def question_length(self, row: int) -> int:
         """Positions of the block before the row's answer."""
         prompt = self.prompt_of[row]
-        return self.asked[row] if prompt is None or self.prompts is None else self.prompts.asked[prompt]
+        if prompt is None or self.prompts is None:
+            return self.question_lengths[row]
+        return self.prompts.question_lengths[prompt]
+
+
+@runtime_checkable
+class CacheLayout(Protocol):
+    """A layout of new tokens for rows of a cache, which counts them in when it is made (`Cached`)."""
+
+    cache: KVCache
+    rows: list[int]
+    counts: list[int]  # new tokens of each of these rows
+    past: list[int]  # positions before them, the prompt's included
 
 
 class Cached:
-    """New tokens for some rows of a cache: row `rows[i]` gets `counts[i]` >= 1 of them, in the order of the line.
+    """A layout of new tokens: row `rows[i]` of a cache gets `counts[i]` >= 1 of them, in the order of the line.
 
-    Making the layout takes the room in the cache and counts the tokens in; `attend` then writes each layer's part.
+    Its constructor reserves room in the cache and counts the tokens in; `attend` then writes each layer's part.
     """
 
     def __init__(self, cache: KVCache, rows: Sequence[int], counts: Sequence[int]) -> None:
@@ -174,8 +186,8 @@ class Cached:
         self.longest = max(p + count for p, count in zip(past, counts))
         cache.reserve(self.longest)
         self.past = [p + b for p, b in zip(past, before)]
-        places = [p + i for p, count in zip(past, counts) for i in range(count)]
-        self.places = torch.tensor(places, device=device)  # (N,) in the row's own part
+        columns = [p + i for p, count in zip(past, counts) for i in range(count)]
+        self.columns = torch.tensor(columns, device=device)  # (N,) in the row's own part
         self.positions = torch.tensor(
             [p + i for p, count in zip(self.past, counts) for i in range(count)], device=device
         )
@@ -185,41 +197,42 @@ class Cached:
             cache.own[row] += count
         if self.decoding:
             self.all_rows = self.rows == list(range(len(cache.own)))
-            seen = torch.ones(len(cache.own), dtype=torch.long, device=device)  # of a row that is not asked: whatever
-            seen[self.row_of] = self.places + 1
-            self.future = _future(seen, self.longest)
-            self.shared = _Shared(cache, self.rows) if any(cache.prompt_of[row] is not None for row in rows) else None
+            lengths = torch.ones(len(cache.own), dtype=torch.long, device=device)  # of other rows: any value above 0
+            lengths[self.row_of] = self.columns + 1
+            self.mask = _length_mask(lengths, self.longest)
+            with_prompts = any(cache.prompt_of[row] is not None for row in rows)
+            self.shared = _SharedPrompts(cache, self.rows) if with_prompts else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.row_of, :, :, self.places] = k.to(keys.dtype)
-        values[self.row_of, :, self.places] = v.to(values.dtype)
+        keys[self.row_of, :, :, self.columns] = k.to(keys.dtype)
+        values[self.row_of, :, self.columns] = v.to(values.dtype)
         return self._decode(q, keys, values, layer) if self.decoding else self._prefill(q, layer)
 
     def _decode(self, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
-        """One token a row: the G heads of a key head stand as its G queries, so keys are read once, never copied."""
+        """One token a row: the G heads of a key head become its G queries, so keys are read once, never copied."""
         kv_heads = keys.shape[1]
         grouped = (q * q.shape[-1] ** -0.5).unflatten(1, (kv_heads, -1)).to(keys.dtype)  # (N, K, G, h)
-        asked = grouped
-        if not self.all_rows:  # asking all is cheaper than copying the keys of some
-            asked = grouped.new_zeros(len(keys), *grouped.shape[1:]).index_copy_(0, self.row_of, grouped)
-        out, norm = _part(asked, keys[..., : self.longest], values[:, :, : self.longest], self.future)
+        queries = grouped
+        if not self.all_rows:  # computing all rows is cheaper than copying the keys of some
+            queries = grouped.new_zeros(len(keys), *grouped.shape[1:]).index_copy_(0, self.row_of, grouped)
+        out, lse = _attend_with_lse(queries, keys[..., : self.longest], values[:, :, : self.longest], self.mask)
         if not self.all_rows:
-            out, norm = out[self.row_of], norm[self.row_of]
+            out, lse = out[self.row_of], lse[self.row_of]
         if self.shared is not None:
-            first, first_norm = self.shared.attend(grouped, layer)
-            weight = torch.sigmoid(first_norm - norm)
-            out = torch.lerp(out, first, weight)
+            prompt_out, prompt_lse = self.shared.attend(grouped, layer)
+            weight = torch.sigmoid(prompt_lse - lse)
+            out = torch.lerp(out, prompt_out, weight)
         return out.flatten(1, 2).to(q.dtype)
 
     def _prefill(self, q: Tensor, layer: int) -> Tensor:
-        """Row by row: query i of a row sees its `past + i + 1` first positions."""
+        """Row by row: query i of a row attends to its first `past + i + 1` positions."""
         pieces = zip(q.split(self.counts), self.rows, self.past)
         return torch.cat([cross(piece, *self.cache.whole(layer, row), past) for piece, row, past in pieces])
 
 
-class _Shared:
-    """The prompts of some rows that get one token each: all rows of a prompt ask its keys together."""
+class _SharedPrompts:
+    """The prompts of rows that get one token each: the queries of all rows of a prompt are batched."""
 
     def __init__(self, cache: KVCache, rows: Sequence[int]) -> None:
         store = cache.prompts
@@ -230,44 +243,46 @@ class _Shared:
             prompt = cache.prompt_of[row]
             if prompt is not None:
                 members[prompt].append(number)
-        most = max(map(len, members))
-        back = [-1] * len(rows)  # where in (P * M) a row's answer is
-        for place, own in enumerate(members):
+        longest_group = max(map(len, members))
+        back = [-1] * len(rows)  # the index of a row's result in (P * M)
+        for prompt, own in enumerate(members):
             for number, member in enumerate(own):
-                back[member] = place * most + number
+                back[member] = prompt * longest_group + number
         self.store = store
-        self.members = torch.tensor([own + [0] * (most - len(own)) for own in members], device=device)  # (P, M)
+        self.members = torch.tensor(
+            [own + [0] * (longest_group - len(own)) for own in members], device=device
+        )  # (P, M)
         self.back = torch.tensor(back, device=device).clamp_min(0)
-        self.without = torch.tensor([place < 0 for place in back], device=device) if min(back) < 0 else None
+        self.without = torch.tensor([index < 0 for index in back], device=device) if min(back) < 0 else None
         self.longest = max(length for length, own in zip(store.own, members) if own)
-        self.future = _future(torch.tensor(store.own, device=device).clamp(1, self.longest), self.longest)
+        self.mask = _length_mask(torch.tensor(store.own, device=device).clamp(1, self.longest), self.longest)
 
     def attend(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Of scaled queries (N, K, G, h): what the prompts give (N, K, G, h), and its log-sum-exp (N, K, G, 1)."""
+        """Attention of scaled queries (N, K, G, h) to their prompts, (N, K, G, h), and its log-sum-exp (N, K, G, 1)."""
         keys, values = self.store.keys[layer], self.store.values[layer]
         group = q.shape[2]
-        asked = q[self.members].transpose(1, 2).flatten(2, 3)  # (P, M, K, G, h) -> (P, K, M * G, h)
-        out, norm = _part(asked, keys[..., : self.longest], values[:, :, : self.longest], self.future)
-        out, norm = (x.unflatten(2, (-1, group)).transpose(1, 2).flatten(0, 1)[self.back] for x in (out, norm))
+        queries = q[self.members].transpose(1, 2).flatten(2, 3)  # (P, M, K, G, h) -> (P, K, M * G, h)
+        out, lse = _attend_with_lse(queries, keys[..., : self.longest], values[:, :, : self.longest], self.mask)
+        out, lse = (x.unflatten(2, (-1, group)).transpose(1, 2).flatten(0, 1)[self.back] for x in (out, lse))
         if self.without is not None:
-            norm = norm.masked_fill(self.without[:, None, None, None], float("-inf"))
-        return out, norm
+            lse = lse.masked_fill(self.without[:, None, None, None], float("-inf"))
+        return out, lse
 
 
-def _future(lengths: Tensor, longest: int) -> Tensor:
-    """What is added to the scores of `longest` positions of which each row sees its first `lengths`: (R, 1, 1,
+def _length_mask(lengths: Tensor, longest: int) -> Tensor:
+    """Added to the scores of `longest` positions: 0 for the first `lengths` (R,) of each row, -inf after, (R, 1, 1,
     longest).
     """
-    seen = torch.arange(longest, device=lengths.device) < lengths[:, None]
-    return torch.zeros(seen.shape, device=lengths.device).masked_fill_(~seen, float("-inf"))[:, None, None]
+    inside = torch.arange(longest, device=lengths.device) < lengths[:, None]
+    return torch.zeros(inside.shape, device=lengths.device).masked_fill_(~inside, float("-inf"))[:, None, None]
 
 
-def _part(q: Tensor, keys: Tensor, values: Tensor, future: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of scaled queries (R, K, n, h) to keys (R, K, h, S), and its log-sum-exp (R, K, n, 1), both in
-    float32 at least.
+def _attend_with_lse(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of scaled queries (R, K, n, h) to keys (R, K, h, S), and its log-sum-exp (R, K, n, 1), both at least
+    float32.
     """
     scores = torch.matmul(q, keys)
-    scores = (scores if scores.dtype == torch.float64 else scores.float()).add_(future)
+    scores = (scores if scores.dtype == torch.float64 else scores.float()).add_(mask)
     most = scores.amax(-1, keepdim=True)
     weights = scores.sub_(most).exp_()
     total = weights.sum(-1, keepdim=True)
@@ -275,7 +290,7 @@ def _part(q: Tensor, keys: Tensor, values: Tensor, future: Tensor) -> tuple[Tens
 
 
 def cross(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
-    """New queries (T, H, h) of one row against its keys and values (past + T, K, h), causal: (T, H, h)."""
+    """Causal attention of new queries (T, H, h) of one row to its keys and values (past + T, K, h): (T, H, h)."""
     mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(past) if past else None
     group = q.shape[1] // k.shape[1]
     k, v = (x.transpose(0, 1)[None].repeat_interleave(group, 1) for x in (k, v))

@@ -1,33 +1,25 @@
-"""Model directories: what every stage publishes under models/. The architecture travels with the weights.
+"""Model directories, which every stage publishes under models/: saving and loading them, with their architecture.
 
     config.json  model.safetensors  generation_config.json  lineage.json
     tokenizer.json  tokenizer_config.json  chat_template.jinja
 
-It is a Hugging Face directory: transformers 4 and 5 load it (`Qwen3ForCausalLM`; a reward model as
-`Qwen3ForSequenceClassification`, without generation_config.json). No pickle, no code, no clock, id or host name in it,
-so equal runs give equal bytes. `lineage.json` says which inputs and code made it.
-Weights are float32, or what `save_precision` of their stage says; `load` gives float32 in any case.
+They are Hugging Face directories: transformers 4 and 5 load them (`Qwen3ForCausalLM`; a reward model as
+`Qwen3ForSequenceClassification`, without generation_config.json). They contain no pickle, code, clock, id or host
+name, so equal runs give equal bytes. `lineage.json` lists the inputs and the code that made them. Weights are float32,
+or as `save_precision` of their stage sets; `load` always gives float32.
 
-What the safetensors of a model directory say of themselves, and whether its config.json asks for the same.
-
-    folder -> headers(folder): name -> shape, no tensor read;  check(config, found, ...): raises ModelError, allocates
-                                                               nothing
-
-config.json is text that anybody can edit, and a model of its shape is built before weights are read: a hundred million
-layers fill the memory of any machine. So every name and shape that the configuration asks for is compared with the
-headers first; safetensors itself refuses a header that speaks of more bytes than its file has. A checked model needs no
-more numbers than the files hold.
-
-Not promised: that the numbers in the files are sensible; a directory's links are followed, as huggingface_hub's cache
-needs.
-
-Weights in and out of Hugging Face directories: Qwen3, Qwen2 and LLaMA, from local safetensors.
-
-Our parameters carry Hugging Face's names, so converting is checking: no key missing, none over, every shape right.
-Only two things may differ: a stored copy of a tied head is compared and dropped, and old checkpoints' rotary buffers
+Directories of Qwen3, Qwen2 and LLaMA from elsewhere load too, from local safetensors (`load_causal`). Our parameters
+have Hugging Face's names, so converting is checking: no key missing, none extra, every shape right. Only two things may
+differ: a stored copy of a tied head is compared and dropped, and the rotary buffers of old checkpoints
 (`rotary_emb.inv_freq`, derived from the base) are left out.
 
-Not here: writing directories (`checkpoint.py`), tokenizers, downloads. Nothing is unpickled: `.bin` files are refused.
+Headers are checked before anything is allocated. Anybody can edit config.json, and a model of its shape is built before
+weights are read: a hundred million layers fill the memory of any machine. So `check` first compares every name and
+shape of the configuration with the files' headers; safetensors itself refuses a header with more bytes than its file. A
+checked model needs no more numbers than its files contain.
+
+Not promised: that the numbers in the files are sensible. Links in a directory are followed, as huggingface_hub's cache
+needs. Nothing is unpickled: `.bin` files are refused. Not here: downloads (`source.py`).
 """
 
 import hashlib
@@ -37,7 +29,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -45,16 +36,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.memory import files as memory_files
-from pipeline.model.config import FAMILIES, REMEMBERING, ModelConfig, read_config, read_values
+from pipeline.model.config import FAMILIES, WITH_MEMORY, ModelConfig, read_config, read_values
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
+from pipeline.run.types import JsonObject
 from pipeline.run.workdir import need_space
 from pipeline.text.tokenizer import Tokenizer
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-DERIVED = "rotary_emb.inv_freq"  # of old checkpoints: a buffer that follows from the base
+ROTARY_BUFFER = "rotary_emb.inv_freq"  # of old checkpoints: derived from the base
 KEYS = {  # fields of ModelConfig under Hugging Face's names
     "vocab_size": "vocab_size",
     "width": "hidden_size",
@@ -68,27 +60,23 @@ Shape = tuple[int, ...]
 
 
 def files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of the files that hold the weights, and the file of each tensor where an index says it. Raises
-    ModelError.
-    """
+    """Names of the files with the weights, and the file of each tensor if there is an index. Raises ModelError."""
     index = folder / INDEX
-    if not index.exists() or (folder / WHOLE).exists():  # of both, transformers takes the whole file too
+    if not index.exists() or (folder / WHOLE).exists():  # transformers prefers the whole file too
         return [WHOLE], {}
     try:
-        places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{index}: expected a JSON object with weight_map ({error!r:.200}); fetch it again") from error
-    for name in places.values():
+    for name in file_of.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index} names {name!r}; expected safetensors of the same folder; fetch it again")
-    return sorted(set(places.values())), places
+    return sorted(set(file_of.values())), file_of
 
 
-def opened(folder: Path) -> Iterator[tuple[Path, str, Any]]:
-    """(path, tensor's name, its open file) of every tensor. Raises ModelError for what is missing, damaged, or in
-    two places.
-    """
-    names, places = files(folder)
+def _open_tensors(folder: Path) -> Iterator[tuple[str, safe_open]]:
+    """(name, open file) of every tensor. Raises ModelError for tensors that are missing, damaged, or stored twice."""
+    names, file_of = files(folder)
     seen: set[str] = set()
     for name in names:
         path = folder / name
@@ -97,27 +85,25 @@ def opened(folder: Path) -> Iterator[tuple[Path, str, Any]]:
         try:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                    if key in seen or places.get(key, name) != name:
+                    if key in seen or file_of.get(key, name) != name:
                         raise ModelError(f"{path}: {key} stands in more than one shard, or not where {INDEX} says")
                     seen.add(key)
-                    yield path, key, file
+                    yield key, file
         except SafetensorError as error:
             raise ModelError(f"{path}: damaged ({error}); fetch or build it again") from error
         except OSError as error:
             raise ModelError(f"{path}: cannot be read ({error}); expected a file of safetensors") from error
-    if missing := sorted(set(places) - seen):
+    if missing := sorted(set(file_of) - seen):
         raise ModelError(f"{folder}: {INDEX} names {missing[0]} and {len(missing) - 1} more that no shard holds")
 
 
 def headers(folder: Path) -> dict[str, Shape]:
     """The shape of every tensor by name; no tensor is read. Raises ModelError."""
-    return {key: tuple(file.get_slice(key).get_shape()) for _, key, file in opened(folder)}
+    return {key: tuple(file.get_slice(key).get_shape()) for key, file in _open_tensors(folder)}
 
 
 def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[Shape, str]]]:
-    """The model's parameters, one after the other: name, shape, and the fields that ask for it ("heads * head_dim,
-    width").
-    """
+    """The model's parameters, one by one: name, shape, and the fields that determine it ("heads * head_dim, width")."""
     sizes = {
         "heads * head_dim": config.heads * config.head_dim,
         "kv_heads * head_dim": config.kv_heads * config.head_dim,
@@ -148,10 +134,10 @@ def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[Shape, str]]]:
 
 
 def check(config: ModelConfig, folder: Path, found: Mapping[str, Shape], keys: Mapping[str, str] = KEYS) -> None:
-    """Raise ModelError unless the tensors `found` are those that the configuration of `folder` asks for.
+    """Raise ModelError unless the tensors `found` are those of the configuration of `folder`.
 
-    `keys`: what config.json calls the fields of ModelConfig. A stored copy of a tied head and rotary buffers may be
-    there too.
+    `keys`: the keys of config.json for the fields of ModelConfig. A stored copy of a tied head and rotary buffers are
+    allowed.
     """
     weights = folder / WHOLE if (folder / WHOLE).exists() else folder / INDEX
     numbers = {int(match[1]) for match in map(LAYER.match, found) if match}
@@ -160,33 +146,33 @@ def check(config: ModelConfig, folder: Path, found: Mapping[str, Shape], keys: M
             f"{folder}/config.json: {keys['layers']} is {config.layers}, but {weights} has {len(numbers)} layers;"
             " expected the config.json and the weights of one model"
         )
-    asked = dict(expected(config))  # of no more layers than the header names
-    missing = sorted(asked.keys() - found.keys())
+    required = dict(expected(config))  # of no more layers than the header has
+    missing = sorted(required.keys() - found.keys())
     head = {"lm_head.weight"} if config.tied else set()
-    extra = sorted(key for key in found.keys() - asked.keys() - head if not key.endswith(DERIVED))
-    need_keys(config, missing, extra, source=str(weights))
-    for name, (shape, fields) in asked.items():
+    extra = sorted(key for key in found.keys() - required.keys() - head if not key.endswith(ROTARY_BUFFER))
+    _check_keys(config, missing, extra, source=str(weights))
+    for name, (shape, fields) in required.items():
         if tuple(found[name]) != shape:
-            named = re.sub(r"\w+", lambda match: keys.get(match[0], match[0]), fields)
+            field_keys = re.sub(r"\w+", lambda match: keys.get(match[0], match[0]), fields)
             raise ModelError(
-                f"{weights}: {name} has shape {list(found[name])}, config.json asks for {list(shape)} ({named})"
+                f"{weights}: {name} has shape {list(found[name])}, config.json asks for {list(shape)} ({field_keys})"
             )
 
 
-def need_keys(config: ModelConfig, missing: list[str], extra: list[str], *, source: str) -> None:
-    """Raise ModelError, with the first of them, unless no key of the configuration's tensors is `missing` and none
-    is `extra`.
-    """
+def _check_keys(config: ModelConfig, missing: list[str], extra: list[str], *, source: str) -> None:
+    """Raise ModelError naming the first of the `missing` and `extra` keys, if there are any."""
     if missing or extra:
-        said = [
+        differences = [
             f"{len(names)} keys {what} ({', '.join(names[:3])})"
             for what, names in (("missing", missing), ("unknown", extra))
             if names
         ]
-        raise ModelError(f"{source}: {' and '.join(said)}; config.json says {config.family}, {config.layers} layers")
+        raise ModelError(
+            f"{source}: {' and '.join(differences)}; config.json says {config.family}, {config.layers} layers"
+        )
 
 
-# -- convert -----------------------------------------------------------------------------------------------------------
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def load_causal(folder: Path, *, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -207,80 +193,78 @@ def load_weights(model: Transformer, folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of `model.safetensors`, where it is not there of the shards that its index names. Raises
-    ModelError.
-    """
-    return {key: file.get_tensor(key) for _, key, file in opened(folder)}
+    """All tensors of `model.safetensors`, or of the shards of its index. Raises ModelError."""
+    return {key: file.get_tensor(key) for key, file in _open_tensors(folder)}
 
 
 def load_state(model: Transformer, state: Mapping[str, Tensor], *, source: str = "the weights") -> None:
     """Copy weights under Hugging Face's names into `model`, cast to its dtype.
 
-    Raises ModelError where a key is missing, unknown, or has another shape than the configuration asks for.
+    Raises ModelError where a key is missing, unknown, or has another shape than in the configuration.
     """
     config = model.config
-    state = _without_derived(state, config, source)
+    state = _drop_derived(state, config, source)
     parameters = dict(model.named_parameters())
     missing, extra = sorted(set(parameters) - set(state)), sorted(set(state) - set(parameters))
-    need_keys(config, missing, extra, source=source)
+    _check_keys(config, missing, extra, source=source)
     for name, parameter in parameters.items():
         if state[name].shape != parameter.shape:
-            asked, has = list(parameter.shape), list(state[name].shape)
-            raise ModelError(f"{source}: {name} has shape {has}, config.json asks for {asked}")
+            found, shape = list(state[name].shape), list(parameter.shape)
+            raise ModelError(f"{source}: {name} has shape {found}, config.json asks for {shape}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state[name])
 
 
-def _without_derived(state: Mapping[str, Tensor], config: ModelConfig, source: str) -> dict[str, Tensor]:
+def _drop_derived(state: Mapping[str, Tensor], config: ModelConfig, source: str) -> dict[str, Tensor]:
     """Drop a tied head that equals the embedding, and rotary buffers. Raises ModelError for a head that differs."""
-    kept = {key: tensor for key, tensor in state.items() if not key.endswith(DERIVED)}
-    head, table = kept.get("lm_head.weight"), kept.get("model.embed_tokens.weight")
+    parameters = {key: tensor for key, tensor in state.items() if not key.endswith(ROTARY_BUFFER)}
+    head, table = parameters.get("lm_head.weight"), parameters.get("model.embed_tokens.weight")
     if config.tied and head is not None and table is not None:
         if not torch.equal(head, table):
             raise ModelError(
                 f"{source}: config.json ties the head to the embedding, but lm_head.weight differs from it"
             )
-        del kept["lm_head.weight"]
-    return kept
+        del parameters["lm_head.weight"]
+    return parameters
 
 
-# -- checkpoint --------------------------------------------------------------------------------------------------------
+# -- model directories -------------------------------------------------------------------------------------------------
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def save(
-    folder: Path, model: Transformer, tokenizer: Tokenizer, lineage: dict[str, Any], *, precision: str = "fp32"
+    folder: Path, model: Transformer, tokenizer: Tokenizer, lineage: JsonObject, *, precision: str = "fp32"
 ) -> None:
     """Write a model directory, its weights rounded to `precision` (fp32, bf16, fp16). Weights over 5 GB are sharded.
 
-    Raises ModelError when the tokenizer has more ids, StagecoachError before writing when the disk is too full.
+    Raises ModelError if the tokenizer has more ids than the embedding has rows, StagecoachError before writing if the
+    disk is too full.
     """
     ids = {"pad_token_id": tokenizer.pad, "bos_token_id": None, "eos_token_id": tokenizer.turn_end}
-    base, beside = memory_files.split(model.state_dict())
+    base, memory = memory_files.split(model.state_dict())
     state = {name: tensor.to(DTYPES[precision]) for name, tensor in base.items()}
     dtype = str(DTYPES[precision]).removeprefix("torch.")
-    values = (model.config.to_hf(dtype) if model.memory is None else model.config.to_hf_remembering(dtype)) | ids
+    values = (model.config.to_hf(dtype) if model.memory is None else model.config.to_hf_with_memory(dtype)) | ids
     _save(folder, state, model.config, tokenizer, lineage, values)
     if model.memory is not None:
         assert isinstance(model.memory, torch.nn.Module)
-        memory_files.save(
-            folder, model.memory, {name: tensor.detach().cpu() for name, tensor in beside.items()}, state_digest(state)
-        )
+        memory = {name: tensor.detach().cpu() for name, tensor in memory.items()}
+        memory_files.save(folder, model.memory, memory, state_digest(state))
     stops = {"eos_token_id": [tokenizer.turn_end, tokenizer.end_of_text], "pad_token_id": tokenizer.pad}
     _write(folder / "generation_config.json", {"do_sample": False} | stops)
 
 
-def save_reward(folder: Path, model: RewardModel, tokenizer: Tokenizer, lineage: dict[str, Any]) -> None:
+def save_reward(folder: Path, model: RewardModel, tokenizer: Tokenizer, lineage: JsonObject) -> None:
     """Write a reward model as transformers' sequence classifier with one label. Raises as `save`.
 
     transformers scores the last token that is not `pad_token_id`, so a row must end with the token that counts, padding
-    to its right. It gives r; `reward_mean` and `reward_std` stand in config.json for who normalises.
+    to its right. It gives r; `reward_mean` and `reward_std` are in config.json for normalizing it.
     """
     values = model.config.to_hf() | {
-        "architectures": [_classifier(model.config)],
+        "architectures": [_classifier_name(model.config)],
         "num_labels": 1,
         "id2label": {"0": "REWARD"},
         "label2id": {"REWARD": 0},
@@ -294,7 +278,7 @@ def save_reward(folder: Path, model: RewardModel, tokenizer: Tokenizer, lineage:
     _save(folder, state, model.config, tokenizer, lineage, values)
 
 
-def _classifier(config: ModelConfig) -> str:
+def _classifier_name(config: ModelConfig) -> str:
     return FAMILIES[config.family].replace("ForCausalLM", "ForSequenceClassification")
 
 
@@ -303,10 +287,10 @@ def _save(
     state: dict[str, Tensor],
     config: ModelConfig,
     tokenizer: Tokenizer,
-    lineage: dict[str, Any],
-    values: dict[str, Any],
+    lineage: JsonObject,
+    values: JsonObject,
 ) -> None:
-    """Weights, tokenizer, lineage, and `values` as config.json."""
+    """Write weights, tokenizer, lineage, and `values` as config.json."""
     assert not any(".lora_" in name for name in state), "merge the adapter before saving the model"
     check_vocabulary(config, tokenizer, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -318,15 +302,15 @@ def _save(
     tokenizer.save(folder)
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write(path: Path, value: JsonObject) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def load(folder: Path) -> tuple[Transformer, Tokenizer]:
     """The causal model (float32, training mode) and its tokenizer.
 
-    Raises ModelError for a masked-diffusion model, and for a directory that is not whole: a missing file, a tensor too
-    many, too few or of another shape, a tokenizer with more ids than the embedding has rows.
+    Raises ModelError for a masked-diffusion model, and for an inconsistent directory: a missing file, an extra or
+    missing tensor or one of another shape, a tokenizer with more ids than the embedding has rows.
     """
     if read_config(folder).attention != "causal":
         raise ModelError(
@@ -337,14 +321,14 @@ def load(folder: Path) -> tuple[Transformer, Tokenizer]:
 
 
 def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
-    """As `load`, of any attention; denoisers.py knows what else a masked-diffusion model has."""
+    """As `load`, for any attention; `diffusion/files.py` reads what a masked-diffusion model has besides."""
     config = read_config(folder)
     check(config, folder, headers(folder))
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(config, tokenizer, folder)
     model = Transformer(config)
     load_weights(model, folder)
-    if (folder / memory_files.SHAPE).is_file() or kind(folder) == REMEMBERING:
+    if (folder / memory_files.SHAPE).is_file() or kind(folder) == WITH_MEMORY:
         memory_files.load(model, folder, weights_digest(model))
     return model, tokenizer
 
@@ -355,7 +339,7 @@ def kind(folder: Path) -> str:
 
 
 def load_frozen(folder: Path) -> Transformer:
-    """The model in evaluation mode, none of its weights trainable: a reference. Raises as `load`."""
+    """The model in evaluation mode with frozen weights, as a reference. Raises as `load`."""
     model, _ = load(folder)
     return model.train(False).requires_grad_(False)
 
@@ -367,12 +351,12 @@ def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
     """
     config = read_config(folder)
     values = read_values(folder)
-    found = values.get("architectures") or "no architecture"
-    found = found[0] if isinstance(found, list) else found
-    if found != _classifier(config):
+    architecture = values.get("architectures") or "no architecture"
+    architecture = architecture[0] if isinstance(architecture, list) else architecture
+    if architecture != _classifier_name(config):
         raise ModelError(
-            f"{folder}: expected a reward model ({_classifier(config)}), found {found}; make one with dvc repro"
-            " stage_reward"
+            f"{folder}: expected a reward model ({_classifier_name(config)}), found {architecture}; make one with dvc"
+            " repro stage_reward"
         )
     trunk = {name: shape for name, shape in headers(folder).items() if name != "score.weight"}
     check(replace(config, tied=True), folder, trunk)  # it has no head over the vocabulary
@@ -391,7 +375,7 @@ def load_reward(folder: Path) -> tuple[RewardModel, Tokenizer]:
     return model, tokenizer
 
 
-def _calibration(values: dict[str, Any], folder: Path) -> tuple[float, float]:
+def _calibration(values: JsonObject, folder: Path) -> tuple[float, float]:
     """`reward_mean` and `reward_std` of config.json. Raises ModelError."""
     mean, std = values.get("reward_mean"), values.get("reward_std")
     if isinstance(mean, int | float) and isinstance(std, int | float) and math.isfinite(mean) and 0 < std < math.inf:
@@ -403,7 +387,7 @@ def _calibration(values: dict[str, Any], folder: Path) -> tuple[float, float]:
 
 
 def same_tokenizer(first: Tokenizer, second: Tokenizer, what_first: str, what_second: str) -> None:
-    """Raise ModelError saying which two disagree when ids mean other tokens in one of them than in the other."""
+    """Raise ModelError naming both models if their tokenizers differ."""
     if first.hash != second.hash:
         raise ModelError(
             f"{what_first} and {what_second} have different tokenizers ({first.hash[:12]} and {second.hash[:12]}); "
@@ -412,7 +396,7 @@ def same_tokenizer(first: Tokenizer, second: Tokenizer, what_first: str, what_se
 
 
 def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    """Raise ModelError when the tokenizer can give an id that the embedding has no row for."""
+    """Raise ModelError if the tokenizer has ids without a row in the embedding."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size} embedding rows; use"
@@ -420,26 +404,26 @@ def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, folder: Path) ->
         )
 
 
-def lineage(folder: Path) -> dict[str, Any]:
-    """What lineage.json says; empty for a directory from elsewhere."""
+def lineage(folder: Path) -> JsonObject:
+    """The content of lineage.json; empty for a directory from elsewhere."""
     path = folder / "lineage.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def weights_digest(model: torch.nn.Module, leave_out: str = "\0") -> str:
-    """sha256 over names and bytes of all parameters: equal for equal weights, whatever the file looks like.
+    """sha256 over names and bytes of all parameters: equal for equal weights, independent of the file.
 
-    Parameters whose names hold `leave_out` do not count (an adapter's, where the base is meant).
+    Parameters with `leave_out` in their names do not count (an adapter's, for the digest of the base).
     """
     return state_digest({name: parameter for name, parameter in model.named_parameters() if leave_out not in name})
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """The same of tensors by name; halves count as the floats that `load` makes of them."""
+    """The same of tensors by name; half precision counts as the float32 that `load` converts it to."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
-        whole = tensor.detach().cpu()
-        whole = whole.float() if whole.dtype in (torch.bfloat16, torch.float16) else whole
+        values = tensor.detach().cpu()
+        values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
         digest.update(name.encode())
-        digest.update(whole.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

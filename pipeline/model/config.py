@@ -1,9 +1,9 @@
-"""The shape of a model: one frozen dataclass, and its `config.json` in Hugging Face's words.
+"""The shape of a model: one frozen dataclass, and its `config.json` under Hugging Face's keys.
 
 In: a file of `conf/model/`, or the `config.json` of a model directory. Out: `ModelConfig`, or the dict to write.
 The shapes are Qwen3's (Yang et al. 2025, arXiv:2505.09388): RMSNorm before each block, half-split RoPE, SwiGLU,
-grouped queries, a norm per head on queries and keys, no biases. Two relatives load too: Qwen2 (biases on q, k, v and
-no head norms) and LLaMA (neither).
+grouped queries, a norm per head on queries and keys, no biases. Two related families load too: Qwen2 (biases on q, k,
+v and no head norms) and LLaMA (neither).
 
 `to_hf` writes the keys of transformers 4 *and* 5: `rope_theta` and `rope_parameters`, `torch_dtype` and `dtype`. With
 transformers 5's keys alone, transformers 4 and mlx-lm silently take a RoPE base of 10,000.
@@ -15,16 +15,15 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.memory.config import LEAK, MemoryConfig
 from pipeline.run.errors import ModelError
+from pipeline.run.types import JsonObject
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
-# Its own type, so that a causal engine refuses a bidirectional model instead of answering nonsense.
+# Model types of our own, so that causal engines refuse such models instead of answering nonsense.
 BIDIRECTIONAL = "stagecoach_mdm"
-# Nor one that has a memory: beside config.json lie memory.json and memory.safetensors (memory_files.py).
-REMEMBERING = "stagecoach_memory"
+WITH_MEMORY = "stagecoach_memory"  # with memory.json and memory.safetensors beside config.json (memory/files.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class ModelConfig:
     vocab_size: int
     """Rows of the embedding; a multiple of 64 in our own models."""
     width: int
-    """Of the residual stream."""
+    """Width of the residual stream."""
     layers: int
     """Blocks of attention and SwiGLU."""
     heads: int
@@ -42,7 +41,7 @@ class ModelConfig:
     kv_heads: int
     """Key and value heads; divides `heads`."""
     head_dim: int
-    """even; heads * head_dim need not equal width."""
+    """Width of a head, even; heads * head_dim need not equal width."""
     d_ff: int
     """Width of SwiGLU's three matrices, taken literally."""
     max_context: int
@@ -58,9 +57,9 @@ class ModelConfig:
     norm_eps: float = 1e-6
     """RMSNorm's, added to the mean square."""
     attention: str = "causal"
-    """Or "bidirectional"."""
+    """causal or bidirectional."""
     memory: MemoryConfig | None = None
-    """{rows, chapters, top_k, ...}: a bank that some layers read (memory.py)."""
+    """{rows, chapters, top_k, ...}: a bank that some layers read (memory/config.py)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_context"):
@@ -83,7 +82,7 @@ class ModelConfig:
 
     @property
     def family(self) -> str:
-        """Hugging Face's `model_type` of the weights' names: qwen3, qwen2 or llama."""
+        """Hugging Face's `model_type` for the names of the weights: qwen3, qwen2 or llama."""
         return "qwen2" if self.bias else "qwen3" if self.qk_norm else "llama"
 
     @property
@@ -93,15 +92,15 @@ class ModelConfig:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that a token is multiplied by: the head counts, the embedding (a lookup) and the norms do not."""
+        """Weights in a token's matrix products: the head counts, the embedding (a lookup) and the norms do not."""
         d, h = self.width, self.head_dim
         layer = 2 * d * self.heads * h + 2 * d * self.kv_heads * h + 3 * d * self.d_ff
         return self.layers * layer + self.vocab_size * d
 
     @property
     def initializer_range(self) -> float:
-        """Standard deviation of fresh weights, 1/sqrt(2 * width) and at most 0.05: tied logits start with one of
-        0.7.
+        """Standard deviation of fresh weights, 1/sqrt(2 * width) and at most 0.05: that of tied logits then starts
+        at 0.7.
         """
         return min(0.05, (2 * self.width) ** -0.5)
 
@@ -113,15 +112,15 @@ class ModelConfig:
         return self.matmul_parameters + norms + biases + (0 if self.tied else self.vocab_size * self.width)
 
     def flops_per_token(self, context: int) -> int:
-        """FLOPs of training one token at this context, as karpathy/nanochat counts: 6 a weight, 12 an attention
+        """FLOPs of training one token at this context, counted as in karpathy/nanochat: 6 a weight, 12 an attention
         cell.
         """
         return 6 * self.matmul_parameters + 12 * self.layers * self.heads * self.head_dim * context
 
-    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
-        """The architecture's part of `config.json`; the tokenizer's ids (eos, pad) are the caller's to add."""
+    def to_hf(self, dtype: str = "float32") -> JsonObject:
+        """The architecture's part of `config.json`; the caller adds the tokenizer's ids (eos, pad)."""
         causal = self.attention == "causal"
-        config: dict[str, Any] = {
+        config: JsonObject = {
             "architectures": [FAMILIES[self.family] if causal else "StagecoachMaskedDiffusion"],
             "model_type": self.family if causal else BIDIRECTIONAL,
             "vocab_size": self.vocab_size,
@@ -148,41 +147,41 @@ class ModelConfig:
         if self.family != "llama":
             config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": self.layers}
         if not causal:
-            config["base_model_type"] = self.family  # what the tensors' names and shapes follow
+            config["base_model_type"] = self.family  # determines the names and shapes of the tensors
         return config
 
-    def to_hf_remembering(self, dtype: str = "float32") -> dict[str, Any]:
-        """The same of a causal model with something beside its layers, which `memory.json` describes."""
-        names = {"architectures": ["StagecoachMemory"], "model_type": REMEMBERING, "base_model_type": self.family}
+    def to_hf_with_memory(self, dtype: str = "float32") -> JsonObject:
+        """As `to_hf`, for a causal model with a memory or its baseline, which `memory.json` describes."""
+        names = {"architectures": ["StagecoachMemory"], "model_type": WITH_MEMORY, "base_model_type": self.family}
         return self.to_hf(dtype) | names
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
-        """Read a `config.json`. Raises ModelError naming the key that this model cannot follow."""
+    def from_hf(cls, config: JsonObject) -> "ModelConfig":
+        """Read a `config.json`. Raises ModelError naming the key that is not supported."""
         kind = config.get("model_type")
-        family = config.get("base_model_type", "qwen3") if kind in (BIDIRECTIONAL, REMEMBERING) else kind
+        family = config.get("base_model_type", "qwen3") if kind in (BIDIRECTIONAL, WITH_MEMORY) else kind
         if not isinstance(family, str) or family not in FAMILIES:
             raise ModelError(f"config.json: model_type {kind!r} is unknown here; expected one of {', '.join(FAMILIES)}")
-        _refuse_strangers(config, family)
+        _check_supported(config, family)
         tied = config.get("tie_word_embeddings", False)
         if not isinstance(tied, bool):
             raise ModelError(f"config.json: tie_word_embeddings: expected true or false, found {tied!r}")
         try:
-            heads, width = whole(config, "num_attention_heads"), whole(config, "hidden_size")
+            heads, width = positive_int(config, "num_attention_heads"), positive_int(config, "hidden_size")
             return cls(
-                vocab_size=whole(config, "vocab_size"),
+                vocab_size=positive_int(config, "vocab_size"),
                 width=width,
-                layers=whole(config, "num_hidden_layers"),
+                layers=positive_int(config, "num_hidden_layers"),
                 heads=heads,
-                kv_heads=whole(config, "num_key_value_heads", heads),
-                head_dim=whole(config, "head_dim", 128 if family == "qwen3" else width // heads),
-                d_ff=whole(config, "intermediate_size"),
-                max_context=whole(config, "max_position_embeddings"),
+                kv_heads=positive_int(config, "num_key_value_heads", heads),
+                head_dim=positive_int(config, "head_dim", 128 if family == "qwen3" else width // heads),
+                d_ff=positive_int(config, "intermediate_size"),
+                max_context=positive_int(config, "max_position_embeddings"),
                 rope_theta=_rope_theta(config),
                 tied=tied,
                 bias=family == "qwen2",
                 qk_norm=family != "llama",
-                norm_eps=number(config, "rms_norm_eps", 1e-6),
+                norm_eps=finite_number(config, "rms_norm_eps", 1e-6),
                 attention="bidirectional" if kind == BIDIRECTIONAL else "causal",
             )
         except KeyError as error:
@@ -196,12 +195,12 @@ class ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """`config.json` of a directory. Raises ModelError."""
+    """The shape in a directory's `config.json`. Raises ModelError."""
     return ModelConfig.from_hf(read_values(folder))
 
 
-def read_values(folder: Path) -> dict[str, Any]:
-    """The keys of a directory's `config.json`. Raises ModelError."""
+def read_values(folder: Path) -> JsonObject:
+    """The whole object of a directory's `config.json`. Raises ModelError."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -216,7 +215,7 @@ def read_values(folder: Path) -> dict[str, Any]:
     return values
 
 
-def whole(config: dict[str, Any], key: str, default: int | None = None) -> int:
+def positive_int(config: JsonObject, key: str, default: int | None = None) -> int:
     """A count of `config.json`. Raises ModelError naming it, KeyError where it is absent and has no `default`."""
     value = config[key] if default is None else config.get(key)
     value = default if value is None and default is not None else value
@@ -225,7 +224,7 @@ def whole(config: dict[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def number(config: dict[str, Any], key: str, default: float) -> float:
+def finite_number(config: JsonObject, key: str, default: float) -> float:
     """A finite number of `config.json`. Raises ModelError naming it."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -233,7 +232,7 @@ def number(config: dict[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
+def _object(config: JsonObject, key: str) -> JsonObject:
     """An object of `config.json`, empty where it is absent or null. Raises ModelError naming it."""
     value = config.get(key) or {}
     if not isinstance(value, dict):
@@ -241,25 +240,24 @@ def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
-    """The RoPE base from either generation of keys. Raises ModelError where the two disagree or none is there."""
+def _rope_theta(config: JsonObject) -> float:
+    """The RoPE base from either generation of keys. Raises ModelError where the two disagree or both are missing."""
     inner = _object(config, "rope_parameters")
-    old, new = ({key: value for key, value in one.items() if value is not None} for one in (config, inner))
-    found = [number(one, "rope_theta", 0.0) for one in (new, old) if "rope_theta" in one]
-    if not found:
+    bases = [finite_number(keys, "rope_theta", 0.0) for keys in (inner, config) if keys.get("rope_theta") is not None]
+    if not bases:
         raise ModelError("config.json: neither rope_theta nor rope_parameters.rope_theta is there; add the RoPE base")
-    if found[0] != found[-1]:
+    if bases[0] != bases[-1]:
         raise ModelError(
-            f"config.json: rope_theta is {found[-1]}, rope_parameters.rope_theta is {found[0]}; which one is right?"
+            f"config.json: rope_theta is {bases[-1]}, rope_parameters.rope_theta is {bases[0]}; which one is right?"
         )
-    return found[0]
+    return bases[0]
 
 
-def _refuse_strangers(config: dict[str, Any], family: str) -> None:
+def _check_supported(config: JsonObject, family: str) -> None:
     """Raise ModelError where a key asks for something that would silently change what the weights compute."""
     rope = _object(config, "rope_scaling") or _object(config, "rope_parameters")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    wrong = {
+    unsupported = {
         "rope_type": rope_type if rope_type != "default" else None,
         "hidden_act": config.get("hidden_act", "silu") if config.get("hidden_act", "silu") != "silu" else None,
         "use_sliding_window": config.get("use_sliding_window") or None,
@@ -270,7 +268,7 @@ def _refuse_strangers(config: dict[str, Any], family: str) -> None:
         else None,
         "quantization_config": config.get("quantization_config"),
     }
-    for key, value in wrong.items():
+    for key, value in unsupported.items():
         if value is not None:
             raise ModelError(
                 f"config.json: {key} = {value!r} is not supported for {family}; use a checkpoint without it"

@@ -1,17 +1,18 @@
-"""Models that give numbers instead of tokens: the reward model, and PPO's actor with its critic.
+"""Models with a scalar head: the reward model, PPO's actor with its critic, and a reward model with an auxiliary task.
 
-    r_t = w . h_t     h_t the trunk's hidden state after token t; an answer's reward stands on its last token
+    r_t = w . h_t     h_t the trunk's hidden state after token t; an answer's reward is that of its last token
 
-The head is one row without bias, zero at the start. `save_reward` and `load_reward` of `checkpoint.py` know its files
-(transformers' `Qwen3ForSequenceClassification`). Not here: losses, advantages, the choice of the token that counts.
+The head is one row without bias, zero at the start. `save_reward` and `load_reward` of `checkpoint.py` write and read
+its files (transformers' `Qwen3ForSequenceClassification`).
 
-A reward model that is also taught to say, at each token of an answer, how likely the base model found it.
+`GuessingModel` also learns to predict, at each token of an answer, how likely the base model found that token.
+Likelihood shows whether an answer is right: it ranks 89 % of pairs of a small policy's own programs correctly. But a
+language model predicts at a token the next one; it never looks back at how expected this one was, and some thousand
+pairs do not teach a reward model to (61 %; docs/LOG.md). Trained on the likelihood of every token it learns it, and the
+reward uses it. This is an auxiliary task (Jaderberg et al. 2017, arXiv:1611.05397): its row is not part of the
+published model.
 
-Whether an answer is right shows in how likely it was: of a small policy's own programs their likelihood ranks 89 % of
-pairs rightly. But a language model says at a token which one comes next; it never looks back at how expected this one
-was, and from some thousand pairs a reward model does not learn to (61 %; docs/LOG.md). Told the likelihood of every
-token it does, and the reward reads it. The guesses are an auxiliary task (Jaderberg et al. 2017, arXiv:1611.05397): the
-row that makes them is not part of the published model.
+Not here: losses, advantages, the choice of the token that counts.
 """
 
 from dataclasses import replace
@@ -25,11 +26,11 @@ from pipeline.model.layers import Linear
 from pipeline.model.transformer import Checkpointing, Transformer
 from pipeline.run.errors import ConfigError
 
-MIN_STD = 1e-3  # below it normalising would only magnify rounding
+MIN_STD = 1e-3  # below it normalizing would only magnify rounding
 
 
 class RewardModel(nn.Module):
-    """A trunk and a scalar head. It takes the trunk over: the head for tokens goes, dropout must be off.
+    """A trunk and a scalar head. It takes ownership of the trunk and deletes its head for tokens.
 
     `reward_mean` and `reward_std` are those of the answers that the head was calibrated on; 0 and 1 before that.
     """
@@ -59,9 +60,10 @@ class RewardModel(nn.Module):
         documents: Tensor | None = None,
         select: Tensor | None = None,
     ) -> Tensor:
-        """Rewards in float32, also under autocast: (B, T), or (n,) of the n places where `select` (B, T) is True.
+        """Rewards in float32, also under autocast: (B, T), or (n,) of the n positions where `select` (B, T) is True.
 
-        The other arguments and errors as in `Transformer.hidden`. Rewards of padding have no meaning: do not select it.
+        The other arguments and errors are those of `Transformer.hidden`. Rewards of padding are undefined: do not
+        select it.
         """
         hidden = self.trunk.hidden(input_ids, positions=positions, documents=documents)
         if select is not None:
@@ -70,11 +72,11 @@ class RewardModel(nn.Module):
             return functional.linear(hidden.float(), self.score.weight.float()).squeeze(-1)
 
     def normalised(self, rewards: Tensor) -> Tensor:
-        """(r - mean) / std: the learned part of a score, and what a critic starts from."""
+        """(r - mean) / std: the learned part of a score, and a critic's first values."""
         return (rewards - self.reward_mean) / self.reward_std
 
     def calibrate(self, rewards: Tensor) -> None:
-        """Take mean and spread (unbiased, at least 1e-3) of raw rewards (n,) of the base model's answers."""
+        """Set mean and deviation (unbiased, at least 1e-3) to those of the base model's answers' raw rewards (n,)."""
         self.reward_mean = float(rewards.double().mean())
         self.reward_std = max(MIN_STD, float(rewards.double().std()))
 
@@ -85,7 +87,7 @@ class RewardModel(nn.Module):
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """As in `Transformer`."""
+        """See `Transformer`."""
         return self.trunk.checkpointing
 
     @checkpointing.setter
@@ -93,7 +95,7 @@ class RewardModel(nn.Module):
         self.trunk.checkpointing = mode
 
     def num_parameters(self) -> int:
-        """All weights, the scalar head with them."""
+        """All weights, the scalar head included."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
@@ -103,13 +105,12 @@ class RewardModel(nn.Module):
 
 @torch.no_grad()
 def deepened(trunk: Transformer, count: int) -> Transformer:
-    """The trunk with `count` more layers on top, copies of its first ones whose outputs start at zero: nothing changes
-    yet.
+    """The trunk with `count` more layers on top, copies of its first ones with zero outputs: the function is the same.
 
-    A language model knows which token it expects only in its last layer, where no layer is left to compare it with the
-    token that came. Whoever judges an answer needs that comparison, so a shallow trunk ranks better with a few layers
-    more. Copying layers upwards is Kim et al. 2024 (arXiv:2312.15166); zero outputs keep the function, as in Wu et al.
-    2024 (arXiv:2401.02415). Raises ConfigError for more than the trunk has.
+    A language model represents the token that it expects only in its last layer, and no layer is left to compare it
+    with the token that came. Judging an answer needs that comparison, so a shallow trunk ranks better with a few more
+    layers. Stacking copies is from Kim et al. 2024 (arXiv:2312.15166); zero outputs keep the function, as in Wu et al.
+    2024 (arXiv:2401.02415). Raises ConfigError for more layers than the trunk has.
     """
     if not 0 <= count <= trunk.config.layers:
         raise ConfigError(
@@ -149,9 +150,9 @@ class ActorCritic(nn.Module):
         documents: Tensor | None = None,
         select: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits of the next token, and the value of the state that it is chosen in: (n, V) and (n,) at `select`.
+        """Logits of the next token, and the value of the state in which it is chosen: (n, V) and (n,) at `select`.
 
-        One call for both, so that a wrapper that averages gradients over processes sees it. Arguments as in
+        One call for both, so that it passes through a wrapper that averages gradients over processes. Arguments as in
         `RewardModel`.
         """
         logits = self.actor(input_ids, positions=positions, documents=documents, select=select)
@@ -160,7 +161,7 @@ class ActorCritic(nn.Module):
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """Of both, as in `Transformer`."""
+        """That of both models; see `Transformer`."""
         return self.actor.checkpointing
 
     @checkpointing.setter
@@ -168,13 +169,8 @@ class ActorCritic(nn.Module):
         self.actor.checkpointing = self.critic.checkpointing = mode
 
 
-# -- guesses -----------------------------------------------------------------------------------------------------------
-
-
 class GuessingModel(nn.Module):
-    """A reward model with a second row, zero at the start like the first; it trains the reward model that it was
-    given.
-    """
+    """A reward model with a second row for the auxiliary task, zero at the start too; training updates both."""
 
     def __init__(self, model: RewardModel) -> None:
         super().__init__()
@@ -190,10 +186,10 @@ class GuessingModel(nn.Module):
         documents: Tensor | None = None,
         select: Tensor | None = None,
     ) -> Tensor:
-        """The reward and the guessed log-probability in nats, float32: (B, T, 2), or (n, 2) of the n places of `select`
-        (B, T).
+        """The reward and the predicted log-probability in nats, float32: (B, T, 2), or (n, 2) of the n positions of
+        `select` (B, T).
 
-        The other arguments and errors as in `Transformer.hidden`.
+        The other arguments and errors are those of `Transformer.hidden`.
         """
         hidden = self.model.trunk.hidden(input_ids, positions=positions, documents=documents)
         if select is not None:
@@ -209,7 +205,7 @@ class GuessingModel(nn.Module):
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """As in `Transformer`."""
+        """See `Transformer`."""
         return self.model.checkpointing
 
     @checkpointing.setter
@@ -221,5 +217,5 @@ class GuessingModel(nn.Module):
         return self.model.num_parameters()
 
     def flops_per_token(self, context: int) -> int:
-        """Those of the reward model; one row more is nothing."""
+        """Those of the reward model; one more row is negligible."""
         return self.model.flops_per_token(context)

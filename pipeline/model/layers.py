@@ -1,8 +1,8 @@
-"""The parts of the model's layers: embedding, norm, grouped-query attention with RoPE, SwiGLU, the block of them.
+"""The parts of the model's layers: embedding, norm, grouped-query attention with RoPE, SwiGLU, and their block.
 
-Qwen3's (arXiv:2505.09388), and Qwen2's and LLaMA's; `transformer.py` runs them. Parameters carry Hugging Face's names.
-All tokens of a batch lie on one line (N, D); a layout (`attention.py`) says who sees whom. Training in bf16 on a CPU
-takes `half.py`.
+Qwen3's (arXiv:2505.09388), and Qwen2's and LLaMA's; `transformer.py` runs them. Parameters have Hugging Face's names.
+All tokens of a batch lie on one line (N, D); a layout (`attention.py`) defines which of them attend to each other.
+Training in bf16 on a CPU uses the hand-written passes of `cpu/layers.py` (`in_bf16`).
 """
 
 import torch
@@ -29,7 +29,7 @@ def rope_tables(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` whose rows a tied head reads as `table`."""
+    """`nn.Embedding` whose rows are a tied head's matrix, `table`."""
 
     @property
     def table(self) -> Tensor:
@@ -37,7 +37,7 @@ class Embedding(nn.Embedding):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that starts at zero: its weights are drawn by `Transformer.initialise`, or loaded."""
+    """`nn.Linear` that starts at zero: `Transformer.initialise` draws its weights, or they are loaded."""
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__(num_in, num_out, bias=bias)
@@ -90,11 +90,11 @@ class Attention(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether the projections are as they were made: no adapters, no biases."""
+        """Whether the projections have no adapters and no biases."""
         return all(type(x) is Linear and x.bias is None for x in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
 
     def in_bf16(self, x: Tensor, norm: "RMSNorm", cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
-        """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
+        """`forward` of norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
         matrices = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
         joined = layers.normed_product(x, norm.weight, norm.eps, *matrices).unflatten(-1, (-1, self.head_dim))
         heads = len(self.q_proj.weight) // self.head_dim
@@ -123,17 +123,17 @@ class SwiGLU(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether the projections are as they were made: no adapters."""
+        """Whether the projections have no adapters."""
         return all(type(x) is Linear for x in (self.gate_proj, self.up_proj, self.down_proj))
 
     def in_bf16(self, x: Tensor, norm: "RMSNorm") -> Tensor:
-        """The same on norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
+        """`forward` of norm(x), for training in bf16 on a CPU: (N, D) -> (N, D) in float32."""
         joined = layers.normed_product(x, norm.weight, norm.eps, self.gate_proj.weight, self.up_proj.weight)
         return layers.product(layers.gated(joined), self.down_proj.weight)
 
 
 class Block(nn.Module):
-    """One layer: attention, then SwiGLU, each behind a norm and added to the stream."""
+    """One layer: attention, then SwiGLU, each after a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -142,21 +142,16 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    @property
-    def plain(self) -> bool:
-        """Whether all projections are as they were made."""
-        return self.self_attn.plain and self.mlp.plain
-
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int, dropout: float) -> Tensor:
         """(N, D) -> (N, D)."""
-        by_hand = layers.trains_in_bf16(x)
-        documents = documents_of(layout, len(x)) if by_hand and self.self_attn.plain else None
+        hand_written = layers.trains_in_bf16(x)
+        documents = documents_of(layout, len(x)) if hand_written and self.self_attn.plain else None
         if documents is None:
             attended = self.self_attn(self.input_layernorm(x), cos, sin, layout, index)
         else:
             attended = self.self_attn.in_bf16(x, self.input_layernorm, cos, sin, documents)
         x = x + (functional.dropout(attended, dropout) if dropout else attended)
-        if by_hand and self.mlp.plain:
+        if hand_written and self.mlp.plain:
             widened = self.mlp.in_bf16(x, self.post_attention_layernorm)
         else:
             widened = self.mlp(self.post_attention_layernorm(x))
@@ -168,7 +163,7 @@ class Body(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        # Given, so that nn.Embedding draws nothing from the global generator.
+        # Passed in, so that nn.Embedding draws nothing from the global generator.
         table = torch.zeros(config.vocab_size, config.width)
         self.embed_tokens = Embedding(config.vocab_size, config.width, _weight=table, _freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))

@@ -1,27 +1,28 @@
-"""Where the first model comes from: fresh weights, a model directory of this machine, or one of the Hugging Face hub.
+"""Where the first model comes from: fresh weights, a local model directory, or a model of the Hugging Face hub.
 
-    language.{start,pretrained,hub} -> Start;  located(start, ...) -> Located: a folder, and the commit of the hub
+    language.{start,pretrained,hub} -> Start;  located(start, ...) -> Checkpoint: a folder, and the commit of the hub
 
-`stage_tokenizer` takes the tokenizer from there and `stage_language` the weights. A directory is an input of both, so
-DVC and the work key follow its contents. Of the hub, `stage_tokenizer` resolves the revision to a commit once, says it,
-and writes it into `data/tokenizer/pretrained.json`; `stage_language` reads that commit, so both are of one checkpoint,
-and puts it into the lineage. Only config.json, tokenizer.json and safetensors are fetched, into huggingface_hub's
-cache; HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are those of huggingface_hub.
+`stage_tokenizer` takes the tokenizer from there and `stage_language` the weights. A directory is an input of both
+stages, so DVC and the work key depend on its contents. For the hub, `stage_tokenizer` resolves the revision to a commit
+once, prints it, and writes it to `data/tokenizer/pretrained.json`; `stage_language` reads that commit, so both use one
+checkpoint, and adds it to the lineage. Only config.json, tokenizer.json and safetensors are fetched, into
+huggingface_hub's cache; its variables HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply.
 
-Nothing here needs torch: the tokenizer's stage does not follow the model's code.
+Nothing here needs torch, so the tokenizer's stage does not depend on the model's code.
 """
 
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 from pipeline.run.errors import ModelError
 from pipeline.run.tracking import say
+from pipeline.run.types import JsonObject
 
 STARTS = ("scratch", "pretrained", "hub")
-RECORD = "pretrained.json"  # beside the tokenizer: which commit it is from
+RECORD = "pretrained.json"  # beside the tokenizer: the commit that it is from
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -29,7 +30,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where `stage_language` starts; keys of its block that `stage_tokenizer` reads too. Raises ValueError."""
+    """Where `stage_language` starts: keys of its block, which `stage_tokenizer` reads too. Raises ValueError."""
 
     start: str = "scratch"
     """scratch; pretrained: from the folder below; hub: from the id below."""
@@ -46,11 +47,11 @@ class Start:
 
     @property
     def scratch(self) -> bool:
-        """Whether nothing is taken in."""
+        """Whether the weights are fresh."""
         return self.start == "scratch"
 
     def inputs(self) -> dict[str, str]:
-        """The inputs that a stage has for this start, as `running.Wiring` names them. Raises ModelError."""
+        """The inputs of a stage for this start, by the names of its `Wiring` (run/stage.py). Raises ModelError."""
         if self.start != "pretrained":
             return {}
         if not Path(self.pretrained).is_dir():
@@ -63,34 +64,32 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Located:
+class Checkpoint:
     """A checkpoint on disk."""
 
     folder: Path
-    commit: str | None  # of the hub; None: a folder of this machine
+    commit: str | None  # of the hub; None: a local folder
 
 
-def located(start: Start, folder: Path | None, *, weights: bool, tokenizer: Path | None = None) -> Located:
-    """The checkpoint: in `folder`, an input of the stage, or fetched from the hub, with its weights or without.
+def located(start: Start, folder: Path | None, *, weights: bool, tokenizer: Path | None = None) -> Checkpoint:
+    """The checkpoint: in `folder`, an input of the stage, or fetched from the hub, with or without its weights.
 
     `tokenizer` is the folder whose record names the commit to take; None resolves `start.hub`. Raises ModelError.
     """
     if folder is not None:
-        return Located(folder, None)
+        return Checkpoint(folder, None)
     match = HUB_ID.fullmatch(start.hub or "")
     assert match is not None  # Start has checked it
     name, revision = match[1], match[2] or "main"
-    commit = _resolved(name, revision) if tokenizer is None else recorded(tokenizer, start)
+    commit = _resolve_commit(name, revision) if tokenizer is None else recorded(tokenizer, start)
     files = [_fetch(name, commit, file) for file in ("config.json", "tokenizer.json")]
     if weights:
         _fetch_weights(name, commit)
-    return Located(files[0].parent, commit)
+    return Checkpoint(files[0].parent, commit)
 
 
 def record(folder: Path, start: Start, commit: str | None) -> None:
-    """Write down, beside a tokenizer, the commit that it is from; nothing for a folder, whose contents the key
-    follows.
-    """
+    """Write the commit beside the tokenizer taken from it; nothing for a local folder, whose contents are hashed."""
     if commit is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RECORD).write_text(
@@ -99,24 +98,24 @@ def record(folder: Path, start: Start, commit: str | None) -> None:
 
 
 def recorded(folder: Path, start: Start) -> str:
-    """The commit that `record` wrote. Raises ModelError where the tokenizer is not of this checkpoint."""
+    """The commit that `record` wrote. Raises ModelError where the tokenizer is from another checkpoint."""
     path = folder / RECORD
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if found.get("hub") != start.hub:
+    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if values.get("hub") != start.hub:
         raise ModelError(
-            f"{folder}: expected the tokenizer of {start.hub}, found {found.get('hub', 'another')}; run dvc repro "
+            f"{folder}: expected the tokenizer of {start.hub}, found {values.get('hub', 'another')}; run dvc repro "
             "stage_tokenizer"
         )
-    return found["commit"]
+    return values["commit"]
 
 
-def lineage(start: Start, commit: str | None) -> dict[str, Any]:
-    """What the lineage says besides its inputs: a model of the hub with its commit."""
+def lineage(start: Start, commit: str | None) -> JsonObject:
+    """An entry of the lineage besides its inputs: the model of the hub with its commit."""
     return {} if commit is None else {"pretrained": f"{(start.hub or '').partition('@')[0]}@{commit}"}
 
 
-def _resolved(name: str, revision: str) -> str:
-    """The commit of a revision: huggingface_hub puts it into the path of what it fetches."""
+def _resolve_commit(name: str, revision: str) -> str:
+    """The commit of a revision: huggingface_hub puts it into the path of the files that it fetches."""
     commit = _fetch(name, revision, "config.json").parent.name
     if not COMMIT.fullmatch(commit):
         raise ModelError(
@@ -128,7 +127,7 @@ def _resolved(name: str, revision: str) -> str:
 
 
 def _fetch_weights(name: str, commit: str) -> None:
-    """One file, or the shards that the index names. Raises ModelError, also for a checkpoint of pickles alone."""
+    """One file, or the shards of the index. Raises ModelError, also for a checkpoint of pickles alone."""
     if _fetch(name, commit, WEIGHTS, optional=True) is not None:
         return
     index = _fetch(name, commit, INDEX, optional=True)
@@ -152,9 +151,7 @@ def _fetch(name: str, revision: str, file: str) -> Path: ...
 @overload
 def _fetch(name: str, revision: str, file: str, *, optional: bool) -> Path | None: ...
 def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Path | None:
-    """A file in huggingface_hub's cache, fetched where it is missing; None for an optional one that the model has
-    not.
-    """
+    """A file in huggingface_hub's cache, fetched if missing; None for an optional file that the model lacks."""
     import httpx  # here and below: seconds to import, needed for the hub alone
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
@@ -185,7 +182,7 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, httpx.HTTPError) as error:
         offline = isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled)
         if offline and file == WEIGHTS:
-            return None  # the checkpoint may be in shards; if their index is not here either, that is said
+            return None  # the checkpoint may be in shards; if their index is missing too, fetching it raises
         why = "HF_HUB_OFFLINE is set" if offline else f"the hub could not be reached ({_cause(error)})"
         raise ModelError(
             f"{name}@{revision}: {why}, and {file} is not in the cache of huggingface_hub. Run again with a network"
@@ -195,7 +192,7 @@ def _fetch(name: str, revision: str, file: str, *, optional: bool = False) -> Pa
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what lies at the bottom."""
+    """The first line of the root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).splitlines() or [""])[0][:200] or type(error).__name__

@@ -2,14 +2,16 @@
 
     x = embed(ids);  per layer: x += attention(norm(x)), x += swiglu(norm(x));  logits = head(norm(x))
 
-The parameters carry Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`), so `state_dict()` is what
-`model.safetensors` holds. Inside, all tokens of a batch lie on one line (N, D); `attention.py` says who sees whom.
+Parameters have Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`), so `state_dict()` has the keys of
+`model.safetensors`. Inside, all tokens of a batch are flattened to one line (N, D); a layout (`attention.py`) defines
+which tokens attend to each other.
 
-Not here: losses (`learning/losses.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off unless set.
+Not here: losses (`learning/losses.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off by default.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +31,11 @@ from pipeline.model.cache import Cached, KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Body, Linear, cpu_autocast, rope_tables
 
-EVEN_ROWS = 128  # so many different shapes at most below it, and multiples above
+EVEN_ROWS = 128  # above it, rows are padded to multiples: at most so many different shapes below
 Checkpointing = Literal["none", "full", "every_2", "selective"]
-# by "selective": dear to compute and small to keep. A CPU's own attention (kernels.py) is computed again: its scores
-# are not.
-KEPT = {
+# What "selective" saves: expensive to compute and small to store. The CPU's own attention (cpu/layers.py) is
+# recomputed: its scores are not small.
+SAVED_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.topk.default,
@@ -44,33 +46,29 @@ KEPT = {
 }
 
 
-class Beside(Protocol):
-    """What may stand beside the layers and change the stream behind each: a memory, or what it is compared with."""
+class LayerHook(Protocol):
+    """A module that changes the residual stream after each layer: a memory, or its baseline."""
 
     def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
-        """For a line of tokens; as `Memory.reads`."""
+        """For a line of tokens; see `Memory.reads`."""
         ...
 
-    def going_on(self, layout: Any) -> Reads:
-        """For new tokens of a cache's rows; as `Memory.going_on`."""
+    def going_on(self, layout: Layout) -> Reads:
+        """For new tokens of a cache's rows; see `Memory.going_on`."""
         ...
 
-    def initialise(self, generator: torch.Generator) -> None:
-        """Fresh weights."""
-        ...
+    def initialise(self, generator: torch.Generator) -> None: ...
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As `nn.Module.parameters`."""
-        ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class Transformer(nn.Module):
-    """Decoder-only transformer. Without a `generator` its weights are zero, to be loaded.
+    """Decoder-only transformer. Without a `generator` its weights are zero, to be loaded later.
 
-    `checkpointing` recomputes layers in the backward pass: "full" all, "every_2" each second one, "selective" all but
-    their matrix products, attention and top-k. `dropout` is the share of each layer's two outputs that is dropped in
-    training, `neftune_alpha` scales noise on the embeddings in training (see `_noise`). All three are settings of a
-    run, not of the model.
+    `checkpointing` recomputes layers in the backward pass: "full" all of them, "every_2" every second one, "selective"
+    everything but matrix products, attention and top-k. `dropout` applies to the two outputs of each layer in
+    training, `neftune_alpha` scales noise on the embeddings in training (see `_noise`). All three are
+    settings of a run, not of the model.
     """
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
@@ -82,7 +80,7 @@ class Transformer(nn.Module):
         self.model = Body(config)
         if not config.tied:
             self.lm_head = Linear(config.width, config.vocab_size)
-        self.memory: Beside | None = None if config.memory is None else Memory(config.memory, config)
+        self.memory: LayerHook | None = None if config.memory is None else Memory(config.memory, config)
         if generator is not None:
             self.initialise(generator)
 
@@ -97,20 +95,20 @@ class Transformer(nn.Module):
         head: Callable[[Tensor, Tensor], Tensor] | None = None,
         reading: Reading | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of every position, or (n, V) of the n places where `select` (B, T) is True, row by row.
+        """Logits (B, T, V) of every position, or (n, V) of the n positions where `select` (B, T) is True, row by row.
 
-        The other arguments and errors as in `hidden`. A loss selects its targets: the head is a third of nano's work.
-        With `head` the result is what it gives for the selected states (n, D) and the head's matrix (V, D), in place of
-        their product.
+        The other arguments and errors are those of `hidden`. A loss selects its targets: the head is a third of nano's
+        compute. With `head`, returns `head(states, matrix)` of the selected states (n, D) and the head's matrix (V, D)
+        instead of their product.
         """
         x, line = self._encode(input_ids, positions, documents, cache, reading)
         if select is None:
             return self.logits(_spread(x, line, input_ids))
-        chosen = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
+        selected = select.flatten() if line is None or line.kept is None else select.flatten()[line.kept]
         if line is not None and line.source is not None:
-            x = x.index_select(0, line.source[chosen])
-        elif not bool(chosen.all()):
-            x = x.index_select(0, chosen.nonzero().squeeze(1))
+            x = x.index_select(0, line.source[selected])
+        elif not bool(selected.all()):
+            x = x.index_select(0, selected.nonzero().squeeze(1))
         return self.logits(x) if head is None else head(x, self.table)
 
     def hidden(
@@ -122,14 +120,14 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         reading: Reading | None = None,
     ) -> Tensor:
-        """What the head reads, after the last norm: (B, T, D) for `input_ids` (B, T).
+        """The head's input, after the last norm: (B, T, D) for `input_ids` (B, T).
 
-        `documents` (B, T) are ids of the documents packed into each row: tokens see only their own (None: a row is a
-        document). Negative ids are padding; what comes out there has no meaning. `positions` (B, T) count from 0 in
-        each document, and are derived where they are not given. On a CPU, rows of one document that begin alike are
-        computed once as far as they do. With a `cache` the T tokens follow what each of its B rows holds. `reading`
-        tells a memory what to do, and is told what it did (memory.py). Raises ValueError where rows are longer than the
-        context, a cache meets documents, or a row of `documents` comes back to an earlier id.
+        `documents` (B, T) are ids of the documents packed into each row: tokens attend only within their own (None:
+        each row is one document). Negative ids are padding; the output there is undefined. `positions` (B, T) count
+        from 0 in each document; None derives them. On a CPU, the common prefix of rows of one document each is
+        computed once. With a `cache`, the T tokens continue its B rows. `reading` sets how a memory is read, and
+        receives what was read (memory/model.py). Raises ValueError where rows are longer than the context, a cache is
+        combined with documents, or a row of `documents` returns to an earlier id.
         """
         return _spread(*self._encode(input_ids, positions, documents, cache, reading), input_ids)
 
@@ -141,7 +139,7 @@ class Transformer(nn.Module):
         cache: KVCache | None,
         reading: Reading | None = None,
     ) -> tuple[Tensor, Line | None]:
-        """Hidden states (N, D) of the tokens that are computed, and which these are; None: all B * T."""
+        """Hidden states (N, D) of the computed tokens, and which tokens these are; None: all B * T."""
         batch, time = input_ids.shape
         causal = self.config.attention == "causal"
         if time > self.config.max_context:
@@ -154,46 +152,48 @@ class Transformer(nn.Module):
         if documents is None:
             if positions is None:
                 positions = torch.arange(time, device=input_ids.device).expand(batch, time)
-            places, read = positions.flatten(), self._reads(positions.flatten(), None, None, reading)
-            return self.line(input_ids.flatten(), places, Rows(batch, causal), read), None
+            line_positions = positions.flatten()
+            read = self._reads(line_positions, None, None, reading)
+            return self.line(input_ids.flatten(), line_positions, Rows(batch, causal), read), None
         if input_ids.device.type != "cpu" or self.compiled:
-            positions = positions_in(documents) if positions is None else positions
-            places, read = positions.flatten(), self._reads(positions.flatten(), documents.flatten() < 0, None, reading)
-            return self.line(input_ids.flatten(), places, Masked.of(documents, causal), read), None
-        # On a CPU: no mask, and the line holds the tokens that are not padding.
-        alone = self._random or self.memory is not None  # no tokens are computed once for several rows
-        packed = Line.of(documents, causal, None if alone else input_ids)
-        ids, places = input_ids.flatten(), packed.positions if positions is None else positions.flatten()
+            line_positions = (positions_in(documents) if positions is None else positions).flatten()
+            read = self._reads(line_positions, documents.flatten() < 0, None, reading)
+            return self.line(input_ids.flatten(), line_positions, Masked.of(documents, causal), read), None
+        # On a CPU: no mask, and the line leaves out padding.
+        separate = self._random or self.memory is not None  # no token is computed once for several rows
+        packed = Line.of(documents, causal, None if separate else input_ids)
+        ids, line_positions = input_ids.flatten(), packed.positions if positions is None else positions.flatten()
         if packed.computed is not None:
             ids = ids[packed.computed]
-            places = places if positions is None else places[packed.computed]
-        return self.line(ids, places, packed.layout, self._reads(places, None, packed.computed, reading)), packed
+            line_positions = line_positions if positions is None else line_positions[packed.computed]
+        read = self._reads(line_positions, None, packed.computed, reading)
+        return self.line(ids, line_positions, packed.layout, read), packed
 
     def _reads(
-        self, positions: Tensor, padding: Tensor | None, kept: Tensor | None, reading: Reading | None
+        self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: Reading | None
     ) -> Reads | None:
-        """How a line reads the memory, if there is one: `positions` (N,) of its tokens, `kept` (N,) their places in
-        the batch.
+        """How a line reads the memory, if there is one: `positions` (N,) of its tokens in their documents, `computed`
+        (N,) their indices in the flattened batch.
         """
         if self.memory is None:
             return None
-        told = Reading() if reading is None else reading
-        if told.off:
+        reading = Reading() if reading is None else reading
+        if reading.off:
             return lambda layer, x: x
-        trained = None if told.trained is None else told.trained.flatten()
-        if trained is not None and kept is not None:
-            trained = trained[kept]
-        return self.memory.reads(positions, padding, trained, told)
+        trained = None if reading.trained is None else reading.trained.flatten()
+        if trained is not None and computed is not None:
+            trained = trained[computed]
+        return self.memory.reads(positions, padding, trained, reading)
 
     def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None) -> Tensor:
-        """The layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
+        """Run the layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
 
-        `read` makes of each layer's stream (N, D) what it is after the memory; rows of a cache go on reading by
-        themselves.
+        `read` maps the stream (N, D) after each layer to the stream after the memory; None: rows of a cache, which
+        continue reading.
         """
         if self.memory is not None and read is None:
             read = self.memory.going_on(layout)
-        tokens, missing = len(ids), uneven(self.model.embed_tokens.weight, len(ids))
+        tokens, missing = len(ids), num_padding_rows(self.model.embed_tokens.weight, len(ids))
         if missing:
             ids, positions = functional.pad(ids, (0, missing)), functional.pad(positions, (0, missing))
             layout = Padded(layout, tokens)
@@ -209,13 +209,13 @@ class Transformer(nn.Module):
         return self.model.norm(x[:tokens] if missing else x)
 
     def _layer(self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, index: int) -> Tensor:
-        """One layer, (N, D) -> (N, D); in training as `checkpointing` says."""
-        if isinstance(layout, Cached):  # each step has other shapes: compiled layers would be compiled anew and anew
+        """One layer, (N, D) -> (N, D); recomputed in the backward pass where `checkpointing` asks for it."""
+        if isinstance(layout, Cached):  # each step has other shapes: compiled layers would be recompiled every time
             return layer._call_impl(x, cos, sin, layout, index, self._rate)  # pyright: ignore[reportReturnType]
-        again = self.checkpointing in ("full", "selective") or (self.checkpointing == "every_2" and index % 2 == 0)
-        if not (again and self.training and torch.is_grad_enabled()):
+        recompute = self.checkpointing in ("full", "selective") or (self.checkpointing == "every_2" and index % 2 == 0)
+        if not (recompute and self.training and torch.is_grad_enabled()):
             return layer(x, cos, sin, layout, index, self._rate)
-        contexts = _keeping if self.checkpointing == "selective" else noop_context_fn
+        contexts = _selective_contexts if self.checkpointing == "selective" else noop_context_fn
         x = checkpoint(layer, x, cos, sin, layout, index, self._rate, use_reentrant=False, context_fn=contexts)  # pyright: ignore[reportAssignmentType]
         assert isinstance(x, Tensor)
         return x
@@ -227,14 +227,14 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
-        missing = uneven(hidden, len(hidden)) if hidden.ndim == 2 else 0
+        missing = num_padding_rows(hidden, len(hidden)) if hidden.ndim == 2 else 0
         if missing:
             return functional.linear(functional.pad(hidden, (0, 0, 0, missing)), self.table)[: len(hidden)]
         return functional.linear(hidden, self.table)
 
     @property
     def compiled(self) -> bool:
-        """Whether the blocks run under torch.compile, which wants shapes that stay equal from batch to batch."""
+        """Whether the blocks run under torch.compile, which needs equal shapes from batch to batch."""
         return getattr(self.model.layers[0], "_compiled_call_impl", None) is not None
 
     @property
@@ -243,14 +243,14 @@ class Transformer(nn.Module):
 
     @property
     def _random(self) -> bool:
-        """Whether equal tokens at equal places may get unequal states."""
+        """Whether equal tokens at equal positions may get different states."""
         return self.training and bool(self.dropout or self.neftune_alpha)
 
     def _noise(self, x: Tensor, positions: Tensor) -> Tensor:
-        """NEFTune's (Jain et al. 2023, arXiv:2310.05914): uniform in +-alpha / sqrt(L D) for documents of L tokens,
-        (N, D).
+        """NEFTune's noise (Jain et al. 2023, arXiv:2310.05914): uniform in +-alpha / sqrt(L D) for documents of L
+        tokens, (N, D).
         """
-        document = (positions == 0).cumsum(0)  # (N,) a new number where positions begin anew
+        document = (positions == 0).cumsum(0)  # (N,) a new number where positions restart
         lengths = torch.bincount(document)[document]
         return torch.empty_like(x).uniform_(-1, 1) * (self.neftune_alpha / (lengths * x.shape[1]).sqrt())[:, None]
 
@@ -259,17 +259,17 @@ class Transformer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of one token, see `ModelConfig.flops_per_token`; with those of a memory's readers."""
-        reading = self.memory.flops_per_token() if isinstance(self.memory, Memory) else 0
-        return self.config.flops_per_token(context) + reading
+        """Training FLOPs of one token, see `ModelConfig.flops_per_token`; plus those of a memory's readers."""
+        readers = self.memory.flops_per_token() if isinstance(self.memory, Memory) else 0
+        return self.config.flops_per_token(context) + readers
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         """Fresh weights: normal, the two projections into the residual stream scaled by 1/sqrt(2 * layers).
 
-        As GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms one,
-        biases zero. A function of the generator's state alone: weights
-        are drawn on its device, in the order of `state_dict()`.
+        As GPT-2 (Radford et al. 2019, 2.3), whose 0.02 is `ModelConfig.initializer_range` at width 1250. Norms are one,
+        biases zero. A function of the generator's state alone: weights are drawn on its device, in the order of
+        `state_dict()`.
         """
         for name, parameter in self.named_parameters():
             if name.startswith("memory."):
@@ -279,25 +279,25 @@ class Transformer(nn.Module):
                 continue
             into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = self.config.initializer_range / ((2 * self.config.layers) ** 0.5 if into_stream else 1.0)
-            drawn = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
-            parameter.copy_(drawn)
+            weights = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
+            parameter.copy_(weights)
         if self.memory is not None:
             self.memory.initialise(generator)
 
 
-def _keeping() -> Any:
-    """For "selective": the two contexts, of a layer's forward pass and of its recomputation."""
-    return create_selective_checkpoint_contexts(_policy)
+def _selective_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """The contexts of "selective" for a layer's forward pass and for its recomputation."""
+    return create_selective_checkpoint_contexts(_selective_policy)
 
 
-def _policy(_context: SelectiveCheckpointContext, operation: OpOverload, *_: object, **__: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _selective_policy(
+    _context: SelectiveCheckpointContext, operation: OpOverload, *_: object, **__: object
+) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in SAVED_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def uneven(x: Tensor, rows: int) -> int:
-    """How many rows a matrix product should have more: for each new shape oneDNN compiles a bf16 kernel, in 4 to 20
-    ms.
-    """
+def num_padding_rows(x: Tensor, rows: int) -> int:
+    """By how many rows to pad a matrix product: oneDNN compiles a bf16 kernel for each new shape, in 4 to 20 ms."""
     return -rows % EVEN_ROWS if rows > EVEN_ROWS and cpu_autocast(x) else 0
 
 

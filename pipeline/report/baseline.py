@@ -1,11 +1,10 @@
-"""The run that the report compares with: the metrics of a commit, from DVC's cache.
+"""The baseline of the report: the metrics of another commit, from DVC's cache.
 
-    python -m pipeline.report.baseline pin [REV]      write REV's full hash into params.yaml (report.baseline); without
-                                                      REV HEAD's
-    python -m pipeline.report.baseline unpin          compare with nothing
+    python -m pipeline.report.baseline pin [REV]     write the full hash of REV (HEAD) to report.baseline of params.yaml
+    python -m pipeline.report.baseline unpin         compare with nothing
 
-The hash stands in params.yaml since a cached stage that read "the last commit" would have an input that nobody tracks.
-`metrics_at` works while DVC holds its lock, so stage report may call it. Not promised: commits whose metrics are
+The hash is in params.yaml because a cached stage that read "the last commit" would have an input that DVC does not
+track. `metrics_at` works while DVC is locked, so stage report may call it. Not promised: commits whose metrics are
 neither in the cache nor on the remote.
 """
 
@@ -20,17 +19,14 @@ from pipeline.report import metrics
 from pipeline.report.metrics import Run
 from pipeline.run.errors import ConfigError, InputError, StagecoachError
 
-LINE = re.compile(
-    r"^(report:\n(?:[ #].*\n)*?  baseline:)(?: *[^\s#]+)?", re.MULTILINE
-)  # `dvc exp run -S` writes null as nothing
+# the value may be missing, since `dvc exp run -S` writes null as nothing
+LINE = re.compile(r"^(report:\n(?:[ #].*\n)*?  baseline:)(?: *[^\s#]+)?", re.MULTILINE)
 WORKSPACE = "workspace"
 
 
 @contextmanager
 def metrics_at(revision: str) -> Iterator[Path]:
-    """A temporary folder with the `metrics/` of a commit, branch, tag or experiment. Raises InputError with what to
-    do.
-    """
+    """A temporary folder with the `metrics/` of a commit, branch, tag or experiment. Raises InputError."""
     from dvc.api import DVCFileSystem
     from dvc.exceptions import DvcException
 
@@ -46,16 +42,16 @@ def metrics_at(revision: str) -> Iterator[Path]:
                 )
             files.get("metrics", str(folder), recursive=True)
         except (DvcException, OSError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            message = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise InputError(
                 f"the metrics of {revision} are not in the cache: fetch them with dvc fetch --all-commits metrics, or"
-                f" choose another revision ({said})"
+                f" choose another revision ({message})"
             ) from error
         yield folder
 
 
 def at(revision: str) -> Run:
-    """What was measured at a revision; `workspace` is the working tree. Raises InputError."""
+    """The metrics of a revision; `workspace` is the working tree. Raises InputError."""
     if revision == WORKSPACE:
         if not Path("metrics").is_dir():
             raise InputError("metrics/ does not exist; make it with: dvc repro")
@@ -80,22 +76,19 @@ def resolve(revision: str) -> str:
 
 
 def pin(path: Path, value: str) -> None:
-    """Write `report.baseline` into params.yaml; every other byte stays. Raises ConfigError where it has no such
-    line.
-    """
-    text = path.read_text(encoding="utf-8")
-    found = LINE.subn(lambda match: f"{match[1]} {value}", text)
-    if found[1] != 1:
+    """Write `report.baseline` to params.yaml without changing another byte. Raises ConfigError without that line."""
+    text, count = LINE.subn(lambda match: f"{match[1]} {value}", path.read_text(encoding="utf-8"))
+    if count != 1:
         raise ConfigError(f"{path}: expected a block `report:` with a line `  baseline:`, found none; add them")
-    path.write_text(found[0], encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:
-    """The commands above."""
+    """The commands of this module."""
     try:
         if arguments[:1] == ["pin"] and len(arguments) <= 2:
             revision = resolve(arguments[1] if len(arguments) == 2 else "HEAD")
-            with metrics_at(revision):  # it must be there before a report counts on it
+            with metrics_at(revision):  # fail now if a report could not read them later
                 pin(Path("params.yaml"), revision)
             sys.stdout.write(f"report.baseline is {revision}; dvc repro stage_report compares with it\n")
         elif arguments == ["unpin"]:

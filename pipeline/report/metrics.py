@@ -1,19 +1,13 @@
-"""What the metrics folder of a run holds, read once for all who show it: the report card, the table of `make`,
-comparisons.
+"""The metrics of a run: read once for the report card, the table of `make` and comparisons; headline numbers and costs.
 
-    metrics/*.json, *.csv, eval/*, traces/*, routing/*  -> Run
+    metrics/*.json, *.csv, eval/*, traces/*, routing/*                       -> Run
+    metrics/eval/<model>.json                                                -> HEADLINES, the top of the report
+    work keys of the lineage + speed.json of the work folder + report.prices -> a Cost per stage: time, speed, memory,
+                                                                                energy, money
 
-Everything stands in pipeline order, stages of a person's own behind ours. A file without a lineage is nobody's: it
-changes nothing.
-
-The numbers that stand at the top of the report and in the table at the end of `make`.
-
-What each stage cost: time, speed, memory, energy, money; and where its numbers can be looked up.
-
-    lineage keys + speed.json of the work folder + `report.prices`  -> a row per stage
-
-Times come from the work folder of this machine, by key: a stage that was restored from a cache or pulled was built
-elsewhere. Money is processor and GPU hours by the prices that `report.prices` names; without prices none is shown.
+Everything is in pipeline order; stages of a person's own follow ours. A file without a lineage is ignored. Times come
+from the work folder of this machine, by work key: a stage that was restored from a cache or pulled was built elsewhere.
+Money is hours of processor cores and GPUs at the prices of `report.prices`; without prices there is none.
 """
 
 import csv
@@ -21,9 +15,9 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from pipeline.run import tracking, workdir
+from pipeline.run.types import JsonObject
 
 ORDER = (
     "corpus",
@@ -47,9 +41,9 @@ ORDER = (
     "memory_baseline",
     "deploy",
 )
-# What a model was made from, and so is compared with, where that is not the model that its lineage names: lora does the
-# work of tools; the masked-diffusion model is compared with its control, the causal model at its best on the same data;
-# a memory with a wider model.
+# The model that another is compared with, where that is not the model in its lineage: lora has the same task as tools;
+# the masked-diffusion model is compared with its control, the causal model at its best on the same data; a memory with
+# a wider model.
 COMPARED = {
     "lora": "tools",
     "diffusion": "diffusion_control",
@@ -57,12 +51,10 @@ COMPARED = {
     "memory": "memory_baseline",
     "memory_baseline": "code",
     "reward": "",
-}  # "": it answers nothing, so there is nothing to compare
-SECOND = {
-    "diffusion_control": "diffusion",
-    "memory_baseline": "memory",
-}  # model -> the stage that makes it beside its own
-MADE_BY = {
+}  # "": it writes no answers, so there is nothing to compare
+# models that are not named like the stage that makes them
+STAGE_OF_MODEL = {"diffusion_control": "diffusion", "memory_baseline": "memory"}
+STAGE_OF_DATA = {  # by folder of data/
     "raw": "corpus",
     "dialogues": "tasks",
     "problems": "tasks",
@@ -72,33 +64,36 @@ MADE_BY = {
 }
 
 
+Row = JsonObject  # of one item: a line of metrics/eval/<model>.jsonl
+
+
 @dataclass(frozen=True)
 class Run:
-    """What the metrics folder holds."""
+    """The contents of a metrics folder."""
 
-    stages: dict[str, dict[str, Any]]  # name -> metrics/<name>.json
+    stages: dict[str, JsonObject]  # name -> metrics/<name>.json
     curves: dict[str, list[dict[str, str]]]  # name -> rows of metrics/<name>.csv
-    evaluations: dict[str, dict[str, Any]]  # model -> metrics/eval/<model>.json
-    items: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # model -> rows of metrics/eval/<model>.jsonl
-    traces: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> metrics/traces/<model>.json
-    routes: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> metrics/routing/<model>.json
+    evaluations: dict[str, JsonObject]  # model -> metrics/eval/<model>.json
+    items: dict[str, list[Row]] = field(default_factory=dict)  # model -> rows of metrics/eval/<model>.jsonl
+    traces: dict[str, JsonObject] = field(default_factory=dict)  # model -> metrics/traces/<model>.json
+    routes: dict[str, JsonObject] = field(default_factory=dict)  # model -> metrics/routing/<model>.json
 
     @cached_property
     def bases(self) -> dict[str, str]:
-        """model -> the model that its results are compared with; models that are compared with none are left out."""
-        found = {}
+        """model -> the model that its results are compared with, for the models that have one."""
+        bases = {}
         for model in self.evaluations:
-            facts = self.stages.get(SECOND.get(model, model), {}).get("lineage", {})
-            made_from = [Path(path).name for path in facts.get("inputs", {}) if path.startswith("models/")]
+            lineage = self.stages.get(STAGE_OF_MODEL.get(model, model), {}).get("lineage", {})
+            made_from = [Path(path).name for path in lineage.get("inputs", {}) if path.startswith("models/")]
             answering = [name for name in made_from if name in self.evaluations and COMPARED.get(name) != ""]
             base = COMPARED.get(model, next(iter(answering), ""))
             if base in self.evaluations:
-                found[model] = base
-        return found
+                bases[model] = base
+        return bases
 
 
 def read(metrics: Path) -> Run:
-    """Everything below `metrics`, in pipeline order."""
+    """The contents of the folder `metrics`, in pipeline order."""
     stages = _in_order({p.stem: json.loads(p.read_text(encoding="utf-8")) for p in metrics.glob("*.json")})
     curves = {}
     for name in stages:
@@ -114,97 +109,93 @@ def read(metrics: Path) -> Run:
     return Run(stages, curves, evaluations, items, traces, routes)
 
 
-def _in_order(files: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _in_order(files: dict[str, object]) -> dict[str, JsonObject]:
     order = {name: number for number, name in enumerate(ORDER)}
-    ours = {name: told for name, told in files.items() if isinstance(told, dict) and "lineage" in told}
+    ours = {name: content for name, content in files.items() if isinstance(content, dict) and "lineage" in content}
     return dict(sorted(ours.items(), key=lambda entry: (order.get(entry[0], len(order)), entry[0])))
 
 
-def _by_model(folder: Path, models: set[str]) -> dict[str, dict[str, Any]]:
+def _by_model(folder: Path, models: set[str]) -> dict[str, JsonObject]:
     paths = {name: folder / f"{name}.json" for name in (*ORDER, *sorted(models - {*ORDER}))}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; none where there is no file."""
+def lines(path: Path) -> list[Row]:
+    """The rows of a file of JSON lines; empty without a file."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text.split("\n") if line]  # splitlines would cut at U+2028 in an answer
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested numbers by the names `a / b`, without the lineage."""
-    found: dict[str, Any] = {}
+def flat(values: JsonObject, prefix: str = "") -> JsonObject:
+    """Nested numbers, flattened to the names `a / b`, without the lineage."""
+    flattened: JsonObject = {}
     for key, value in values.items():
         if not prefix and key == "lineage":
             continue
-        found |= flat(value, f"{prefix}{key} / ") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flattened |= flat(value, f"{prefix}{key} / ") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flattened
 
 
-def maker(path: str, stages: dict[str, Any]) -> str | None:
-    """The stage of the run that made an input, by where it lies; None for what no stage makes."""
+def stage_of_input(path: str, stages: dict[str, JsonObject]) -> str | None:
+    """The stage of the run that made an input, by its path; None if no stage makes it."""
     top, *rest = Path(path).parts
     if top == "models" and rest:
-        name = SECOND.get(rest[0], rest[0])
+        name = STAGE_OF_MODEL.get(rest[0], rest[0])
     elif top == "data" and len(rest) > 1 and rest[0] == "tokens":
         name = f"encode_{rest[1]}"
     else:
-        name = MADE_BY.get(rest[0], "") if top == "data" and rest else ""
+        name = STAGE_OF_DATA.get(rest[0], "") if top == "data" and rest else ""
     return name if name in stages else None
 
 
 # -- headlines ---------------------------------------------------------------------------------------------------------
 
 
-Row = dict[str, Any]
-
-
 @dataclass(frozen=True)
 class Headline:
-    """One number of metrics/eval/<model>.json, with its `_low` and `_high` beside it."""
+    """One number of metrics/eval/<model>.json, with its `_low` and `_high`."""
 
     path: tuple[str, ...]
     title: str
     axis: str
-    unit: str  # "share" is shown in per cent
+    unit: str  # "share" is shown as a percentage
     higher_is_better: bool
-    key: str  # its name in reports/headlines/, which `dvc metrics show` and `dvc exp show` print
+    key: str  # in reports/headlines/, shown by `dvc metrics show` and `dvc exp show`
     chart: bool = False
-    rows: tuple[str, str] | None = None  # of metrics/eval/<model>.jsonl: the suite, and what each item counts
-    group: str | None = None  # of these rows
-    asked: dict[str, str | int] = field(
-        default_factory=dict, hash=False
-    )  # of a number that no row counts: which rows it is over
+    rows: tuple[str, str] | None = None  # the suite and the key that each row of it adds; None: no sum over rows
+    group: str | None = None  # only the rows of this group
+    # of a number that is no sum over rows: the rows that it is measured over
+    asked: dict[str, str | int] = field(default_factory=dict, hash=False)
 
     def show(self, value: float) -> str:
-        """The value as people read it."""
+        """The value as text."""
         return f"{100 * value:.1f} %" if self.unit == "share" else f"{value:.3f}"
 
     def show_change(self, difference: float) -> str:
-        """A difference of two values; of shares in percentage points."""
+        """A difference of two values as text, of shares in percentage points."""
         sign = "+" if difference >= 0 else "−"
         amount = abs(difference)
         return f"{sign}{100 * amount:.1f} points" if self.unit == "share" else f"{sign}{amount:.3f}"
 
     @property
     def suite(self) -> str:
-        """Whose items it is measured over."""
+        """The suite whose items it is measured over."""
         return self.rows[0] if self.rows else self.path[0]
 
     def items(self, rows: list[Row]) -> dict[str, Row]:
-        """The rows that it is measured over, by what makes an item: its id, and the hash of what was asked where a
+        """The rows that it is measured over, by the identity of the item: its id, and the hash of the question if the
         row has it.
         """
-        wanted = {"suite": self.suite} | self.asked | ({"group": self.group} if self.group else {})
-        mine = (r for r in rows if wanted.items() <= r.items())
+        conditions = {"suite": self.suite} | self.asked | ({"group": self.group} if self.group else {})
+        matching = (r for r in rows if conditions.items() <= r.items())
         if self.rows:
-            mine = (r for r in mine if isinstance(r.get(self.rows[1]), int | float))
-        return {f"{r['id']} {r['item']}" if "item" in r else str(r["id"]): r for r in mine}
+            matching = (r for r in matching if isinstance(r.get(self.rows[1]), int | float))
+        return {f"{r['id']} {r['item']}" if "item" in r else str(r["id"]): r for r in matching}
 
     def counted(self, row: Row) -> tuple[float, float]:
-        """What an item adds above and below the line: bits and bytes, or right and 1."""
+        """What an item adds to numerator and denominator: bits and bytes, or right and 1."""
         assert self.rows, "only a number that rows count is a sum over them"
         key = self.rows[1]
         return float(row[key]), float(row["bytes"]) if key.endswith("bits") else 1.0
@@ -325,25 +316,23 @@ HEADLINES = (
 )
 
 
-def short(numbers: dict[str, Any]) -> dict[str, float]:
-    """key -> value of the headlines that a model has: a file that people read as one line of a table."""
-    found = ((headline.key, lookup(numbers, headline)) for headline in HEADLINES)
-    return {key: round(measured["value"], 4) for key, measured in found if measured is not None}
+def short(numbers: JsonObject) -> dict[str, float]:
+    """key -> value of the headlines that a model has: one line of a table."""
+    measures = ((headline.key, lookup(numbers, headline)) for headline in HEADLINES)
+    return {key: round(measured["value"], 4) for key, measured in measures if measured is not None}
 
 
-def lookup(numbers: dict[str, Any], headline: Headline) -> dict[str, float] | None:
-    """{"value"} of a headline, with {"low", "high"} where it has an interval; None where the model has no such
-    number.
-    """
-    place: Any = numbers
+def lookup(numbers: JsonObject, headline: Headline) -> dict[str, float] | None:
+    """{"value"} of a headline, with {"low", "high"} if it has an interval; None if the model has no such number."""
+    parent: object = numbers
     for key in headline.path[:-1]:
-        place = place.get(key) if isinstance(place, dict) else None
+        parent = parent.get(key) if isinstance(parent, dict) else None
     last = headline.path[-1]
-    if not isinstance(place, dict) or not isinstance(place.get(last), int | float):
+    if not isinstance(parent, dict) or not isinstance(parent.get(last), int | float):
         return None
-    low, high = (place.get(f"{last}_{side}") for side in ("low", "high"))  # may be "not finite"
+    low, high = (parent.get(f"{last}_{side}") for side in ("low", "high"))  # may be "not finite"
     interval = {"low": low, "high": high} if isinstance(low, int | float) and isinstance(high, int | float) else {}
-    return {name: float(number) for name, number in ({"value": place[last]} | interval).items()}
+    return {name: float(number) for name, number in ({"value": parent[last]} | interval).items()}
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------
@@ -351,14 +340,14 @@ def lookup(numbers: dict[str, Any], headline: Headline) -> dict[str, float] | No
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """`report.prices`: what an hour costs."""
+    """The block `report.prices`: the cost of an hour."""
 
     core: float = 0.0
-    """An hour of a processor core that the stage may use."""
+    """Price of an hour of each processor core that the stage may use."""
     gpu: float = 0.0
-    """An hour of each GPU."""
+    """Price of an hour of each GPU."""
     currency: str = "EUR"
-    """As it is shown."""
+    """The currency that the report shows."""
 
     def __post_init__(self) -> None:
         if min(self.core, self.gpu) < 0:
@@ -367,59 +356,59 @@ class Prices:
 
 @dataclass(frozen=True)
 class Cost:
-    """A stage's row."""
+    """The costs of one stage."""
 
     stage: str
     key: str
-    speed: dict[str, Any]  # speed.json; empty where it was built elsewhere
-    mlflow: str  # id of its MLflow run, "" where this machine has none
+    speed: JsonObject  # speed.json; empty if the stage was built elsewhere
+    mlflow: str  # id of its MLflow run; "" if this machine has none
     price: float | None
 
     @property
     def device(self) -> str:
-        """What it ran on."""
+        """The device it ran on."""
         return str(self.speed.get("device", "")) if self.speed else "built elsewhere"
 
     @property
     def memory(self) -> float | None:
-        """Peak of all its processes, GB."""
+        """Peak memory of all its processes, GB."""
         return self.speed.get("host_memory_gb", self.speed.get("memory_gb"))
 
 
 def rows(run: Run, prices: Prices | None = None) -> list[Cost]:
-    """Stages in pipeline order, then the evaluations."""
-    keyed = {name: told["lineage"] for name, told in run.stages.items()}
-    keyed |= {f"evaluate@{model}": told["lineage"] for model, told in run.evaluations.items()}
-    found = []
-    for name, lineage in keyed.items():
+    """The costs of the stages in pipeline order, then of the evaluations."""
+    lineages = {name: content["lineage"] for name, content in run.stages.items()}
+    lineages |= {f"evaluate@{model}": content["lineage"] for model, content in run.evaluations.items()}
+    costs = []
+    for name, lineage in lineages.items():
         key = str(lineage.get("key") or "none")
         folder = next(iter(sorted(workdir.root().glob(f"*/{key}"))), workdir.root() / "none")
         path = folder / "speed.json"
         speed = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        found.append(Cost(name, key, speed, tracking.known_run(folder), _price(speed, prices)))
-    return found
+        costs.append(Cost(name, key, speed, tracking.known_run(folder), _price(speed, prices)))
+    return costs
 
 
-def _price(speed: dict[str, Any], prices: Prices | None) -> float | None:
+def _price(speed: JsonObject, prices: Prices | None) -> float | None:
     if prices is None or "seconds" not in speed:
         return None
     gpus = int(speed.get("gpus", 1 if "(cuda)" in str(speed.get("device", "")) else 0))
     return speed["seconds"] / 3600 * (prices.core * speed.get("cores", 1) + prices.gpu * gpus)
 
 
-def total(costs: list[Cost]) -> dict[str, Any]:
-    """Sums over the stages whose cost is known: seconds, cpu_seconds, joules, price; `known` of `all`; the highest
+def total(costs: list[Cost]) -> JsonObject:
+    """Sums over the stages whose cost is known: seconds, cpu_seconds, joules, price; `known` of `all`; the maximum of
     memory.
     """
-    known = [one for one in costs if "seconds" in one.speed]
-    joules = [one.speed["joules"] for one in known if isinstance(one.speed.get("joules"), int | float)]
-    prices = [one.price for one in known if one.price is not None]
+    known = [cost for cost in costs if "seconds" in cost.speed]
+    joules = [cost.speed["joules"] for cost in known if isinstance(cost.speed.get("joules"), int | float)]
+    prices = [cost.price for cost in known if cost.price is not None]
     return {
         "known": len(known),
         "all": len(costs),
-        "seconds": sum(one.speed["seconds"] for one in known),
-        "cpu_seconds": sum(one.speed.get("cpu_seconds", 0.0) for one in known),
-        "memory": max((one.memory for one in known if one.memory is not None), default=None),
+        "seconds": sum(cost.speed["seconds"] for cost in known),
+        "cpu_seconds": sum(cost.speed.get("cpu_seconds", 0.0) for cost in known),
+        "memory": max((cost.memory for cost in known if cost.memory is not None), default=None),
         "joules": sum(joules) if joules else None,
         "price": sum(prices) if prices else None,
     }

@@ -1,4 +1,4 @@
-"""The table at the end of `make`: what was built and how good it is on held-out data.
+"""The table at the end of `make`: the models that were built and their results on held-out data.
 
 python -m pipeline.report.table [metrics]
 """
@@ -10,14 +10,14 @@ from pipeline.report import card
 from pipeline.report import metrics as report_metrics
 from pipeline.report.metrics import read
 
-MODELS = 4  # columns of one table: more are wider than a terminal
+MODELS = 4  # columns of one table; more are wider than a terminal
 
 
 def render(metrics: Path) -> str:
     """Text tables of a few models each: a row per headline number, a column per model, intervals in brackets."""
     run = read(metrics)
     rows = card.table(run)
-    times = {one.stage: one.speed["seconds"] for one in report_metrics.rows(run) if "seconds" in one.speed}
+    times = {cost.stage: cost.speed["seconds"] for cost in report_metrics.rows(run) if "seconds" in cost.speed}
     if not rows:
         return f"nothing is evaluated yet below {metrics}/eval; run dvc repro"
     lines = [[row["headline"].title, *(_text(cell) for cell in row["cells"])] for row in rows]
@@ -35,10 +35,10 @@ def render(metrics: Path) -> str:
 
 
 def _block(models: list[str], body: list[list[str]]) -> list[str]:
-    """Lines of a table with a column per model."""
-    whole = [["held-out result", *models], *body]
-    widths = [max(len(line[column]) for line in whole) for column in range(len(models) + 1)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in whole]
+    """The lines of a table with a column per model."""
+    rows = [["held-out result", *models], *body]
+    widths = [max(len(line[column]) for line in rows) for column in range(len(models) + 1)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in rows]
     return [text[0], "  ".join("-" * width for width in widths), *text[1:]]
 
 

@@ -1,21 +1,20 @@
 """params.yaml + conf/ + command line -> frozen dataclasses, strictly; and `main`, which runs a stage.
 
-The value of a key, first found wins: command line, what is not null in params.yaml, the stage's preset
-(`conf/preset/<stage>/<name>.yaml`), its block of the scale file, the dataclass default. Groups are names in params.yaml
-(`model: nano`); Hydra's compose API reads the files they name. An unknown key, a missing key or a wrong type raises
-ConfigError naming file, block, key and the valid keys.
+The first source that has a value for a key wins: command line, a value in params.yaml that is not null, the stage's
+preset (`conf/preset/<stage>/<name>.yaml`), its block of the scale file, the dataclass default. Groups are names in
+params.yaml (`model: nano`); Hydra's compose API reads the files they name. An unknown key, a missing key or a wrong
+type raises ConfigError naming file, block, key and the valid keys.
 
     python -m stages.language language.steps=3 runtime.fresh=true     one stage, without DVC
-    python -m stages.language --help                                  every key: type, value, where it is from, meaning
-    python -m pipeline.run.config                                         checks the parameters of all stages
+    python -m stages.language --help                                  every key: type, value, origin, meaning
+    python -m pipeline.run.config                                     checks the parameters of all stages
 
-Not promised: interpolation (`${...}` in params.yaml is refused: the first `dvc exp run -S` would freeze it).
+The `runtime` block of params.yaml sets how a run is carried out. All stages read it and none tracks it, because none of
+it changes more of a result than its rounding.
 
-The `runtime` block of params.yaml: how a run is carried out. All stages read it and none tracks it, because none of it
-changes more of a result than its rounding.
-
-Not promised: equal bits between two precisions, micro-batches or process counts, or between compiled and eager layers;
-a resumed run that changes one of them says so.
+Not promised: interpolation (`${...}` in params.yaml is refused: the first `dvc exp run -S` would freeze it); equal bits
+between two precisions, micro-batches or process counts, or between compiled and eager layers (a resumed run that
+changes one of them logs that).
 """
 
 from __future__ import annotations
@@ -27,25 +26,28 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline.run.errors import ConfigError
+from pipeline.run.types import JsonObject
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+GROUPS = ("model", "scale", "data")
+SEEDS = ("seed", "data_seed")  # of training; of the data and the measurements
+TOP_KEYS = (*SEEDS, *GROUPS, "runtime")
 CHECKPOINTING = ("none", "full", "every_2", "selective")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 TRACKERS = ("tensorboard", "wandb")
-
-
-def without_password(url: str) -> str:
-    """An address as messages show it: what stands before its last @ is left out."""
-    return re.sub(r"^([A-Za-z][\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,7 @@ class SandboxAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The `runtime` block: read by all stages, tracked by none, because none of it changes more of a result than its
-    rounding.
-    """
+    """The `runtime` block: how a run is carried out. Read by all stages, tracked by none."""
 
     device: str = "auto"
     """auto: CUDA where there is one, else the CPU; cpu, cuda, mps (Apple's GPU: untested)."""
@@ -119,26 +119,17 @@ class Runtime:
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, str) or value < 1):
                 raise ValueError(f"{name}: expected auto or a number from 1 on, got {value!r}")
-        if odd := sorted(set(self.trackers) - set(TRACKERS)):
-            raise ValueError(f"trackers: expected some of {', '.join(TRACKERS)}, got {odd[0]!r}")
-        for name, least in {"keep": 1, "logging_steps": 1, "save_steps": 1, "save_minutes": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
-
-
-# -- params ------------------------------------------------------------------------------------------------------------
-
-
-GROUPS = ("model", "scale", "data")
-SEEDS = ("seed", "data_seed")  # of training; of the data and of what is measured
-TOP_KEYS = (*SEEDS, *GROUPS, "runtime")
-T = TypeVar("T")
+        if unknown := sorted(set(self.trackers) - set(TRACKERS)):
+            raise ValueError(f"trackers: expected some of {', '.join(TRACKERS)}, got {unknown[0]!r}")
+        for name, minimum in {"keep": 1, "logging_steps": 1, "save_steps": 1, "save_minutes": 0}.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name}: expected at least {minimum}, got {getattr(self, name)}")
 
 
 def group(name: str) -> Any:
     """A field filled from the selected file of a config group: `model: ModelConfig = group("model")`.
 
-    `group("model.vocab_size")` takes one key of it, so that only this key is tracked.
+    `group("model.vocab_size")` takes one key of the file, so that only this key is tracked.
     """
     return dataclasses.field(metadata={"from": name})
 
@@ -146,21 +137,21 @@ def group(name: str) -> Any:
 def block(name: str) -> Any:
     """A field filled from another block of params.yaml: `sandbox: SandboxConfig = block("sandbox")`.
 
-    Of another stage's block it takes the keys of the field's dataclass alone, so that only these are tracked.
+    From another stage's block it takes only the keys of the field's dataclass, so that only these are tracked.
     """
     return dataclasses.field(metadata={"from": name})
 
 
 @dataclass(frozen=True)
 class Value:
-    """A raw value and the place it was read from, for messages."""
+    """A raw YAML value, and where it was read, for messages."""
 
     raw: Any
     origin: str
 
 
 class Settings:
-    """Everything that was written down: params.yaml, the selected files of conf/, the command line."""
+    """The raw settings: params.yaml, the selected files of conf/, the command line."""
 
     def __init__(self, root: Path, overrides: list[str]) -> None:
         self.root = root
@@ -185,37 +176,37 @@ class Settings:
             if key not in self.params and key not in self.overrides and key != "runtime":
                 raise ConfigError(f"params.yaml: {key}: missing; add it (see params.yaml in the repository)")
 
-    def name(self, which: str) -> str:
+    def name(self, group: str) -> str:
         """The option selected for a group. Raises ConfigError when there is no such file."""
-        name = self.overrides.get(which, self.params.get(which))
-        folder = self.root / "conf" / which
-        have = sorted(p.stem for p in folder.glob("*.yaml"))
-        if name not in have:
+        name = self.overrides.get(group, self.params.get(group))
+        folder = self.root / "conf" / group
+        options = sorted(p.stem for p in folder.glob("*.yaml"))
+        if name not in options:
             raise ConfigError(
-                f"params.yaml: {which}: no file {folder / f'{name}.yaml'}{suggest(str(name), have)}; "
-                f"options: {listing(have)}"
+                f"params.yaml: {group}: no file {folder / f'{name}.yaml'}{suggest(str(name), options)}; "
+                f"options: {listing(options)}"
             )
         return name
 
-    def _compose(self) -> dict[str, Any]:
+    def _compose(self) -> JsonObject:
         from hydra import compose, initialize_config_dir
         from omegaconf import OmegaConf
 
-        for which in GROUPS:
-            _check_mapping(self.root / "conf" / which / f"{self.name(which)}.yaml")
+        for group in GROUPS:
+            _check_mapping(self.root / "conf" / group / f"{self.name(group)}.yaml")
         with initialize_config_dir(str((self.root / "conf").resolve()), version_base=None):
-            config = compose("config", overrides=[f"{which}={self.name(which)}" for which in GROUPS])
+            config = compose("config", overrides=[f"{group}={self.name(group)}" for group in GROUPS])
         plain = OmegaConf.to_container(config, resolve=False)
         assert isinstance(plain, dict)
         return {str(key): value for key, value in plain.items()}
 
     def seed(self, key: str) -> int:
-        """What draws begin from: `seed` those of training, `data_seed` those that make data and measure."""
+        """A seed: `seed` for the draws of training, `data_seed` for those that make data or measure."""
         origin = "command line" if key in self.overrides else "params.yaml"
         return convert(Value(self.overrides.get(key, self.params.get(key)), origin), int, key)
 
     def layers(self, name: str) -> dict[str, Value]:
-        """The raw keys of a stage's block, each from the highest layer that gives it."""
+        """The raw values of a stage's block, each from the highest layer that has its key."""
         merged: dict[str, Value] = {}
         scale = self.name("scale")
         _merge(merged, self.groups.get(name), f"conf/scale/{scale}.yaml", name)
@@ -224,8 +215,8 @@ class Settings:
         if preset not in (None, "none"):
             path = self.root / "conf" / "preset" / name / f"{preset}.yaml"
             if not path.is_file():
-                have = listing(sorted(p.stem for p in path.parent.glob("*.yaml"))) or "none"
-                raise ConfigError(f"params.yaml: {name}.preset: no file {path}; options: {have}")
+                options = listing(p.stem for p in path.parent.glob("*.yaml")) or "none"
+                raise ConfigError(f"params.yaml: {name}.preset: no file {path}; options: {options}")
             _merge(merged, read_yaml(path), str(path.relative_to(self.root)), name)
         present = {key: raw for key, raw in own.items() if raw is not None} if isinstance(own, dict) else own
         _merge(merged, present, "params.yaml", name)
@@ -233,11 +224,11 @@ class Settings:
         self._override(merged, name)
         return merged
 
-    def group_values(self, which: str) -> dict[str, Value]:
-        """The keys of a group's selected file, with command-line changes (`model.layers=2`)."""
+    def group_values(self, group: str) -> dict[str, Value]:
+        """The raw values of a group's selected file, with command-line changes (`model.layers=2`)."""
         merged: dict[str, Value] = {}
-        _merge(merged, self.groups.get(which), f"conf/{which}/{self.name(which)}.yaml", which)
-        self._override(merged, which)
+        _merge(merged, self.groups.get(group), f"conf/{group}/{self.name(group)}.yaml", group)
+        self._override(merged, group)
         return merged
 
     def _override(self, merged: dict[str, Value], name: str) -> None:
@@ -247,8 +238,8 @@ class Settings:
                 continue
             target, _, deeper = rest.partition(".")
             if deeper:  # language.learning_rates.head=1e-3
-                before = merged.get(target)
-                inner = dict(before.raw) if before is not None and isinstance(before.raw, dict) else {}
+                present = merged.get(target)
+                inner = dict(present.raw) if present is not None and isinstance(present.raw, dict) else {}
                 merged[target] = Value(inner | {deeper: raw}, "command line")
             else:
                 merged[target] = Value(raw, "command line")
@@ -262,7 +253,7 @@ def _merge(merged: dict[str, Value], layer: object, origin: str, name: str) -> N
     merged |= {str(key): Value(raw, origin) for key, raw in layer.items() if raw is not None}
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> JsonObject:
     """A YAML file as DVC reads it (YAML 1.2). Raises ConfigError with the line of a fault."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -279,7 +270,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_mapping(path: Path) -> None:
-    """Raise ConfigError for a file that Hydra would read as nothing, or refuse with a traceback."""
+    """Raise ConfigError for a file that Hydra would read as empty, or refuse with a traceback."""
     try:
         tree = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -300,51 +291,54 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def stage_names(root: Path) -> list[str]:
-    """The stages that exist: the modules in stages/."""
+    """The names of the stages: the modules in stages/."""
     return sorted(p.stem for p in (root / "stages").glob("*.py") if p.stem != "__init__")
 
 
 def extra_blocks(root: Path) -> set[str]:
-    """Blocks of params.yaml that stages read besides their own: found in their `block(...)` fields."""
-    found = set()
+    """Blocks of params.yaml that stages read besides their own, by the `block(...)` fields in their source."""
+    names = set()
     for path in (root / "stages").glob("*.py"):
         text = path.read_text(encoding="utf-8")
-        found |= {piece.split('"')[0] for piece in text.split('block("')[1:]}
-    return found
+        names |= {piece.split('"')[0] for piece in text.split('block("')[1:]}
+    return names
 
 
-def suggest(key: str, known: typing.Iterable[str]) -> str:
-    """`, did you mean ...?` where a valid key is close."""
+def suggest(key: str, known: Iterable[str]) -> str:
+    """` (did you mean ...?)` if a valid key is close, else empty."""
     close = difflib.get_close_matches(key, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def listing(names: typing.Iterable[str]) -> str:
-    """Names as a sorted list for a message."""
+def listing(names: Iterable[str]) -> str:
+    """Names, sorted, for a message."""
     return ", ".join(sorted(names))
 
 
-def is_flat(kind: Any) -> bool:
-    """Whether a field's type is a bare dataclass: its keys then stand flat in the stage's block."""
+def without_password(url: str) -> str:
+    """An address as messages show it: without what precedes its last @."""
+    return re.sub(r"^([A-Za-z][\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL)
+
+
+def is_flat(kind: object) -> bool:
+    """Whether a field's type is a bare dataclass, whose keys are keys of the stage's block itself."""
     return dataclasses.is_dataclass(kind)
 
 
-def as_written(parameters: Any) -> dict[str, Any]:
-    """A stage's Params by the keys of its block: what stands flat there is flat here, blocks of elsewhere have their
-    names.
-    """
+def as_written(parameters: DataclassInstance) -> JsonObject:
+    """A stage's Params under the keys of its block: flat fields as their own keys, other blocks under their names."""
     hints, plain = typing.get_type_hints(type(parameters)), dataclasses.asdict(parameters)
-    found: dict[str, Any] = {}
+    written: JsonObject = {}
     for field in dataclasses.fields(parameters):
         if is_flat(hints[field.name]) and "from" not in field.metadata:
-            found |= as_written(getattr(parameters, field.name))
+            written |= as_written(getattr(parameters, field.name))
         else:
-            found[field.name] = plain[field.name]
-    return found
+            written[field.name] = plain[field.name]
+    return written
 
 
 def build(kind: type[T], values: dict[str, Value], where: str, settings: Settings | None = None) -> T:
-    """Make the dataclass from raw values: every key known, every type right, nothing missing. Raises ConfigError."""
+    """A dataclass from raw values: every key known, every type right, nothing missing. Raises ConfigError."""
     hints = typing.get_type_hints(kind)
     known = _valid_keys(kind)
     for key, value in values.items():
@@ -356,7 +350,7 @@ def build(kind: type[T], values: dict[str, Value], where: str, settings: Setting
         source = field.metadata.get("from")
         if source is not None:
             assert settings is not None, f"{where}.{field.name}: group and block fields belong to a stage's Params"
-            arguments[field.name] = _from_elsewhere(hints[field.name], source, settings)
+            arguments[field.name] = _value_of_source(source, hints[field.name], settings)
         elif is_flat(hints[field.name]):
             inner = {key: value for key, value in values.items() if key in _valid_keys(hints[field.name])}
             arguments[field.name] = build(hints[field.name], inner, where)
@@ -376,10 +370,12 @@ def build(kind: type[T], values: dict[str, Value], where: str, settings: Setting
         raise ConfigError(f"{', '.join(origins)}: {where}: {error}") from error
 
 
-def _from_elsewhere(kind: Any, source: str, settings: Settings) -> Any:
+def _value_of_source(source: str, kind: object, settings: Settings) -> object:
+    """The value of a `group` or `block` field."""
     name, _, key = source.partition(".")
     values = settings.group_values(name) if name in GROUPS else settings.layers(name)
     if not key:
+        assert isinstance(kind, type) and dataclasses.is_dataclass(kind)
         if name in stage_names(settings.root):
             values = {inner: value for inner, value in values.items() if inner in _valid_keys(kind)}
         return build(kind, values, name)
@@ -388,7 +384,7 @@ def _from_elsewhere(kind: Any, source: str, settings: Settings) -> Any:
     return convert(values[key], kind, source)
 
 
-def _valid_keys(kind: Any) -> set[str]:
+def _valid_keys(kind: type[DataclassInstance]) -> set[str]:
     hints = typing.get_type_hints(kind)
     keys: set[str] = set()
     for field in dataclasses.fields(kind):
@@ -400,8 +396,8 @@ def _valid_keys(kind: Any) -> set[str]:
     return keys
 
 
-def type_name(kind: Any) -> str:
-    """A type as a person reads it: `float`, `int or none`, `list[str]`."""
+def type_name(kind: object) -> str:
+    """A type for a message: `float`, `int or none`, `list[str]`."""
     if kind is type(None):
         return "none"
     if isinstance(kind, types.UnionType):
@@ -409,13 +405,13 @@ def type_name(kind: Any) -> str:
     return str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
 
 
-def convert(value: Value, kind: Any, where: str) -> Any:
+def convert(value: Value, kind: object, where: str) -> Any:
     """A raw YAML value as `kind`; floats accept integers and text such as "1e-3". Raises ConfigError."""
     raw, wrong = value.raw, f'{value.origin}: {where}: expected {type_name(kind)}, got "{value.raw}"'
     if isinstance(kind, types.UnionType):
         for option in typing.get_args(kind):
             if dataclasses.is_dataclass(option) and isinstance(raw, Mapping):
-                return convert(value, option, where)  # its own message says more than "expected this or that"
+                return convert(value, option, where)  # its own message is more precise than "expected this or that"
             try:
                 return convert(value, option, where)
             except ConfigError:
@@ -447,20 +443,20 @@ def convert(value: Value, kind: Any, where: str) -> Any:
 
 
 def stage_params(stage: str, settings: Settings) -> Any:
-    """The Params of a stage, built; ConfigError where something is wrong."""
+    """The Params of a stage. Raises ConfigError."""
     module = importlib.import_module(f"stages.{stage}")
     return build(module.Params, settings.layers(stage), stage, settings)
 
 
-def resolve(kind: Any, settings: Settings, stage: str) -> tuple[Any, Runtime]:
-    """Params and Runtime for a run of `stage`."""
+def resolve(kind: type[T], settings: Settings, stage: str) -> tuple[T, Runtime]:
+    """Params and Runtime for a run of `stage`. Raises ConfigError."""
     parameters = build(kind, settings.layers(stage), stage, settings)
     return parameters, build(Runtime, settings.layers("runtime"), "runtime")
 
 
-def main(run: Any, **wiring: Any) -> None:
-    """Run a stage from the command line; see `pipeline.run.stage.main` for the wiring. Exits with the code of
-    errors.py.
+def main(run: Callable[..., None], **wiring: Any) -> None:
+    """Run a stage from the command line and exit with a code of errors.py; `wiring`: the fields of
+    `pipeline.run.stage.Wiring`.
     """
     from pipeline.run.stage import main as run_stage
 
@@ -468,9 +464,7 @@ def main(run: Any, **wiring: Any) -> None:
 
 
 def check(argv: list[str]) -> int:
-    """`python -m pipeline.run.config`: build the parameters of every stage, so that a typo is found before DVC
-    deletes outs.
-    """
+    """`python -m pipeline.run.config`: build the parameters of every stage, to find a typo before DVC deletes outs."""
     sys.path.insert(0, str(Path.cwd()))
     faults = 0
     try:

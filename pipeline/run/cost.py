@@ -2,15 +2,15 @@
 
     with measured(folder, start) as usage: ...     -> usage.totals(), usage.samples; $folder/usage.json
 
-A thread looks every EVERY seconds at this process and all below it (under a launcher: at all processes of this
-machine's run), so the workers of a data stage and the sandbox count too. Memory is the sum of their proportional set
-sizes, what each shares counted in parts. Energy is what the processor's packages (RAPL) and the GPUs (NVML) used
-meanwhile, whoever used it; where the system does not let us read it, it says "not measured". Time and energy of a try
-that was killed stay in usage.json and are added to those of the one that resumes it, so that a cost is what it took to
-get there.
+Every EVERY seconds a thread samples this process and all its descendants (under a launcher: all processes of the run on
+this machine), so the workers of a data stage and the sandbox count too. Memory is the sum of proportional set sizes:
+each process counts its part of what it shares. Energy is what the processor packages (RAPL) and the GPUs (NVML) used
+meanwhile, for whatever program; where the system does not allow reading it, it is "not measured". Time and energy of a
+killed attempt stay in usage.json and are added to those of the attempt that resumes it, so the cost of a result
+includes both.
 
 None of this is a result: it goes to speed.json and MLflow, never into an out. Not promised: a peak of memory between
-two looks (but for this process, whose own peak the system keeps), other machines of the same run.
+two samples (except this process's own, which the system records), other machines of the same run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import psutil
 
@@ -35,18 +35,17 @@ NOT_MEASURED = "not measured"
 
 
 class Usage:
-    """What this try has used so far; `look` takes a sample."""
+    """What this attempt has used so far."""
 
     def __init__(self, before: dict[str, float], began: float | None = None) -> None:
-        mine = psutil.Process()
-        self.root = (mine.parent() or mine) if "LOCAL_RANK" in os.environ else mine
-        self.before = before  # totals of killed tries of the same key
+        process = psutil.Process()
+        self.root = (process.parent() or process) if "LOCAL_RANK" in os.environ else process
+        self.before = before  # totals of killed attempts of the same key
         self.began = time.monotonic() if began is None else began  # time.monotonic() when the stage began
-        self.cores = len(mine.cpu_affinity()) if sys.platform == "linux" else psutil.cpu_count() or 1
+        self.cores = len(process.cpu_affinity()) if sys.platform == "linux" else psutil.cpu_count() or 1
         self.meters = [*rapl(), *nvml()]
-        self.samples: list[
-            tuple[int, dict[str, float]]
-        ] = []  # (milliseconds since 1970, MLflow's names of system metrics)
+        # milliseconds since 1970, and values under MLflow's names of system metrics
+        self.samples: list[tuple[int, dict[str, float]]] = []
         self._cpu_start = self._cpu = self._cpu_seconds()
         self._last = time.monotonic()
         self._peak = 0
@@ -56,54 +55,57 @@ class Usage:
     def look(self) -> None:
         """Take a sample."""
         now, cpu, memory = time.monotonic(), self._cpu_seconds(), self._memory()
-        passed = max(now - self._last, 1e-3)
+        seconds = max(now - self._last, 1e-3)
         self._peak = max(self._peak, memory)
         self._joules += sum(meter.joules() for meter in self.meters)
         busy = [use for meter in self.meters if (use := meter.busy()) is not None]
-        self._busy += passed * sum(busy)
-        share = max(0.0, cpu - self._cpu) / passed / self.cores
-        seen = {"system/cpu_utilization_percentage": 100 * share, "system/system_memory_usage_megabytes": memory / 1e6}
-        seen |= {f"system/gpu_{n}_utilization_percentage": 100 * use for n, use in enumerate(busy)}
-        self.samples.append((int(time.time() * 1000), seen))
+        self._busy += seconds * sum(busy)
+        share = max(0.0, cpu - self._cpu) / seconds / self.cores
+        values = {
+            "system/cpu_utilization_percentage": 100 * share,
+            "system/system_memory_usage_megabytes": memory / 1e6,
+        }
+        values |= {f"system/gpu_{n}_utilization_percentage": 100 * use for n, use in enumerate(busy)}
+        self.samples.append((int(time.time() * 1000), values))
         self._cpu, self._last = max(cpu, self._cpu), now
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, float | str]:
         """`seconds`, `cpu_seconds`, `cpu_utilisation` (of the cores that the process may use), `host_memory_gb`
-        (peak), `joules` ("not measured" where the system does not tell), `gpu_seconds` (busy, where there is a GPU
-        that tells), `tries`."""
-        mine = self._mine()
-        whole = {key: mine[key] + self.before.get(key, 0.0) for key in mine if key != "host_memory_gb"}
-        whole["host_memory_gb"] = max(mine["host_memory_gb"], self.before.get("host_memory_gb", 0.0))
-        found: dict[str, Any] = {key: round(value, 3) for key, value in whole.items()}
-        found["tries"] = int(whole["tries"])
-        found["cpu_utilisation"] = round(whole["cpu_seconds"] / max(whole["seconds"], 1e-3) / self.cores, 4)
-        found["cores"] = self.cores
+        (peak), `joules` ("not measured" where it cannot be read), `gpu_seconds` (busy, where it can be read), `tries`.
+        """
+        own = self._own_totals()
+        sums = {key: own[key] + self.before.get(key, 0.0) for key in own if key != "host_memory_gb"}
+        sums["host_memory_gb"] = max(own["host_memory_gb"], self.before.get("host_memory_gb", 0.0))
+        totals: dict[str, float | str] = {key: round(value, 3) for key, value in sums.items()}
+        totals["tries"] = int(sums["tries"])
+        totals["cpu_utilisation"] = round(sums["cpu_seconds"] / max(sums["seconds"], 1e-3) / self.cores, 4)
+        totals["cores"] = self.cores
         if not self.meters:
-            found["joules"] = NOT_MEASURED
+            totals["joules"] = NOT_MEASURED
         if not any(isinstance(meter, Gpu) for meter in self.meters):
-            del found["gpu_seconds"]
-        return found
+            del totals["gpu_seconds"]
+        return totals
 
-    def _mine(self) -> dict[str, float]:
+    def _own_totals(self) -> dict[str, float]:
+        """Of this attempt alone."""
         return {
             "seconds": time.monotonic() - self.began,
             "cpu_seconds": self._cpu - self._cpu_start,
             "tries": 1.0,
-            "host_memory_gb": max(self._peak, own_peak()) / 1e9,
+            "host_memory_gb": max(self._peak, peak_memory()) / 1e9,
             "joules": self._joules,
             "gpu_seconds": self._busy,
         }
 
     def state(self) -> str:
-        """The totals as usage.json keeps them for a try that resumes this one."""
-        kept = {key: value for key, value in self.totals().items() if isinstance(value, int | float)}
-        return json.dumps(kept)
+        """The totals as JSON, for the attempt that resumes this one."""
+        return json.dumps({key: value for key, value in self.totals().items() if isinstance(value, int | float)})
 
     def _tree(self) -> list[psutil.Process]:
         return [self.root, *self.root.children(recursive=True)]
 
     def _cpu_seconds(self) -> float:
-        """Of all living processes and of those that ended and were waited for."""
+        """Of all living processes, and of ended ones that were waited for."""
         total = 0.0
         for process in self._tree():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -114,23 +116,21 @@ class Usage:
         total = 0
         for process in self._tree():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                total += proportional(process)
+                total += proportional_memory(process)
         return total
 
 
-def proportional(process: psutil.Process) -> int:
-    """Bytes of a process's memory, with what it shares counted in parts; the resident set where the system does not
-    tell.
-    """
+def proportional_memory(process: psutil.Process) -> int:
+    """A process's proportional set size in bytes; the resident set size where the system does not report it."""
     with suppress(OSError, ValueError):
         text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-        if (found := re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)) is not None:
-            return int(found[1]) * 1024
+        if (match := re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)) is not None:
+            return int(match[1]) * 1024
     return process.memory_info().rss
 
 
-def own_peak() -> int:
-    """The most bytes this process itself had resident."""
+def peak_memory() -> int:
+    """This process's own peak of resident memory, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -140,24 +140,24 @@ class Package:
 
     def __init__(self, folder: Path) -> None:
         self.counter, self.range = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
-        self.last = int(self.counter.read_text())  # PermissionError: only root may on most systems
+        self.last = int(self.counter.read_text())  # PermissionError: on most systems only root may read it
 
     def joules(self) -> float:
-        """Used since the last call."""
+        """Energy since the last call."""
         now = int(self.counter.read_text())
         used = (now - self.last) % (self.range + 1)
         self.last = now
         return used / 1e6
 
     def busy(self) -> float | None:
-        """Not told by this counter."""
+        """None: this counter measures energy alone."""
         return None
 
 
 class Gpu:
-    """A GPU by its driver's library."""
+    """A GPU, through `library`: pynvml."""
 
-    def __init__(self, library: Any, number: int) -> None:
+    def __init__(self, library: ModuleType, number: int) -> None:
         self.library, self.handle = library, library.nvmlDeviceGetHandleByIndex(number)
         self.last: float | None = self._energy()
 
@@ -168,14 +168,14 @@ class Gpu:
             return None
 
     def joules(self) -> float:
-        """Used since the last call; 0 where the GPU does not count."""
+        """Energy since the last call; 0 where the GPU does not measure it."""
         now = self._energy()
         used = 0.0 if now is None or self.last is None else now - self.last
         self.last = now
         return used
 
     def busy(self) -> float | None:
-        """The share of the last moment in which it worked."""
+        """The share of the last sampling period of the driver in which the GPU worked."""
         try:
             return self.library.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100
         except self.library.NVMLError:
@@ -183,25 +183,25 @@ class Gpu:
 
 
 def rapl(powercap: Path = POWERCAP) -> list[Package]:
-    """The processor packages whose energy may be read."""
-    found = []
+    """The processor packages whose energy this process may read."""
+    packages = []
     for folder in sorted(powercap.glob("intel-rapl:*")):  # AMD's too, in spite of the name
         with suppress(OSError, ValueError):
             if (folder / "name").read_text().startswith("package"):
-                found.append(Package(folder))
-    return found
+                packages.append(Package(folder))
+    return packages
 
 
 def nvml() -> list[Gpu]:
-    """The GPUs that this process may see, where the extra `gpu` is installed."""
+    """The GPUs that are visible to this process; none without the extra `gpu`."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         return []
     try:
         pynvml.nvmlInit()
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        numbers = range(pynvml.nvmlDeviceGetCount()) if chosen is None else [int(n) for n in chosen.split(",") if n]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        numbers = range(pynvml.nvmlDeviceGetCount()) if visible is None else [int(n) for n in visible.split(",") if n]
         return [Gpu(pynvml, number) for number in numbers]
     except (pynvml.NVMLError, ValueError):  # no driver; devices named by uuid
         return []
@@ -209,31 +209,31 @@ def nvml() -> list[Gpu]:
 
 @contextmanager
 def measured(folder: Path, began: float | None = None) -> Iterator[Usage]:
-    """Measure the block; `folder`/usage.json holds the totals of all tries at any moment, to a look's precision."""
+    """Measure the block; `folder`/usage.json has the totals of all attempts as of the last sample."""
     path = folder / "usage.json"
     try:
-        before = json.loads(path.read_text())
-    except (OSError, ValueError):  # the first try, or the machine stopped while it was written
-        before = {}
-    usage, over = Usage(before, began), threading.Event()
+        earlier = json.loads(path.read_text())
+    except (OSError, ValueError):  # the first attempt, or the machine stopped while it was written
+        earlier = {}
+    usage, stopped = Usage(earlier, began), threading.Event()
 
     def watch() -> None:
-        while not over.wait(EVERY):
+        while not stopped.wait(EVERY):
             usage.look()
-            keep(path, usage)
+            _write_usage(path, usage)
 
     thread = threading.Thread(target=watch, daemon=True, name="usage")
     thread.start()
     try:
         yield usage
     finally:
-        over.set()
+        stopped.set()
         thread.join()
         usage.look()
-        keep(path, usage)
+        _write_usage(path, usage)
 
 
-def keep(path: Path, usage: Usage) -> None:
+def _write_usage(path: Path, usage: Usage) -> None:
     """Write usage.json by rename; a full disk costs the numbers, not the run."""
     part = path.with_suffix(".part")
     with suppress(OSError):

@@ -1,12 +1,12 @@
 """MLflow's store, and the models that are registered there.
 
-    connect()                      a client of the store, and the experiment that holds our runs
+    connect()                      a client of the store, and the experiment of our runs
     register(client, run_id, ...)  a version of the model `stagecoach`, made by a run of stage deploy
-    versions, champion, crown      which there are, which one bears the alias `champion`, and giving it
+    versions, champion, crown      the versions, the one with the alias `champion`, and giving a version the alias
 
-The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI says otherwise. What was measured of a version
-lies with its run as the artefact `evaluation`, so that a later one can be compared with it item by item. Who may be
-champion is decided in report/champion.py.
+The store is `sqlite:///$DVC_ROOT/mlflow.db` unless MLFLOW_TRACKING_URI is set. The evaluation of a version is stored
+with its run as the artifact `evaluation`, so that a later version can be compared with it item by item. Which version
+may be champion is decided in report/champion.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pipeline.run.errors import ConfigError
 
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.tracking import MlflowClient
+
 NAME, ALIAS, EVALUATION = "stagecoach", "champion", "evaluation"
-DEFAULTS = {  # MLflow's own would retry for four minutes and warn at each try
+DEFAULTS = {  # with its own, MLflow would retry for four minutes and warn at each try
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
@@ -39,11 +43,11 @@ class Version:
 
     number: str
     run_id: str
-    tags: dict[str, str]  # work.key, git.commit, model, and why it became champion
+    tags: dict[str, str]  # work.key, git.commit, model, and the reason it became champion
 
 
-def connect() -> tuple[Any, str]:
-    """A client, and the id of the experiment `stagecoach`, made when it is not there. Raises ConfigError, and what
+def connect() -> tuple[MlflowClient, str]:
+    """A client, and the id of the experiment `stagecoach`, created if it is missing. Raises ConfigError, and whatever
     MLflow raises.
     """
     for variable, value in DEFAULTS.items():
@@ -53,7 +57,7 @@ def connect() -> tuple[Any, str]:
     (root / ".work").mkdir(exist_ok=True)
     with warnings.catch_warnings(), (root / ".work" / "mlflow.lock").open("w") as lock:
         warnings.simplefilter("ignore")
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two first users would both create the tables
+        fcntl.flock(lock, fcntl.LOCK_EX)  # else two first users would both create the tables
         _check_file(uri)
         from mlflow.tracking import MlflowClient
 
@@ -61,12 +65,12 @@ def connect() -> tuple[Any, str]:
         experiment = client.get_experiment_by_name("stagecoach")
         if experiment is not None:
             return client, experiment.experiment_id
-        where = (root / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
-        return client, client.create_experiment("stagecoach", artifact_location=where)
+        artifacts = (root / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
+        return client, client.create_experiment("stagecoach", artifact_location=artifacts)
 
 
 def _check_file(uri: str) -> None:
-    """Raise ConfigError where SQLite cannot open the store's file, a folder for example: MLflow would try for 100
+    """Raise ConfigError if SQLite cannot open the store's file, a folder for example: MLflow would try for 100
     seconds.
     """
     path = uri.removeprefix("sqlite:///").partition("?")[0]
@@ -82,30 +86,30 @@ def _check_file(uri: str) -> None:
         ) from error
 
 
-def register(client: Any, run_id: str, folder: Path, tags: Mapping[str, str]) -> Version:
-    """A new version for what a run made in `folder`; the one that its run has already, if it has one."""
+def register(client: MlflowClient, run_id: str, folder: Path, tags: Mapping[str, str]) -> Version:
+    """The version of a run, created from `folder` if the run has none yet."""
     from mlflow.exceptions import MlflowException
 
-    for known in versions(client):
-        if known.run_id == run_id:
-            return known
+    for version in versions(client):
+        if version.run_id == run_id:
+            return version
     try:
         client.create_registered_model(NAME)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    made = client.create_model_version(NAME, source=folder.resolve().as_uri(), run_id=run_id, tags=dict(tags))
-    return _version(made)
+    created = client.create_model_version(NAME, source=folder.resolve().as_uri(), run_id=run_id, tags=dict(tags))
+    return _version(created)
 
 
-def versions(client: Any) -> list[Version]:
-    """The registered versions, the newest first."""
-    found = client.search_model_versions(f"name = '{NAME}'")
-    return sorted((_version(one) for one in found), key=lambda one: -int(one.number))
+def versions(client: MlflowClient) -> list[Version]:
+    """The registered versions, newest first."""
+    registered = client.search_model_versions(f"name = '{NAME}'")
+    return sorted((_version(version) for version in registered), key=lambda version: -int(version.number))
 
 
-def champion(client: Any) -> Version | None:
-    """The version that bears the alias."""
+def champion(client: MlflowClient) -> Version | None:
+    """The version with the alias `champion`; None if there is none."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -116,19 +120,19 @@ def champion(client: Any) -> Version | None:
         raise
 
 
-def crown(client: Any, version: Version, evaluation: list[Path], tags: Mapping[str, str]) -> None:
-    """Give a version the alias, after what was measured of it lies with its run."""
+def crown(client: MlflowClient, version: Version, evaluation: list[Path], tags: Mapping[str, str]) -> None:
+    """Store a version's evaluation with its run, then make the version champion."""
     for path in evaluation:
         client.log_artifact(version.run_id, str(path), EVALUATION)
     for key, value in tags.items():
         client.set_model_version_tag(NAME, version.number, key, value)
-    client.set_registered_model_alias(NAME, ALIAS, version.number)  # last: what it stands on is there
+    client.set_registered_model_alias(NAME, ALIAS, version.number)  # last: the evaluation is stored by now
 
 
-def evaluation(client: Any, version: Version, scratch: Path) -> Path:
-    """The folder with what was measured of a version, brought into `scratch`."""
+def evaluation(client: MlflowClient, version: Version, scratch: Path) -> Path:
+    """The folder with a version's evaluation, downloaded into `scratch`."""
     return Path(client.download_artifacts(version.run_id, EVALUATION, str(scratch)))
 
 
-def _version(found: Any) -> Version:
-    return Version(str(found.version), str(found.run_id or ""), dict(found.tags))
+def _version(registered: ModelVersion) -> Version:
+    return Version(str(registered.version), str(registered.run_id or ""), dict(registered.tags))

@@ -1,10 +1,9 @@
-"""What happens around a stage's `run`: arguments, key, lock, resume, tracking, publishing, exit codes.
+"""What happens around a stage's `run`: arguments, key, lock, resuming, tracking, publishing, exit codes.
 
     main(run, inputs={...}, outs={...})        at the end of every stages/<s>.py, called through pipeline.run.config
 
-A finished key is only exported. An unfinished one goes on where it was. An out appears whole or not at all. Exit codes:
-0 done, 2 wrong configuration or input, 3 a failed gate, 128 + signal when stopped, 1 the rest
-(`pipeline/run/errors.py`).
+A finished key is only exported; an unfinished one resumes. An out appears whole or not at all. Exit codes: 0 done, 2
+wrong configuration or input, 3 a failed gate, 128 + signal when stopped, 1 everything else (`pipeline/run/errors.py`).
 """
 
 from __future__ import annotations
@@ -23,54 +22,60 @@ import typing
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from pipeline.run import codehash, cost, device, processes, tracking, workdir
 from pipeline.run.config import Runtime, Settings, Value, as_written, is_flat, parse_override, resolve, type_name
 from pipeline.run.errors import ConfigError, InputError, StagecoachError
+from pipeline.run.types import JsonObject
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ANY = ("*",)
+SECOND = {"diffusion_control": "stage_diffusion", "memory_baseline": "stage_memory"}  # models beside their stage's own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """Where a stage's inputs and outs lie, relative to the folder of dvc.yaml.
+    """The paths of a stage's inputs and outs, relative to the folder of dvc.yaml, and how the stage runs.
 
-    `{item}` stands for the matrix item, `{key}` for a text key of the stage's parameters.
+    In a path `{item}` is the matrix item, `{key}` the value of a text key of the stage's parameters.
     """
 
     inputs: dict[str, str]
     outs: dict[str, str]
-    items: tuple[str, ...] = ()  # of the matrix; ANY: whatever folder the inputs find
+    items: tuple[str, ...] = ()  # of the matrix; ANY: any identifier
     optional: tuple[str, ...] = ()  # inputs that may be absent
-    chosen: Callable[[Any], dict[str, str]] | None = None  # further inputs that only some parameters ask for
-    of_item: Callable[[str], tuple[str, ...]] | None = None  # which of the inputs an item reads; none: all of them
-    seed: str = "seed"  # the key that its draws begin from; "data_seed" where it makes data, or measures
-    metrics: str | None = "metrics/{name}.json"  # final numbers; None: the stage writes its own
+    chosen: Callable[..., dict[str, str]] | None = None  # further inputs, by the stage's Params
+    of_item: Callable[[str], tuple[str, ...]] | None = None  # the inputs that an item reads; None: all of them
+    seed: str = "seed"  # the key of its seed; "data_seed" for a stage that makes data or measures
+    metrics: str | None = "metrics/{name}.json"  # the final numbers; None: the stage writes its own
     trains: bool = False  # has a curve and a line for `dvc metrics show`, and may run in several processes
-    cuttable: bool = True  # its model may lie cut over the processes (FSDP2)
+    cuttable: bool = True  # its model may be sharded over the processes (FSDP2)
 
 
 def main(run: Callable[..., None], **wiring: Any) -> None:
-    """Run a stage as a command and exit. `wiring`: the fields of Wiring."""
+    """Run a stage as a command, and exit. `wiring`: the fields of Wiring."""
     start = time.monotonic()
     module = sys.modules[run.__module__]
     stage = Path(inspect.getfile(run)).stem
-    _tell_launcher(1)  # until it is known: of an exception, or a kill
+    _write_exit_code(1)  # until the real one is known: for an exception or a kill
     try:
         _run(run, module, stage, Wiring(**wiring), sys.argv[1:], start)
     except StagecoachError as error:
-        sys.stderr.write(f"stage_{stage}{_who()}: {error}\n")
+        sys.stderr.write(f"stage_{stage}{_rank_suffix()}: {error}\n")
         sys.stderr.flush()
-        _leave(error.exit_code)
+        _exit(error.exit_code)
     except RuntimeError as error:
         if not device.lost_peer(error):
             raise
         first = str(error).splitlines()[0][:200]
         sys.stderr.write(
-            f"stage_{stage}{_who()}: another process of this run is gone: {first}. The same command resumes\n"
+            f"stage_{stage}{_rank_suffix()}: another process of this run is gone: {first}. The same command resumes\n"
         )
-        _leave(1)
+        _exit(1)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -79,37 +84,39 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
             " published; free some space (python -m pipeline.run.workdir prune removes unfinished work) and run again:"
             " it resumes.\n"
         )
-        _leave(1)
+        _exit(1)
     except workdir.Stopped as end:
-        sys.stderr.write(f"stage_{stage}{_who()}: stopped by {end.name} outside the loop; the same command resumes\n")
-        _leave(end.status)
+        sys.stderr.write(
+            f"stage_{stage}{_rank_suffix()}: stopped by {end.name} outside the loop; the same command resumes\n"
+        )
+        _exit(end.status)
     except KeyboardInterrupt:  # data stages; a training stage handles the signal itself
         sys.stderr.write(f"stage_{stage}: interrupted; the same command resumes\n")
-        _leave(128 + signal.SIGINT)
-    _leave(0)
+        _exit(128 + signal.SIGINT)
+    _exit(0)
 
 
-def _tell_launcher(code: int) -> None:
-    """Leave the exit code where `pipeline.tools.launch` looks for it, since DVC says no more than that its command
-    failed.
-    """
+def _write_exit_code(code: int) -> None:
+    """Write the exit code where `pipeline.tools.launch` reads it: DVC reports only that its command failed."""
     path = os.environ.get("STAGECOACH_ENDED")
     if path and "LOCAL_RANK" not in os.environ:
         with suppress(OSError):
             Path(path).write_text(str(code))
 
 
-def _who() -> str:
+def _rank_suffix() -> str:
     return f" (rank {device.rank()})" if device.rank() else ""
 
 
-def _leave(code: int) -> typing.NoReturn:
+def _exit(code: int) -> typing.NoReturn:
     sys.stdout.flush()
-    _tell_launcher(code)
+    _write_exit_code(code)
     sys.exit(code)
 
 
-def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], start: float) -> None:
+def _run(
+    run: Callable[..., None], module: ModuleType, stage: str, wiring: Wiring, argv: list[str], start: float
+) -> None:
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(help_text(module, stage, wiring))
         return
@@ -120,12 +127,12 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     parameters, runtime = resolve(module.Params, settings, stage)
     if runtime.device != "auto":
         device.ask(runtime.device)
-    names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of stage_deploy
+    names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of deploy
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
-    chosen = wiring.chosen(parameters) if wiring.chosen else {}
-    read = wiring.of_item(item) if wiring.of_item and item else tuple(wiring.inputs)
-    inputs = {key: Path(wiring.inputs[key].format(**names)) for key in read}
-    inputs |= {key: Path(path) for key, path in chosen.items()}
+    extra_inputs = wiring.chosen(parameters) if wiring.chosen else {}
+    keys = wiring.of_item(item) if wiring.of_item and item else tuple(wiring.inputs)
+    inputs = {key: Path(wiring.inputs[key].format(**names)) for key in keys}
+    inputs |= {key: Path(path) for key, path in extra_inputs.items()}
     _check_inputs(inputs, wiring.optional)
     name = f"{stage}@{item}" if item else stage
     resolved, seed = dataclasses.asdict(parameters), settings.seed(wiring.seed)
@@ -133,11 +140,11 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
     folder = workdir.root() / name / lineage["key"]
     if runtime.find_lr:
         folder = _finder_folder(folder, stage, wiring)
-    plan = _plan(wiring, stage)
-    follows = plan is not None and plan.machine > 0  # the lock, a fresh start and the outs are machine 0's
-    if device.rank() == 0 and not follows:
+    plan = _launch_plan(wiring, stage)
+    is_follower = plan is not None and plan.machine > 0  # machine 0 has the lock, starts afresh and publishes
+    if device.rank() == 0 and not is_follower:
         workdir.need_writable(folder / "lock", *(target for target, _ in out_paths(folder, wiring, names)))
-    if follows:
+    if is_follower:
         os.environ["STAGECOACH_LOCKED"] = str(folder)
     with workdir.locked(folder):
         if runtime.fresh and device.rank() == 0 and "STAGECOACH_LOCKED" not in os.environ:
@@ -147,19 +154,17 @@ def _run(run: Any, module: Any, stage: str, wiring: Wiring, argv: list[str], sta
         else:
             if plan is not None:
                 os.environ["STAGECOACH_LOCKED"] = str(folder)
-                _leave(processes.run_workers(plan, f"stages.{stage}", argv))
+                _exit(processes.run_workers(plan, f"stages.{stage}", argv))
             job = _make_job(stage, item, seed, resolved, runtime, folder, lineage)
             _compute(run, job, parameters, inputs, wiring, names, start)
-        if device.rank() == 0 and not follows:
+        if device.rank() == 0 and not is_follower:
             for target, source in out_paths(folder, wiring, names):
                 workdir.publish(source, target)
             workdir.prune_finished(folder.parent, lineage["key"])
 
 
 def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
-    """Where a search for a learning rate works: beside the run's own folder, which it leaves alone. Raises
-    ConfigError.
-    """
+    """The work folder of a search for a learning rate, beside the run's own. Raises ConfigError."""
     if not wiring.trains:
         raise ConfigError(f"runtime.find_lr: stage_{stage} trains nothing; set it on the command line of one that does")
     if os.environ.get("DVC_STAGE"):
@@ -170,11 +175,13 @@ def _finder_folder(folder: Path, stage: str, wiring: Wiring) -> Path:
     return folder.with_name(f"{folder.name}-find-lr")
 
 
-def _plan(wiring: Wiring, stage: str) -> processes.Plan | None:
-    """The processes that the stage is to train in; None for this one. Raises ConfigError for those it cannot have."""
+def _launch_plan(wiring: Wiring, stage: str) -> processes.Plan | None:
+    """The processes that the stage trains in; None: this one alone. Raises ConfigError for a plan that it cannot
+    use.
+    """
     plan = processes.plan() if wiring.trains else None
-    cut = plan.sharded if plan else os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    if cut and not wiring.cuttable:
+    is_sharded = plan.sharded if plan else os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if is_sharded and not wiring.cuttable:
         raise ConfigError(
             f"stage_{stage} samples from the model that it trains, which FSDP2 has cut: expected DDP; use "
             "STAGECOACH_LAUNCH=conf/launch/ddp.yaml, or a number of processes, for this stage"
@@ -183,9 +190,9 @@ def _plan(wiring: Wiring, stage: str) -> processes.Plan | None:
 
 
 def _compute(
-    run: Any,
+    run: Callable[..., None],
     job: workdir.Job,
-    parameters: Any,
+    parameters: DataclassInstance,
     inputs: dict[str, Path],
     wiring: Wiring,
     names: dict[str, str],
@@ -196,29 +203,29 @@ def _compute(
     if device.rank() == 0:
         for path in outs.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-            workdir.remove(path)  # an out that a killed run left half-written
+            workdir.remove(path)  # a killed run may have left half of it
     if wiring.trains:
         job.stop.install()
-    with cost.measured(folder, start) if device.rank() == 0 else nullcontext() as used:
+    with cost.measured(folder, start) if device.rank() == 0 else nullcontext() as usage:
         try:
             run(parameters, job, **inputs, **outs)
         except BaseException as error:
             job.tracker.abandon("KILLED" if isinstance(error, SystemExit | KeyboardInterrupt) else "FAILED")
             raise
-    if used is None:  # another rank
+    if usage is None:  # another rank
         return
     if wiring.metrics:
-        told = as_written(parameters) | {wiring.seed: job.seed}
-        final = job.tracker.final | {"lineage": job.lineage, "params": told}
+        written = as_written(parameters) | {wiring.seed: job.seed}
+        final = job.tracker.final | {"lineage": job.lineage, "params": written}
         tracking.write_json(folder / "out" / wiring.metrics.format(**names), final)
     if wiring.trains:
         tracking.write_curve(folder / "out" / f"metrics/{names['name']}.csv", job.tracker.rows)
         tracking.write_json(folder / "out" / f"metrics/training/{names['name']}.json", job.tracker.headlines())
-    job.tracker.speed |= used.totals()
+    job.tracker.speed |= usage.totals()
     workdir.mark_finished(folder)
     workdir.drop_states(folder)
-    job.tracker.finish(used.samples)
-    workdir.remove(folder / "usage.json")  # speed.json has it now
+    job.tracker.finish(usage.samples)
+    workdir.remove(folder / "usage.json")  # speed.json has the totals now
     tracking.say(summary(job, time.monotonic() - start))
 
 
@@ -238,7 +245,7 @@ def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | 
     overrides = [text for text in argv if "=" in text]
     if wiring.items:
         if len(items) != 1 or not (items[0] in wiring.items or (wiring.items == ANY and items[0].isidentifier())):
-            raise ConfigError(f"usage: python -m stages.{stage} {_choices(wiring)} [key=value ...]; got {items}")
+            raise ConfigError(f"usage: python -m stages.{stage} {_item_choices(wiring)} [key=value ...]; got {items}")
         return items[0], overrides
     if items:
         raise ConfigError(f"usage: python -m stages.{stage} [key=value ...]; got {items[0]!r}")
@@ -247,7 +254,7 @@ def split_arguments(argv: list[str], stage: str, wiring: Wiring) -> tuple[str | 
     return None, overrides
 
 
-def _choices(wiring: Wiring) -> str:
+def _item_choices(wiring: Wiring) -> str:
     if wiring.items == ANY:
         return "MODEL"
     return f"{{{'|'.join(wiring.items)}}}"
@@ -259,11 +266,8 @@ def _check_inputs(inputs: dict[str, Path], optional: tuple[str, ...]) -> None:
             raise InputError(f"{path} does not exist; {remedy(path)}")
 
 
-SECOND = {"diffusion_control": "stage_diffusion", "memory_baseline": "stage_memory"}  # models beside their stage's own
-
-
 def remedy(path: Path) -> str:
-    """What to do about a missing input: the `dvc repro` that makes it, by the layout of the graph."""
+    """What to do about a missing input: the `dvc repro` that makes it, by its path."""
     top, *rest = path.parts
     made_by = {
         "raw": "corpus",
@@ -287,9 +291,7 @@ def remedy(path: Path) -> str:
     )
 
 
-def _lineage(
-    stage: str, item: str | None, seed: int, resolved: dict[str, Any], inputs: dict[str, Path]
-) -> dict[str, Any]:
+def _lineage(stage: str, item: str | None, seed: int, resolved: JsonObject, inputs: dict[str, Path]) -> JsonObject:
     """What the run is computed from: its key, the hash of its code, the digest of each input."""
     code = {module: hash_ for module, (hash_, _) in codehash.closures(Path(), [stage])[stage].items()}
     digests = {name: workdir.digest(path) if path.exists() else "absent" for name, path in inputs.items()}
@@ -297,15 +299,13 @@ def _lineage(
     return {
         "key": key,
         "code": workdir.canonical_hash(code),
-        "inputs": {_place(inputs[k]): v for k, v in digests.items()},
+        "inputs": {_lineage_path(inputs[k]): v for k, v in digests.items()},
         "versions": workdir.versions(),
     }
 
 
-def _place(path: Path) -> str:
-    """An input's path in the lineage; of one outside the repository the name alone, for where it lies changes no
-    result.
-    """
+def _lineage_path(path: Path) -> str:
+    """An input's path in the lineage. Outside the repository the name alone: the location changes no result."""
     return path.name if path.is_absolute() else str(path)
 
 
@@ -313,12 +313,12 @@ def _make_job(
     stage: str,
     item: str | None,
     seed: int,
-    resolved: dict[str, Any],
+    resolved: JsonObject,
     runtime: Runtime,
     folder: Path,
-    lineage: dict[str, Any],
+    lineage: JsonObject,
 ) -> workdir.Job:
-    """The job of an unfinished key. Its lock must be held: this opens the key's MLflow run."""
+    """The job of an unfinished key. The caller must hold the key's lock: this opens its MLflow run."""
     tags = {
         "stage": stage,
         "work.key": lineage["key"],
@@ -326,7 +326,7 @@ def _make_job(
         "dvc.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""),
         "git.commit": git_commit(),
     }
-    if stage not in ("corpus", "tasks", "encode"):  # those never touch torch
+    if stage not in ("corpus", "tasks", "encode"):  # these never import torch
         tags |= device.describe(runtime.precision)
     name = f"{stage}@{item}" if item else stage
     tracker = tracking.Tracker(name, folder, tags, resolved, quiet=runtime.find_lr, others=runtime.trackers)
@@ -345,7 +345,7 @@ def _make_job(
 
 
 def git_commit() -> str:
-    """HEAD's hash read from .git, empty outside a repository (no process is started for it)."""
+    """HEAD's hash, read from .git without starting a process; empty outside a repository."""
     root = Path(os.environ.get("DVC_ROOT", "."))
     head = root / ".git" / "HEAD"
     try:
@@ -362,16 +362,16 @@ def git_commit() -> str:
 
 
 def summary(job: workdir.Job, seconds: float) -> str:
-    """The closing lines of a stage: what it made, in how long."""
+    """The closing lines of a stage: its time and its first final numbers."""
     flat = tracking.flatten(tracking.clean(job.tracker.final))
     shown = [f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in flat.items()][:12]
     return f"{job.name}: done in {seconds:.1f} s (key {job.key})" + (f"\n  {', '.join(shown)}" if shown else "")
 
 
-def help_text(module: Any, stage: str, wiring: Wiring) -> str:
-    """What `--help` prints: the module's docstring, usage, every key."""
+def help_text(module: ModuleType, stage: str, wiring: Wiring) -> str:
+    """The text of `--help`: the module's docstring, usage, every key."""
     settings = Settings(Path(), [])
-    item = f" {_choices(wiring)}" if wiring.items else ""
+    item = f" {_item_choices(wiring)}" if wiring.items else ""
     lines = [inspect.cleandoc(module.__doc__ or ""), "", f"usage: python -m stages.{stage}{item} [key=value ...]", ""]
     lines += ["inputs:", *(f"  {path}" for path in wiring.inputs.values())]
     lines += [
@@ -385,7 +385,7 @@ def help_text(module: Any, stage: str, wiring: Wiring) -> str:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass and of those that it extends."""
+    """The docstring under each field of a dataclass and of its bases."""
     texts: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -397,8 +397,8 @@ def meanings(kind: type) -> dict[str, str]:
     return texts
 
 
-def explain(kind: Any, settings: Settings, name: str) -> list[str]:
-    """A line per key of the stage: key, type, present value, where it is from, meaning."""
+def explain(kind: type[DataclassInstance], settings: Settings, name: str) -> list[str]:
+    """A line for each key of a block: key, present value, type, origin, meaning."""
     values = settings.layers(name)
     lines = []
     for field in dataclasses.fields(kind):

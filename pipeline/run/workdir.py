@@ -1,19 +1,21 @@
-"""The keyed work directory: resumable state and finished artefacts, keyed by what they are computed from.
+"""The keyed work directory: resumable state and finished artifacts, keyed by what they are computed from.
 
     $DVC_ROOT/.work/<stage>[@item]/<key>/
         lock            flock: a second run of the same key waits, then exports
         parts/          resumable pieces of data stages
         step-00000400/  states of training stages (learning/states.py)
-        out/            what is published; complete once finished.json stands
+        out/            what is published; complete once finished.json exists
         finished.json   sizes and sha256 of everything in out/
 
+    python -m pipeline.run.workdir prune        remove unfinished work that no process holds
+
 key = 16 hex of sha256 over canonical JSON of [format, stage, item, seed, resolved parameters, digest of each input,
-code closure]. Device, dtype, process and worker counts are not in it: they change no result that is promised.
+code closure]. Device, dtype, process and worker counts are not part of it: they change no result that is promised.
 STAGECOACH_WORK moves the directory.
 
-Publishing: hard links (copies across file systems) into `.<name>.<pid>.part` beside the target, then the old one is
-moved away and the new one renamed in. We never write into a published file, so a link into the DVC cache stays intact.
-Not promised: two publishes of one out by different keys at the same moment (DVC's own lock forbids them).
+Publishing makes hard links (copies across file systems) in `.<name>.<pid>.part` beside the target, then moves the old
+target away and renames the new one into its place. We never write into a published file, so a link into the DVC cache
+stays intact. Not promised: two publishes of one out by different keys at the same moment (DVC's own lock forbids them).
 """
 
 from __future__ import annotations
@@ -35,14 +37,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.run import device
+from pipeline.run.config import Runtime
 from pipeline.run.errors import ConfigError, StagecoachError
 from pipeline.run.tracking import Tracker, say
+from pipeline.run.types import JsonObject
 
+T = TypeVar("T")
 FORMAT = 1
 KEEP_NEWEST, KEEP_SECONDS = 4, 30 * 24 * 3600
+COMPUTING = ("numpy", "safetensors", "tokenizers", "torch")  # packages that may change a result
 
 
 class Stopped(SystemExit):
@@ -56,9 +62,9 @@ class Stopped(SystemExit):
 class StopRequest:
     """SIGTERM and SIGINT in a training stage.
 
-    While a model is built, data are read or a result is written, the first one raises Stopped there: nothing is lost
-    that a state does not hold. Within `heeded` it sets a flag, which the training loop reads at every step. A second
-    one ends at once.
+    While a model is built, data are read or a result is written, the first signal raises Stopped: all that is lost is
+    work that no state covers. Within `heeded` it sets a flag, which the training loop reads at every step. A second
+    signal ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -72,8 +78,8 @@ class StopRequest:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """A loop that reads `signal` and saves before it ends. Raises Stopped behind it for one that came after its
-        last look.
+        """Runs a loop that reads `signal` and saves before it ends. Raises Stopped after the loop for a signal that
+        the loop did not see.
         """
         self._heeded = True
         try:
@@ -91,12 +97,9 @@ class StopRequest:
             raise Stopped(number)
 
 
-COMPUTING = ("numpy", "safetensors", "tokenizers", "torch")  # packages that may change a result
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a stage is told about the run it is in."""
+    """The run that a stage is in."""
 
     stage: str
     item: str | None
@@ -104,9 +107,9 @@ class Job:
     seed: int  # of training, or data_seed for a stage that makes data or measures
     folder: Path  # the keyed work folder; resumable parts go into folder / "parts"
     workers: int
-    runtime: Any  # params.Runtime
+    runtime: Runtime
     tracker: Tracker
-    lineage: dict[str, Any]
+    lineage: JsonObject
     stop: StopRequest
 
     @property
@@ -114,24 +117,22 @@ class Job:
         """`language`, or `encode@text` for an item of a matrix."""
         return f"{self.stage}@{self.item}" if self.item else self.stage
 
-    def report(self, **numbers: Any) -> None:
+    def report(self, **numbers: object) -> None:
         """Final numbers for metrics/<stage>.json."""
         self.tracker.report(**numbers)
 
     def register(self, folder: Path, **tags: str) -> None:
-        """Let MLflow have what was made in `folder` as a version of the registered model, when the run has ended
-        well.
-        """
+        """Register what was made in `folder` with MLflow as a version of the model, once the run has succeeded."""
         self.tracker.register(folder, **tags)
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that compute, and the hash of the lock file: part of no key, so they invalidate
-    nothing.
+    """Versions of the packages that compute, and the hash of the lock file. Part of no key, so a new version
+    invalidates nothing.
     """
-    found = {name: importlib.metadata.version(name) for name in COMPUTING}
+    installed = {name: importlib.metadata.version(name) for name in COMPUTING}
     lock = Path("requirements.lock")
-    return found | ({"requirements.lock": sha256(lock)[:16]} if lock.is_file() else {})
+    return installed | ({"requirements.lock": sha256(lock)[:16]} if lock.is_file() else {})
 
 
 def root() -> Path:
@@ -139,12 +140,12 @@ def root() -> Path:
     return Path(os.environ.get("STAGECOACH_WORK") or Path(os.environ.get("DVC_ROOT", ".")) / ".work").resolve()
 
 
-def canonical(value: Any) -> str:
+def canonical(value: object) -> str:
     """JSON with sorted keys and no spaces: equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def canonical_hash(value: Any) -> str:
+def canonical_hash(value: object) -> str:
     """16 hex of sha256 over the canonical JSON."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]
 
@@ -156,54 +157,58 @@ def sha256(path: Path) -> str:
 
 
 def make_key(
-    *, stage: str, item: str | None, seed: int, parameters: Any, inputs: dict[str, str], code: dict[str, str]
+    *, stage: str, item: str | None, seed: int, parameters: JsonObject, inputs: dict[str, str], code: dict[str, str]
 ) -> str:
     """The 16 hex digits that name everything a run is computed from."""
     return canonical_hash([FORMAT, stage, item, seed, parameters, inputs, code])
 
 
 def digest(path: Path) -> str:
-    """A hash of a file, or of every relative path and content below a folder; remembered by size, mtime, inode."""
+    """A hash of a file, or of every relative path and content below a folder; cached by size, mtime and inode."""
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    memory = Remembered("digests.json", 20_000)
-    lines = [f"{f.relative_to(path) if f != path else ''} {memory.get(_state(f), partial(sha256, f))}" for f in files]
-    memory.save()
+    cache = JsonCache("digests.json", 20_000)
+    lines = [
+        f"{f.relative_to(path) if f != path else ''} {cache.get(_file_state(f), partial(sha256, f))}" for f in files
+    ]
+    cache.save()
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _state(path: Path) -> str:
-    """What an unchanged file keeps, so that an unchanged gigabyte is not read again."""
+def _file_state(path: Path) -> str:
+    """Size, mtime and inode, so that an unchanged gigabyte is not read again."""
     stat = path.stat()
     return f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
 
 
-class Remembered:
-    """What was computed before, as JSON in `.work/<name>`: the newest `most` entries. A damaged file is forgotten."""
+class JsonCache:
+    """Results of earlier computations, as JSON in `.work/<name>`: the newest `max_entries`. A damaged file counts as
+    empty.
+    """
 
-    def __init__(self, name: str, most: int) -> None:
-        self.path, self.most = root() / name, most
-        self.fresh = False
+    def __init__(self, name: str, max_entries: int) -> None:
+        self.path, self.max_entries = root() / name, max_entries
+        self.changed = False
         try:
-            self.known: dict[str, Any] = dict(json.loads(self.path.read_text()))
+            self.entries: dict[str, Any] = dict(json.loads(self.path.read_text()))
         except (OSError, ValueError, TypeError):
-            self.known = {}
+            self.entries = {}
 
-    def get(self, key: str, compute: Callable[[], Any]) -> Any:
-        """What `compute` gives, or gave for the same key."""
-        if key not in self.known:
-            self.known[key] = compute()
-            self.fresh = True
-        return self.known[key]
+    def get(self, key: str, compute: Callable[[], T]) -> T:
+        """The result of `compute`, from the cache if it holds the key."""
+        if key not in self.entries:
+            self.entries[key] = compute()
+            self.changed = True
+        return self.entries[key]
 
     def save(self) -> None:
-        """Write what is new, whole or not at all."""
-        if self.fresh:
+        """Write the file if there are new entries, whole or not at all."""
+        if self.changed:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps(dict(list(self.known.items())[-self.most :])))
+            write_atomically(self.path, json.dumps(dict(list(self.entries.items())[-self.max_entries :])))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new one, also after a crash."""
+    """Write a small file so that a reader sees either the old or the new one, even after a crash."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     with part.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -223,7 +228,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def need_space(folder: Path, num_bytes: int) -> None:
-    """Raise StagecoachError when the file system of `folder` has not `num_bytes` free."""
+    """Raise StagecoachError if the file system of `folder` has less than `num_bytes` free."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise StagecoachError(
@@ -233,7 +238,7 @@ def need_space(folder: Path, num_bytes: int) -> None:
 
 
 def need_writable(*targets: Path) -> None:
-    """Raise ConfigError where a target could not be put in its place: found before the work is done, not after it."""
+    """Raise ConfigError if a target could not be published: before the work is done, not after it."""
     for target in targets:
         folder = next(folder for folder in target.absolute().parents if folder.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -245,19 +250,22 @@ def need_writable(*targets: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the key's flock; wait for another holder, naming it each minute. The descriptor survives `execv`."""
+    """Hold the key's flock; wait for another holder, naming it each minute. The descriptor survives `execv`.
+
+    Raises StagecoachError in a training process whose key is not the one that its launcher has locked.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    held = os.environ.get("STAGECOACH_LOCKED", str(folder))
-    if held != str(folder):
+    locked_folder = os.environ.get("STAGECOACH_LOCKED", str(folder))
+    if locked_folder != str(folder):
         raise StagecoachError(
-            f"the stage was started for the key {Path(held).name} and finds {folder.name} now: an input, a parameter or"
-            " the code changed in this moment; run it again"
+            f"the stage was started for the key {Path(locked_folder).name} and finds {folder.name} now: an input, a"
+            " parameter or the code changed in this moment; run it again"
         )
     if "STAGECOACH_LOCKED" in os.environ or device.rank() > 0:  # the launcher holds the lock, or rank 0 does
         yield
         return
     with (folder / "lock").open("a+") as file:
-        waited = 0
+        num_tries = 0
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -265,13 +273,13 @@ def locked(folder: Path) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
-                if waited % 600 == 0:
+                if num_tries % 600 == 0:
                     file.seek(0)
                     say(
                         f"{folder.parent.name}: waiting for process {file.read().strip() or '?'}, which runs the"
                         " same key"
                     )
-                waited += 1
+                num_tries += 1
                 time.sleep(0.1)
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -295,7 +303,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def mark_finished(folder: Path) -> None:
-    """Record every file of out/; from here on a rerun only exports."""
+    """Record every file of out/; from now on a rerun only exports."""
     out = folder / "out"
     files = sorted(p for p in out.rglob("*") if p.is_file())
     write_atomically(
@@ -304,13 +312,13 @@ def mark_finished(folder: Path) -> None:
 
 
 def drop_states(folder: Path) -> None:
-    """Remove what only an unfinished run needs: training states and partial results."""
+    """Remove what only an unfinished run needs: training states and parts."""
     for entry in (*folder.glob("step-*"), folder / "parts"):
         remove(entry)
 
 
 def publish(source: Path, target: Path) -> None:
-    """Put a finished file or folder in the place of `target`: all of it or nothing."""
+    """Replace `target` by a finished file or folder: all of it or nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(target)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -335,7 +343,7 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a folder with all below it; nothing when it is absent."""
+    """Delete a file, a link, or a folder with everything in it; do nothing if it is absent."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -346,11 +354,11 @@ def _clear_leftovers(target: Path) -> None:
     """Remove `.part`s of dead processes beside the target."""
     for leftover in target.parent.glob(f".{target.name}.*.part"):
         pid = leftover.name[len(target.name) + 2 :].split(".")[0]
-        if pid.isdecimal() and not _alive(int(pid)):
+        if pid.isdecimal() and not _is_alive(int(pid)):
             remove(leftover)
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -361,7 +369,7 @@ def _alive(pid: int) -> bool:
 
 
 def start_over(folder: Path) -> None:
-    """Empty a key (`runtime.fresh: true`), keeping its lock."""
+    """Empty a key (`runtime.fresh: true`), but for its lock."""
     for entry in folder.iterdir():
         if entry.name != "lock":
             remove(entry)
@@ -393,7 +401,7 @@ def prune_unfinished() -> list[Path]:
 
 
 def main() -> int:
-    """Command line: `python -m pipeline.run.workdir prune`."""
+    """Command line of `python -m pipeline.run.workdir`."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.run.workdir", description="Look after the work directory."
     )

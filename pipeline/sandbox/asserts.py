@@ -1,10 +1,10 @@
-"""Public tests written as `assert` statements: which calls of the candidate they need, and whether its answers hold.
+"""Public tests written as `assert` statements: the calls of the candidate they need, and whether they hold.
 
-`assert f(1, [2]) == 3` must not run next to the candidate: whoever evaluates the `==` can be made to say True. So the
-calls with literal arguments are taken out with `ast` and answered in the sandbox as values; the rest of the expression
-is evaluated here, on decoded values, by a small interpreter that knows literals, comparisons, `and`/`or`/`not`,
-arithmetic on numbers, subscripts and the functions of FUNCTIONS. Comparisons mean what Python's `==` means on plain
-data (`values.equal`, mode `python`). An assert that needs more is "unprotected": `parse` returns None.
+`assert f(1, [2]) == 3` must not run next to the candidate: the process that evaluates the `==` can be manipulated to
+yield True. So the calls with literal arguments are extracted with `ast` and answered in the sandbox as values. The rest
+of the expression is evaluated here, on decoded values, by a small interpreter that supports literals, comparisons,
+`and`/`or`/`not`, arithmetic on numbers, subscripts and the functions of FUNCTIONS. Comparisons mean what Python's `==`
+means on plain data (`values.equal`, mode `python`). An assert that needs more is "unprotected": `parse` returns None.
 
 Not promised: short-circuit evaluation of the calls (all are made), or asserts about objects, exceptions and output.
 """
@@ -12,7 +12,7 @@ Not promised: short-circuit evaluation of the calls (all are made), or asserts a
 import ast
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from pipeline.ingest import shapes
 from pipeline.sandbox import values
 
 FUNCTIONS = ("abs", "len", "sorted", "set", "round", "isclose", "sum", "min", "max", "list", "tuple")
-OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -38,10 +38,10 @@ NUMBERS = (bool, int, float)
 
 
 class _Unsupported(ValueError):
-    """The assert uses something that the small interpreter does not know."""
+    """The assert uses something that the interpreter does not support."""
 
 
-class _Fails(Exception):
+class _EvaluationError(Exception):
     """The expression cannot be evaluated on these answers: a type error, an opaque value."""
 
 
@@ -61,20 +61,20 @@ class Assertion:
     calls: tuple[Call, ...]
     entry: str
 
-    def holds(self, answers: list[Any]) -> bool:
+    def holds(self, answers: list[object]) -> bool:
         """Whether the assert is true; `answers` are decoded values (`values.decode`), one per call.
 
-        Any operation on an opaque value, or one that Python would refuse, makes it false.
+        Any operation on an opaque value, or one that fails in Python, makes it false.
         """
         assert len(answers) == len(self.calls)
         try:
             return _truth(_Interpreter(self.entry, iter(answers)).value(self.expression))
-        except (_Fails, values.Incomparable, ArithmeticError, TypeError, ValueError, IndexError):
+        except (_EvaluationError, values.Incomparable, ArithmeticError, TypeError, ValueError, IndexError):
             return False
 
 
 def parse(text: str, entry: str) -> Assertion | None:
-    """The protected form of one `assert` statement about the function `entry`; None if it has none."""
+    """Parse one `assert` statement about the function `entry`; None if it is unprotected."""
     try:
         body = ast.parse(text.strip()).body
         if len(body) != 1 or not isinstance(body[0], ast.Assert):
@@ -88,20 +88,18 @@ def parse(text: str, entry: str) -> Assertion | None:
 
 
 class _Interpreter:
-    """Walks an expression. Without answers it only collects the calls and raises _Unsupported for what it does not
-    know.
-    """
+    """Evaluates an expression; without answers, only collects the calls and raises _Unsupported."""
 
-    def __init__(self, entry: str, answers: Any) -> None:
+    def __init__(self, entry: str, answers: Iterator[object] | None) -> None:
         self.entry, self.answers = entry, answers
         self.calls: list[Call] = []
 
     def value(self, node: ast.expr) -> Any:
-        """The value of a node; every branch is visited, so that calls and answers stay in step."""
+        """The value of a node. Visits every branch, so that calls and answers stay aligned."""
         try:
             return values.check(shapes.read(node, values.bag, values.mapping))
         except ValueError:
-            pass  # not a literal: it holds a call
+            pass  # not a literal: it contains a call
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, ast.Compare):
@@ -122,7 +120,7 @@ class _Interpreter:
         raise _Unsupported(ast.dump(node)[:80])
 
     def _apply(self, function: Callable[..., Any] | None, *arguments: Any) -> Any:
-        """The function's value, or None while only collecting."""
+        """The function's value; None without answers."""
         if function is None:
             raise _Unsupported("operator")
         arguments = tuple(self.value(a) if isinstance(a, ast.expr) else a for a in arguments)
@@ -165,70 +163,70 @@ def _literal_call(node: ast.Call) -> Call:
     return Call(f"[{args}]", f"{{{kwargs}}}")
 
 
-def _plain(value: Any) -> Any:
+def _require_plain(value: Any) -> Any:
     if values.has_opaque(value):
-        raise _Fails("opaque")
+        raise _EvaluationError("opaque")
     return value
 
 
-def _truth(value: Any) -> bool:
-    value = _plain(value)
+def _truth(value: object) -> bool:
+    value = _require_plain(value)
     return bool(len(_items(value)) if isinstance(value, values.Bag | values.Mapping) else value)
 
 
-def _all(parts: list[Any]) -> bool:
+def _all(parts: list[object]) -> bool:
     return all(_truth(part) for part in parts)
 
 
-def _any(parts: list[Any]) -> bool:
+def _any(parts: list[object]) -> bool:
     return any(_truth(part) for part in parts)
 
 
-def _negate(value: Any) -> bool:
+def _negate(value: object) -> bool:
     return not _truth(value)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> float:
     if not isinstance(value, NUMBERS):
-        raise _Fails("not a number")
+        raise _EvaluationError("not a number")
     return value
 
 
-_SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+_SIGNS: dict[type[ast.unaryop], Callable[[object], float]] = {
     ast.USub: lambda value: -_number(value),
     ast.UAdd: lambda value: +_number(value),
 }
 
 
-def _arithmetic(function: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any] | None:
-    """The operator on numbers only: `"x" * 10**9` is no arithmetic."""
+def _arithmetic(function: Callable[[float, float], float] | None) -> Callable[[object, object], float] | None:
+    """The operator restricted to numbers: `"x" * 10**9` must not run."""
     return None if function is None else lambda left, right: function(_number(left), _number(right))
 
 
-def _items(value: Any) -> list[Any]:
-    """The elements that iterating over the value gives."""
+def _items(value: object) -> list[Any]:
+    """The elements that iterating over the value yields."""
     if isinstance(value, values.Bag):
         return value.items
     if isinstance(value, values.Mapping):
         return [key for key, _ in value.pairs]
     if isinstance(value, list | tuple | str | bytes):
         return list(value)
-    raise _Fails("not a collection")
+    raise _EvaluationError("not a collection")
 
 
-def _item(value: Any, index: Any) -> Any:
+def _item(value: object, index: object) -> object:
     if isinstance(value, values.Mapping):
         for key, item in value.pairs:
             if values.equal(index, key, "python"):
                 return item
-        raise _Fails("no such key")
+        raise _EvaluationError("no such key")
     if not isinstance(value, list | tuple | str | bytes) or not isinstance(index, int):
-        raise _Fails("not a sequence")
+        raise _EvaluationError("not a sequence")
     return value[index]
 
 
-def _compare(op: ast.cmpop, left: Any, right: Any) -> bool:
-    left, right = _plain(left), _plain(right)
+def _compare(op: ast.cmpop, left: object, right: object) -> bool:
+    left, right = _require_plain(left), _require_plain(right)
     if isinstance(op, ast.Eq | ast.NotEq):
         return values.equal(left, right, "python") is isinstance(op, ast.Eq)
     if isinstance(op, ast.In | ast.NotIn):
@@ -237,14 +235,14 @@ def _compare(op: ast.cmpop, left: Any, right: Any) -> bool:
         return any(values.equal(left, item, "python") for item in _items(right)) is isinstance(op, ast.In)
     if isinstance(op, ast.Is | ast.IsNot):
         if left not in (None, True, False) and right not in (None, True, False):
-            raise _Fails("identity of values")
+            raise _EvaluationError("identity of values")
         return values.equal(left, right, "strict") is isinstance(op, ast.Is)
     return bool(ORDER[type(op)](left, right))
 
 
-def _builtin(name: str, positional: list[Any], named: dict[str | None, Any]) -> Any:
-    """A function of FUNCTIONS on decoded values."""
-    first, *rest = (_plain(value) for value in positional)
+def _builtin(name: str, positional: list[Any], named: dict[str | None, Any]) -> object:
+    """Call a function of FUNCTIONS on decoded values."""
+    first, *rest = (_require_plain(value) for value in positional)
     if name == "isclose":
         bounds = {str(key): float(_number(value)) for key, value in named.items()}
         return math.isclose(_number(first), _number(rest[0]), **bounds)
@@ -257,11 +255,11 @@ def _builtin(name: str, positional: list[Any], named: dict[str | None, Any]) -> 
     if name in ("min", "max"):
         return (min if name == "min" else max)(_items(first) if not rest else [first, *rest])
     if rest:
-        raise _Fails("too many arguments")
+        raise _EvaluationError("too many arguments")
     items = _items(first)
     if name == "set":
         return values.Bag(list({values.canonical(item, "python"): item for item in items}.values()), frozen=False)
-    results: dict[str, Callable[[], Any]] = {
+    results: dict[str, Callable[[], object]] = {
         "len": lambda: len(items),
         "sum": lambda: sum(_number(item) for item in items),
         "list": lambda: items,

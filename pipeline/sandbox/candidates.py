@@ -1,20 +1,19 @@
-"""Candidates that our own generators wrote, judged in one child where there are several to one problem: a fork each
-costs more than running them.
+"""Two ways to judge many candidates with fewer runs: several in one child, and remembered verdicts.
+
+`scores` judges candidates that our own generators wrote. Several sources for one problem share one child, because a
+fork for each costs more than running them.
 
     [(tests, entry_point, [source, ...]), ...]  --one program each-->  scores of every source, in order
 
-The program that is judged holds the sources as texts, and its tests say which one is called with what. Each source has
-a namespace of its own, so it sees what it would see alone. Where anything but a value or an exception comes back (a
-time-out, a lack of memory, an exit, too much output), that problem's candidates are judged again one by one: their
-scores are those that they have alone.
+The program that is judged contains the sources as texts, and its tests select which one is called with what. Each
+source has its own namespace, so it sees what it would see alone. If anything but a value or an exception comes back (a
+time-out, a lack of memory, an exit, too much output), that problem's candidates are judged again one by one, so their
+scores are those that they have alone. Never for programs that a model wrote: programs that share a child can read each
+other's answers and forge each other's verdicts.
 
-Never for programs that a model wrote: those that share a child can read each other's answers and forge each other's
-verdicts.
-
-Verdicts that are remembered: what a policy samples again and again is run once.
-
-Of eight answers of a small policy to one problem three or four are distinct, and many come back an epoch later. A
-remembering judge is used as a judge is; its memory lasts as long as itself and is in no state of a run.
+`RememberingJudge` runs once what a policy samples repeatedly. Of eight answers of a small policy to one problem three
+or four are distinct, and many come back an epoch later. It has the interface of `Judge`; its memory lasts as long as
+the object and is in no state of a run.
 """
 
 import hashlib
@@ -22,12 +21,12 @@ import json
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from pipeline.run.types import JsonObject
 from pipeline.sandbox.judge import Judge, Program, SandboxConfig, Verdict
 
 CALL = "call"
-TOGETHER = """\
+JOINT_SOURCE = """\
 sources = {sources!r}
 made = {{}}
 
@@ -42,53 +41,53 @@ def {call}(number, arguments):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Sources that are tried by the same tests, which are of the form {"args", "expected", "visible"}."""
+    """Sources that are judged by the same tests, of the form {"args", "expected", "visible"}."""
 
     sources: Sequence[str]
     entry_point: str
-    tests: list[dict[str, Any]]
+    tests: list[JsonObject]
 
 
-def scores(judge: Judge, asked: Iterable[Candidates]) -> Iterator[list[float | None]]:
-    """The share of the tests that each source passes, of all the candidates in turn; None where that cannot be told."""
-    whole = [part for one in asked for part in _parts(one, judge.config.limits.max_tests)]
-    first = list(judge.judge(_program(part) for _, part in whole))
-    again = [part for (_, part), verdict in zip(whole, first, strict=True) if not _plain(verdict)]
-    alone = judge.judge(
-        Program(source=source, entry_point=part.entry_point, tests=part.tests)
-        for part in again
-        for source in part.sources
+def scores(judge: Judge, problems: Iterable[Candidates]) -> Iterator[list[float | None]]:
+    """For each problem, the share of the tests that each source passes; None where it cannot be judged."""
+    batches = [batch for candidates in problems for batch in _split(candidates, judge.config.limits.max_tests)]
+    joint_verdicts = list(judge.judge(_joint_program(batch) for _, batch in batches))
+    unclear = [batch for (_, batch), verdict in zip(batches, joint_verdicts, strict=True) if not _is_clear(verdict)]
+    single_verdicts = judge.judge(
+        Program(source=source, entry_point=batch.entry_point, tests=batch.tests)
+        for batch in unclear
+        for source in batch.sources
     )
-    found: list[float | None] = []
-    for (last, part), verdict in zip(whole, first, strict=True):
-        if _plain(verdict):
-            found += _shares(verdict, len(part.sources))
+    shares: list[float | None] = []
+    for (is_last, batch), verdict in zip(batches, joint_verdicts, strict=True):
+        if _is_clear(verdict):
+            shares += _shares(verdict, len(batch.sources))
         else:
-            found += [next(alone).score for _ in part.sources]
-        if last:
-            yield found
-            found = []
+            shares += [next(single_verdicts).score for _ in batch.sources]
+        if is_last:
+            yield shares
+            shares = []
 
 
-def _parts(candidates: Candidates, most: int) -> Iterator[tuple[bool, Candidates]]:
-    """As many sources at a time as a program may have tests for, and whether they are the last ones."""
-    size = max(1, most // max(1, len(candidates.tests)))
+def _split(candidates: Candidates, max_tests: int) -> Iterator[tuple[bool, Candidates]]:
+    """Batches of as many sources as fit `max_tests`, each with whether it is the last of its problem."""
+    size = max(1, max_tests // max(1, len(candidates.tests)))
     sources = candidates.sources
-    parts = [sources[first : first + size] for first in range(0, len(sources), size)]
-    for number, part in enumerate(parts, 1):
-        yield number == len(parts), Candidates(part, candidates.entry_point, candidates.tests)
+    batches = [sources[first : first + size] for first in range(0, len(sources), size)]
+    for number, batch in enumerate(batches, 1):
+        yield number == len(batches), Candidates(batch, candidates.entry_point, candidates.tests)
 
 
-def _program(part: Candidates) -> Program:
+def _joint_program(batch: Candidates) -> Program:
     tests = [
-        test | {"args": f"[{number}, {test['args']}]"} for number in range(len(part.sources)) for test in part.tests
+        test | {"args": f"[{number}, {test['args']}]"} for number in range(len(batch.sources)) for test in batch.tests
     ]
-    source = TOGETHER.format(sources=list(part.sources), call=CALL, entry_point=part.entry_point)
+    source = JOINT_SOURCE.format(sources=list(batch.sources), call=CALL, entry_point=batch.entry_point)
     return Program(source=source, entry_point=CALL, tests=tests)
 
 
-def _plain(verdict: Verdict) -> bool:
-    """Whether each test gave a value or an exception that does not depend on how deep the calls were."""
+def _is_clear(verdict: Verdict) -> bool:
+    """Whether each test gave a value, or an exception that does not depend on the depth of the calls."""
     return bool(verdict.results) and all(
         result.verdict in ("passed", "wrong")
         or (result.reason == "exception" and not result.message.startswith("RecursionError"))
@@ -96,76 +95,73 @@ def _plain(verdict: Verdict) -> bool:
     )
 
 
-def _shares(verdict: Verdict, count: int) -> list[float]:
+def _shares(verdict: Verdict, num_sources: int) -> list[float]:
     passed = [result.verdict == "passed" for result in verdict.results]
-    size = len(passed) // count
+    size = len(passed) // num_sources
     return [sum(passed[first : first + size]) / size for first in range(0, len(passed), size)]
-
-
-# -- remembered --------------------------------------------------------------------------------------------------------
 
 
 MOST_REMEMBERED = 2**14  # verdicts, of one or two kilobytes each
 
 
 class RememberingJudge(Judge):
-    """A judge of what a policy samples: it repeats itself, and a program that it repeats is run once.
+    """A judge for the samples of a policy, which repeat: equal programs run once.
 
-    Verdicts that follow from program and tests alone are remembered, up to `MOST_REMEMBERED`, the ones asked for last.
-    Others (a time-out, a lack of memory, a harness that failed: a busy machine may be why) hold for equal programs of
-    one call, so that equal answers of a group are paid alike, and are not remembered: a resumed run, which remembers
-    nothing, has the same rewards.
+    Verdicts that depend on program and tests alone are remembered: the `MOST_REMEMBERED` most recently used. Others (a
+    time-out, a lack of memory, a harness failure: a busy machine may be the cause) hold only for equal programs of the
+    same call, so that equal answers of a group get equal rewards. They are not remembered, so that a resumed run, which
+    starts without memory, gets the same rewards.
     """
 
     def __init__(self, config: SandboxConfig, workers: int, url: str | None = None) -> None:
         super().__init__(config, workers, url)
-        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._memory: OrderedDict[bytes, Verdict] = OrderedDict()
 
     def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
-        """As `Judge.judge`, of a finite number of programs."""
-        asked: deque[bytes] = deque()  # programs that were read and have not been answered
-        running: deque[bytes] = deque()  # those of them that the sandbox was given
-        told: dict[bytes, Verdict | None] = {}  # of this call; None: still running
+        """As `Judge.judge`, for a finite number of programs."""
+        pending: deque[bytes] = deque()  # programs that were read and whose verdicts were not yielded yet
+        running: deque[bytes] = deque()  # those of them that run in the sandbox
+        verdicts: dict[bytes, Verdict | None] = {}  # of this call; None: still running
 
-        def fresh() -> Iterator[Program]:
+        def new_programs() -> Iterator[Program]:
             for program in programs:
                 key = _key(program)
-                asked.append(key)
-                if key in told:
+                pending.append(key)
+                if key in verdicts:
                     continue
-                told[key] = self._recalled(key)
-                if told[key] is None:
+                verdicts[key] = self._recall(key)
+                if verdicts[key] is None:
                     running.append(key)
                     yield program
 
-        def answered() -> Iterator[Verdict]:
-            while asked and (verdict := told[asked[0]]) is not None:
-                asked.popleft()
+        def ready_verdicts() -> Iterator[Verdict]:
+            while pending and (verdict := verdicts[pending[0]]) is not None:
+                pending.popleft()
                 yield verdict
 
-        for verdict in super().judge(fresh()):
+        for verdict in super().judge(new_programs()):
             key = running.popleft()
-            told[key] = verdict
-            if _follows(verdict):
-                self._known[key] = verdict
-            yield from answered()
-        yield from answered()
-        while len(self._known) > MOST_REMEMBERED:
-            self._known.popitem(last=False)
+            verdicts[key] = verdict
+            if _is_reproducible(verdict):
+                self._memory[key] = verdict
+            yield from ready_verdicts()
+        yield from ready_verdicts()
+        while len(self._memory) > MOST_REMEMBERED:
+            self._memory.popitem(last=False)
 
-    def _recalled(self, key: bytes) -> Verdict | None:
-        if key in self._known:
-            self._known.move_to_end(key)
-        return self._known.get(key)
+    def _recall(self, key: bytes) -> Verdict | None:
+        if key in self._memory:
+            self._memory.move_to_end(key)
+        return self._memory.get(key)
 
 
 def _key(program: Program) -> bytes:
-    """What a verdict hangs on."""
+    """A hash of all that a verdict depends on."""
     return hashlib.sha256(json.dumps(vars(program), sort_keys=True).encode()).digest()
 
 
-def _follows(verdict: Verdict) -> bool:
-    """Whether every result follows from program and tests, on a busy machine too."""
+def _is_reproducible(verdict: Verdict) -> bool:
+    """Whether every result depends on program and tests alone, even on a busy machine."""
     results = [(result.verdict, result.reason) for result in verdict.results]
     return verdict.verdict != "unscorable" and all(
         name in ("passed", "wrong", "syntax") or reason == "exception" for name, reason in results

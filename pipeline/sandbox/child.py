@@ -1,12 +1,12 @@
-"""The child of the fork server: closes itself off, loads one source, calls it, and reports the values.
+"""The child of the fork server: isolates itself, loads one source, calls it, and reports the values.
 
-`run` is entered right after the fork, in a process that knows no job, and never returns. On its channel it reads two
-numbers, closes itself off, says R, and only then reads its job; once it has read the arguments of the tests it says A.
-From there on everything in this process belongs to the candidate, and what it sends is a claim that the judge checks.
-Standard library and the neighbours only: `jail.py` loads this file by its path.
+`run` starts right after the fork, in a process that has no job in its memory, and never returns. From its channel it
+reads two numbers, isolates itself, writes R, and only then reads its job; once it has read the arguments of the tests
+it writes A. From then on everything in this process belongs to the candidate, and what it sends is a claim that the
+judge checks. Standard library and neighboring modules only: `jail.py` loads this file by its path.
 
-Not promised: that the candidate leaves this process as it was. It may replace every function named here; it then
-answers for itself, and still knows no expected value.
+Not promised: that the candidate leaves this process as it was. It may replace every function defined here; it then
+only forges its own answers, and still has no access to expected values.
 """
 
 import ast
@@ -19,33 +19,33 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import IO, NoReturn
 
 import kernel
 import values
-from frames import read_exactly, read_frame, write_all
+from frames import Job, read_exactly, read_frame, write_all
 
-LAYERS = {"sealed": ("landlock", "seccomp"), "unsafe": ()}  # unsafe: resource limits only, where a person allowed it
-CHANNEL = 3  # the descriptor of the answers, a socket: the job and "go" come in, frames go out
-ALLOWANCE = struct.Struct("<Qd")  # what comes first: bytes of memory, seconds of CPU
-CLOSED_OFF, READ = b"R", b"A"  # what a child says before its first frame
-LOST = 70  # exit code of a child that could not close itself off
+LAYERS = {"sealed": ("landlock", "seccomp"), "unsafe": ()}  # unsafe: resource limits only, if the user allows it
+CHANNEL = 3  # descriptor of a socket: the job and "go" come in, frames go out
+ALLOWANCE = struct.Struct("<Qd")  # the first message to a child: bytes of memory, seconds of CPU
+ISOLATED, READ = b"R", b"A"  # what a child writes before its first frame
+NOT_ISOLATED = 70  # exit code of a child that could not isolate itself
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What closes every child of a server off."""
+    """The isolation that every child of a server gets."""
 
     layers: tuple[str, ...]
-    memory: int  # bytes of address space that a child begins with
-    parent: int  # the process that it must not outlive
-    alone: bool  # its user has no other processes than this server's
+    memory: int  # bytes of address space at the start of a child
+    parent: int  # pid of the process that a child must not outlive
+    alone: bool  # its user runs no processes but this server's
 
 
 def enter(cell: Cell, memory: int, cpu_seconds: float) -> None:
-    """Close this process off. `memory` and `cpu_seconds` are the candidate's own.
+    """Isolate this process. `memory` and `cpu_seconds` are what the candidate may use on top.
 
-    Raises OSError or Refused if a layer cannot be had; then nothing foreign may run.
+    Raises OSError or Refused if a layer cannot be installed; then no untrusted code may run.
     """
     kernel.isolate(cell.memory + memory, cpu_seconds, cell.parent, alone=cell.alone)
     if "landlock" in cell.layers and kernel.landlock_version():
@@ -54,14 +54,14 @@ def enter(cell: Cell, memory: int, cpu_seconds: float) -> None:
         kernel.install_seccomp()
 
 
-def prepare_streams() -> list[Any]:
-    """Text streams on descriptors 0 to 2, made in the server because that is dear: children fill the descriptors in.
+def prepare_streams() -> list[IO[str]]:
+    """Text streams on descriptors 0 to 2, made once in the server because that is slow; children set the descriptors.
 
-    Pipes stand there meanwhile, so that the streams learn that they cannot seek.
+    Until then the descriptors are pipes, so that the streams are created as not seekable.
     """
     source, sink = os.pipe()
-    for fd, end in ((0, source), (1, sink), (2, sink)):
-        os.dup2(end, fd)
+    for fd, pipe_end in ((0, source), (1, sink), (2, sink)):
+        os.dup2(pipe_end, fd)
     streams = [
         open(fd, mode, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
         for fd, mode in ((0, "r"), (1, "w"), (2, "w"))
@@ -72,27 +72,27 @@ def prepare_streams() -> list[Any]:
 
 
 def run(ends: tuple[int, ...], cell: Cell) -> NoReturn:
-    """The whole life of a child; `ends` become its descriptors 0 to 3."""
+    """Run one job in this new child and exit; `ends` become its descriptors 0 to 3."""
     try:
-        for place, fd in enumerate(ends):
-            os.dup2(fd, place)
+        for target, fd in enumerate(ends):
+            os.dup2(fd, target)
         os.closerange(CHANNEL + 1, 256)
         random.seed(0)
         enter(cell, *ALLOWANCE.unpack(read_exactly(CHANNEL, ALLOWANCE.size) or b""))
-        os.write(CHANNEL, CLOSED_OFF)
+        os.write(CHANNEL, ISOLATED)
     except BaseException:
-        os._exit(LOST)
+        os._exit(NOT_ISOLATED)
     try:
-        job = read_frame(CHANNEL)
+        job: Job = read_frame(CHANNEL)
         if job["entry"] is None:
-            _program(job)
+            _run_program(job)
         else:
-            _function(job)
+            _run_function(job)
     finally:
         os._exit(1)
 
 
-def _framer(nonce: str) -> Callable[[str], bytes]:
+def _make_framer(nonce: str) -> Callable[[str], bytes]:
     start = f'{{"n":"{nonce}",'
 
     def frame(rest: str) -> bytes:
@@ -102,14 +102,14 @@ def _framer(nonce: str) -> Callable[[str], bytes]:
     return frame
 
 
-def _function(job: dict[str, Any]) -> NoReturn:
+def _run_function(job: Job) -> NoReturn:
     """Load the source as a module, then call its entry point once per test, each time after a "go"."""
-    read, write, leave, encode, frame = os.read, os.write, os._exit, values.encode, _framer(job["nonce"])
+    read, write, leave, encode, frame = os.read, os.write, os._exit, values.encode, _make_framer(job["nonce"])
     entry, last, describe = job["entry"], frame('"end":true'), _describe
     arguments, failure = [], None
     try:
         arguments = [(ast.literal_eval(test["args"]), ast.literal_eval(test["kwargs"])) for test in job["tests"]]
-    except BaseException as error:  # they are no literals, or too large for the memory
+    except BaseException as error:  # not literals, or too large for the memory
         failure = "run", describe(error)
     module = types.ModuleType("candidate")
     write(CHANNEL, READ)
@@ -131,9 +131,9 @@ def _function(job: dict[str, Any]) -> NoReturn:
     leave(0)
 
 
-def _program(job: dict[str, Any]) -> NoReturn:
-    """Run the source as a program; its answer is what it wrote on stdout."""
-    write, leave, frame, out = os.write, os._exit, _framer(job["nonce"]), sys.stdout
+def _run_program(job: Job) -> NoReturn:
+    """Run the source as a program; its answer is its stdout."""
+    write, leave, frame, out = os.write, os._exit, _make_framer(job["nonce"]), sys.stdout
     last = frame('"end":true')
     write(CHANNEL, READ)
     os.read(CHANNEL, 1)
@@ -147,7 +147,7 @@ def _program(job: dict[str, Any]) -> NoReturn:
     for stream in {id(s): s for s in (sys.stdout, out)}.values():
         try:
             stream.flush()
-        except (ValueError, OSError, AttributeError):  # it closed or replaced the stream: what it wrote so far counts
+        except (ValueError, OSError, AttributeError):  # closed or replaced by the candidate: earlier output counts
             continue
     answer = '"i":0,"v":null' if failure is None else f'"i":0,"e":{failure[1]}'
     write_all(CHANNEL, frame(answer) + last, write)
@@ -155,7 +155,7 @@ def _program(job: dict[str, Any]) -> NoReturn:
 
 
 def _load(source: str, module: types.ModuleType) -> tuple[str, str] | None:
-    """Compile and run the source in the module. None, or the stage that failed and the JSON of what was raised."""
+    """Compile and run the source in the module. Returns None, or the stage that failed and the exception as JSON."""
     sys.modules[module.__name__] = module
     stage, describe = "compile", _describe
     try:
@@ -170,7 +170,7 @@ def _load(source: str, module: types.ModuleType) -> tuple[str, str] | None:
 
 
 def _describe(error: BaseException) -> str:
-    """The exception's type and the beginning of its message, as JSON. Its frames are let go first: they hold memory."""
+    """The exception's type and the start of its message, as JSON. Drops its frames first, which keep memory alive."""
     error.__traceback__ = error.__context__ = None
     name, message = type(error).__name__, ""
     try:

@@ -1,7 +1,7 @@
-"""Block `sandbox` of params.yaml: what a candidate may use, what it may import, whether it may run without a sandbox.
+"""Block `sandbox` of params.yaml: what a candidate may use and import, and whether it may run without a sandbox.
 
-All of it changes verdicts, so all of it is tracked. Where candidates run (`runtime.sandbox.url`) changes none and is
-not.
+All of these settings change verdicts, so DVC tracks them. Where candidates run (`runtime.sandbox.url`) changes no
+verdict and is not tracked.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one candidate may use. All of it changes verdicts, so all of it is tracked."""
+    """What one candidate may use."""
 
     cpu_seconds: float = 0.5
     """Of one test, where the problem does not say."""
@@ -38,7 +38,7 @@ class Limits:
                 raise ValueError(f"{name}: expected a positive number, got {value}")
 
     def wall(self, cpu_seconds: float) -> float:
-        """Seconds on the wall clock that go with a CPU limit."""
+        """The wall-clock limit in seconds that goes with a CPU limit."""
         return 4 * cpu_seconds + self.wall_extra_seconds
 
 

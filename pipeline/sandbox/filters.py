@@ -1,13 +1,13 @@
-"""The seccomp filter of profile `sealed`, as classic BPF: which system calls a candidate may make, and with what.
+"""The seccomp filter of profile `sealed`, as classic BPF: which system calls a candidate may make, and how.
 
-It is an allow-list: everything else answers EPERM, what is unknown here and clone3 ENOSYS, so that libc falls back. A
-call of a foreign architecture kills. Standard library only, and nothing of the project: `jail.py` loads this file by
-its path.
+It is an allow-list. Everything else returns EPERM; clone3 and calls beyond LAST_KNOWN return ENOSYS, so that libc falls
+back. A call of a foreign architecture kills. Standard library only, nothing of the project: `jail.py` loads this file
+by its path.
 
 Sources: seccomp(2), bpf's classic instruction set in linux/filter.h; syscall numbers from the kernel's
 arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (aarch64).
 
-Not promised: another architecture than those two.
+Not promised: architectures other than these two.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 EPERM, ENOSYS = 1, 38
 
-# name: (x86_64, aarch64); None where the architecture has none. No call here takes a path, an address or another
-# process.
+# name: (x86_64, aarch64); None where the architecture has no such call. No call here takes a path, an address or
+# another process.
 ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63),
     "write": (1, 64),
@@ -86,7 +86,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "getrandom": (318, 278),
     "rseq": (334, 293),
 }
-CHECKED = {  # allowed with some arguments only
+CHECKED = {  # allowed only with some arguments
     "ioctl": (16, 29),
     "clone": (56, 220),
     "fcntl": (72, 25),
@@ -95,7 +95,7 @@ CHECKED = {  # allowed with some arguments only
 }
 CLONE3 = 435
 LAST_KNOWN = 470
-# All the flags with which glibc and musl start a thread; with a subset it would have descriptors or signals of its own
+# All the flags with which glibc and musl start a thread; with fewer it would have its own descriptors or signals
 CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00)
 FCNTL_COMMANDS = (0, 1030, 1, 2, 3)  # F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL
 IOCTL_REQUESTS = (0x5401, 0x5451)  # TCGETS, FIOCLEX
@@ -108,7 +108,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one architecture numbers its calls."""
+    """The system call numbers of one architecture."""
 
     column: int  # of ALLOWED and CHECKED
     audit: int  # AUDIT_ARCH_*
@@ -122,11 +122,11 @@ ARCHITECTURES = {"x86_64": Architecture(0, 0xC000003E, 317, 56), "aarch64": Arch
 
 
 class Refused(RuntimeError):
-    """This machine cannot enforce a layer of the sandbox; the message says which and why."""
+    """This machine cannot enforce a layer of the sandbox; the message states which and why."""
 
 
 def architecture() -> Architecture:
-    """The machine's numbers. Raises Refused where there are none."""
+    """The architecture of this machine. Raises Refused for an unsupported one."""
     name = platform.machine()
     if sys.platform != "linux" or name not in ARCHITECTURES or sys.maxsize < 1 << 32 or sys.byteorder != "little":
         raise Refused(f"no seccomp filter for {sys.platform} on {name}")
@@ -136,46 +136,46 @@ def architecture() -> Architecture:
 def filter_program(machine: Architecture) -> list[Instruction]:
     """The filter as classic BPF.
 
-    The number is found by halving: the kernel tries a new filter on every number, so a chain of comparisons would
-    cost each child half a millisecond.
+    It looks the call up by binary search: the kernel runs a new filter once for every call number, so a chain of
+    comparisons would cost each child half a millisecond.
     """
     permitted, forbidden = [(RETURN, 0, 0, ALLOW)], [(RETURN, 0, 0, ERRNO | EPERM)]
     unknown = [(RETURN, 0, 0, ERRNO | ENOSYS)]
     actions = {numbers[machine.column]: permitted for numbers in ALLOWED.values()}
     actions |= {CHECKED[name][machine.column]: block for name, block in _checks().items()}
     actions[CLONE3] = unknown
-    pieces: list[tuple[int, list[Instruction]]] = []  # (first number, what becomes of it and of those up to the next)
+    ranges: list[tuple[int, list[Instruction]]] = []  # (first call number, action up to the next range)
     for number in range(LAST_KNOWN + 1):
         action = actions.get(number, forbidden)
-        if not pieces or pieces[-1][1] is not action:
-            pieces.append((number, action))
-    pieces.append((LAST_KNOWN + 1, unknown))
+        if not ranges or ranges[-1][1] is not action:
+            ranges.append((number, action))
+    ranges.append((LAST_KNOWN + 1, unknown))
     program = [(LOAD, 0, 0, 4), (JUMP_EQ, 1, 0, machine.audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine.column == 0:  # x32 calls carry this bit under the same architecture word
         program += [(JUMP_SET, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
-    return program + _search(pieces)
+    return program + _search(ranges)
 
 
-def _search(pieces: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
-    if len(pieces) == 1:
-        return pieces[0][1]
-    middle = len(pieces) // 2
-    below, above = _search(pieces[:middle]), _search(pieces[middle:])
+def _search(ranges: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
+    if len(ranges) == 1:
+        return ranges[0][1]
+    middle = len(ranges) // 2
+    below, above = _search(ranges[:middle]), _search(ranges[middle:])
     if len(below) < 256:
-        return [(JUMP_GE, len(below), 0, pieces[middle][0]), *below, *above]
+        return [(JUMP_GE, len(below), 0, ranges[middle][0]), *below, *above]
     # a conditional jump of classic BPF spans a byte; JUMP spans all
-    return [(JUMP_GE, 0, 1, pieces[middle][0]), (JUMP, 0, 0, len(below)), *below, *above]
+    return [(JUMP_GE, 0, 1, ranges[middle][0]), (JUMP, 0, 0, len(below)), *below, *above]
 
 
 def _checks() -> dict[str, list[Instruction]]:
-    """What decides about the calls of CHECKED, by their arguments."""
+    """The instructions that decide about the calls of CHECKED by their arguments."""
     forbidden = (RETURN, 0, 0, ERRNO | EPERM)
     return {
         "ioctl": [(LOAD, 0, 0, 24), *_one_of(IOCTL_REQUESTS), forbidden],
         "fcntl": [(LOAD, 0, 0, 24), *_one_of(FCNTL_COMMANDS), forbidden],
         "clone": [(LOAD, 0, 0, 16), *_one_of(CLONE_OF_THREADS), forbidden],
-        "sched_getaffinity": [(LOAD, 0, 0, 16), *_one_of((0,)), forbidden],  # of itself
-        "prlimit64": [  # of itself, and the pointer to new limits must be null in both halves
+        "sched_getaffinity": [(LOAD, 0, 0, 16), *_one_of((0,)), forbidden],  # on itself
+        "prlimit64": [  # on itself, and the pointer to new limits must be null in both halves
             *[(LOAD, 0, 0, 16), (JUMP_EQ, 1, 0, 0), forbidden, (LOAD, 0, 0, 32), (JUMP_EQ, 1, 0, 0), forbidden],
             *[(LOAD, 0, 0, 36), *_one_of((0,)), forbidden],
         ],
@@ -183,7 +183,7 @@ def _checks() -> dict[str, list[Instruction]]:
 
 
 def _one_of(constants: tuple[int, ...]) -> list[Instruction]:
-    """Allow when the loaded word is one of these; else fall through."""
+    """Allow if the loaded word is one of these, else fall through."""
     return [step for constant in constants for step in ((JUMP_EQ, 0, 1, constant), (RETURN, 0, 0, ALLOW))]
 
 

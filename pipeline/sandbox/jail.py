@@ -1,43 +1,43 @@
 """The server that runs untrusted code: a watcher, a zygote that never sees a job, and one child for each job.
 
-`servers.py` executes `python -P -s -S -B jail.py` with an empty environment: this process never held the trainer's
-memory, keys or data. It reads settings, imports what candidates may use, gives up root, tests its layers and splits in
-two (`zygote.py`). The watcher then reads jobs as frames (4 bytes of little-endian length, JSON) on stdin and answers
-each on stdout. A job is one child: copied from the zygote, closed off by `kernel.py`, handed its job, told "go" before
-each test, killed, reaped. The child speaks on fd 3: the byte R when it is closed off, A when it has read its job, then
-per test `{"n": nonce, "i": index, "v": value}` or `{"n", "i", "e": [type, message]}`, or once `{"n", "load", "e"}` if
-the source does not load, then `{"n", "end"}`.
+`servers.py` executes `python -P -s -S -B jail.py` with an empty environment, so this process never contained the
+trainer's memory, keys or data. It reads settings, imports what candidates may use, gives up root, tests its layers and
+splits in two (`zygote.py`). The watcher then reads jobs as frames (4 bytes of little-endian length, JSON) on stdin and
+answers each on stdout. Each job runs in one child: copied from the zygote, isolated by `kernel.py`, sent its job, told
+"go" before each test, killed, waited for. The child writes on fd 3: the byte R when it is isolated, A when it has read
+its job, then per test `{"n": nonce, "i": index, "v": value}` or `{"n", "i", "e": [type, message]}`, or once
+`{"n", "load", "e"}` if the source does not load, then `{"n", "end"}`.
 
     settings  {"profile", "preload": [module], "paths": [folder]}  ->  {"ready": {...}}, {"refused"} or {"missing"}
     job       {"id", "nonce", "source", "entry", "tests": [{"args", "kwargs"} or {"stdin"}], "limits": {...}}
     answer    {"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"}
               or {"id", "fault"}
 
-Neighbours: `zygote.py` what is copied, `child.py` what runs after the copy, `kernel.py` and `filters.py` the layers,
-`watch.py` the limits, `trial.py` the self-test, `frames.py` the messages. `python -m pipeline.sandbox.jail --probe`
-prints what this machine enforces. Standard library only, nothing of the project.
+Neighboring modules: `zygote.py` makes the copies, `child.py` runs in them, `kernel.py` and `filters.py` are the layers,
+`watch.py` applies the limits, `trial.py` is the self-test, `frames.py` the messages. `python -m pipeline.sandbox.jail
+--probe` prints what this machine enforces. Standard library only, nothing of the project.
 
-The opponent is code of a model that is rewarded for passing: careless, greedy, tuned to cheat, and one of a group that
-is judged in turn by the same server; through the service, hostile, and one tenant among several. Promised, in profile
-`sealed`:
+The attacker is the code of a model that is rewarded for passing: careless, greedy, tuned to cheat, and one of a group
+that the same server judges in turn. Through the service it may be hostile, and one tenant among several. Profile
+`sealed` promises:
 
     no way out         no file, no network, no program, no other process touched (signal, trace, limit, memory)
     no secret          nothing of the trainer, of another candidate or of another tenant in its address space: the
-                       memory that it begins with was made before the first job, and no job, answer or exit status
+                       memory that it starts with was made before the first job, and no job, answer or exit status
                        reaches the process that it is a copy of
     no forged pass     what it sends is a claim that `judge.py` compares; expected values never leave the trainer
     bounds             CPU and wall time, address space, 64 threads, 32 descriptors, output; reading arguments counts
     nothing left over  no process, descriptor, shared memory; all die with the watcher, which ends with the trainer
 
-`sealed` needs Linux with seccomp, else it is refused; Landlock is put behind it where the kernel has it. `unsafe` is
-resource limits only, where there is no sandbox and a person allowed it, and promises none of this.
+`sealed` needs Linux with seccomp, otherwise it is refused; Landlock is added where the kernel has it. `unsafe` is
+resource limits only, for machines without a sandbox where the user allows it, and promises none of this.
 
 Not promised: protection from bugs of the kernel (a candidate makes system calls, if few) or of the processor (CPU
-caches, timing, speculation: a candidate can measure time, and what else runs on a core); the inputs of hidden tests,
-which it is given; strong tests: a program that is right on all of them passes; fair shares between candidates, beyond
-the limits; an exact number of threads where the servers run as another user than root (the kernel counts a user's
-processes over the whole machine, so the watcher counts, every 10 ms). This is no virtual machine: code of strangers
-belongs on a machine of its own.
+caches, timing, speculation: a candidate can measure time, and what else runs on a core); secrecy of the inputs of
+hidden tests, which it receives; strong tests: a program that is right on all of them passes; fair shares between
+candidates, beyond the limits; an exact number of threads where the servers run as a user other than root (the kernel
+counts a user's processes over the whole machine, so the watcher counts, every 10 ms). This is not a virtual machine:
+code of strangers belongs on a machine of its own.
 """
 
 import builtins
@@ -50,31 +50,31 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-# The handlers of threading, random and logging would run Python in every child, 170 pages of it: a sixth of what a
-# child costs. A server has one thread, and a child seeds anew.
+# The after-fork handlers of threading, random and logging would run Python in every child and touch 170 pages: a sixth
+# of the cost of a child. A server has one thread, and a child seeds `random` itself.
 _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
-sys.path.insert(0, str(Path(__file__).parent))  # -P left it out; the neighbours are taken without the project package
+sys.path.insert(0, str(Path(__file__).parent))  # left out by -P; neighbors are imported without the project package
 import child  # noqa: E402
 import kernel  # noqa: E402
 import trial  # noqa: E402
-from frames import read_frame, write_frame  # noqa: E402
+from frames import Answer, Fault, Job, read_frame, write_frame  # noqa: E402
 from watch import Watch  # noqa: E402
 from zygote import Zygote  # noqa: E402
 
 sys.path.pop(0)
 
-# What a candidate may import: nothing can be loaded once the doors are closed. Each shared library makes every fork
-# dearer, so those that cannot work in here (asyncio, subprocess, multiprocessing) and OpenSSL stay out.
+# What a candidate may import: nothing can be loaded after isolation. Each shared library makes every fork slower, so
+# those that cannot work in here (asyncio, subprocess, multiprocessing) and OpenSSL stay out.
 MODULES = """
 abc argparse array ast base64 binascii bisect builtins calendar cmath codecs collections collections.abc colorsys
 concurrent.futures.thread contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib enum errno
 fileinput fnmatch fractions functools gc glob graphlib hashlib heapq hmac html html.parser inspect io ipaddress
-itertools
-json keyword linecache locale logging math numbers operator os pathlib pickle platform pprint queue random re reprlib
-secrets select shlex signal socket stat statistics string stringprep struct sys tempfile textwrap threading
+itertools json keyword linecache locale logging math numbers operator os pathlib pickle platform pprint queue random re
+reprlib secrets select shlex signal socket stat statistics string stringprep struct sys tempfile textwrap threading
 time timeit tokenize traceback types typing unicodedata unittest urllib.parse uuid warnings weakref zlib _strptime
 encodings.ascii encodings.base64_codec encodings.cp1252 encodings.hex_codec encodings.idna encodings.latin_1
 encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unicode_escape encodings.utf_16
@@ -83,8 +83,19 @@ encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodin
 WITHOUT_OPENSSL = "_hashlib"  # hashlib falls back to its own implementations
 
 
-def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any]:
-    """Import what candidates may use, give up root, prove the layers.
+class Enforced(TypedDict):
+    """What a server enforces; `alone`: its user has no other processes, `memory`: its own address space in bytes."""
+
+    profile: str
+    architecture: str
+    landlock: int
+    uid: int
+    alone: bool
+    memory: int
+
+
+def prepare(preload: list[str], paths: list[str], profile: str) -> Enforced:
+    """Import what candidates may use, give up root, test the layers.
 
     Returns what is enforced. Raises Refused, or ImportError for a module of `preload`.
     """
@@ -105,7 +116,7 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
     if profile == "sealed":
         trial.self_test(alone=alone)
     gc.collect()
-    gc.freeze()  # children then copy no page only because the collector wrote to it
+    gc.freeze()  # so that no page is copied in a child only because the collector wrote to it
     return {
         "profile": profile,
         "architecture": platform.machine(),
@@ -117,11 +128,11 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> dict[str, Any
 
 
 def serve() -> None:
-    """Jobs from stdin, answers to stdout, until stdin ends."""
+    """Read jobs from stdin and write answers to stdout, until stdin ends."""
     jobs, answers = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (0, 1))
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = child.prepare_streams()
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(child.CHANNEL + 1):  # nothing of ours stays at the places that a child uses
+    for fd in range(child.CHANNEL + 1):  # no descriptor of ours stays where a child puts its own
         os.dup2(null, fd)
     sys.argv = ["candidate"]
     settings = read_frame(jobs)
@@ -140,14 +151,14 @@ def serve() -> None:
     while (job := read_frame(jobs)) is not None:
         try:
             answer = run(job, zygote, jobs)
-        except Exception as error:  # a defect of ours: the pool logs it and starts another server
+        except Exception as error:  # a bug of ours: the pool logs it and starts another server
             answer = {"id": job["id"], "fault": f"{type(error).__name__}: {error}"}
         write_frame(answers, answer)
     zygote.stop()
 
 
-def run(job: dict[str, Any], zygote: Zygote, jobs: int) -> dict[str, Any]:
-    """One child for a job: watch it, and say what it did. The end of `jobs` ends everything."""
+def run(job: Job, zygote: Zygote, jobs: int) -> Answer | Fault:
+    """Run a job in one child and watch it. Exits when the trainer closes `jobs`."""
     outside, inside = (end.detach() for end in socket.socketpair())
     (out, out_inside), (err, err_inside), (stdin_inside, stdin) = os.pipe(), os.pipe(), os.pipe()
     pid = zygote.fork((stdin_inside, out_inside, err_inside, inside))
@@ -161,10 +172,10 @@ def run(job: dict[str, Any], zygote: Zygote, jobs: int) -> dict[str, Any]:
     return watch.answer()
 
 
-def probe() -> dict[str, Any]:
-    """What profile `sealed` enforces on this machine, or `refused`: why it cannot be had.
+def probe() -> Mapping[str, object]:
+    """What profile `sealed` enforces on this machine, or `refused`: why it is not available.
 
-    A child finds out: it cannot write to a file afterwards.
+    Runs in a child, because afterwards a process cannot write to files.
     """
     source, sink = os.pipe()
     if os.fork() == 0:
@@ -182,12 +193,12 @@ def probe() -> dict[str, Any]:
 
 
 def main() -> None:
-    """The server, or with `--probe` one line of JSON."""
+    """Run the server, or with `--probe` print one line of JSON."""
     if sys.argv[1:] == ["--probe"]:
         sys.stdout.write(json.dumps(probe()) + "\n")
     else:
         serve()
-        os._exit(0)  # nothing to tidy up, and many servers may be ending
+        os._exit(0)  # skips the interpreter's shutdown: there is nothing to clean up, and many servers may end at once
 
 
 if __name__ == "__main__":

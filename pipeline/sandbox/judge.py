@@ -1,10 +1,10 @@
-"""From a candidate's source and a problem's tests to a verdict. Runs no code: it asks the sandbox and compares data.
+"""From a candidate's source and a problem's tests to a verdict. Runs no code: the sandbox does, this module compares.
 
     with Judge(config, workers) as judge:
         for verdict in judge.judge([Program(source, "add", problem.tests)]):
             verdict.verdict, verdict.score      # "passed", 1.0
 
-Expected values stay in this process; the child gets arguments alone. The reports of a child are claims: a wrong nonce,
+Expected values stay in this process; the child gets only arguments. The reports of a child are claims: a wrong nonce,
 an index out of turn or bad JSON is `unsafe` and scores 0; a value counts only if it equals the expected one.
 
 | verdict | reason |
@@ -16,22 +16,21 @@ an index out of turn or bad JSON is `unsafe` and scores 0; a value counts only i
 | unsafe | forged |
 | unscorable | harness (a server died twice, no service), unprotected (no test can be judged) |
 
-An unscorable program has the score None, never 0 or 1.
-
-A program's verdict is that of its first test that fails; its score is tests passed / tests that can be judged.
+A program's verdict is that of its first test that fails; its score is tests passed / tests that can be judged. An
+unscorable program has the score None, never 0 or 1.
 
 Not promised: that the tests are strong, that hidden inputs stay hidden from the candidate, or a verdict on asserts that
-need more than values (`asserts.py`): they are counted in `unprotected` and take no part in the score.
+need more than values (`asserts.py`): they are counted in `unprotected` and do not enter the score.
 """
 
 import functools
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipeline.ingest import shapes
 from pipeline.run.errors import DataError
+from pipeline.run.types import JsonObject
 from pipeline.sandbox import asserts, values
 from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
 
@@ -42,13 +41,11 @@ VERDICTS = ("passed", "wrong", "error", "timeout", "memory", "syntax", "no_code"
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A candidate and what is asked of it. Tests are those of `records.Problem`, or `{"stdin", "stdout",
-    "visible"}`.
-    """
+    """A candidate and its tests: those of `records.Problem`, or `{"stdin", "stdout", "visible"}`."""
 
-    source: str | None  # None or blank: the reply held no code
+    source: str | None  # None or blank: the reply contained no code
     entry_point: str
-    tests: list[dict[str, Any]]
+    tests: list[JsonObject]
     cpu_seconds: float | None = None  # of one test; None: the sandbox's default
     compare: str = "strict"  # how `expected` is compared: strict, python, close (`values.equal`)
 
@@ -59,9 +56,9 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class TestResult:
-    """One test. `message` is for people: the exception or the end of the process, control characters escaped."""
+    """The result of one test. `message` is for people: the exception or how the process ended, escaped."""
 
-    __test__ = False  # no test class, whatever pytest thinks of the name
+    __test__ = False  # not a test class: tells pytest not to collect it
 
     verdict: str
     reason: str
@@ -71,7 +68,7 @@ class TestResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a program."""
+    """The verdict on a program."""
 
     verdict: str
     reason: str
@@ -80,30 +77,30 @@ class Verdict:
     score: float | None  # passed / total, 0 if unsafe, None if unscorable
     results: list[TestResult]  # of the tests that can be judged, in their order
     unprotected: int = 0  # asserts that cannot be judged safely
-    profile: str = "sealed"  # what held it; "unsafe": it ran with resource limits only
+    profile: str = "sealed"  # of the sandbox; "unsafe": it ran with resource limits only
 
 
 @dataclass(frozen=True)
 class _Check:
-    """One test: the calls (or the stdin) that it sends, and what decides."""
+    """One parsed test: the calls (or the stdin) to send, and what the answers are compared with."""
 
-    sends: list[dict[str, str]]
+    requests: list[dict[str, str]]
     visible: bool
-    expected: Any = None  # a lifted value, or the lines of stdout
+    expected: object = None  # a decoded value, or the lines of stdout
     assertion: asserts.Assertion | None = None
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a child said to one call: a decoded value, or why there is none."""
+    """A child's answer to one call: a decoded value, or why there is none."""
 
-    value: Any = None
+    value: object = None
     verdict: str = ""  # "" if there is a value
     reason: str = ""
     message: str = ""
 
 
-TIMED_OUT = _Answer(verdict="timeout", message="not reached: too many time-outs")
+NOT_REACHED = _Answer(verdict="timeout", message="not reached: too many time-outs")
 FORGED = _Answer(verdict="unsafe", reason="forged")
 
 
@@ -127,13 +124,13 @@ class Judge:
     def judge(self, programs: Iterable[Program]) -> Iterator[Verdict]:
         """The verdicts in the order of the programs; reads a few programs ahead, so they may be endless.
 
-        Raises DataError for a test that is none.
+        Raises DataError for a malformed test.
         """
         prepared: list[tuple[Program, list[_Check], int]] = []
 
         def tasks() -> Iterator[Task | None]:
             for program in programs:
-                checks, unprotected = self._checks(program)
+                checks, unprotected = self._parse_tests(program)
                 prepared.append((program, checks, unprotected))
                 yield self._task(program, checks)
 
@@ -141,7 +138,8 @@ class Judge:
             program, checks, unprotected = prepared.pop(0)
             yield self._verdict(program, checks, unprotected, reports)
 
-    def _checks(self, program: Program) -> tuple[list[_Check], int]:
+    def _parse_tests(self, program: Program) -> tuple[list[_Check], int]:
+        """The tests that can be judged, and the number of those that cannot."""
         if len(program.tests) > self.config.limits.max_tests:
             raise DataError(f"{program.entry_point}: expected at most {self.config.limits.max_tests} tests")
         parsed = [parse_test(test, program.entry_point) for test in program.tests]
@@ -151,19 +149,19 @@ class Judge:
         return checks, len(parsed) - len(checks)
 
     def _task(self, program: Program, checks: list[_Check]) -> Task | None:
-        if not checks or _refused(program, self.config.limits) is not None:
+        if not checks or _rejection(program, self.config.limits) is not None:
             return None
         assert program.source is not None
         entry = None if _is_program(checks[0]) else program.entry_point
-        sends = [send for check in checks for send in check.sends]
+        requests = [request for check in checks for request in check.requests]
         cpu_seconds = program.cpu_seconds or self.config.limits.cpu_seconds
-        return Task(program.source, entry, sends, cpu_seconds)
+        return Task(program.source, entry, requests, cpu_seconds)
 
     def _verdict(
         self, program: Program, checks: list[_Check], unprotected: int, reports: list[Report] | None
     ) -> Verdict:
-        refused = _refused(program, self.config.limits)
-        blank = Verdict(
+        rejection = _rejection(program, self.config.limits)
+        unscorable = Verdict(
             verdict="unscorable",
             reason="unprotected",
             passed=0,
@@ -174,60 +172,63 @@ class Judge:
             profile=self.pool.host.profile,
         )
         if not checks:
-            return blank
-        if refused is not None:
-            results = [TestResult(verdict=refused[0], reason=refused[1], visible=c.visible) for c in checks]
+            return unscorable
+        if rejection is not None:
+            results = [TestResult(verdict=rejection[0], reason=rejection[1], visible=c.visible) for c in checks]
         elif reports is None:
-            return replace(blank, reason="harness")
+            return replace(unscorable, reason="harness")
         else:
-            answers = _answers(reports, sum(len(check.sends) for check in checks))
-            results = [self._result(program, check, answers) for check in checks]
+            answers = _answers(reports, sum(len(check.requests) for check in checks))
+            results = [_judge_test(check, answers, program.compare) for check in checks]
         passed = sum(result.verdict == "passed" for result in results)
-        first = next((result for result in results if result.verdict != "passed"), None)
+        failure = next((result for result in results if result.verdict != "passed"), None)
         if any(result.verdict == "unsafe" for result in results):
             results = [replace(result, verdict="unsafe", reason="forged") for result in results]
-            first, passed = results[0], 0
+            failure, passed = results[0], 0
         return replace(
-            blank,
-            verdict="passed" if first is None else first.verdict,
-            reason="" if first is None else first.reason,
+            unscorable,
+            verdict="passed" if failure is None else failure.verdict,
+            reason="" if failure is None else failure.reason,
             passed=passed,
             score=passed / len(checks),
             results=results,
         )
 
-    def _result(self, program: Program, check: _Check, answers: list[_Answer]) -> TestResult:
-        """The result of one test; takes its answers from the front of the list."""
-        mine = [answers.pop(0) for _ in check.sends]
-        failed = next((answer for answer in mine if answer.verdict), None)
-        if failed is not None:
-            return TestResult(
-                verdict=failed.verdict, reason=failed.reason, visible=check.visible, message=_escape(failed.message)
-            )
-        if check.assertion is not None:
-            right = check.assertion.holds([answer.value for answer in mine])
-        elif _is_program(check):
-            right = _lines(mine[0].value) == check.expected
-        else:
-            right = values.equal(check.expected, mine[0].value, program.compare)
-        if right:
-            return TestResult(verdict="passed", reason="", visible=check.visible)
-        opaque = any(values.has_opaque(answer.value) for answer in mine)
-        return TestResult(verdict="wrong", reason="opaque" if opaque else "value", visible=check.visible)
+
+def _judge_test(check: _Check, answers: list[_Answer], compare: str) -> TestResult:
+    """The result of one test; takes its answers from the front of the list."""
+    own_answers = [answers.pop(0) for _ in check.requests]
+    failure = next((answer for answer in own_answers if answer.verdict), None)
+    if failure is not None:
+        return TestResult(
+            verdict=failure.verdict, reason=failure.reason, visible=check.visible, message=_escape(failure.message)
+        )
+    if check.assertion is not None:
+        is_right = check.assertion.holds([answer.value for answer in own_answers])
+    elif _is_program(check):
+        stdout = own_answers[0].value
+        assert isinstance(stdout, str)
+        is_right = _lines(stdout) == check.expected
+    else:
+        is_right = values.equal(check.expected, own_answers[0].value, compare)
+    if is_right:
+        return TestResult(verdict="passed", reason="", visible=check.visible)
+    opaque = any(values.has_opaque(answer.value) for answer in own_answers)
+    return TestResult(verdict="wrong", reason="opaque" if opaque else "value", visible=check.visible)
 
 
-def parse_test(test: dict[str, Any], entry_point: str) -> _Check | None:
-    """What a test sends and what decides; None for an assert that cannot be judged safely. Raises DataError."""
+def parse_test(test: JsonObject, entry_point: str) -> _Check | None:
+    """One test, parsed; None for an assert that cannot be judged safely. Raises DataError."""
     visible = bool(test.get("visible", False))
     if isinstance(test.get("stdin"), str) and isinstance(test.get("stdout"), str):
         return _Check([{"stdin": test["stdin"]}], visible, expected=_lines(test["stdout"]))
     if isinstance(test.get("assert"), str):
-        assertion = _assertion(test["assert"], entry_point)
+        assertion = _parse_assert(test["assert"], entry_point)
         if assertion is None:
             return None
         return _Check([vars(call) for call in assertion.calls], visible, assertion=assertion)
     if isinstance(test.get("args"), str) and isinstance(test.get("expected"), str):
-        expected = _expected(test["args"], test["expected"], entry_point)
+        expected = _parse_expected(test["args"], test["expected"], entry_point)
         return _Check([{"args": test["args"], "kwargs": "{}"}], visible, expected=expected)
     raise DataError(
         f"{entry_point}: expected a test with args and expected, with assert, or with stdin and stdout (all text), "
@@ -236,21 +237,21 @@ def parse_test(test: dict[str, Any], entry_point: str) -> _Check | None:
 
 
 @functools.lru_cache(maxsize=4096)  # many candidates are judged by the same tests
-def _expected(args: str, expected: str, entry_point: str) -> Any:
-    """The lifted expected value, once both texts have been checked."""
-    if not isinstance(_literal(args, entry_point), list):
+def _parse_expected(args: str, expected: str, entry_point: str) -> object:
+    """The expected value as `values.decode` returns it, after checking both texts. Raises DataError."""
+    if not isinstance(_read_literal(args, entry_point), list):
         raise DataError(f"{entry_point}: args: expected the text of a list, found {args[:80]!r}")
-    value = _literal(expected, entry_point)
+    value = _read_literal(expected, entry_point)
     try:
         return values.check(value)
     except ValueError as error:
         raise DataError(f"{entry_point}: expected: {error}") from error
 
 
-_assertion = functools.lru_cache(maxsize=4096)(asserts.parse)
+_parse_assert = functools.lru_cache(maxsize=4096)(asserts.parse)
 
 
-def _literal(text: str, entry_point: str) -> Any:
+def _read_literal(text: str, entry_point: str) -> object:
     try:
         return shapes.read(text, values.bag, values.mapping)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
@@ -258,11 +259,11 @@ def _literal(text: str, entry_point: str) -> Any:
 
 
 def _is_program(check: _Check) -> bool:
-    return "stdin" in check.sends[0]
+    return "stdin" in check.requests[0]
 
 
-def _refused(program: Program, limits: Limits) -> tuple[str, str] | None:
-    """Verdict and reason of a source that is not run at all."""
+def _rejection(program: Program, limits: Limits) -> tuple[str, str] | None:
+    """Verdict and reason for a source that is not run at all; None for one that is."""
     if program.source is None or not program.source.strip():
         return "no_code", ""
     if len(program.source.encode("utf-8", "surrogatepass")) > limits.source_kib << 10:
@@ -271,64 +272,64 @@ def _refused(program: Program, limits: Limits) -> tuple[str, str] | None:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of an output as they are compared: right-stripped, blank ones at the end dropped."""
+    """The lines of an output for comparison: right-stripped, without blank lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _escape(text: str) -> str:
-    """Text of the candidate for a person's terminal or page: control characters and lone surrogates escaped."""
+    """A candidate's text made safe for a terminal or a page: control characters and lone surrogates escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _answers(reports: list[Report], count: int) -> list[_Answer]:
-    """What was said to each of the `count` calls; a call that no child was given timed out."""
-    answers = [TIMED_OUT] * count
+    """The answers to `count` calls; a call that no child ran counts as a time-out."""
+    answers = [NOT_REACHED] * count
     for report in reports:
-        answers[report.first : report.first + report.given] = _answers_of(report)
+        answers[report.first : report.first + report.given] = _child_answers(report)
     return answers
 
 
-def _answers_of(report: Report) -> list[_Answer]:
-    """One child's answers, as many as it was given calls."""
-    said: list[_Answer] = []
+def _child_answers(report: Report) -> list[_Answer]:
+    """One child's answers, one for each of its calls."""
+    answers: list[_Answer] = []
     for index, frame in enumerate(report.frames):
         try:
             answer, is_load = _parse_frame(values.parse(frame), report, index)
         except values.Malformed:
             answer, is_load = FORGED, True
-        if is_load:  # nothing that follows can count
+        if is_load:  # ignores all later frames
             return [answer] * report.given
-        said.append(answer)
-    ending = _ending(report)
-    if ending is None:
-        return said
-    said = said[: report.given - 1]  # all answered, yet its end never said: the last answer was given on the way out
-    return [*said, ending, *[TIMED_OUT if report.timed_out else ending] * (report.given - len(said) - 1)]
+        answers.append(answer)
+    failure = _failure(report)
+    if failure is None:
+        return answers
+    answers = answers[: report.given - 1]  # all answered but without an end frame: the last one was sent while exiting
+    return [*answers, failure, *[NOT_REACHED if report.timed_out else failure] * (report.given - len(answers) - 1)]
 
 
-def _parse_frame(tree: Any, report: Report, index: int) -> tuple[_Answer, bool]:
-    """The answer in a frame, and whether it says that the source did not load. Raises Malformed."""
+def _parse_frame(tree: object, report: Report, index: int) -> tuple[_Answer, bool]:
+    """The answer in a frame, and whether it reports that the source did not load. Raises Malformed."""
     match tree:
         case (("n", report.nonce), ("i", number), ("v", value)) if type(number) is int and number == index:
             return _Answer(report.stdout if report.is_program else values.decode(value)), False
         case (("n", report.nonce), ("i", number), ("e", [str(kind), str(text)])) if number == index:
-            return _raised(kind, text), False
+            return _exception_answer(kind, text), False
         case (("n", report.nonce), ("load", "compile"), ("e", [str(kind), str(text)])) if index == 0:
             return _Answer(verdict="syntax", message=f"{kind}: {text}"), True
         case (("n", report.nonce), ("load", "run"), ("e", [str(kind), str(text)])) if index == 0:
-            return _raised(kind, text), True
+            return _exception_answer(kind, text), True
     raise values.Malformed("not a frame of this job and turn")
 
 
-def _raised(kind: str, text: str) -> _Answer:
+def _exception_answer(kind: str, text: str) -> _Answer:
     if kind == "MemoryError":
         return _Answer(verdict="memory", message=kind)
     reason = "exit" if kind == "SystemExit" else "exception"
     return _Answer(verdict="error", reason=reason, message=f"{kind}: {text}" if text else kind)
 
 
-def _ending(report: Report) -> _Answer | None:
-    """What the way in which a child ended says about the calls that it did not answer; None for a proper end."""
+def _failure(report: Report) -> _Answer | None:
+    """The answer to the calls that a child left unanswered, from how it ended; None for a regular end."""
     if report.timed_out:
         return _Answer(verdict="timeout", message=f"{report.cut} limit")
     if report.cut == "forged":
@@ -337,7 +338,7 @@ def _ending(report: Report) -> _Answer | None:
         return _Answer(verdict="error", reason="crash", message="too many threads")
     if report.cut is not None:
         return _Answer(verdict="error", reason="output", message="too much output")
-    if report.signal == signal.SIGKILL:  # it cannot kill itself, and we did not: the kernel was out of memory
+    if report.signal == signal.SIGKILL:  # not by itself, not by us: the kernel was out of memory
         return _Answer(verdict="memory", message="killed by the kernel")
     if report.signal is not None:
         return _Answer(verdict="error", reason="crash", message=f"signal {report.signal}")

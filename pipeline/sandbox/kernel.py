@@ -1,9 +1,9 @@
-"""What the Linux kernel does for the sandbox, through ctypes: seccomp, Landlock, resource limits, process identity.
+"""The Linux kernel's part of the sandbox, through ctypes: seccomp, Landlock, resource limits, process identity.
 
 Every function acts on the calling process and cannot be undone; the child of `jail.py` calls them between fork and the
-first line of foreign code. Standard library only, and nothing of the project: `jail.py` loads this file by its path.
+first line of untrusted code. Standard library only, nothing of the project: `jail.py` loads this file by its path.
 
-Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); the filter itself stands in `filters.py`.
+Sources: seccomp(2), landlock(7), prctl(2), setrlimit(2); the filter itself is in `filters.py`.
 
 Not promised: protection from bugs of the kernel, or from CPU side channels.
 """
@@ -20,18 +20,18 @@ from pathlib import Path
 import filters
 from filters import Refused, architecture
 
-OWN_UIDS = range(1 << 30, 1 << 31)  # whom root becomes, by lot: nobody else's processes then count towards its limit
-UIDS = (61000, 65534)  # where the user namespace maps none of those: the first one that it maps
+OWN_UIDS = range(1 << 30, 1 << 31)  # root switches to a random one, so that no other processes count toward its limit
+UIDS = (61000, 65534)  # tried in turn where the user namespace maps none of those
 NOFILE, STACK = 32, 8 << 20
-THREADS = 64  # of one candidate, its first one included
-SERVER = 2  # watcher and zygote, which count with it
+THREADS = 64  # of one candidate, its main thread included
+SERVER = 2  # watcher and zygote, which count toward the same limit
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_DUMPABLE = 1, 2, 3, 4
 PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 38, 39
 SIGKILL, SIGCHLD = 9, 17
 CLONE_PARENT = 0x8000
 _libc = ctypes.CDLL(None, use_errno=True)
-_locked = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock during a call
+_libc_with_gil = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock during a call
 
 
 def call(number: int, *arguments: int | bytes | None) -> int:
@@ -52,13 +52,13 @@ def prctl(option: int, value: int = 0) -> int:
 
 
 def install_seccomp() -> None:
-    """Filter the system calls of this process from now on. Needs no_new_privs. Raises Refused or OSError."""
+    """Install the seccomp filter in this process. Needs no_new_privs. Raises Refused or OSError."""
     call(architecture().seccomp, 1, 0, filters.filter_code()[0])
 
 
 @functools.cache
 def landlock_version() -> int:
-    """The kernel's Landlock ABI, 0 without Landlock."""
+    """The kernel's Landlock ABI version, 0 without Landlock."""
     try:
         return call(architecture().landlock_create, None, 0, 1)
     except (OSError, Refused):
@@ -66,7 +66,7 @@ def landlock_version() -> int:
 
 
 def install_landlock() -> None:
-    """Forbid every right on files, network and scopes that this kernel's Landlock knows. Raises OSError."""
+    """Forbid every right on files, network and scopes that this kernel's Landlock supports. Raises OSError."""
     version, machine = landlock_version(), architecture()
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rights = struct.pack("=QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
@@ -79,7 +79,7 @@ def install_landlock() -> None:
 def drop_identity() -> bool:
     """Give up root for good: groups, all ids, and with them the capabilities. Returns whether the uid is ours alone.
 
-    Raises Refused if no other id can be taken, or if something is left.
+    Raises Refused if no other id can be taken, or if an id of root remains.
     """
     own = OWN_UIDS[int.from_bytes(os.urandom(8)) % len(OWN_UIDS)]
     if 0 in (os.getuid(), os.geteuid()):
@@ -97,7 +97,7 @@ def drop_identity() -> bool:
 
 
 def fixed_limits() -> dict[int, int]:
-    """The resource limits that no job changes."""
+    """The resource limits that are the same for all jobs."""
     limits = {
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
@@ -117,9 +117,9 @@ def limit(which: int, value: int) -> None:
 
 
 def harden() -> None:
-    """What the server gives up and its children inherit: core dumps, new privileges, files, open descriptors.
+    """Restrict the server, and so its children: core dumps, new privileges, files, open descriptors.
 
-    After the id drop, which would make the process dumpable again.
+    Call it after `drop_identity`, which would make the process dumpable again.
     """
     for which, value in fixed_limits().items():
         limit(which, value)
@@ -131,26 +131,26 @@ def harden() -> None:
 def fork_sibling() -> int:
     """fork(2), but the new process is a child of our parent, which then waits for it. Raises OSError.
 
-    Nothing of Python's own after-fork work is done: it serves locks and threads, and the caller has one thread.
+    Skips Python's own after-fork work: it handles locks and threads, and the caller has one thread.
     """
     number = architecture().clone
-    pid = _locked.syscall(*[ctypes.c_long(word) for word in (number, CLONE_PARENT | SIGCHLD, 0, 0, 0, 0)])
+    pid = _libc_with_gil.syscall(*[ctypes.c_long(word) for word in (number, CLONE_PARENT | SIGCHLD, 0, 0, 0, 0)])
     if pid < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return pid
 
 
 def die_with(parent: int) -> None:
-    """Be killed when this parent dies; at once if it has died already."""
+    """Ask the kernel to kill this process when `parent` dies; exit at once if it is dead already."""
     prctl(PR_SET_PDEATHSIG, SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def isolate(memory: int, cpu_seconds: float, parent: int, *, alone: bool) -> None:
-    """What is the child's own: bytes of address space, a session, death with its parent; threads if its uid is `alone`.
+    """Set a child's limits: address space in bytes, a session, death with its parent; threads if its uid is `alone`.
 
-    RLIMIT_CPU stands only where there is no CPU clock to watch: on Linux it would make that clock tick in jiffies.
+    RLIMIT_CPU is set only where there is no CPU clock to watch: on Linux it would make that clock tick in jiffies.
     """
     os.setsid()
     if sys.platform != "linux":
@@ -163,10 +163,10 @@ def isolate(memory: int, cpu_seconds: float, parent: int, *, alone: bool) -> Non
 
 
 def faults(memory: int, *, alone: bool) -> list[str]:
-    """What `harden` and `isolate` should have set in this process and did not."""
+    """The names of what `harden` and `isolate` should have set in this process but did not."""
     signal = ctypes.c_int(0)
     _libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(signal), 0, 0, 0)
-    found = {
+    is_faulty = {
         "parent-death signal": signal.value != SIGKILL,
         "dumpable": prctl(PR_GET_DUMPABLE) != 0,
         "no_new_privs": prctl(PR_GET_NO_NEW_PRIVS) != 1,
@@ -175,8 +175,8 @@ def faults(memory: int, *, alone: bool) -> list[str]:
     }
     own = {resource.RLIMIT_AS: memory} | ({resource.RLIMIT_NPROC: THREADS + SERVER} if alone else {})
     for which, value in (fixed_limits() | own).items():
-        found[f"resource limit {which}"] = not all(0 <= bound <= value for bound in resource.getrlimit(which))
-    return [name for name, wrong in found.items() if wrong]
+        is_faulty[f"resource limit {which}"] = not all(0 <= bound <= value for bound in resource.getrlimit(which))
+    return [name for name, faulty in is_faulty.items() if faulty]
 
 
 def trace(pid: int) -> None:
@@ -186,7 +186,7 @@ def trace(pid: int) -> None:
 
 
 def cpu_clock(pid: int) -> float:
-    """CPU seconds of a living process; 0.0 once it has died, and where the system has no such clock."""
+    """CPU seconds of a running process; 0.0 once it is dead, and where the system has no such clock."""
     if sys.platform != "linux":
         return 0.0
     try:
@@ -196,7 +196,7 @@ def cpu_clock(pid: int) -> float:
 
 
 def num_threads(pid: int) -> int:
-    """How many threads a process has that was not waited for: the links of their folder. 0 where it cannot be seen."""
+    """The number of threads of a process that was not waited for, from the link count of their folder. 0 if unknown."""
     try:
         return os.stat(f"/proc/{pid}/task").st_nlink - 2  # noqa: PTH116  a Path would cost three times as much
     except OSError:  # /proc is hidden, or there is none
@@ -204,7 +204,7 @@ def num_threads(pid: int) -> int:
 
 
 def address_space() -> int:
-    """Bytes of address space that this process holds now."""
+    """The current address space of this process in bytes."""
     if sys.platform != "linux":
         return 0
     return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()

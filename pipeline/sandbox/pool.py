@@ -1,13 +1,14 @@
-"""Candidates as jobs: splits them, retries after a time-out, keeps the limits of a candidate over all its children.
+"""Runs candidates as jobs: splits them, retries after a time-out, applies a candidate's limits across all its children.
 
-A `Task` is one candidate and its tests, without expected values. It becomes one job for a function (a test that runs
-out of time is given up and a fresh child goes on behind it), or one job per test for a program that reads stdin. What
-comes back are `Report`s: what each child sent and how it ended, to be believed by nobody but `judge.py`.
+A `Task` is one candidate and its tests, without expected values. For a function it becomes one job (a test that runs
+out of time is given up and a fresh child continues with the next one), for a program that reads stdin one job per test.
+The result is `Report`s: what each child sent and how it ended, which only `judge.py` interprets.
 
 Jobs run in the fork servers of this machine (`servers.py`) or, given an address, in those of a sandbox service
-(`remote.py`); both answer `call`, so a candidate's verdict does not depend on where it ran. Threads here only wait.
+(`remote.py`); both implement `call`, so a candidate's verdict does not depend on where it ran. Threads here only wait.
 
-Not promised: equal wall-clock limits under any load; they are for sleepers, and 4 x CPU + 2 s wide. CPU limits hold.
+Not promised: equal wall-clock limits under any load; they are meant for programs that sleep, and 4 x CPU + 2 s wide.
+CPU limits apply under any load.
 """
 
 import logging
@@ -16,8 +17,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pipeline.run.types import JsonObject
 from pipeline.sandbox.config import Limits, SandboxConfig
 from pipeline.sandbox.servers import HarnessError, NoSandboxError, Servers
 
@@ -28,31 +30,31 @@ __all__ = ["Limits", "NoSandboxError", "Pool", "Report", "SandboxConfig", "Task"
 
 LOG = logging.getLogger(__name__)
 AHEAD = 4  # tasks read ahead for every thread
-GRACE_SECONDS = 30.0  # beyond a job's own wall limit, before the server counts as hung
+GRACE_SECONDS = 30.0  # after a job's own wall limit, until the server counts as hung
 
 
 @dataclass(frozen=True)
 class Task:
-    """One candidate. A test holds `args` and `kwargs` (texts of a literal list and dict) or `stdin`."""
+    """One candidate. A test has `args` and `kwargs` (texts of a literal list and dict) or `stdin`."""
 
     source: str
-    entry: str | None  # the function to call; None: a program, and the tests hold stdin
+    entry: str | None  # the function to call; None: a program, whose tests have stdin
     tests: list[dict[str, str]]
     cpu_seconds: float
 
 
 @dataclass(frozen=True)
 class Report:
-    """How one child went: it was given the `given` tests from `first` on and answered len(frames) of them."""
+    """The result of one child: it ran the `given` tests from number `first` on and answered len(frames) of them."""
 
     first: int
     given: int
     is_program: bool
     nonce: str
     frames: list[str]
-    status: int | None  # exit code, if it ended by itself before its end
+    status: int | None  # exit code, if it exited by itself before it sent its end
     signal: int | None
-    cut: str | None  # what the server ended it for: cpu, wall, threads, output, forged
+    cut: str | None  # why the server killed it: cpu, wall, threads, output, forged
     stdout: str
     stderr: str
     cpu_ms: int
@@ -60,12 +62,12 @@ class Report:
 
     @property
     def timed_out(self) -> bool:
-        """Whether a limit of time ended it."""
+        """Whether the server killed it at a time limit."""
         return self.cut in ("cpu", "wall")
 
 
 class Pool:
-    """Runs tasks, as a context manager; `url` is that of a sandbox service, None: this machine.
+    """Runs tasks, as a context manager; `url` is the address of a sandbox service, None: this machine.
 
     Entering raises ConfigError where there is no sandbox and `allow_unsafe` is false, or no service that fits.
     """
@@ -106,16 +108,16 @@ class Pool:
     def run(self, task: Task) -> list[Report] | None:
         """The reports of one task, in the order of its tests; None where its servers failed."""
         try:
-            return self._programs(task) if task.entry is None else self._function(task)
+            return self._run_program(task) if task.entry is None else self._run_function(task)
         except HarnessError as error:
             LOG.error("a candidate is unscorable: %s", error)
             return None
 
-    def _function(self, task: Task) -> list[Report]:
-        """One child for all tests; after a test that ran out of time a fresh one for the tests behind it."""
+    def _run_function(self, task: Task) -> list[Report]:
+        """Run all tests in one child; after a test that ran out of time, the rest in a fresh one."""
         budget, reports, first, timeouts = Budget(self.config.limits), [], 0, 0
-        while first < len(task.tests) and timeouts < self.config.limits.timeouts and budget.left():
-            report = self._job(task, first, task.tests[first:], budget)
+        while first < len(task.tests) and timeouts < self.config.limits.timeouts and budget.is_left():
+            report = self._run_job(task, first, task.tests[first:], budget)
             reports.append(report)
             if not report.timed_out:
                 break
@@ -123,18 +125,18 @@ class Pool:
             first += len(report.frames) + 1
         return reports
 
-    def _programs(self, task: Task) -> list[Report]:
-        """A fresh child for each test."""
+    def _run_program(self, task: Task) -> list[Report]:
+        """Run each test in a fresh child."""
         budget, reports, timeouts = Budget(self.config.limits), [], 0
         for first, test in enumerate(task.tests):
-            if timeouts >= self.config.limits.timeouts or not budget.left():
+            if timeouts >= self.config.limits.timeouts or not budget.is_left():
                 break
-            reports.append(self._job(task, first, [test], budget))
+            reports.append(self._run_job(task, first, [test], budget))
             timeouts += reports[-1].timed_out
         return reports
 
-    def _job(self, task: Task, first: int, tests: list[dict[str, str]], budget: "Budget") -> Report:
-        """One child. The nonce is new for every job."""
+    def _run_job(self, task: Task, first: int, tests: list[dict[str, str]], budget: "Budget") -> Report:
+        """Run tests in one child. The nonce is new for every job."""
         nonce = os.urandom(16).hex()
         job = {
             "id": nonce,
@@ -163,7 +165,7 @@ class Pool:
 
 
 def job_limits(limits: Limits, cpu_seconds: float, job_cpu: float, job_wall: float) -> dict[str, float]:
-    """The `limits` of a job: seconds of a test and of the whole job, bytes of memory and of what it sends."""
+    """The limits of a job with `job_cpu` and `job_wall` seconds left."""
     return {
         "cpu": cpu_seconds,
         "wall": limits.wall(cpu_seconds),
@@ -177,26 +179,26 @@ def job_limits(limits: Limits, cpu_seconds: float, job_cpu: float, job_wall: flo
 
 
 def _remote(url: str, config: SandboxConfig) -> "Remote":
-    from pipeline.sandbox.remote import Remote  # here: judging on this machine needs no HTTP client
+    from pipeline.sandbox.remote import Remote  # imported here because judging on this machine needs no HTTP client
 
     return Remote(url, config)
 
 
 class Budget:
-    """What a candidate has left of its CPU and wall seconds over all its children, as their servers measured them.
+    """The CPU and wall seconds that a candidate has left across all its children, as their servers measured them.
 
-    A queue before a busy server or service costs a candidate nothing.
+    Waiting for a busy server or service does not count.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.cpu_left = limits.job_cpu_seconds
         self.wall_left = limits.wall(limits.job_cpu_seconds)
 
-    def spend(self, answer: dict[str, Any]) -> None:
-        """Take off what one child used."""
+    def spend(self, answer: JsonObject) -> None:
+        """Subtract what one child used."""
         self.cpu_left -= answer["cpu_ms"] / 1000
         self.wall_left -= answer["wall_ms"] / 1000
 
-    def left(self) -> bool:
+    def is_left(self) -> bool:
         """Whether another child may start."""
         return self.cpu_left > 0 and self.wall_left > 0

@@ -1,13 +1,13 @@
-"""A sandbox service as `Pool` asks it: jobs of many threads go out in batches over HTTP, answers come back in order.
+"""The client of a sandbox service, used by `Pool`: sends the jobs of many threads in batches over HTTP.
 
 Only jobs travel: sources, arguments, stdin. Expected values, and with them the verdicts, stay in the trainer. Jobs are
-pure, so a batch that fails on the way is sent again: three times, then its candidates are unscorable (`harness`). A
-service that says it is full is asked again later, for ten minutes. The token is STAGECOACH_SANDBOX_TOKEN.
+pure, so a batch that fails on the way is sent again: three times, then its candidates are unscorable (`harness`). If
+the service reports that it is full, the request is repeated for ten minutes. The token is STAGECOACH_SANDBOX_TOKEN.
 
-`start` asks what the service enforces and refuses one whose ceilings or modules would change verdicts.
+`start` queries what the service enforces and refuses one whose ceilings or modules would change verdicts. A user and
+password in the url are sent, and appear in no message.
 
-A user and password in the url are sent, and shown in no message. Not promised: privacy on the way. Over anything but a
-trusted network put TLS in front of it and use https.
+Not promised: privacy on the way. Over anything but a trusted network put TLS in front of the service and use https.
 """
 
 import json
@@ -16,48 +16,48 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from typing import Any
 
 import httpx
 
 from pipeline.run.config import without_password
 from pipeline.run.errors import ConfigError
+from pipeline.run.types import JsonObject
 from pipeline.sandbox.config import SandboxConfig
 from pipeline.sandbox.pool import job_limits
 from pipeline.sandbox.servers import HarnessError
 
 BATCH = 128  # jobs in one request
 BATCH_BYTES = 8 << 20
-SENDERS = 2  # requests on the way at once: while one runs the other is made
-LINGER = 0.005  # seconds that a batch waits for another job
+SENDERS = 2  # concurrent requests: while one runs the next is prepared
+BATCH_WAIT = 0.005  # seconds that a batch waits for another job
 RETRIES = 3
 PAUSE = 0.5  # seconds before the first retry, doubled for each further one
-BUSY_SECONDS = 600.0  # how long a full service is asked again
+BUSY_SECONDS = 600.0  # how long requests to a full service are repeated
 TIMEOUT = httpx.Timeout(10.0, read=900.0)  # 128 sleepers on two workers take five minutes
 TOKEN = "STAGECOACH_SANDBOX_TOKEN"
 ANSWER = frozenset({"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"})
 
-_Waiting = tuple[str, "Future[dict[str, Any]]"]  # the text of a job, and where its answer goes
+_PendingJob = tuple[str, "Future[JsonObject]"]  # the text of a job, and the future of its answer
 
 
 class Remote:
-    """The service at `url` (without a scheme: http). `call` may be used by `threads` threads at once."""
+    """A client of the service at `url` (without a scheme: http). `threads` threads may use `call` at once."""
 
     profile = "sealed"  # a service is never unsafe
 
     def __init__(self, url: str, config: SandboxConfig) -> None:
-        full = address(url)
-        self.url, self.config, self.threads = without_password(full), config, BATCH * SENDERS  # what messages show
-        self.enforced: dict[str, Any] = {}  # what the service says it enforces
+        base_url = address(url)
+        self.url, self.config, self.threads = without_password(base_url), config, BATCH * SENDERS  # url: for messages
+        self.enforced: JsonObject = {}  # the answer of /health
         self.num_restarts = 0  # requests that had to be sent again
-        self._jobs: queue.Queue[_Waiting | None] = queue.Queue()
+        self._jobs: queue.Queue[_PendingJob | None] = queue.Queue()
         token = os.environ.get(TOKEN)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.Client(base_url=full, headers=headers, timeout=TIMEOUT, trust_env=False)
-        self._senders = [threading.Thread(target=self._send_all, daemon=True) for _ in range(SENDERS)]
+        self._client = httpx.Client(base_url=base_url, headers=headers, timeout=TIMEOUT, trust_env=False)
+        self._senders = [threading.Thread(target=self._send_batches, daemon=True) for _ in range(SENDERS)]
 
     def start(self) -> None:
-        """Ask what the service enforces. Raises ConfigError where it does not answer, or not as this run needs."""
+        """Query what the service enforces. Raises ConfigError if it does not answer or does not fit this run."""
         try:
             answer = self._client.get("/health", timeout=10.0)
         except httpx.HTTPError as error:
@@ -79,9 +79,9 @@ class Remote:
     def _check_limits(self) -> None:
         limits = self.config.limits
         cpu = limits.job_cpu_seconds
-        asked = job_limits(limits, cpu, cpu, limits.wall(cpu)) | {"source": limits.source_kib << 10}
+        required = job_limits(limits, cpu, cpu, limits.wall(cpu)) | {"source": limits.source_kib << 10}
         ceilings = self.enforced["ceilings"] | {"tests": limits.max_tests}
-        above = {name: value for name, value in asked.items() if value > ceilings[name]}
+        above = {name: value for name, value in required.items() if value > ceilings[name]}
         if above or limits.max_tests > self.enforced["ceilings"]["tests"]:
             raise ConfigError(
                 f"sandbox.limits: expected at most the ceilings of the service at {self.url}"
@@ -89,42 +89,42 @@ class Remote:
                 " machine"
             )
 
-    def call(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to one job. Raises HarnessError; `seconds` are the service's business."""
-        future: Future[dict[str, Any]] = Future()
+    def call(self, job: JsonObject, seconds: float) -> JsonObject:
+        """The answer to one job. Raises HarnessError. `seconds` is ignored: the service applies its own time limit."""
+        future: Future[JsonObject] = Future()
         self._jobs.put((json.dumps(job, separators=(",", ":")), future))
         answer = future.result()
         if answer.get("id") != job["id"] or not answer.keys() >= ANSWER:
             raise HarnessError(f"{self.url}: {answer.get('fault', 'an answer to another job')}")
         return answer
 
-    def _send_all(self) -> None:
-        """One sender: batches, until `stop`."""
+    def _send_batches(self) -> None:
+        """Send batches until `stop`; one sender thread runs this."""
         while (first := self._jobs.get()) is not None:
-            batch = self._gather(first)
+            batch = self._collect_batch(first)
             try:
-                for (_, future), answer in zip(batch, self._post([text for text, _ in batch]), strict=True):
+                for (_, future), answer in zip(batch, self._post_batch([text for text, _ in batch]), strict=True):
                     future.set_result(answer)
-            except Exception as error:  # whatever it is: a future that nobody answers would hang the trainer
+            except Exception as error:  # any error: a future without a result would hang the trainer
                 for _, future in batch:
                     future.set_exception(error)
 
-    def _gather(self, first: _Waiting) -> list[_Waiting]:
+    def _collect_batch(self, first: _PendingJob) -> list[_PendingJob]:
         batch, size = [first], len(first[0])
         while len(batch) < BATCH and size < BATCH_BYTES:
             try:
-                item = self._jobs.get(timeout=LINGER)
+                item = self._jobs.get(timeout=BATCH_WAIT)
             except queue.Empty:
                 break
-            if item is None:  # for the next turn of a sender
+            if item is None:  # `stop`: put back, the sender reads it after this batch
                 self._jobs.put(None)
                 break
             batch.append(item)
             size += len(item[0])
         return batch
 
-    def _post(self, texts: list[str]) -> list[dict[str, Any]]:
-        """The answers to a batch. Raises HarnessError once every attempt failed, ConfigError if the service refuses."""
+    def _post_batch(self, texts: list[str]) -> list[JsonObject]:
+        """The answers to a batch. Raises HarnessError after the last attempt, ConfigError if the service refuses."""
         body = f'{{"jobs":[{",".join(texts)}]}}'.encode("ascii")
         failures, busy_until = 0, time.monotonic() + BUSY_SECONDS
         while True:
@@ -137,7 +137,7 @@ class Remote:
                     raise HarnessError(f"{self.url}: a job of {len(body)} bytes is too large for it")
                 if answer.status_code < 500 and answer.status_code != 429:
                     _check_status(answer)
-                    return _list_of(answer, len(texts))
+                    return _parse_answers(answer, len(texts))
                 fault = f"{self.url} answers {answer.status_code}"
             except (httpx.HTTPError, ValueError) as error:
                 if isinstance(error, ConfigError):
@@ -150,7 +150,7 @@ class Remote:
             self.num_restarts += 1
 
     def stop(self) -> None:
-        """Let the senders end; what is on the way is waited for."""
+        """End the senders after the requests on the way, and close the client."""
         if self._senders[0].is_alive():
             for _ in self._senders:
                 self._jobs.put(None)
@@ -160,20 +160,20 @@ class Remote:
 
 
 def address(url: str) -> str:
-    """The base address of a service as a person wrote it: without a scheme http, without a slash at the end.
+    """The base URL of a service from what the user wrote: http if there is no scheme, no slash at the end.
 
     Raises ConfigError.
     """
-    full = (url.strip() if "://" in url else f"http://{url.strip()}").rstrip("/")
+    base_url = (url.strip() if "://" in url else f"http://{url.strip()}").rstrip("/")
     try:
-        parsed = httpx.URL(full)
+        parsed = httpx.URL(base_url)
     except httpx.InvalidURL:
         parsed = None
     if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host or parsed.path not in ("", "/"):
         raise ConfigError(
             f"runtime.sandbox.url: expected an address such as http://10.0.0.2:8801, got {without_password(url)!r}"
         )
-    return full
+    return base_url
 
 
 def _check_status(answer: httpx.Response) -> None:
@@ -189,8 +189,8 @@ def _check_status(answer: httpx.Response) -> None:
         )
 
 
-def _list_of(answer: httpx.Response, count: int) -> list[dict[str, Any]]:
-    """The answers. Raises ValueError where the stream broke off or something else came."""
+def _parse_answers(answer: httpx.Response, count: int) -> list[JsonObject]:
+    """The answers in a response. Raises ValueError if the stream broke off or the content is something else."""
     answers = json.loads(answer.content)
     if not isinstance(answers, list) or len(answers) != count or not all(isinstance(a, dict) for a in answers):
         raise ValueError(f"expected a list of {count} answers")

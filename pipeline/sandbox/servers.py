@@ -1,10 +1,10 @@
-"""The fork servers of this machine: one process of `jail.py` per worker; starts them, restarts what dies.
+"""The fork servers of this machine: one process of `jail.py` per worker. Starts them and restarts what dies.
 
-The servers are executed, never forked (`subprocess`), with an environment of one variable and no descriptor but three,
-so no memory, key or file of the trainer reaches them. What comes back is believed by nobody but `judge.py`.
+The servers are executed, never forked (`subprocess`), with an environment of one variable and no descriptors but three,
+so no memory, key or file of the trainer reaches them. Their answers are not trusted; `judge.py` checks them.
 
-Not promised: that a server survives its jobs. A job whose server dies twice raises HarnessError and says nothing about
-the candidate.
+Not promised: that a server survives its jobs. A job whose server dies twice raises HarnessError, which is no evidence
+about the candidate.
 """
 
 import contextlib
@@ -19,15 +19,16 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
 
 from pipeline.run.errors import ConfigError
+from pipeline.run.types import JsonObject
 from pipeline.sandbox.config import SandboxConfig
+from pipeline.sandbox.frames import write_frame
 
 LOG = logging.getLogger(__name__)
 JAIL = Path(__file__).with_name("jail.py")
-ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # sets iterate alike in every run; python -I would ignore it
-ATTEMPTS = 2  # a job that kills its server this often is unscorable
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # same iteration order of sets in every run; python -I would ignore it
+ATTEMPTS = 2  # a job that kills its server this many times is unscorable
 START_SECONDS = 120.0
 UNSAFE_WARNING = "sandbox.allow_unsafe: generated code runs with resource limits only; it can read and write your files"
 NO_SANDBOX = (
@@ -37,20 +38,20 @@ NO_SANDBOX = (
 
 
 class NoSandboxError(ConfigError):
-    """This machine cannot hold candidates, and nobody allowed to do without."""
+    """This machine has no sandbox, and `allow_unsafe` is false."""
 
 
 class HarnessError(RuntimeError):
-    """The server died, hung, or could not close a child off: says nothing about the candidate."""
+    """The server died, hung, or could not isolate a child: no evidence about the candidate."""
 
 
 class Server:
-    """One process of `jail.py`. Not for two threads at once."""
+    """One process of `jail.py`. Not thread-safe."""
 
     def __init__(self, config: SandboxConfig, profile: str) -> None:
         self.config, self.profile = config, profile
         self.process: subprocess.Popen[bytes] | None = None
-        self.ready: dict[str, Any] = {}
+        self.ready: JsonObject = {}
 
     def launch(self) -> None:
         """Execute the process and send its settings; `greet` waits for the answer."""
@@ -61,14 +62,14 @@ class Server:
             stderr=subprocess.DEVNULL,
             env=ENVIRONMENT,
             cwd="/",
-            start_new_session=True,  # an interrupt at the terminal is the trainer's business
+            start_new_session=True,  # an interrupt at the terminal reaches only the trainer
             bufsize=0,
         )
         paths = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) if self.config.preload else []
         self._send({"preload": list(self.config.preload), "paths": paths, "profile": self.profile})
 
     def greet(self) -> None:
-        """Wait until the server has proved its layers. Raises ConfigError if it refuses to work."""
+        """Wait until the server has tested its layers. Raises ConfigError if it refuses to work."""
         answer = self._receive(START_SECONDS)
         if "missing" in answer:
             self.stop()
@@ -78,8 +79,8 @@ class Server:
             raise NoSandboxError(answer["refused"])
         self.ready = answer["ready"]
 
-    def call(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to one job. Raises HarnessError, and is then stopped."""
+    def call(self, job: JsonObject, seconds: float) -> JsonObject:
+        """The answer to one job. Stops the server and raises HarnessError if it fails."""
         try:
             self._send(job)
             answer = self._receive(seconds)
@@ -91,25 +92,22 @@ class Server:
             raise HarnessError(str(answer.get("fault", "an answer to another job")))
         return answer
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: JsonObject) -> None:
         assert self.process is not None and self.process.stdin is not None
-        body = json.dumps(message, separators=(",", ":")).encode("ascii")
-        view = memoryview(struct.pack("<I", len(body)) + body)
-        while view:
-            view = view[os.write(self.process.stdin.fileno(), view) :]
+        write_frame(self.process.stdin.fileno(), message)
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
+    def _receive(self, seconds: float) -> JsonObject:
         assert self.process is not None and self.process.stdout is not None
         fd, deadline = self.process.stdout.fileno(), time.monotonic() + seconds
         poller, data, size = select.poll(), bytearray(), 4
         poller.register(fd, select.POLLIN)
         while len(data) < size:
             ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            piece = os.read(fd, size - len(data)) if ready else b""
-            if not piece:
+            chunk = os.read(fd, size - len(data)) if ready else b""
+            if not chunk:
                 self.stop()
                 raise HarnessError("the sandbox server died" if ready else "the sandbox server hangs")
-            data += piece
+            data += chunk
             if size == 4 and len(data) == 4:
                 size += struct.unpack("<I", data)[0]
         return json.loads(data[4:])
@@ -140,14 +138,14 @@ class Servers:
         if workers < 1:
             raise ValueError(f"workers: expected at least 1, got {workers}")
         self.config, self.threads = config, workers
-        self.profile = "sealed"  # or "unsafe", where a person allowed it
-        self.enforced: dict[str, Any] = {}  # what the first server reported: architecture, landlock, uid, ...
+        self.profile = "sealed"  # or "unsafe", if the user allows it
+        self.enforced: JsonObject = {}  # what the first server reported: architecture, landlock, uid, ...
         self.num_restarts = 0
         self.running: list[Server] = []
         self._free: queue.SimpleQueue[Server] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Start the servers of profile `sealed`, or of `unsafe` where a person allowed it."""
+        """Start the servers of profile `sealed`, or without a sandbox those of `unsafe` if the user allows it."""
         try:
             self._start("sealed")
         except NoSandboxError as error:
@@ -175,7 +173,7 @@ class Servers:
         for server in servers:
             self._free.put(server)
 
-    def call(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def call(self, job: JsonObject, seconds: float) -> JsonObject:
         """The answer to one job, once a server is free. Raises HarnessError after ATTEMPTS failures."""
         server = self._free.get()
         try:
@@ -183,8 +181,8 @@ class Servers:
         finally:
             self._free.put(server)
 
-    def _call(self, server: Server, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """A dead server is started again, ATTEMPTS times in all."""
+    def _call(self, server: Server, job: JsonObject, seconds: float) -> JsonObject:
+        """Call the server, starting it again if it is dead, with ATTEMPTS attempts in all."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 if server.process is None:

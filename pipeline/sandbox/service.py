@@ -2,29 +2,25 @@
 
     python -m pipeline.sandbox.service --host 127.0.0.1 --port 8801 [--workers N] [--preload numpy]
 
-    GET  /health         what is enforced here: profile, ceilings, architecture, uid
+    GET  /health         what this machine enforces: profile, ceilings, architecture, uid
     POST /run_batch      {"jobs": [job]} -> [answer] in order; both as in `jail.py`
-    POST /execute_batch  whole scripts, as huggingface/open-r1's router takes and answers them (`scripts.py`)
+    POST /execute_batch  whole scripts, with the requests and answers of huggingface/open-r1's `scripts/e2b_router.py`:
+                         {"scripts": [text], "languages": [python], "timeout": s, "request_timeout": s}
+                         ("language" for all: too) -> [{"execution": {"results", "logs", "error", "execution_count"}
+                         or null, "exception_str": text or null}]
 
-The trainer's side is `remote.py` (`runtime.sandbox.url`). Judging stays there: nothing expected comes over the wire.
-With STAGECOACH_SANDBOX_TOKEN set, every request must bear it; without one only this machine may ask, and only by a
-loopback name. Limits above CEILINGS are lowered to them. At most 1024 jobs and 16 MiB a request; a full queue: 429.
-There is no `allow_unsafe` here: without a sandbox the service does not start.
+The trainer's client is `remote.py` (`runtime.sandbox.url`). Judging stays there: no expected value comes over the wire.
+With STAGECOACH_SANDBOX_TOKEN set, every request must carry it; without one only this machine may send requests, and
+only to a loopback name. Limits above CEILINGS are lowered to them. At most 1024 jobs and 16 MiB a request; a full
+queue: 429. There is no `allow_unsafe` here: without a sandbox the service does not start.
 
-Not promised: fair shares between clients, privacy on the way (put TLS in front of it), or defence against a flood of
-connections. Code of strangers belongs on a machine of its own.
+As in a notebook cell, the result of a whole script is the value of its last expression, as text: open-r1 reads its
+reward there. Each script is one job of one test.
 
-Whole scripts for other trainers: the requests and answers of huggingface/open-r1's `scripts/e2b_router.py`.
-
-    {"scripts": [text], "languages": [python], "timeout": s, "request_timeout": s}             ("language" for all: too)
-    -> [{"execution": {"results", "logs", "error", "execution_count"} or null, "exception_str": text or null}]
-
-As in a notebook cell, the result of a script is the value of its last expression, as text: open-r1 reads its reward
-there. Each is one job of one test.
-
-Not promised: that the result was not forged. Script and candidate share a sandbox here, as they do in the router;
-`/run_batch` and the judge exist because of it. No processes and no files, as for every candidate; neither pictures nor
-other displays; no language but Python.
+Not promised: fair shares between clients, privacy on the way (put TLS in front of it), or defense against a flood of
+connections; code of strangers belongs on a machine of its own. Nor that the result of a whole script was not forged:
+script and candidate share a sandbox, as they do in the router; `/run_batch` and the judge exist because of it. Scripts
+have no processes and no files, as every candidate; neither pictures nor other displays; no language but Python.
 """
 
 import argparse
@@ -41,7 +37,6 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -50,17 +45,235 @@ from granian.http import HTTP1Settings
 from granian.server.embed import Server as HttpServer
 
 from pipeline.run.errors import ConfigError
+from pipeline.run.types import JsonObject
 from pipeline.sandbox.config import Limits, SandboxConfig
 from pipeline.sandbox.pool import GRACE_SECONDS, job_limits
 from pipeline.sandbox.remote import TOKEN
 from pipeline.sandbox.servers import HarnessError, Servers
 
+MAX_JOBS, MAX_BYTES = 1024, 16 << 20  # of one request
+MAX_QUEUED = 4096  # waiting or running jobs of all requests
+WINDOW = 64  # jobs of one request that run ahead of the answer being sent: bounds the answers in memory
+MAX_ARGUMENT = 1 << 20  # characters of the text of a test's arguments, which the server parses
+CEILINGS: dict[str, float] = {
+    "cpu": 60.0,
+    "job_cpu": 60.0,
+    "wall": 300.0,
+    "job_wall": 300.0,
+    "memory": 1 << 30,
+    "stdout": 1 << 20,
+    "stderr": 1 << 20,
+    "results": 8 << 20,
+    "source": 256 << 10,
+    "tests": 1024,
+}
+LIMITS = tuple(name for name in CEILINGS if name not in ("source", "tests"))
+_NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+class _Refusal(Exception):
+    """A request is refused, with an HTTP status and the reason."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Service:
+    """The state that the routes share: the servers, threads that wait for them, the queue length."""
+
+    def __init__(self, servers: Servers, token: str | None) -> None:
+        self.servers, self.token = servers, token
+        self.threads = ThreadPoolExecutor(servers.threads, thread_name_prefix="service")
+        self.queued = 0
+
+    def health(self) -> JsonObject:
+        """What is enforced, for people and for `remote.py`."""
+        return {
+            **self.servers.enforced,
+            "status": "ok",
+            "preload": list(self.servers.config.preload),
+            "ceilings": CEILINGS,
+            "workers": self.servers.threads,
+            "queued": self.queued,
+        }
+
+    def check(self, request: Request) -> None:
+        """Check the token in constant time; without one the host name, to keep web pages out. Raises _Refusal."""
+        if self.token is not None:
+            token = request.headers.get("authorization", "").removeprefix("Bearer ")
+            digests = [hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (token, self.token)]
+            if not hmac.compare_digest(*digests):
+                raise _Refusal(401, f"expected the bearer token of {TOKEN}")
+        elif not is_loopback(request.url.hostname or ""):
+            raise _Refusal(403, "without a token only a loopback name may be asked")
+
+    async def body(self, request: Request) -> object:
+        """The JSON of a request. Raises _Refusal."""
+        if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+            raise _Refusal(415, "expected application/json")  # it makes a browser send a preflight request
+        data = bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > MAX_BYTES:
+                raise _Refusal(413, f"expected at most {MAX_BYTES} bytes")
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise _Refusal(400, f"expected JSON: {error}") from error
+
+    def enqueue(self, count: int) -> None:
+        """Add jobs to the queue's count. Raises _Refusal."""
+        if count > MAX_JOBS:
+            raise _Refusal(413, f"expected at most {MAX_JOBS} jobs, found {count}")
+        if self.queued + count > MAX_QUEUED:
+            raise _Refusal(429, f"{self.queued} jobs are waiting; try again")
+        self.queued += count
+
+    async def run(self, jobs: list[JsonObject]) -> AsyncGenerator[JsonObject, None]:
+        """Run jobs and yield the answers in order. Lowers the queue's count, also if the client goes away."""
+        num_left, waiting = len(jobs), deque[Future[JsonObject]]()
+        remaining = iter(jobs)
+        try:
+            while num_left:
+                for job in remaining:
+                    waiting.append(self.threads.submit(self.call, job))
+                    if len(waiting) >= WINDOW:
+                        break
+                yield await asyncio.wrap_future(waiting.popleft())
+                num_left, self.queued = num_left - 1, self.queued - 1
+        finally:
+            self.queued -= num_left
+            for future in waiting:
+                future.cancel()
+
+    def call(self, job: JsonObject) -> JsonObject:
+        """Run one job; blocks until it is answered."""
+        try:
+            return self.servers.call(job, job["limits"]["job_wall"] + GRACE_SECONDS)
+        except HarnessError as error:
+            return {"id": job["id"], "fault": str(error)}
+
+
+def create_app(service: Service) -> FastAPI:
+    """The FastAPI application with all routes."""
+    app = FastAPI(title="Stagecoach sandbox", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(_Refusal)
+    async def refuse(_: Request, error: _Refusal) -> Response:
+        headers = {"Retry-After": "1"} if error.status == 429 else {}
+        return Response(json.dumps({"detail": str(error)}), error.status, headers, media_type="application/json")
+
+    @app.get("/health")
+    async def health(request: Request) -> Response:
+        service.check(request)
+        return Response(json.dumps(service.health()), media_type="application/json")
+
+    @app.post("/run_batch")
+    async def run_batch(request: Request) -> Response:
+        service.check(request)
+        jobs = parse_jobs(await service.body(request))
+        service.enqueue(len(jobs))
+        chunks = _encode_list(service.run(jobs))
+        first = await anext(chunks)  # started, so that its `finally` runs even if the client is gone
+        return StreamingResponse(_chain(first, chunks), media_type="application/json")
+
+    @app.post("/execute_batch")
+    async def execute_batch(request: Request) -> Response:
+        service.check(request)
+        batch = await service.body(request)
+        try:
+            jobs = script_jobs(batch)
+        except ValueError as error:
+            raise _Refusal(422, str(error)) from error
+        runnable = [clamp(job) for job in jobs if isinstance(job, dict)]
+        service.enqueue(len(runnable))
+        async with aclosing(service.run(runnable)) as answers:
+            results = [script_result(job if isinstance(job, str) else await anext(answers)) for job in jobs]
+        return Response(json.dumps(results), media_type="application/json")
+
+    return app
+
+
+async def _encode_list(answers: AsyncGenerator[JsonObject, None]) -> AsyncGenerator[bytes, None]:
+    """Encode answers as a JSON list, one chunk for each."""
+    start = b"["
+    async with aclosing(answers):
+        async for answer in answers:
+            yield start + json.dumps(answer, separators=(",", ":")).encode("ascii")
+            start = b","
+    yield b"]" if start == b"," else b"[]"
+
+
+async def _chain(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(chunks):
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+
+def parse_jobs(body: object) -> list[JsonObject]:
+    """The jobs of a request, checked and with clamped limits. Raises _Refusal naming the first fault."""
+    if not isinstance(body, dict) or set(body) != {"jobs"} or not isinstance(body["jobs"], list):
+        raise _Refusal(422, 'expected {"jobs": [job]}')
+    jobs = []
+    for number, job in enumerate(body["jobs"]):
+        fault = _find_fault(job)
+        if fault is not None:
+            raise _Refusal(422, f"jobs[{number}]: expected {fault}")
+        jobs.append(clamp(job))
+    return jobs
+
+
+def _find_fault(job: object) -> str | None:
+    """What is wrong with a job, or None."""
+    keys = {"id", "nonce", "source", "entry", "tests", "limits"}
+    if not isinstance(job, dict) or set(job) != keys:
+        return f"the keys {', '.join(sorted(keys))}"
+    tests, limits = job["tests"], job["limits"]
+    arguments = {"stdin"} if job["entry"] is None else {"args", "kwargs"}
+    checks = {
+        "id: a text of at most 64 characters": isinstance(job["id"], str) and len(job["id"]) <= 64,
+        "nonce: 32 hexadecimal digits": isinstance(job["nonce"], str) and _NONCE.fullmatch(job["nonce"]) is not None,
+        "source: a text": isinstance(job["source"], str) and len(job["source"]) <= CEILINGS["source"],
+        "entry: a name, or null for a program": job["entry"] is None or isinstance(job["entry"], str),
+        "tests: 1 to 1024 tests": isinstance(tests, list) and 1 <= len(tests) <= CEILINGS["tests"],
+        "tests: one test for a program": job["entry"] is not None or (isinstance(tests, list) and len(tests) == 1),
+        f"limits: positive numbers for {', '.join(LIMITS)}": isinstance(limits, dict)
+        and set(limits) == set(LIMITS)
+        and all(type(value) in (int, float) and 0 <= value < 1e15 for value in limits.values()),
+    }
+    failed = next((rule for rule, is_met in checks.items() if not is_met), None)
+    if failed is not None:
+        return failed
+    if not all(isinstance(t, dict) and set(t) == arguments and all(type(v) is str for v in t.values()) for t in tests):
+        return f"tests: texts named {', '.join(sorted(arguments))}"
+    if "args" in arguments and any(len(text) > MAX_ARGUMENT for test in tests for text in test.values()):
+        return f"tests: arguments of at most {MAX_ARGUMENT} characters"
+    return None
+
+
+def clamp(job: JsonObject) -> JsonObject:
+    """The job with no limit above CEILINGS."""
+    return job | {"limits": {name: min(value, CEILINGS[name]) for name, value in job["limits"].items()}}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name means this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# -- whole scripts -----------------------------------------------------------------------------------------------------
+
 MAX_SCRIPT = 64 << 10  # characters
-DISPLAY: dict[str, Any] = dict.fromkeys(
+DISPLAY: JsonObject = dict.fromkeys(
     ("text", "html", "markdown", "svg", "png", "jpeg", "pdf", "latex", "json", "javascript", "data", "chart", "extra")
 )
 
-# Runs SCRIPT as a notebook cell: `run` returns the text of its last expression, or None.
+# Runs SCRIPT like a notebook cell: `run` returns the text of its last expression, or None.
 CELL = """
 import ast, sys, types
 SCRIPT = {script!r}
@@ -80,24 +293,24 @@ def run():
 """
 
 
-def script_jobs(batch: Any) -> list[dict[str, Any] | str]:
-    """A job for each script, or why it cannot run. Raises ValueError for a batch that is none."""
-    if not isinstance(batch, dict) or not _texts(batch.get("scripts")):
+def script_jobs(batch: object) -> list[JsonObject | str]:
+    """A job for each script, or why it cannot run. Raises ValueError for a malformed batch."""
+    if not isinstance(batch, dict) or not _is_list_of_texts(batch.get("scripts")):
         raise ValueError("scripts: expected a list of texts")
     languages = batch.get("languages") or [batch.get("language") or "python"] * len(batch["scripts"])
-    if not _texts(languages) or len(languages) != len(batch["scripts"]):
+    if not _is_list_of_texts(languages) or len(languages) != len(batch["scripts"]):
         raise ValueError("languages: expected one for each script")
-    times = [batch.get("timeout", 300), batch.get("request_timeout", 30)]
-    if not all(type(seconds) in (int, float) and seconds > 0 for seconds in times):
+    timeouts = [batch.get("timeout", 300), batch.get("request_timeout", 30)]
+    if not all(type(seconds) in (int, float) and seconds > 0 for seconds in timeouts):
         raise ValueError("timeout, request_timeout: expected positive numbers")
-    return [_job(text, lang, float(times[0])) for text, lang in zip(batch["scripts"], languages, strict=True)]
+    return [_script_job(text, lang, float(timeouts[0])) for text, lang in zip(batch["scripts"], languages, strict=True)]
 
 
-def _texts(value: Any) -> bool:
+def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _job(script: str, language: str, seconds: float) -> dict[str, Any] | str:
+def _script_job(script: str, language: str, seconds: float) -> JsonObject | str:
     if language != "python":
         return f"language: expected python, found {language[:40]!r}"
     if len(script) > MAX_SCRIPT:
@@ -114,23 +327,23 @@ def _job(script: str, language: str, seconds: float) -> dict[str, Any] | str:
     }
 
 
-def result(answer: dict[str, Any] | str) -> dict[str, Any]:
-    """What the router would answer: the execution, or why there is none."""
+def script_result(answer: JsonObject | str) -> JsonObject:
+    """The answer in the router's form: the execution, or why there is none."""
     if isinstance(answer, str) or "fault" in answer:
         return {"execution": None, "exception_str": answer if isinstance(answer, str) else answer["fault"]}
     if answer["cut"] in ("cpu", "wall"):
         return {"execution": None, "exception_str": f"timeout: {answer['cut']} limit"}
     if answer["cut"] is not None:
         return {"execution": None, "exception_str": f"stopped: {answer['cut']}"}
-    text, error = _outcome(answer)
-    shown = [DISPLAY | {"text": text, "is_main_result": True}] if text is not None else []
+    text, error = _script_outcome(answer)
+    results = [DISPLAY | {"text": text, "is_main_result": True}] if text is not None else []
     failure = None if error is None else {"name": error[0], "value": error[1], "traceback": ": ".join(error)}
-    logs = {name: [out] if out else [] for name, out in (("stdout", answer["stdout"]), ("stderr", answer["stderr"]))}
-    execution = {"results": shown, "logs": logs, "error": failure, "execution_count": 1}
+    logs = {name: [log] if log else [] for name, log in (("stdout", answer["stdout"]), ("stderr", answer["stderr"]))}
+    execution = {"results": results, "logs": logs, "error": failure, "execution_count": 1}
     return {"execution": execution, "exception_str": None}
 
 
-def _outcome(answer: dict[str, Any]) -> tuple[str | None, list[str] | None]:
+def _script_outcome(answer: JsonObject) -> tuple[str | None, list[str] | None]:
     """The text of the cell's result, and [type, message] of what was raised or of how its process ended."""
     if answer["signal"] is not None:
         return None, ["Crash", f"signal {answer['signal']}"]
@@ -145,227 +358,11 @@ def _outcome(answer: dict[str, Any]) -> tuple[str | None, list[str] | None]:
     return None, None
 
 
-# -- service -----------------------------------------------------------------------------------------------------------
-
-
-MAX_JOBS, MAX_BYTES = 1024, 16 << 20  # of one request
-MAX_QUEUED = 4096  # jobs of all requests that wait or run
-WINDOW = 64  # jobs of one request that run ahead of the answer being sent: bounds what is held in memory
-MAX_ARGUMENT = 1 << 20  # characters of the text of a test's arguments, which the server parses
-CEILINGS: dict[str, float] = {
-    "cpu": 60.0,
-    "job_cpu": 60.0,
-    "wall": 300.0,
-    "job_wall": 300.0,
-    "memory": 1 << 30,
-    "stdout": 1 << 20,
-    "stderr": 1 << 20,
-    "results": 8 << 20,
-    "source": 256 << 10,
-    "tests": 1024,
-}
-LIMITS = tuple(name for name in CEILINGS if name not in ("source", "tests"))
-_NONCE = re.compile(r"[0-9a-f]{32}")
-
-
-class _Refuse(Exception):
-    """A request that is not run: the status and why."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
-class Service:
-    """What the routes share: the servers, threads that wait for them, the queue."""
-
-    def __init__(self, servers: Servers, token: str | None) -> None:
-        self.servers, self.token = servers, token
-        self.threads = ThreadPoolExecutor(servers.threads, thread_name_prefix="service")
-        self.queued = 0
-
-    def health(self) -> dict[str, Any]:
-        """What is enforced, for a person and for `remote.py`."""
-        return {
-            **self.servers.enforced,
-            "status": "ok",
-            "preload": list(self.servers.config.preload),
-            "ceilings": CEILINGS,
-            "workers": self.servers.threads,
-            "queued": self.queued,
-        }
-
-    def check(self, request: Request) -> None:
-        """The token in constant time; without one the name by which a browser page could not ask. Raises _Refuse."""
-        if self.token is not None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            digests = [hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (given, self.token)]
-            if not hmac.compare_digest(*digests):
-                raise _Refuse(401, f"expected the bearer token of {TOKEN}")
-        elif not is_loopback(request.url.hostname or ""):
-            raise _Refuse(403, "without a token only a loopback name may be asked")
-
-    async def body(self, request: Request) -> Any:
-        """The JSON of a request. Raises _Refuse."""
-        if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-            raise _Refuse(415, "expected application/json")  # a page of a browser would have to ask first
-        data = bytearray()
-        async for piece in request.stream():
-            data += piece
-            if len(data) > MAX_BYTES:
-                raise _Refuse(413, f"expected at most {MAX_BYTES} bytes")
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise _Refuse(400, f"expected JSON: {error}") from error
-
-    def enqueue(self, count: int) -> None:
-        """Take places in the queue. Raises _Refuse."""
-        if count > MAX_JOBS:
-            raise _Refuse(413, f"expected at most {MAX_JOBS} jobs, found {count}")
-        if self.queued + count > MAX_QUEUED:
-            raise _Refuse(429, f"{self.queued} jobs are waiting; try again")
-        self.queued += count
-
-    async def run(self, jobs: list[dict[str, Any]]) -> AsyncGenerator[dict[str, Any], None]:
-        """The answers in order; gives the places in the queue back."""
-        left, waiting = len(jobs), deque[Future[dict[str, Any]]]()
-        todo = iter(jobs)
-        try:
-            while left:
-                for job in todo:
-                    waiting.append(self.threads.submit(self.call, job))
-                    if len(waiting) >= WINDOW:
-                        break
-                yield await asyncio.wrap_future(waiting.popleft())
-                left, self.queued = left - 1, self.queued - 1
-        finally:
-            self.queued -= left
-            for future in waiting:
-                future.cancel()
-
-    def call(self, job: dict[str, Any]) -> dict[str, Any]:
-        """One job, in a thread."""
-        try:
-            return self.servers.call(job, job["limits"]["job_wall"] + GRACE_SECONDS)
-        except HarnessError as error:
-            return {"id": job["id"], "fault": str(error)}
-
-
-def create_app(service: Service) -> FastAPI:
-    """The routes."""
-    app = FastAPI(title="Stagecoach sandbox", docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.exception_handler(_Refuse)
-    async def refuse(_: Request, error: _Refuse) -> Response:
-        headers = {"Retry-After": "1"} if error.status == 429 else {}
-        return Response(json.dumps({"detail": str(error)}), error.status, headers, media_type="application/json")
-
-    @app.get("/health")
-    async def health(request: Request) -> Response:
-        service.check(request)
-        return Response(json.dumps(service.health()), media_type="application/json")
-
-    @app.post("/run_batch")
-    async def run_batch(request: Request) -> Response:
-        service.check(request)
-        jobs = checked_jobs(await service.body(request))
-        service.enqueue(len(jobs))
-        pieces = _as_list(service.run(jobs))
-        first = await anext(pieces)  # begun, so that it gives its places back even if nobody listens any more
-        return StreamingResponse(_after(first, pieces), media_type="application/json")
-
-    @app.post("/execute_batch")
-    async def execute_batch(request: Request) -> Response:
-        service.check(request)
-        batch = await service.body(request)
-        try:
-            jobs = script_jobs(batch)
-        except ValueError as error:
-            raise _Refuse(422, str(error)) from error
-        runnable = [clamp(job) for job in jobs if isinstance(job, dict)]
-        service.enqueue(len(runnable))
-        async with aclosing(service.run(runnable)) as answers:
-            results = [result(job if isinstance(job, str) else await anext(answers)) for job in jobs]
-        return Response(json.dumps(results), media_type="application/json")
-
-    return app
-
-
-async def _as_list(answers: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """A JSON list, sent while it is made."""
-    start = b"["
-    async with aclosing(answers):
-        async for answer in answers:
-            yield start + json.dumps(answer, separators=(",", ":")).encode("ascii")
-            start = b","
-    yield b"]" if start == b"," else b"[]"
-
-
-async def _after(first: bytes, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(pieces):
-        yield first
-        async for piece in pieces:
-            yield piece
-
-
-def checked_jobs(body: Any) -> list[dict[str, Any]]:
-    """The jobs of a request as the servers take them, limits clamped. Raises _Refuse naming the first fault."""
-    if not isinstance(body, dict) or set(body) != {"jobs"} or not isinstance(body["jobs"], list):
-        raise _Refuse(422, 'expected {"jobs": [job]}')
-    checked = []
-    for number, job in enumerate(body["jobs"]):
-        fault = _fault(job)
-        if fault is not None:
-            raise _Refuse(422, f"jobs[{number}]: expected {fault}")
-        checked.append(clamp(job))
-    return checked
-
-
-def _fault(job: Any) -> str | None:
-    """What is wrong with a job, or None."""
-    keys = {"id", "nonce", "source", "entry", "tests", "limits"}
-    if not isinstance(job, dict) or set(job) != keys:
-        return f"the keys {', '.join(sorted(keys))}"
-    tests, limits = job["tests"], job["limits"]
-    arguments = {"stdin"} if job["entry"] is None else {"args", "kwargs"}
-    checks = {
-        "id: a text of at most 64 characters": isinstance(job["id"], str) and len(job["id"]) <= 64,
-        "nonce: 32 hexadecimal digits": isinstance(job["nonce"], str) and _NONCE.fullmatch(job["nonce"]) is not None,
-        "source: a text": isinstance(job["source"], str) and len(job["source"]) <= CEILINGS["source"],
-        "entry: a name, or null for a program": job["entry"] is None or isinstance(job["entry"], str),
-        "tests: 1 to 1024 tests": isinstance(tests, list) and 1 <= len(tests) <= CEILINGS["tests"],
-        "tests: one test for a program": job["entry"] is not None or (isinstance(tests, list) and len(tests) == 1),
-        f"limits: positive numbers for {', '.join(LIMITS)}": isinstance(limits, dict)
-        and set(limits) == set(LIMITS)
-        and all(type(value) in (int, float) and 0 <= value < 1e15 for value in limits.values()),
-    }
-    failed = next((what for what, right in checks.items() if not right), None)
-    if failed is not None:
-        return failed
-    right = all(isinstance(t, dict) and set(t) == arguments and all(type(v) is str for v in t.values()) for t in tests)
-    if not right:
-        return f"tests: texts named {', '.join(sorted(arguments))}"
-    if "args" in arguments and any(len(text) > MAX_ARGUMENT for test in tests for text in test.values()):
-        return f"tests: arguments of at most {MAX_ARGUMENT} characters"
-    return None
-
-
-def clamp(job: dict[str, Any]) -> dict[str, Any]:
-    """The job with no limit above CEILINGS."""
-    return job | {"limits": {name: min(value, CEILINGS[name]) for name, value in job["limits"].items()}}
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name means this machine alone."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+# -- command line ------------------------------------------------------------------------------------------------------
 
 
 async def serve(app: FastAPI, host: str, port: int) -> None:
-    """Answer until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM."""
     server = HttpServer(
         app,
         address=host,
@@ -382,7 +379,7 @@ async def serve(app: FastAPI, host: str, port: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0, or 2 where there is no sandbox or the address may not be offered."""
+    """Run the service. Returns the exit code: 0, or 2 if there is no sandbox or the address is not allowed."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.sandbox.service", description="Run generated code for trainers."
     )
@@ -390,16 +387,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--port", type=int, default=8801)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="children at once")
     parser.add_argument("--preload", nargs="*", default=[], help="modules that candidates may import: numpy")
-    asked = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     token = os.environ.get(TOKEN) or None
-    servers = Servers(SandboxConfig(preload=tuple(asked.preload)), asked.workers)
+    servers = Servers(SandboxConfig(preload=tuple(options.preload)), options.workers)
     try:
-        if token is None and not is_loopback(asked.host):
-            raise ConfigError(f"--host {asked.host}: expected a loopback address, or a token in {TOKEN}")
+        if token is None and not is_loopback(options.host):
+            raise ConfigError(f"--host {options.host}: expected a loopback address, or a token in {TOKEN}")
         servers.start()
         service = Service(servers, token)
-        sys.stderr.write(f"sandbox service at http://{asked.host}:{asked.port}: {json.dumps(service.health())}\n")
-        asyncio.run(serve(create_app(service), asked.host, asked.port))
+        sys.stderr.write(f"sandbox service at http://{options.host}:{options.port}: {json.dumps(service.health())}\n")
+        asyncio.run(serve(create_app(service), options.host, options.port))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

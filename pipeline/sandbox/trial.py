@@ -1,8 +1,8 @@
 """The self-test of the sandbox: before the fork server reads a job, a child tries what must not succeed.
 
 `self_test` forks a child behind the seccomp filter alone and one behind Landlock alone, so that neither layer hides the
-absence of the other, and checks the rest (identity, limits, descriptors, session, no_new_privs) by reading it back.
-One success, or a child that does not report, and the server refuses to work. Standard library and the neighbours only.
+absence of the other. It checks the rest (identity, limits, descriptors, session, no_new_privs) by reading it back. One
+success, or a child that does not report, and the server refuses to work. Standard library and neighboring modules only.
 
 Not promised: that the list is complete. It shows that each layer is there, not that the kernel has no holes.
 """
@@ -33,8 +33,8 @@ def _fork() -> None:
         os._exit(0)
 
 
-def _paths() -> dict[str, Callable[[], object]]:
-    """What no child may do to a path."""
+def _path_attempts() -> dict[str, Callable[[], object]]:
+    """File accesses that every child must be refused."""
     return {
         "read a folder": lambda: os.open("/", os.O_RDONLY),
         "read a file": lambda: os.open("/proc/self/stat", os.O_RDONLY),
@@ -43,8 +43,8 @@ def _paths() -> dict[str, Callable[[], object]]:
     }
 
 
-def _links() -> dict[str, Callable[[], object]]:
-    """What Landlock does not know, or knows only since a late ABI."""
+def _link_attempts() -> dict[str, Callable[[], object]]:
+    """File operations that Landlock does not cover, or only since a recent ABI."""
     return {
         "symlink": lambda: Path("link").symlink_to("/"),
         "hard link": lambda: os.link("own", "link"),
@@ -55,10 +55,10 @@ def _links() -> dict[str, Callable[[], object]]:
     }
 
 
-def _attempts(parent: int) -> dict[str, Callable[[], object]]:
-    """What every child must be refused by its filter; none leaves a trace if it is not.
+def _call_attempts(parent: int) -> dict[str, Callable[[], object]]:
+    """System calls that the filter must refuse; none has a lasting effect if it succeeds.
 
-    ptrace and exec could not succeed here even without a filter, but they would then fail otherwise than refused.
+    ptrace and exec could not succeed here even without a filter, but they would then fail with another error.
     """
     return {
         "socket": lambda: socket.socket(socket.AF_UNIX),
@@ -73,7 +73,7 @@ def _attempts(parent: int) -> dict[str, Callable[[], object]]:
 
 
 def _succeeded(attempts: Iterable[tuple[str, Callable[[], object]]]) -> list[str]:
-    """The names of attempts that were not refused; any other error than a refusal counts as a success."""
+    """The names of attempts that were not refused; any error other than a refusal counts as a success."""
     names = []
     for name, attempt in attempts:
         try:
@@ -85,18 +85,18 @@ def _succeeded(attempts: Iterable[tuple[str, Callable[[], object]]]) -> list[str
     return names
 
 
-def _state(*, alone: bool) -> list[str]:
+def _find_faults(*, alone: bool) -> list[str]:
     """What is wrong with this child's limits, identity and descriptors."""
-    wrong = kernel.faults(MEMORY, alone=alone)
+    faults = kernel.faults(MEMORY, alone=alone)
     for fd in range(child.CHANNEL + 1, 256):
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_GETFD)
-            wrong.append(f"descriptor {fd}")
-    return wrong
+            faults.append(f"descriptor {fd}")
+    return faults
 
 
-def _in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]], *, alone: bool) -> None:
-    """Run a trial behind the layers. Raises Refused with what it reports, and if it reports nothing."""
+def _run_in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]], *, alone: bool) -> None:
+    """Run a trial in a child behind the layers. Raises Refused with what it reports, and if it reports nothing."""
     parent, (outside, inside) = os.getpid(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -122,22 +122,22 @@ def _in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]], *, alo
 
 
 def self_test(*, alone: bool) -> None:
-    """Try the layers of profile `sealed`, each without the other. Raises Refused naming what was not held."""
-    filters.filter_code()  # made here once, and inherited by every child; no architecture: refused
+    """Try the layers of profile `sealed`, each without the other. Raises Refused naming what did not work."""
+    filters.filter_code()  # built once, inherited by every child; raises Refused for an unsupported architecture
     if b"CapEff:\t0000000000000000" not in Path("/proc/self/status").read_bytes():
         raise kernel.Refused("the process that runs candidates would keep capabilities; start it without them")
-    everything = lambda parent: _attempts(parent) | _paths() | _links()  # noqa: E731
-    _in_child(("seccomp",), lambda parent: _succeeded(everything(parent).items()), alone=alone)
+    everything = lambda parent: _call_attempts(parent) | _path_attempts() | _link_attempts()  # noqa: E731
+    _run_in_child(("seccomp",), lambda parent: _succeeded(everything(parent).items()), alone=alone)
 
     def paths_and_state(_: int) -> list[str]:
-        return _state(alone=alone) + (_succeeded(_paths().items()) if kernel.landlock_version() else [])
+        return _find_faults(alone=alone) + (_succeeded(_path_attempts().items()) if kernel.landlock_version() else [])
 
-    _in_child(("landlock",), paths_and_state, alone=alone)
-    _sibling()
+    _run_in_child(("landlock",), paths_and_state, alone=alone)
+    _try_fork_sibling()
 
 
-def _sibling() -> None:
-    """What a zygote does: its copies are our children. Raises Refused where they are not."""
+def _try_fork_sibling() -> None:
+    """Fork as a zygote does. Raises Refused if the copy does not become our child."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -145,9 +145,9 @@ def _sibling() -> None:
         finally:
             os._exit(0)
     try:
-        ended = {os.waitpid(-1, 0)[0], os.waitpid(-1, 0)[0]}
+        pids = {os.waitpid(-1, 0)[0], os.waitpid(-1, 0)[0]}
     except ChildProcessError as error:
         raise kernel.Refused(
             "self-test: a process cannot make another one for its parent (clone, CLONE_PARENT)"
         ) from error
-    assert pid in ended
+    assert pid in pids

@@ -1,16 +1,16 @@
-"""Plain Python values as JSON text that comes from an untrusted process, and the three ways to compare them.
+"""Plain Python values as JSON text from an untrusted process, and the three ways to compare them.
 
-The child calls `encode`: exact built-in types only, so a subclass, or an object whose `__eq__` always answers True,
-arrives as an opaque mark. The judge calls `decode` and `equal`: it never runs code of the child and never hashes its
-keys; sets and dicts are compared as sorted lists of canonical texts, so colliding keys cost nothing.
+The child calls `encode`. It accepts exact built-in types only, so a subclass, or an object whose `__eq__` always
+returns True, becomes an opaque mark. The judge calls `decode` and `equal`, which never run code of the child and never
+hash its keys. Sets and dicts are compared as sorted lists of canonical texts, so colliding keys cost nothing.
 
     null true false "text" [list] 12        as they are (integers below 2^53)
     {"i": hex} {"f": float.hex} {"c": [re, im]} {"b": base64} {"t": tuple} {"s": set} {"z": frozenset} {"d": [[k, v]]}
     {"o": type}                             opaque: everything else; a value that is too deep, too long or cyclic
 
-Standard library only, and nothing of the project: `jail.py` loads this file by its path.
+Standard library only, nothing of the project: `jail.py` loads this file by its path.
 
-Not promised: the order of dict keys, identity (two places holding one list), or the sign and payload of a NaN.
+Not promised: the order of dict keys, identity (one list referenced twice), or the sign and payload of a NaN.
 """
 
 import base64
@@ -20,36 +20,38 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 MAX_DEPTH = 32
 MAX_NODES = 100_000
 MAX_BYTES = 1 << 20  # of the encoded text
-MAX_FRAME = MAX_BYTES + 4096  # of a frame, which holds one value, or an exception of at most 200 characters
-MAX_INT_BITS = 1 << 20  # beyond it an integer is opaque: 10^6 digits are an attack on the comparison, not an answer
+MAX_FRAME = MAX_BYTES + 4096  # of a frame, which has one value, or an exception of at most 200 characters
+MAX_INT_BITS = 1 << 20  # larger integers are opaque: 10^6 digits are an attack on the comparison, not an answer
 PLAIN_INT = 1 << 53  # JSON readers agree on integers below this one
 RELATIVE, ABSOLUTE = 1e-6, 1e-9  # mode "close"
 MODES = ("strict", "python", "close")
+Item = TypeVar("Item")
+Bytes = TypeVar("Bytes", str, bytes)
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_MAX_COMMAS = 2 * MAX_NODES  # outside of strings; no node has more than two
+_MAX_COMMAS = 2 * MAX_NODES  # outside of strings: a node has at most two
 
 
 class Malformed(ValueError):
-    """The text is not what `encode` writes: somebody forged it."""
+    """The text is not what `encode` writes: it was forged."""
 
 
 class _TooLarge(Exception):
-    """A limit was passed while encoding."""
+    """The value exceeds a limit of the encoding."""
 
 
 class Incomparable(Exception):
-    """The value equals nothing: opaque, or a NaN compared as Python does."""
+    """The value equals nothing: it is opaque, or a NaN in mode `python`."""
 
 
 @dataclass(frozen=True)
 class Bag:
-    """A set or a frozenset whose elements were never hashed."""
+    """A set or frozenset with unhashed elements."""
 
     items: list[Any]
     frozen: bool
@@ -57,7 +59,7 @@ class Bag:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A dict whose keys were never hashed: pairs in the order in which they came."""
+    """A dict with unhashed keys: its pairs in the order of arrival."""
 
     pairs: list[tuple[Any, Any]]
 
@@ -80,10 +82,10 @@ def encode(value: object) -> str:
     return json.dumps({"o": _type_name(value)})
 
 
-def _tree(value: Any, left: list[int], depth: int) -> Any:
-    """The JSON tree; `left` holds the nodes and bytes that may still be spent."""
-    left[0] -= 1
-    if left[0] < 0 or depth > MAX_DEPTH:
+def _tree(value: Any, budget: list[int], depth: int) -> object:
+    """The JSON tree of a value. `budget` counts down the nodes and bytes allowed. Raises _TooLarge."""
+    budget[0] -= 1
+    if budget[0] < 0 or depth > MAX_DEPTH:
         raise _TooLarge
     kind = type(value)
     if value is None or kind is bool:
@@ -93,49 +95,48 @@ def _tree(value: Any, left: list[int], depth: int) -> Any:
             return value
         if value.bit_length() > MAX_INT_BITS:
             raise _TooLarge
-        return {"i": _spend(hex(value), left)}
+        return {"i": _spend(hex(value), budget)}
     if kind is str:
-        return _spend(value, left)
+        return _spend(value, budget)
     if kind is float:
         return {"f": value.hex()}
     if kind is list:
-        return [_tree(item, left, depth + 1) for item in value]
+        return [_tree(item, budget, depth + 1) for item in value]
     if kind is tuple:
-        return {"t": [_tree(item, left, depth + 1) for item in value]}
+        return {"t": [_tree(item, budget, depth + 1) for item in value]}
     if kind is dict:
-        return {"d": [[_tree(k, left, depth + 1), _tree(v, left, depth + 1)] for k, v in value.items()]}
+        return {"d": [[_tree(k, budget, depth + 1), _tree(v, budget, depth + 1)] for k, v in value.items()]}
     if kind is set or kind is frozenset:
-        return {"s" if kind is set else "z": [_tree(item, left, depth + 1) for item in value]}
+        return {"s" if kind is set else "z": [_tree(item, budget, depth + 1) for item in value]}
     if kind is complex:
         return {"c": [value.real.hex(), value.imag.hex()]}
     if kind is bytes:
-        return {"b": base64.b64encode(_spend(value, left)).decode("ascii")}
+        return {"b": base64.b64encode(_spend(value, budget)).decode("ascii")}
     return {"o": _type_name(value)}
 
 
-def _spend(piece: Any, left: list[int]) -> Any:
-    left[1] -= len(piece)
-    if left[1] < 0:
+def _spend(data: Bytes, budget: list[int]) -> Bytes:
+    budget[1] -= len(data)
+    if budget[1] < 0:
         raise _TooLarge
-    return piece
+    return data
 
 
 def _type_name(value: object) -> str:
-    name = type(value).__name__  # a metaclass may lie here: it is only shown to people
+    name = type(value).__name__  # a metaclass may forge it: only for messages to people
     return name[:80] if type(name) is str else "?"
 
 
 def parse(text: str) -> Any:
-    """JSON with objects as tuples of (key, value) pairs, so that nothing is hashed. Raises Malformed."""
+    """Parse JSON, with objects as tuples of (key, value) pairs, so that nothing is hashed. Raises Malformed."""
 
-    def refuse(word: str) -> Any:
+    def refuse(word: str) -> NoReturn:
         raise Malformed(f"{word[:20]!r} is no value of this protocol")
 
     if len(text) > MAX_FRAME or not text.isascii():
         raise Malformed("not ASCII text of a bounded length")
-    if (
-        text.count(",") > _MAX_COMMAS and _STRING.sub("", text).count(",") > _MAX_COMMAS
-    ):  # before objects are made of them
+    # Counted before parsing, which would create the objects.
+    if text.count(",") > _MAX_COMMAS and _STRING.sub("", text).count(",") > _MAX_COMMAS:
         raise Malformed("more nodes than encode writes")
     try:
         return json.loads(text, object_pairs_hook=tuple, parse_float=refuse, parse_constant=refuse)
@@ -151,10 +152,10 @@ def decode(tree: Any) -> Any:
     return _decode(tree, [MAX_NODES], 0)
 
 
-def _decode(tree: Any, left: list[int], depth: int) -> Any:
-    """As `decode`; `left` holds the nodes that may still be read."""
-    left[0] -= 1
-    if left[0] < 0 or depth > MAX_DEPTH:
+def _decode(tree: Any, budget: list[int], depth: int) -> Any:
+    """As `decode`; `budget` counts down the nodes allowed."""
+    budget[0] -= 1
+    if budget[0] < 0 or depth > MAX_DEPTH:
         raise Malformed("larger or deeper than encode writes")
     if tree is None or isinstance(tree, bool | str):
         return tree
@@ -163,7 +164,7 @@ def _decode(tree: Any, left: list[int], depth: int) -> Any:
             raise Malformed("an integer that needs its tag")
         return tree
     if isinstance(tree, list):
-        return [_decode(item, left, depth + 1) for item in tree]
+        return [_decode(item, budget, depth + 1) for item in tree]
     if len(tree) != 1:
         raise Malformed("an object with other than one tag")
     tag, content = tree[0]
@@ -172,13 +173,13 @@ def _decode(tree: Any, left: list[int], depth: int) -> Any:
     if not isinstance(content, list):
         raise Malformed(f"tag {tag!r} without a list")
     if tag == "t":
-        return tuple([_decode(item, left, depth + 1) for item in content])
+        return tuple([_decode(item, budget, depth + 1) for item in content])
     if tag in ("s", "z"):
-        return Bag([_decode(item, left, depth + 1) for item in content], frozen=tag == "z")
+        return Bag([_decode(item, budget, depth + 1) for item in content], frozen=tag == "z")
     if tag == "c" and len(content) == 2:
         return complex(_decode_text("f", content[0]), _decode_text("f", content[1]))
     if tag == "d" and all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-        return Mapping([(_decode(k, left, depth + 1), _decode(v, left, depth + 1)) for k, v in content])
+        return Mapping([(_decode(k, budget, depth + 1), _decode(v, budget, depth + 1)) for k, v in content])
     raise Malformed("an unknown tag")
 
 
@@ -201,37 +202,37 @@ def _decode_text(tag: str, content: Any) -> Any:
 
 
 def bag(items: list[Any]) -> Bag:
-    """The set of some hashable values, of which equal ones are one; nothing is hashed but texts. Raises ValueError."""
+    """The set of some values, without duplicates; hashes only their texts. Raises ValueError for opaque values."""
     return Bag([item for item, _ in mapping([(item, None) for item in items]).pairs], frozen=False)
 
 
 def mapping(pairs: list[tuple[Any, Any]]) -> Mapping:
-    """The dict of some pairs: of equal keys the first one, with the last value. Raises ValueError."""
-    found: dict[str, tuple[Any, Any]] = {}
+    """The dict of some pairs: of equal keys the first one, with the last value. Raises ValueError for opaque keys."""
+    pair_of_text: dict[str, tuple[Any, Any]] = {}
     for key, value in pairs:
-        text = _key(key)
-        found[text] = (found[text][0] if text in found else key, value)
-    return Mapping(list(found.values()))
+        text = _key_text(key)
+        pair_of_text[text] = (pair_of_text[text][0] if text in pair_of_text else key, value)
+    return Mapping(list(pair_of_text.values()))
 
 
-def _key(value: Any) -> str:
+def _key_text(value: object) -> str:
     try:
         return canonical(value, "python")
     except Incomparable as error:
         raise ValueError("no plain data in a set or as a key of a dict") from error
 
 
-def check(value: Any) -> Any:
-    """A value of ours in the form that `decode` returns, if a candidate could answer it. Raises ValueError."""
-    left = [MAX_NODES, MAX_BYTES]
+def check(value: Item) -> Item:
+    """Return a value in the form of `decode` if it is within the limits of an answer. Raises ValueError."""
+    budget = [MAX_NODES, MAX_BYTES]
 
-    def visit(value: Any, depth: int) -> None:
-        left[0] -= 1
+    def visit(value: object, depth: int) -> None:
+        budget[0] -= 1
         if isinstance(value, str | bytes):
-            left[1] -= len(value)
+            budget[1] -= len(value)
         elif isinstance(value, int):
-            left[1] -= value.bit_length() // 4 if value.bit_length() <= MAX_INT_BITS else MAX_BYTES + 1
-        if min(left) < 0 or depth > MAX_DEPTH:
+            budget[1] -= value.bit_length() // 4 if value.bit_length() <= MAX_INT_BITS else MAX_BYTES + 1
+        if min(budget) < 0 or depth > MAX_DEPTH:
             raise ValueError("expected a value within the sandbox's limits")
         if isinstance(value, Mapping):
             for pair in value.pairs:
@@ -247,7 +248,7 @@ def check(value: Any) -> Any:
     return value
 
 
-def has_opaque(value: Any) -> bool:
+def has_opaque(value: object) -> bool:
     """Whether any part of a decoded value is opaque."""
     if isinstance(value, Opaque):
         return True
@@ -257,11 +258,11 @@ def has_opaque(value: Any) -> bool:
     return isinstance(items, list | tuple) and any(has_opaque(item) for item in items)
 
 
-def equal(expected: Any, actual: Any, mode: str = "strict") -> bool:
+def equal(expected: object, actual: object, mode: str = "strict") -> bool:
     """Whether two decoded values are equal.
 
     `strict`: equal types at every level, a NaN equals a NaN, -0.0 differs from 0.0. `python`: as `==` on plain data.
-    `close`: as strict, but a float is met within 1e-6 relative or 1e-9 absolute, also by an int, never by a bool.
+    `close`: as strict, but a float also equals a float or int within 1e-6 relative or 1e-9 absolute, never a bool.
     Opaque equals nothing.
     """
     assert mode in MODES, mode
@@ -273,8 +274,11 @@ def equal(expected: Any, actual: Any, mode: str = "strict") -> bool:
         return False
 
 
-def canonical(value: Any, mode: str = "strict") -> str:
-    """A text that two values share exactly if they are equal in `strict` or `python` mode."""
+def canonical(value: object, mode: str = "strict") -> str:
+    """A text that is the same for two values if and only if they are equal in mode `strict` or `python`.
+
+    Raises Incomparable.
+    """
     if value is None:
         return "N"
     if isinstance(value, str):
@@ -295,14 +299,14 @@ def canonical(value: Any, mode: str = "strict") -> str:
     raise Incomparable
 
 
-def _canonical_number(value: Any, mode: str) -> str:
+def _canonical_number(value: complex, mode: str) -> str:
     if mode == "python":
         if value != value:
             raise Incomparable
         if isinstance(value, complex) and value.imag == 0:
             value = value.real
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # exact, so 2.0 meets 2 and 1e23 does not meet 10**23
+            value = int(value)  # exact, so 2.0 equals 2 and 1e23 does not equal 10**23
         value = int(value) if isinstance(value, bool) else value
     if isinstance(value, bool):
         return "T" if value else "F"
@@ -314,7 +318,7 @@ def _canonical_number(value: Any, mode: str) -> str:
     return "f" + value.hex()
 
 
-def _close(expected: Any, actual: Any) -> bool:
+def _close(expected: object, actual: Any) -> bool:
     if isinstance(expected, float | complex) and isinstance(actual, int | float | complex):
         return _close_numbers(expected, actual)
     if type(expected) is not type(actual):
@@ -322,15 +326,17 @@ def _close(expected: Any, actual: Any) -> bool:
     if isinstance(expected, list | tuple):
         return len(expected) == len(actual) and all(map(_close, expected, actual))
     if isinstance(expected, Bag):
-        ordered = map(_close, sorted(expected.items, key=_order), sorted(actual.items, key=_order))
+        ordered = map(_close, sorted(expected.items, key=_sort_key), sorted(actual.items, key=_sort_key))
         return expected.frozen == actual.frozen and len(expected.items) == len(actual.items) and all(ordered)
     if isinstance(expected, Mapping):
         if len(expected.pairs) != len(actual.pairs):
             return False
-        mine, theirs = (sorted((canonical(k), i) for i, (k, _) in enumerate(m.pairs)) for m in (expected, actual))
+        expected_keys, actual_keys = (
+            sorted((canonical(key), i) for i, (key, _) in enumerate(m.pairs)) for m in (expected, actual)
+        )
         return all(
             key == other and _close(expected.pairs[i][1], actual.pairs[j][1])
-            for (key, i), (other, j) in zip(mine, theirs, strict=True)
+            for (key, i), (other, j) in zip(expected_keys, actual_keys, strict=True)
         )
     return canonical(expected) == canonical(actual)
 
@@ -349,8 +355,8 @@ def _close_numbers(expected: float | complex, actual: complex) -> bool:
         return False
 
 
-def _order(value: Any) -> tuple[int, float, str]:
-    """Sets of numbers in the order of their size, so that close neighbours meet; the rest by its text."""
+def _sort_key(value: object) -> tuple[int, float, str]:
+    """Orders numbers by size, so that close elements of two sets are compared; the rest by text."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
         try:
             return 0, float(value), ""

@@ -1,138 +1,137 @@
-"""One child, seen from the watcher: hands it its job, feeds it, reads it, times it, ends it.
+"""One child, seen from the watcher: sends its job and input, reads its output, measures its time, kills it.
 
 The child owns its end of every pipe, so nothing that arrives is trusted: bytes are counted, frames must begin as an
-answer of this job does, an answer must follow its question, and what they say is left to the judge. The CPU clock of a
-child is read while it waits for its next "go", so load on the machine moves no test over its limit. What it takes to
-read the arguments counts towards the whole job, and towards no test. Standard library and the neighbours only:
+answer to this job does, an answer must follow its question, and the judge checks the contents. The CPU clock of a
+child is read while it waits for its next "go", so load on the machine moves no test over its limit. The time it takes
+to read the arguments counts toward the whole job, and toward no test. Standard library and neighboring modules only:
 `jail.py` loads this file by its path.
 
-Not promised: a wall-clock limit that holds under any load; it is for sleepers.
+Not promised: an exact wall-clock limit under any load; it is meant for programs that sleep.
 """
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import struct
 import time
-from typing import Any
 
 import child
 import kernel
-from frames import frame
+from frames import Answer, Fault, Job, frame
 
-TICK = 0.01  # seconds between two looks at a child's clock and threads, at most
+TICK = 0.01  # most seconds between two checks of a child's clock and threads
 
 
 class Watch:
-    """A child's frames, its output, its clock."""
+    """One child's frames, output and clocks."""
 
-    start_seconds = 20.0  # before a child is closed off nothing of the candidate has run: only a stalled machine waits
+    start_seconds = 20.0  # for a child to isolate itself: no candidate code runs yet, so only a stalled machine waits
 
-    def __init__(self, job: dict[str, Any], pid: int, channel: int, out: int, err: int, stdin: int) -> None:
+    def __init__(self, job: Job, pid: int, channel: int, out: int, err: int, stdin: int) -> None:
         self.job, self.pid, self.limits = job, pid, job["limits"]
         self.channel, self.out, self.err, self.stdin = channel, out, err, stdin
-        asked = {"nonce": job["nonce"], "source": job["source"], "entry": job["entry"]}
-        asked |= {"tests": [] if job["entry"] is None else job["tests"]}
-        start = child.ALLOWANCE.pack(int(self.limits["memory"]), self.limits["job_cpu"]) + frame(asked)
+        request = {"nonce": job["nonce"], "source": job["source"], "entry": job["entry"]}
+        request |= {"tests": [] if job["entry"] is None else job["tests"]}
+        start = child.ALLOWANCE.pack(int(self.limits["memory"]), self.limits["job_cpu"]) + frame(request)
         text = job["tests"][0].get("stdin", "").encode("utf-8", "surrogatepass")
-        self.feeds = {channel: memoryview(start), stdin: memoryview(text)}  # what it has not taken yet
+        self.pending = {channel: memoryview(start), stdin: memoryview(text)}  # bytes still to be sent
         self.head = f'{{"n":"{job["nonce"]}",'.encode("ascii")
         self.buffer, self.output = bytearray(), {out: bytearray(), err: bytearray()}
         self.caps = {out: self.limits["stdout"], err: self.limits["stderr"]}
         self.received = 0
         self.frames: list[str] = []
-        self.said = b""  # of the two bytes before its first frame
+        self.handshake = b""  # the bytes R and A, as far as they have arrived
         self.ended, self.closed = False, False
         self.cut: str | None = None
-        self.exit: tuple[int, Any] | None = None  # wait status and usage, once reaped
-        self.died = False  # by itself
+        self.exit: tuple[int, resource.struct_rusage] | None = None  # wait status and usage, once waited for
+        self.died = False  # without being killed
         self.cpu_start = self.cpu_mark = 0.0
         self.started = time.monotonic()
-        self.wall_mark = self.stopped = self.counted = self.started
+        self.wall_mark = self.stopped = self.threads_counted = self.started
         self.poller = select.poll()
 
     def until_done(self, jobs: int) -> None:
-        """Until the child said end, died, or passed a limit. The end of the trainer ends everything."""
-        self.poller.register(jobs, 0)  # only its hang-up
+        """Serve the child until it ends, dies, or exceeds a limit. Exits with the trainer, when `jobs` is closed."""
+        self.poller.register(jobs, 0)  # only to see it closed
         for fd in (self.channel, self.out, self.err, self.stdin):
             os.set_blocking(fd, False)
-        self.poller.register(
-            self.channel, select.POLLIN | select.POLLOUT
-        )  # first: what it says comes before what it wrote
+        # Registered first: its frames are read before its output.
+        self.poller.register(self.channel, select.POLLIN | select.POLLOUT)
         for fd in (self.out, self.err):
             self.poller.register(fd, select.POLLIN)
         self.poller.register(self.stdin, select.POLLOUT)
-        self._feed(self.stdin)
-        self._go()
+        self._send(self.stdin)
+        self._start_test()
         while not self.ended and self.cut is None and self.exit is None:
-            for fd, event in self.poller.poll(self._patience() * 1000):
+            for fd, event in self.poller.poll(self._poll_timeout() * 1000):
                 if fd == jobs:
                     os.kill(self.pid, signal.SIGKILL)
                     os._exit(0)
                 elif fd == self.stdin:
-                    self._feed(fd)
+                    self._send(fd)
                 elif fd == self.channel:
                     if event & select.POLLOUT:
-                        self._feed(fd)
+                        self._send(fd)
                     if event & ~select.POLLOUT:
-                        self._answers()
+                        self._read_frames()
                 else:
-                    self._output(fd)
+                    self._read_output(fd)
             if not self.ended and self.cut is None:
-                self._look()
+                self._check_limits()
 
-    def _patience(self) -> float:
-        """Seconds until the CPU limit can be reached at the earliest, at most a tick."""
+    def _poll_timeout(self) -> float:
+        """Seconds until the CPU limit can be reached at the earliest, at most TICK."""
         if self.closed:
             return 0.001
         return min(TICK, max(0.001, self.limits["cpu"] - (kernel.cpu_clock(self.pid) - self.cpu_mark)))
 
-    def _look(self) -> None:
-        """Has it died, or passed a limit of time?"""
+    def _check_limits(self) -> None:
+        """Record whether the child has died, or cut it where it exceeds a limit."""
         if self.closed:
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
                 self.exit = (status, usage)
                 return
         cpu, now = kernel.cpu_clock(self.pid), time.monotonic()
-        if not self.said and now - self.started < self.start_seconds:
+        if not self.handshake and now - self.started < self.start_seconds:
             return
-        if now - self.counted > TICK and self._too_many_threads():
+        if now - self.threads_counted > TICK and self._too_many_threads():
             self.cut = "threads"
-        elif self._used_up(cpu):
+        elif self._exceeds_cpu(cpu):
             self.cut = "cpu"
         elif now - self.started > self.limits["job_wall"] or (
-            self.begun and now - self.wall_mark > self.limits["wall"]
+            self.has_started and now - self.wall_mark > self.limits["wall"]
         ):
             self.cut = "wall"
 
     def _too_many_threads(self) -> bool:
-        self.counted = time.monotonic()
+        self.threads_counted = time.monotonic()
         return kernel.num_threads(self.pid) > kernel.THREADS
 
     @property
-    def begun(self) -> bool:
-        """Whether the candidate may have run."""
-        return len(self.said) == 2
+    def has_started(self) -> bool:
+        """Whether the candidate may have started to run."""
+        return len(self.handshake) == 2
 
-    def _used_up(self, cpu: float) -> bool:
-        """Whether the CPU seconds of the job, or of the test that runs, are."""
+    def _exceeds_cpu(self, cpu: float) -> bool:
+        """Whether the job or the running test has used more CPU than its limit."""
         return cpu - self.cpu_start > self.limits["job_cpu"] or (
-            self.begun and cpu - self.cpu_mark > self.limits["cpu"]
+            self.has_started and cpu - self.cpu_mark > self.limits["cpu"]
         )
 
-    def _feed(self, fd: int) -> None:
-        """Hand over as much as it takes: of its job on the channel, of its input on stdin."""
-        left = self.feeds[fd]
+    def _send(self, fd: int) -> None:
+        """Send what the pipe accepts: of the job on the channel, of the input on stdin."""
+        data = self.pending[fd]
         try:
-            left = left[os.write(fd, left[:65536]) :] if left else left
+            data = data[os.write(fd, data[:65536]) :] if data else data
         except BlockingIOError:
             return
-        except OSError:  # it does not read, or has died: the channel's own end of file tells
-            left = memoryview(b"")
-        self.feeds[fd] = left
-        if left:
+        except OSError:  # it does not read, or has died: the end of file on the channel shows which
+            data = memoryview(b"")
+        self.pending[fd] = data
+        if data:
             return
         if fd == self.channel:
             self.poller.modify(fd, select.POLLIN)
@@ -141,19 +140,19 @@ class Watch:
             os.close(fd)
             self.stdin = -1
 
-    def _output(self, fd: int) -> None:
+    def _read_output(self, fd: int) -> None:
         try:
             data = os.read(fd, 65536)
         except BlockingIOError:
             return
         if not data:
-            with contextlib.suppress(KeyError):  # `reap` meets the end a second time
+            with contextlib.suppress(KeyError):  # `reap` reads the end a second time
                 self.poller.unregister(fd)
         self.output[fd] += data
         if len(self.output[fd]) > self.caps[fd]:
             self.cut = "output"
 
-    def _answers(self) -> None:
+    def _read_frames(self) -> None:
         try:
             data = os.read(self.channel, 1 << 18)
         except (BlockingIOError, ConnectionResetError):
@@ -164,23 +163,23 @@ class Watch:
             return
         self.received += len(data)
         self.buffer += data
-        while self.buffer and not self.begun and self.cut is None:
-            self._begin()
+        while self.buffer and not self.has_started and self.cut is None:
+            self._read_handshake()
         if self.received > self.limits["results"]:
             self.cut = "output"
-        while not self.ended and self.cut is None and (frame := self._frame()) is not None:
-            self._take(frame)
+        while not self.ended and self.cut is None and (frame := self._next_frame()) is not None:
+            self._accept(frame)
 
-    def _begin(self) -> None:
-        """One of the two bytes before the first frame: it is closed off, it has read its job. Our own code sends it."""
-        self.said += bytes(self.buffer[:1])
+    def _read_handshake(self) -> None:
+        """Read one of the two bytes before the first frame: R for isolated, A for job read. Our own code sends them."""
+        self.handshake += bytes(self.buffer[:1])
         del self.buffer[0]
         self.cpu_mark, self.wall_mark = kernel.cpu_clock(self.pid), time.monotonic()
-        if len(self.said) == 1:
+        if len(self.handshake) == 1:
             self.cpu_start, self.started = self.cpu_mark, self.wall_mark
 
-    def _frame(self) -> str | None:
-        """The next whole frame. What does not begin like an answer of this job is forged."""
+    def _next_frame(self) -> str | None:
+        """The next whole frame, or None. Bytes that do not begin like an answer to this job are forged."""
         start = bytes(self.buffer[4 : 4 + len(self.head)])
         if not self.head.startswith(start):
             self.cut = "forged"
@@ -188,7 +187,7 @@ class Watch:
         if len(self.buffer) < 4:
             return None
         size = struct.unpack("<I", self.buffer[:4])[0]
-        if size > self.limits["results"]:  # an answer of this job that is too long, or a number that somebody made up
+        if size > self.limits["results"]:  # an answer to this job that is too long, or a made-up number
             self.cut = "output" if len(start) == len(self.head) else "forged"
         if self.cut is not None or len(self.buffer) < 4 + size:
             return None
@@ -198,44 +197,44 @@ class Watch:
             self.cut = "forged"
         return body.decode("ascii", "replace")
 
-    def _take(self, frame: str) -> None:
-        """An answer counts if its test had been started, and its CPU clock is within the limits."""
+    def _accept(self, frame: str) -> None:
+        """Accept an answer if its test had been started and the CPU clock is within the limits."""
         count = len(self.job["tests"])
         if len(self.frames) == count:
             self.ended = frame == f'{{"n":"{self.job["nonce"]}","end":true}}' and not self.buffer
             self.cut = None if self.ended else "forged"
             return
         cpu = kernel.cpu_clock(self.pid)
-        if self._used_up(cpu):
+        if self._exceeds_cpu(cpu):
             self.cut = "cpu"
             return
         self.frames.append(frame)
         self.cpu_mark, self.wall_mark = cpu, time.monotonic()
         if len(self.frames) < count:
-            if self.buffer:  # an answer before its question
+            if self.buffer:  # an answer sent before its "go"
                 self.cut = "forged"
-            self._go()
+            self._start_test()
 
-    def _go(self) -> None:
-        """Let it run the next test."""
-        self.feeds[self.channel] = memoryview(bytes(self.feeds[self.channel]) + b"g")
-        self._feed(self.channel)
+    def _start_test(self) -> None:
+        """Start the next test."""
+        self.pending[self.channel] = memoryview(bytes(self.pending[self.channel]) + b"g")
+        self._send(self.channel)
 
     def reap(self) -> None:
-        """Kill what is left, collect what it wrote, close everything."""
+        """Kill the child, read the rest of its output, close all descriptors."""
         self.stopped = time.monotonic()
-        self._bury()
+        self._kill()
         for fd in (self.out, self.err):
             size = -1
-            while self.cut != "output" and size != len(self.output[fd]):  # what is still in the pipe
+            while self.cut != "output" and size != len(self.output[fd]):  # the rest in the pipe
                 size = len(self.output[fd])
-                self._output(fd)
+                self._read_output(fd)
         for fd in (self.channel, self.out, self.err, self.stdin):
             if fd >= 0:
                 os.close(fd)
 
-    def _bury(self) -> None:
-        """Kill the child and its group, and wait for it."""
+    def _kill(self) -> None:
+        """Kill the child and its process group, and wait for it."""
         for kill in (os.kill, os.killpg):
             try:
                 if self.exit is None or kill is os.killpg:
@@ -246,11 +245,11 @@ class Watch:
         if self.exit is None:
             self.exit = os.wait4(self.pid, 0)[1:]
 
-    def answer(self) -> dict[str, Any]:
-        """The frame for the pool. `status` and `signal` only if the child ended by itself; `cut` if we ended it."""
+    def answer(self) -> Answer | Fault:
+        """The answer for the pool. `status` and `signal` only if the child ended by itself, `cut` if we ended it."""
         assert self.exit is not None
         status, usage = self.exit
-        if not self.said and self.cut != "output":  # only a candidate writes, and whether it says R first is a race
+        if not self.handshake and self.cut != "output":  # only a candidate writes; R may arrive after its output
             return {"id": self.job["id"], "fault": f"a child could not close itself off (wait status {status})"}
         if self.cut is None and not self.ended and self.buffer:
             self.cut = "forged"

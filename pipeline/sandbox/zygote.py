@@ -4,16 +4,16 @@
                                      |                                          | clone
                                      +--------- job, "go", answers ---------> child
 
-Creating a `Zygote` splits a prepared server: this process goes on as the watcher, which alone reads jobs and keeps
-answers; the other half becomes the zygote, and the zygote's whole life is to wait for a byte and to copy itself. A
-candidate's job goes from the watcher to the copy alone, over the copy's own channel. So there is nothing of an earlier
-job in the memory that a candidate inherits: no frame, no object, no freed block, no buffer, no descriptor.
+Creating a `Zygote` splits a prepared server in two. This process continues as the watcher, the only one that reads jobs
+and keeps answers. The other half becomes the zygote, which only waits for a byte and copies itself. A candidate's job
+goes from the watcher straight to the copy, over the copy's own channel. So the memory that a candidate inherits
+contains nothing of an earlier job: no frame, no object, no freed block, no buffer, no descriptor.
 
-A copy is a child of the watcher, not of the zygote (CLONE_PARENT). The watcher waits for it, so that no pid is used
-twice while somebody means it, and not even an exit status reaches the zygote. Zygote and children die with the watcher.
-Standard library and the neighbours only: `jail.py` loads this file by its path.
+A copy is a child of the watcher, not of the zygote (CLONE_PARENT). The watcher waits for it, so no pid is reused while
+it still refers to a child, and not even an exit status reaches the zygote. Zygote and children die with the watcher.
+Standard library and neighboring modules only: `jail.py` loads this file by its path.
 
-Not promised: any of this elsewhere than on Linux, where the only profile is `unsafe`: there the server copies itself.
+Not promised: any of this outside of Linux, where the only profile is `unsafe`: there the server forks itself.
 """
 
 import os
@@ -25,11 +25,11 @@ from typing import NoReturn
 import child
 import kernel
 
-CONTROL = child.CHANNEL + 1  # the zygote's descriptor towards the watcher; a child closes it
+CONTROL = child.CHANNEL + 1  # the zygote's descriptor of its socket to the watcher; a child closes it
 
 
 class Zygote:
-    """The watcher's side. `cell` is what closes every child off."""
+    """The watcher's handle on the zygote. `cell` is the isolation of every child."""
 
     def __init__(self, cell: child.Cell) -> None:
         self.cell, self.pid = cell, 0
@@ -38,11 +38,11 @@ class Zygote:
             return
         self.pid = os.fork()
         if self.pid == 0:
-            _copy_for_ever(inside.detach(), cell)
+            _serve_forks(inside.detach(), cell)
         inside.close()
 
     def fork(self, ends: tuple[int, int, int, int]) -> int:
-        """The pid of a new child, whose descriptors 0 to 3 are `ends`; it waits for its job. Raises OSError."""
+        """Start a child with descriptors 0 to 3 from `ends`; it waits for its job. Returns its pid. Raises OSError."""
         if self.pid == 0:
             return os.fork() or child.run(ends, self.cell)
         socket.send_fds(self.control, [b"f"], ends)
@@ -58,8 +58,8 @@ class Zygote:
             os.waitpid(self.pid, 0)
 
 
-def _copy_for_ever(control: int, cell: child.Cell) -> NoReturn:
-    """The zygote's life: until the watcher closes its end."""
+def _serve_forks(control: int, cell: child.Cell) -> NoReturn:
+    """Copy this process for each message, until the watcher closes its end."""
     try:
         kernel.die_with(cell.parent)
         os.dup2(control, CONTROL)

@@ -4,13 +4,13 @@
         [--engine torch|onnx] [--weights int8|native] [--rows 8] [--queue 32] [--rate 200] [--api-key-file FILE]
         [--feedback FILE] [--allow-host NAME ...] [--allow-origin ORIGIN ...]
 
-Without models: models/deploy, else rlhf, tools or code, and the reward model beside it. Port 0 takes a free one, which
-is printed. With --engine onnx, onnxruntime-genai runs what stage_deploy exported for it (models/deploy/onnx); a reward
-model beside it stays ours. Keys come from a file, one a line, or from STAGECOACH_API_KEYS; another address than this
-machine's own is refused without one.
+Without models it serves models/deploy, else rlhf, tools or code, and the reward model beside it. Port 0 takes a free
+port, which is printed. With --engine onnx, onnxruntime-genai runs the export of stage_deploy (models/deploy/onnx); a
+reward model beside it still runs on our engine. Keys come from a file, one a line, or from STAGECOACH_API_KEYS; without
+one, any address but the loopback is refused.
 
-One worker process answers (granian, HTTP/1.1) and is started again when it dies. SIGTERM ends it: what is being said
-may end within 20 seconds. Not here: TLS; put a proxy in front.
+One worker process answers (granian, HTTP/1.1) and is restarted when it dies. SIGTERM ends the server; running answers
+have 20 seconds to finish. Not here: TLS; put a proxy in front.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import os
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from granian import Granian
@@ -35,27 +36,26 @@ from pipeline.run.processes import die_with_parent
 from pipeline.serve.guard import KEYS, Keys
 from pipeline.serve.options import Options
 
-SPINE = ("deploy", "rlhf", "tools", "code")
+DEFAULT_MODELS = ("deploy", "rlhf", "tools", "code")  # the first that was built
 DRAIN_SECONDS = 20
 HEADER_BYTES, HEADER_MILLISECONDS = 16_384, 10_000
-SWITCH_SECONDS = (
-    0.001  # how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
-)
+# how long the engine's thread may hold up a request's; Python's 5 ms is half of what a refusal may take
+SWITCH_SECONDS = 0.001
 
 
-def chosen(models: list[Path], root: Path = Path("models")) -> list[Path]:
-    """The directories to serve. Raises ConfigError where nothing was built yet."""
+def choose_models(models: list[Path], root: Path = Path("models")) -> list[Path]:
+    """The directories to serve. Raises ConfigError where no model was built yet."""
     if models:
         return models
-    built = [root / name for name in SPINE if (root / name / "config.json").is_file()]
+    built = [root / name for name in DEFAULT_MODELS if (root / name / "config.json").is_file()]
     if not built:
         raise ConfigError(f"{root}/ holds no model to serve; build one with make, or name a directory")
-    judge = root / "reward"
-    return [built[0], *([judge] if (judge / "config.json").is_file() else [])]
+    reward = root / "reward"
+    return [built[0], *([reward] if (reward / "config.json").is_file() else [])]
 
 
 def check_address(host: str, keys: Keys) -> None:
-    """Raises ConfigError for an address that others reach, without a key."""
+    """Raise ConfigError for an address that others can reach, unless there are keys."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -66,17 +66,17 @@ def check_address(host: str, keys: Keys) -> None:
 
 def free_port(host: str, port: int) -> int:
     """The port, or a free one for 0. Raises ConfigError for one that is taken."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((host, port))
+            probe.bind((host, port))
         except OSError as error:
             raise ConfigError(f"--port {port}: {error.strerror}; choose another, or 0 for a free one") from None
-        return found.getsockname()[1]
+        return probe.getsockname()[1]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line; exits with a message where it is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.serve", description="Serve models: OpenAI's API and a page."
     )
@@ -96,23 +96,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--feedback", type=Path, help="where preferences from the page go: feedback/preferences.jsonl")
     parser.add_argument("--allow-host", action="append", default=[], help="a Host that may ask besides localhost")
     parser.add_argument("--allow-origin", action="append", default=[], help="an Origin whose pages may ask")
-    options = parser.parse_args(argv)
-    if options.rows < 1 or options.queue < 0 or not 0 <= options.rate < math.inf:
+    arguments = parser.parse_args(argv)
+    if arguments.rows < 1 or arguments.queue < 0 or not 0 <= arguments.rate < math.inf:
         parser.error("expected --rows of at least 1, --queue and --rate of at least 0")
-    if options.engine == "onnx" and options.weights:
+    if arguments.engine == "onnx" and arguments.weights:
         parser.error("--weights is for --engine torch: an ONNX export has its own, set deploy.onnx to fp32 or int4")
-    return options
+    return arguments
 
 
 def main() -> int:
-    """Check everything that can be checked, then serve until a signal."""
+    """Check everything that can be checked, then serve until a signal. Returns an exit code."""
     arguments = parse()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
         keys = Keys.load(arguments.api_key_file)
         check_address(arguments.host, keys)
         options = Options(
-            models=tuple(chosen(arguments.models)),
+            models=tuple(choose_models(arguments.models)),
             engine=arguments.engine,
             weights=arguments.weights,
             rows=arguments.rows,
@@ -129,7 +129,7 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     address = f"http://{f'[{arguments.host}]' if ':' in arguments.host else arguments.host}:{port}"
-    sys.stdout.write(welcome(address, options, bool(keys)))
+    sys.stdout.write(welcome(address, options.models, bool(keys)))
     sys.stdout.flush()
     failure = Path(tempfile.mkstemp(prefix="stagecoach-serve-")[1])
     options = dataclasses.replace(options, failure=failure)
@@ -153,20 +153,20 @@ def main() -> int:
 
 
 def load(options: Options) -> ASGIApp:
-    """The application, made in the worker's process, which ends with its parent; the parent itself needs no torch."""
-    from pipeline.serve.api import make
+    """The application, made in the worker process, which ends with its parent."""
+    from pipeline.serve.api import make  # here, so that the parent needs no torch
 
     die_with_parent(os.getppid())
     sys.setswitchinterval(SWITCH_SECONDS)
     return make(options)
 
 
-def welcome(address: str, options: Options, keyed: bool) -> str:
-    """The address, what is served, and a line to try."""
-    name = options.models[0].resolve().name
+def welcome(address: str, models: Sequence[Path], keyed: bool) -> str:
+    """The address, the served models, and a command to try."""
+    name = models[0].resolve().name
     key = ' -H "Authorization: Bearer $KEY"' if keyed else ""
     return (
-        f"{address}  serves {', '.join(str(model) for model in options.models)}\n"
+        f"{address}  serves {', '.join(str(model) for model in models)}\n"
         f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"""-d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell a story that begins: """
         f"""Anna was a beetle in a narrow house beside the cottage."}}]}}'\n"""

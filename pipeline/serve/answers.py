@@ -1,16 +1,16 @@
-"""Tokens as they come, turned into what a client hears: text without broken characters or stop texts, and pieces of
-tool calls.
+"""Turns the tokens of an answer into deltas for the client: text without broken characters or stop strings, and pieces
+of tool calls.
 
-    Assembler(tokenizer, stops).hear(Said) -> Deltas, `.close()` -> the rest
+    Assembler(tokenizer, stops).hear(Said) -> deltas     .close() -> the rest
 
-Held back until more is known: bytes that do not yet make a character, a beginning of a stop text, white space that may
-stand before a call, and the bracket that may close a call. A call is told from its control tokens, never from text that
-spells them:
+Some text is held back until more is known: bytes that do not yet make a character, a possible beginning of a stop
+string, white space that may precede a call, and the bracket that may close a call. A call is recognized by its control
+tokens, never by text that spells them:
 
     <tool_call> {"name": "f", "arguments": {...}} </tool_call>      the tags are single tokens
 
 Joined, the deltas are the answer, however it was cut into tokens. Not here: whether a call fits its schema
-(`calls.py`).
+(`chats.py`).
 """
 
 import codecs
@@ -19,11 +19,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeline.serve.engine import Said
+from pipeline.serve.loop import Said
 from pipeline.text.tokenizer import Tokenizer
 
-NAMED = re.compile(r'\s*\{"name": "([^"\\]*)", "arguments": ')  # names need no escapes (`protocol.py`, NAME)
-CLOSING = re.compile(r"\}?\s*\Z")  # what may be the end of a call behind its arguments
+CALL_BEGIN = re.compile(r'\s*\{"name": "([^"\\]*)", "arguments": ')  # names need no escapes (`protocol.py`, NAME)
+CALL_END = re.compile(r"\}?\s*\Z")  # what may be the end of a call behind its arguments
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CallPiece:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new in an answer, and the tokens that said it."""
+    """The next part of an answer, and the tokens it was made from."""
 
     content: str = ""
     call: CallPiece | None = None
@@ -47,137 +47,137 @@ class Delta:
 
 @dataclass
 class Call:
-    """A call as it grows."""
+    """A call as far as it was generated."""
 
     id: str
-    text: str = ""  # all between its tags
+    text: str = ""  # everything between its tags
     name: str | None = None
-    given: int = 0  # characters of `text` that were told, or are known not to be arguments
+    num_parsed: int = 0  # characters of `text` that were sent as arguments, or belong to the name
     closed: bool = False
     arguments: str = ""
 
 
 @dataclass
 class Assembler:
-    """One answer. `stopped` says that a stop text was found: what comes behind it is not heard."""
+    """Assembles one answer. `stopped`: a stop string was found; later tokens are ignored."""
 
     tokenizer: Tokenizer
     stops: Sequence[str] = ()
-    tools: bool = False  # whether calls are looked for
-    content: str = ""  # told so far
+    tools: bool = False  # whether to look for calls
+    content: str = ""  # sent so far
     calls: list[Call] = field(default_factory=list)
     stopped: bool = False
 
     def __post_init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""  # decoded, not yet told
-        self._tokens: list[Said] = []
+        self._buffer = ""  # decoded, not yet sent
+        self._tokens: list[Said] = []  # not yet sent
         self._call: Call | None = None  # the open one
 
-    def hear(self, said: Said) -> list[Delta]:
-        """One more token."""
+    def hear(self, event: Said) -> list[Delta]:
+        """Add a token; the deltas that are now certain."""
         if self.stopped:
             return []
-        self._tokens.append(said)
-        if self.tools and said.token == self.tokenizer.tool_call and self._call is None:
-            return self._open()
+        self._tokens.append(event)
+        if self.tools and event.token == self.tokenizer.tool_call and self._call is None:
+            return self._open_call()
         if self._call is not None:
-            if said.token == self.tokenizer.tool_call_end:
+            if event.token == self.tokenizer.tool_call_end:
                 return self._close_call()
-            return self._more_of_call(self._decoder.decode(self.tokenizer.token_bytes[said.token]))
-        return self._more_text(self._decoder.decode(self.tokenizer.token_bytes[said.token]))
+            return self._add_call_text(self._decoder.decode(self.tokenizer.token_bytes[event.token]))
+        return self._add_text(self._decoder.decode(self.tokenizer.token_bytes[event.token]))
 
     def close(self) -> list[Delta]:
-        """The answer has ended: what was held back, and the tokens that have not been told."""
+        """End the answer: the text that was held back, and the tokens not yet sent."""
         if self.stopped:
-            return self._tell("")
+            return self._make_delta("")
         rest = self._decoder.decode(b"", final=True)
         if self._call is not None:
-            return self._more_of_call(rest)
-        cut = self._find_stop(self._held + rest)
-        return self._tell(self._spaces(self._held + rest, last=True) if cut is None else cut)
+            return self._add_call_text(rest)
+        cut = self._cut_at_stop(self._buffer + rest)
+        return self._make_delta(self._strip_layout(self._buffer + rest, last=True) if cut is None else cut)
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
-    def _more_text(self, text: str) -> list[Delta]:
-        self._held += text
-        if self.calls and not self._held.strip():  # the line feed between two calls is no content
+    def _add_text(self, text: str) -> list[Delta]:
+        self._buffer += text
+        if self.calls and not self._buffer.strip():  # the line feed between two calls is no content
             return []
-        cut = self._find_stop(self._held)
+        cut = self._cut_at_stop(self._buffer)
         if cut is not None:
             self.stopped = True
-            return self._tell(cut)
-        ready = len(self._held) - self._possible()
-        text, self._held = self._held[:ready], self._held[ready:]
-        return self._tell(text) if text else []
+            return self._make_delta(cut)
+        ready = len(self._buffer) - self._num_uncertain()
+        text, self._buffer = self._buffer[:ready], self._buffer[ready:]
+        return self._make_delta(text) if text else []
 
-    def _find_stop(self, text: str) -> str | None:
-        """The text before the first stop text in it, or nothing."""
-        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
-        return text[: min(found)] if found else None
+    def _cut_at_stop(self, text: str) -> str | None:
+        """The text before its first stop string; None where it has none."""
+        positions = [position for stop in self.stops if (position := text.find(stop)) >= 0]
+        return text[: min(positions)] if positions else None
 
-    def _possible(self) -> int:
-        """How many last characters may belong to what is not told: a stop text, or space before a call."""
+    def _num_uncertain(self) -> int:
+        """How many last characters may belong to a stop string, or are space that may precede a call."""
         most = 0
         for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(self._held)), most, -1):
-                if self._held.endswith(stop[:size]):
+            for size in range(min(len(stop) - 1, len(self._buffer)), most, -1):
+                if self._buffer.endswith(stop[:size]):
                     most = size
                     break
-        spaces = len(self._held) - len(self._held.rstrip()) if self.tools else 0
+        spaces = len(self._buffer) - len(self._buffer.rstrip()) if self.tools else 0
         return max(most, spaces)
 
-    def _spaces(self, text: str, *, last: bool) -> str:
-        """What is told of held text: space before or behind a call is layout."""
+    def _strip_layout(self, text: str, *, last: bool) -> str:
+        """Text without the space before or behind a call, which is layout."""
         return text.rstrip() if (self.tools and (not last or self.calls)) else text
 
-    def _tell(self, text: str) -> list[Delta]:
+    def _make_delta(self, text: str) -> list[Delta]:
         self.content += text
         tokens, self._tokens = tuple(self._tokens), []
         return [Delta(content=text, tokens=tokens)] if text or tokens else []
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> list[Delta]:
-        rest = self._spaces(self._held + self._decoder.decode(b"", final=True), last=False)
-        self._held = ""
+    def _open_call(self) -> list[Delta]:
+        rest = self._strip_layout(self._buffer + self._decoder.decode(b"", final=True), last=False)
+        self._buffer = ""
         self._decoder.reset()
         self._call = Call(f"call_{secrets.token_hex(12)}")
         self.calls.append(self._call)
         if not rest:
             return []
         opening = self._tokens.pop()
-        deltas = self._tell(rest)
+        deltas = self._make_delta(rest)
         self._tokens.append(opening)
         return deltas
 
-    def _more_of_call(self, text: str) -> list[Delta]:
+    def _add_call_text(self, text: str) -> list[Delta]:
         call = self._call
         assert call is not None
         call.text += text
         deltas = []
-        if call.name is None and (found := NAMED.match(call.text)):
-            call.name, call.given = found[1], found.end()
-            deltas.append(self._call_delta(call, name=found[1]))
+        if call.name is None and (match := CALL_BEGIN.match(call.text)):
+            call.name, call.num_parsed = match[1], match.end()
+            deltas.append(self._make_call_delta(call, name=match[1]))
         if call.name is not None:
-            ready = CLOSING.search(call.text, call.given)
-            end = ready.start() if ready else len(call.text)
-            if end > call.given:
-                piece = call.text[call.given : end]
-                call.given = end
+            closing = CALL_END.search(call.text, call.num_parsed)
+            end = closing.start() if closing else len(call.text)
+            if end > call.num_parsed:
+                piece = call.text[call.num_parsed : end]
+                call.num_parsed = end
                 call.arguments += piece
-                deltas.append(self._call_delta(call, arguments=piece))
+                deltas.append(self._make_call_delta(call, arguments=piece))
         return deltas
 
     def _close_call(self) -> list[Delta]:
-        deltas = self._more_of_call(self._decoder.decode(b"", final=True))
+        deltas = self._add_call_text(self._decoder.decode(b"", final=True))
         assert self._call is not None
         self._call.closed = self._call.text.rstrip().endswith("}") and self._call.name is not None
         self._call = None
         self._decoder.reset()
         return deltas
 
-    def _call_delta(self, call: Call, *, name: str | None = None, arguments: str = "") -> Delta:
+    def _make_call_delta(self, call: Call, *, name: str | None = None, arguments: str = "") -> Delta:
         tokens, self._tokens = tuple(self._tokens), []
         number = len(self.calls) - 1
         return Delta(call=CallPiece(number, arguments, call.id if name is not None else None, name), tokens=tokens)

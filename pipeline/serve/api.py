@@ -1,20 +1,21 @@
-"""The server: OpenAI's routes, a few of its neighbours' (/tokenize, /score, /metrics), and the page.
+"""The server: OpenAI's routes, a few of its neighbors' (/tokenize, /score, /metrics), and the page.
 
-    make(options) -> an ASGI application; models load behind it, /health says 503 until they are there
+    make(options) -> an ASGI application; models load in the background, and /health says 503 until they are ready
 
-Routes are thin: a body is checked (`protocol.py`), understood (`chats.py`, `completions.py`), asked of the engine
-(`asking.py`) and told whole or as a stream. What takes long and is no engine's is done in rooms of its own
-(`rooms.py`), never on the event loop. Every error is OpenAI's object (`faults.py`), every request passed the guard. The
-log holds a request's id, counts and times, never a text or a key.
+Routes are thin: a body is validated (`protocol.py`), prepared (`chats.py`, `completions.py`), submitted to an engine
+and answered, whole or as a stream (`asking.py`). Slow work that needs no engine runs on pools of its own (`limits.py`),
+never on the event loop. Every error is OpenAI's object, and every request has passed the guard. The log has a request's
+id, counts and times, never a text or a key.
 
-Routes beside OpenAI's: what the page needs to show how a model reads and what a reward model thinks, and where choices
-go.
+Routes beside OpenAI's, for the page: how a model reads a text, what a reward model thinks of it, and preferences.
 
-POST /tokenize  /detokenize  /apply-template      ids, pieces, the rendered prompt
-POST /score                                       the reward of each conversation's last answer
-POST /preferences                                 one answer is better than the other (with --feedback)
-POST /render                                      Markdown as clean HTML
-GET  /  /page/{name}                              the page's files
+    POST /tokenize  /detokenize  /apply-template      ids, pieces, the rendered prompt
+    POST /score                                       the reward of each conversation's last answer
+    POST /preferences                                 one answer is better than the other (with --feedback)
+    POST /render                                      Markdown as clean HTML
+    GET  /  /page/{name}                              the page's files
+
+The names and docstrings of the route functions are part of /openapi.json.
 """
 
 import asyncio
@@ -28,10 +29,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -40,14 +40,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.run.errors import InputError, StagecoachError
+from pipeline.run.types import JsonObject
 from pipeline.serve import asking, chats, completions
 from pipeline.serve.asking import Answers, EventStream, refuse_when_full
-from pipeline.serve.chats import Rooms, Who, spelled
-from pipeline.serve.chats import render as rendered
+from pipeline.serve.chats import Pools, Sender, decode_token
 from pipeline.serve.feedback import Feedback
 from pipeline.serve.guard import Guard, Keys, ParsedRoute
 from pipeline.serve.limits import Rates
-from pipeline.serve.models import Catalogue, Metrics, Served, load
+from pipeline.serve.models import Catalog, Metrics, Served, load
 from pipeline.serve.options import Options
 from pipeline.serve.protocol import (
     ApiFault,
@@ -64,164 +64,52 @@ from pipeline.serve.protocol import (
 )
 from pipeline.serve.workshop import Refused, Workshop
 
-PAGE = Path(__file__).parent / "page"
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-
-
-def pieces(served: Served, ids: list[int]) -> list[dict[str, Any]]:
-    """Each token's id and text; `special` says that it is a control token."""
-    controls = set(served.tokenizer.control_ids.values())
-    return [{"id": id_, "text": spelled(served.tokenizer, id_)[1], "special": id_ in controls} for id_ in ids]
-
-
-def router(catalogue: Callable[[], Catalogue], feedback: Feedback | None, rooms: Rooms) -> APIRouter:
-    """The routes that need a key."""
-    routes = APIRouter()
-    routes.include_router(_reading(catalogue, rooms))
-    routes.include_router(_judging(catalogue, feedback, rooms))
-    return routes
-
-
-def _reading(catalogue: Callable[[], Catalogue], rooms: Rooms) -> APIRouter:
-    """How a model reads a text and a conversation; Markdown as a person reads it."""
-    routes = APIRouter(route_class=ParsedRoute)
-
-    @routes.post("/tokenize")
-    async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        """A text's ids. Control tokens that it spells are text."""
-        served = catalogue().find(body.model)
-
-        def told() -> Response:
-            ids = served.tokenizer.encode(body.prompt)
-            found = {"tokens": ids, "pieces": pieces(served, ids), "count": len(ids), "max_model_len": served.context}
-            return JsonResponse(found)
-
-        return await rooms.texts.run(Who.of(request).asker, told)
-
-    @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        """The text of ids."""
-        served = catalogue().find(body.model)
-        if wrong := next((id_ for id_ in body.tokens if id_ >= served.tokenizer.vocab_size), None):
-            raise ApiFault(
-                400, f"tokens: {wrong} is not one of the tokenizer's {served.tokenizer.vocab_size} ids", param="tokens"
-            )
-        return JsonResponse(
-            {"prompt": await rooms.texts.run(Who.of(request).asker, served.tokenizer.decode, body.tokens)}
-        )
-
-    @routes.post("/apply-template")
-    async def apply_template(body: TemplateBody, request: Request) -> Response:
-        """A conversation as the model reads it."""
-        served, who = catalogue().find(body.model), Who.of(request)
-        messages, tools = [m.plain() for m in body.messages], [t.plain() for t in body.tools or []]
-        ids = await rendered(served, messages, tools, who, rooms, generation_prompt=body.add_generation_prompt)
-
-        def told() -> Response:
-            text = served.tokenizer.decode(ids, skip_special=False)
-            return JsonResponse({"prompt": text, "tokens": ids, "pieces": pieces(served, ids), "count": len(ids)})
-
-        return await rooms.texts.run(who.asker, told)
-
-    @routes.post("/render")
-    async def render(body: RenderBody, request: Request) -> Response:
-        """HTML without scripts, styles and pictures."""
-        try:
-            return JsonResponse({"html": await rooms.workshop.html(body.markdown, Who.of(request).asker)})
-        except Refused as error:
-            raise ApiFault(400, str(error), param="markdown", code=error.code) from None
-
-    return routes
-
-
-def _judging(catalogue: Callable[[], Catalogue], feedback: Feedback | None, rooms: Rooms) -> APIRouter:
-    """What a reward model and a person think of answers."""
-    routes = APIRouter(route_class=ParsedRoute)
-
-    @routes.post("/score")
-    async def score(body: ScoreBody, request: Request) -> Response:
-        """Raw rewards: comparable within a prompt only."""
-        served = catalogue().find(body.model, "reward")
-        found = []
-        for index, one in enumerate(body.conversations):
-            if one.messages[-1].role != "assistant":
-                raise ApiFault(
-                    400, f"conversations.{index}: expected to end with an assistant's message", param="conversations"
-                )
-            messages, tools = [m.plain() for m in one.messages], [t.plain() for t in one.tools or []]
-            served.refuse_endless("".join(message["content"] for message in messages), "conversations")
-            try:
-                reward = await rooms.scores.run(Who.of(request).asker, served.score, messages, tools)
-            except InputError as error:
-                raise ApiFault(400, str(error), param="conversations") from None
-            found.append({"index": index, "object": "score", "reward": reward})
-        return JsonResponse({"object": "list", "model": served.id, "data": found})
-
-    @routes.post("/preferences")
-    async def preferences(body: PreferenceBody, request: Request) -> Response:
-        """Store a choice."""
-        if feedback is None:
-            raise ApiFault(
-                404, "preferences are not collected; start the server with --feedback FILE", code="no_feedback"
-            )
-        catalogue().find(body.model, "causal")
-        who = Who.of(request)
-        new, count = await rooms.choices.run(who.asker, feedback.add, body, who.owner)
-        return JsonResponse({"stored": new, "count": count}, 201 if new else 200)
-
-    return routes
-
-
-def page() -> APIRouter:
-    """The page: public, since it holds nothing; what it asks for needs the key."""
-    routes = APIRouter()
-    files = {path.name: path.read_bytes() for path in sorted(PAGE.iterdir()) if path.suffix in KINDS}
-
-    def answer(request: Request, name: str) -> Response:
-        if name not in files:
-            raise ApiFault(404, "the page has no such file", code="not_found")
-        etag = f'"{hashlib.sha256(files[name]).hexdigest()[:16]}"'
-        headers = {"etag": etag, "cache-control": "no-cache"}
-        if request.headers.get("if-none-match") == etag:
-            return Response(status_code=304, headers=headers)
-        return Response(files[name], media_type=f"{KINDS[Path(name).suffix]}; charset=utf-8", headers=headers)
-
-    @routes.get("/", include_in_schema=False)
-    async def index(request: Request) -> Response:
-        return answer(request, "index.html")
-
-    @routes.get("/page/{name}", include_in_schema=False)
-    async def file(request: Request, name: str) -> Response:
-        return answer(request, name)
-
-    return routes
-
-
-# -- api ---------------------------------------------------------------------------------------------------------------
-
-
 LOG = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
+PAGE = Path(__file__).parent / "page"
+MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+
+def make(options: Options) -> ASGIApp:
+    """The application. Raises ConfigError for keys or a feedback file that cannot be used."""
+    service = Service(options)
+    app = FastAPI(title="Stagecoach", openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan(service))
+    _handle_errors(app, service)
+    keyed = [Depends(service.keys.authenticate)]
+    app.include_router(_openai(service))
+    app.include_router(_about(service, app), dependencies=keyed)
+    app.include_router(_texts(service), dependencies=keyed)
+    app.include_router(_judgments(service), dependencies=keyed)
+    app.include_router(_page())
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 where a request would be answered, else 503; public."""
+        state = service.health()
+        return JsonResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
+
+    rates = Rates(options.rate) if options.rate else None
+    return Guard(_ErrorLog(app), keys=service.keys, rates=rates, hosts=options.hosts, origins=options.origins)
 
 
 class Service:
-    """What the routes share."""
+    """The state that the routes share."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.keys = Keys.load(options.api_key_file)
         self.feedback = Feedback(options.feedback) if options.feedback is not None else None
         self.workshop = Workshop(options.models)
-        self.rooms = Rooms(self.workshop)
-        self.engines = ExitStack()
+        self.pools = Pools(self.workshop)
         self.state = "loading"  # ready, failed, stopping
-        self._catalogue: Catalogue | None = None
+        self._engines = ExitStack()
+        self._catalog: Catalog | None = None
         self._metrics: Metrics | None = None
 
     def start(self) -> None:
-        """Load the models and start their engines; whoever asks before that hears 503."""
+        """Load the models and start their engines; requests before that get 503."""
         try:
-            catalogue = Catalogue(
+            catalog = Catalog(
                 load(
                     self.options.models,
                     rows=self.options.rows,
@@ -238,50 +126,48 @@ class Service:
             LOG.exception("the models could not be loaded")
             self._fail(1, f"the models could not be loaded ({type(error).__name__}: {error})")
             return
-        engines = [served.engine for served in catalogue.served.values() if served.engine is not None]
+        engines = [served.engine for served in catalog.served.values() if served.engine is not None]
         for engine in engines:
             engine.others = [other for other in engines if other is not engine]
-            self.engines.enter_context(engine)
-        self._catalogue, self._metrics = catalogue, Metrics(catalogue)
-        gc.freeze()  # a large body makes Python look through all that lives: models need not be looked at
+            self._engines.enter_context(engine)
+        self._catalog, self._metrics = catalog, Metrics(catalog)
+        gc.freeze()  # a large body makes Python visit all live objects: those of the models need not be visited
         self.state = "ready"
-        LOG.info(
-            "ready: %s",
-            ", ".join(f"{one.id} ({one.kind}, {one.parameters:,} parameters)" for one in catalogue.served.values()),
-        )
+        models = [f"{model.id} ({model.kind}, {model.parameters:,} parameters)" for model in catalog.served.values()]
+        LOG.info("ready: %s", ", ".join(models))
 
     def _fail(self, code: int, message: str) -> None:
-        """Tell the parent why there is no server, and end it: started again this worker would fail again."""
+        """Report the failure to the parent process and end it: a restarted worker would fail again."""
         self.state = "failed"
         if self.options.failure is not None:
             self.options.failure.write_text(f"{code}\n{message}\n", encoding="utf-8")
             os.kill(os.getppid(), signal.SIGTERM)
 
     async def watch(self) -> None:
-        """Restart an engine whose loop has died; until then /health says so, and its requests hear 503."""
+        """Restart engines whose loop has died; until then /health says so, and their requests get 503."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            for served in self._catalogue.served.values() if self._catalogue is not None else ():
+            for served in self._catalog.served.values() if self._catalog is not None else ():
                 if served.engine is not None and not served.engine.alive and self.state == "ready":
                     await asyncio.to_thread(served.engine.restart)
                     LOG.error("%s: its engine died and was restarted", served.id)
                     self.metrics.restarts.labels(served.id).inc()
 
     def stop(self) -> None:
-        """End the engines; what they still say ends with an error."""
+        """Stop the engines; open answers end with an error."""
         self.state = "stopping"
-        self.engines.close()
+        self._engines.close()
 
     @property
-    def catalogue(self) -> Catalogue:
+    def catalogue(self) -> Catalog:
         """The models. Raises ApiFault 503 until they are loaded."""
-        if self._catalogue is None:
+        if self._catalog is None:
             raise ApiFault(503, "the models are being loaded; try again", code="model_loading", retry=2)
-        return self._catalogue
+        return self._catalog
 
     @property
     def metrics(self) -> Metrics:
-        """The counters. Raises as `catalogue`."""
+        """The metrics. Raises as `catalogue`."""
         _ = self.catalogue
         assert self._metrics is not None
         return self._metrics
@@ -289,34 +175,13 @@ class Service:
     def health(self) -> str:
         """ready, or why not."""
         if self.state == "ready" and not all(
-            one.engine is None or one.engine.alive for one in self.catalogue.served.values()
+            model.engine is None or model.engine.alive for model in self.catalogue.served.values()
         ):
             return "restarting"
         return self.state
 
 
-def make(options: Options) -> ASGIApp:
-    """The application. Raises ConfigError for keys or a feedback file that cannot be used."""
-    service = Service(options)
-    app = FastAPI(title="Stagecoach", openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan(service))
-    _faults(app, service)
-    keyed = [Depends(service.keys.asker)]
-    app.include_router(_openai(service))
-    app.include_router(_about(service, app), dependencies=keyed)
-    app.include_router(router(lambda: service.catalogue, service.feedback, service.rooms), dependencies=keyed)
-    app.include_router(page())
-
-    @app.get("/health")
-    async def health() -> Response:
-        """200 where a request would be answered, else 503; public."""
-        state = service.health()
-        return JsonResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
-
-    rates = Rates(options.rate) if options.rate else None
-    return Guard(_Logged(app), keys=service.keys, rates=rates, hosts=options.hosts, origins=options.origins)
-
-
-def _lifespan(service: Service) -> Callable[[FastAPI], Any]:
+def _lifespan(service: Service) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loading = threading.Thread(target=service.start, name="loading", daemon=True)
@@ -332,43 +197,49 @@ def _lifespan(service: Service) -> Callable[[FastAPI], Any]:
     return lifespan
 
 
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
 def _openai(service: Service) -> APIRouter:
-    """The routes whose shape is OpenAI's and that take an engine's time."""
-    routes = APIRouter(route_class=ParsedRoute, dependencies=[Depends(service.keys.asker)])
+    """OpenAI's routes, which take an engine's time."""
+    routes = APIRouter(route_class=ParsedRoute, dependencies=[Depends(service.keys.authenticate)])
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """An assistant's turn."""
-        served, engine = service.catalogue.writer(body.model)
-        who = Who.of(request)
-        refuse_when_full(engine, who.owner)
-        talk = await chats.understand(body, served, engine, who, service.rooms)
+        served, engine = service.catalogue.generative(body.model)
+        sender = Sender.of(request)
+        refuse_when_full(engine, sender.owner)
+        chat = await chats.prepare(body, served, engine, sender, service.pools)
         return await _answer(
             service,
             request,
             served.id,
-            talk.answers(who.identity),
+            chat.answers(sender.identity),
             bool(body.stream),
-            functools.partial(chats.whole, talk),
-            functools.partial(chats.stream, talk),
+            functools.partial(chats.complete, chat),
+            functools.partial(chats.stream, chat),
         )
 
     @routes.post("/v1/completions")
     async def text_completions(body: CompletionBody, request: Request) -> Response:
         """A text that goes on."""
-        served, engine = service.catalogue.engine(body.model)
-        who = Who.of(request)
-        refuse_when_full(engine, who.owner)
-        text = await service.rooms.texts.run(who.asker, completions.understand, body, served, engine, who.owner)
-        scores = await asking.unless_gone(request.receive, completions.scores(text, who.identity))
+        served, engine = service.catalogue.causal(body.model)
+        sender = Sender.of(request)
+        refuse_when_full(engine, sender.owner)
+        completion = await service.pools.texts.run(
+            sender.asker, completions.prepare, body, served, engine, sender.owner
+        )
+        scoring = completions.score_prompts(completion, sender.identity)
+        scores = await asking.unless_disconnected(request.receive, scoring)
         return await _answer(
             service,
             request,
             served.id,
-            text.answers(who.identity),
+            completion.answers(sender.identity),
             bool(body.stream),
-            functools.partial(completions.whole, text, scores),
-            functools.partial(completions.stream, text, scores),
+            functools.partial(completions.complete, completion, scores),
+            functools.partial(completions.stream, completion, scores),
         )
 
     return routes
@@ -380,52 +251,57 @@ async def _answer(
     model: str,
     answers: Answers,
     streamed: bool,
-    whole: Callable[[Answers], Coroutine[Any, Any, dict[str, Any] | bytes]],
+    complete: Callable[[Answers], Awaitable[JsonObject | bytes]],
     stream: Callable[[Answers], AsyncIterator[bytes]],
 ) -> Response:
-    """Ask, tell, and count."""
-
-    def count(status: int, code: str | None) -> None:
-        seconds, usage, metrics = time.monotonic() - answers.began, answers.usage, service.metrics
-        LOG.info(
-            "%s %s %d prompt=%d cached=%d said=%d first=%.3f seconds=%.3f",
-            request.scope["identity"],
-            model,
-            status,
-            usage.prompt,
-            usage.cached,
-            usage.completion,
-            answers.first or math.nan,
-            seconds,
-        )
-        metrics.broken.labels(model).inc(code == chats.INVALID)
-        for end in answers.ends:
-            metrics.ended.labels(model, end.reason if end is not None else "abandoned").inc()
-        metrics.whole.labels(model).observe(seconds)
-        if answers.first is not None:
-            metrics.first.labels(model).observe(answers.first)
-            if usage.completion > len(answers.ends):
-                metrics.between.labels(model).observe(
-                    (seconds - answers.first) * len(answers.ends) / (usage.completion - len(answers.ends))
-                )
-
+    """Submit the requests, respond with their answers, and record the outcome."""
+    record = functools.partial(_record, service.metrics, request.scope["identity"], model, answers)
     if streamed:
-        await answers.__aenter__()  # a refusal is told before the stream begins
-        return EventStream(answers, stream, count)
+        await answers.__aenter__()  # a refusal must come before the stream begins
+        return EventStream(answers, stream, record)
     status, code = 500, None
     try:
-        response = await asking.whole(request, answers, whole)
+        response = await asking.respond(request, answers, complete)
         status = 200
         return response
     except ApiFault as fault:
         status, code = fault.status, fault.code
         raise
     finally:
-        count(status, code)
+        record(status, code)
+
+
+def _record(metrics: Metrics, identity: str, model: str, answers: Answers, status: int, code: str | None) -> None:
+    """Write the outcome of a request to the log and the metrics."""
+    seconds, usage = time.monotonic() - answers.began, answers.usage
+    LOG.info(
+        "%s %s %d prompt=%d cached=%d said=%d first=%.3f seconds=%.3f",
+        identity,
+        model,
+        status,
+        usage.prompt,
+        usage.cached,
+        usage.completion,
+        answers.first_seconds or math.nan,
+        seconds,
+    )
+    metrics.invalid_structures.labels(model).inc(code == chats.INVALID_STRUCTURE)
+    for end in answers.ends:
+        metrics.answers.labels(model, end.reason if end is not None else "abandoned").inc()
+    metrics.request_seconds.labels(model).observe(seconds)
+    if answers.first_seconds is not None:
+        metrics.first_token_seconds.labels(model).observe(answers.first_seconds)
+        if usage.completion > len(answers.ends):
+            metrics.inter_token_seconds.labels(model).observe(
+                (seconds - answers.first_seconds) * len(answers.ends) / (usage.completion - len(answers.ends))
+            )
+
+
+# -- other routes ------------------------------------------------------------------------------------------------------
 
 
 def _about(service: Service, app: FastAPI) -> APIRouter:
-    """What is served, and how it does."""
+    """The served models and the state of the server."""
     routes = APIRouter()
 
     @routes.get("/v1/models")
@@ -446,53 +322,176 @@ def _about(service: Service, app: FastAPI) -> APIRouter:
 
     @routes.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
-        """This interface."""
         return JsonResponse(app.openapi())
 
     return routes
 
 
-def _faults(app: FastAPI, service: Service) -> None:
-    """Every error becomes OpenAI's object."""
+def _texts(service: Service) -> APIRouter:
+    """How a model reads a text and a conversation; Markdown as HTML."""
+    routes, pools = APIRouter(route_class=ParsedRoute), service.pools
 
-    def counted(fault: ApiFault) -> Response:
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+        """A text's ids. Control tokens that it spells are text."""
+        served = service.catalogue.find(body.model)
+
+        def respond() -> Response:
+            ids = served.tokenizer.encode(body.prompt)
+            return JsonResponse(
+                {"tokens": ids, "pieces": _pieces(served, ids), "count": len(ids), "max_model_len": served.context}
+            )
+
+        return await pools.texts.run(Sender.of(request).asker, respond)
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+        """The text of ids."""
+        served = service.catalogue.find(body.model)
+        if wrong := next((id_ for id_ in body.tokens if id_ >= served.tokenizer.vocab_size), None):
+            raise ApiFault(
+                400, f"tokens: {wrong} is not one of the tokenizer's {served.tokenizer.vocab_size} ids", param="tokens"
+            )
+        text = await pools.texts.run(Sender.of(request).asker, served.tokenizer.decode, body.tokens)
+        return JsonResponse({"prompt": text})
+
+    @routes.post("/apply-template")
+    async def apply_template(body: TemplateBody, request: Request) -> Response:
+        """A conversation as the model reads it."""
+        served, sender = service.catalogue.find(body.model), Sender.of(request)
+        messages, tools = [message.plain() for message in body.messages], [tool.plain() for tool in body.tools or []]
+        ids = await chats.encode(served, messages, tools, sender, pools, generation_prompt=body.add_generation_prompt)
+
+        def respond() -> Response:
+            text = served.tokenizer.decode(ids, skip_special=False)
+            return JsonResponse({"prompt": text, "tokens": ids, "pieces": _pieces(served, ids), "count": len(ids)})
+
+        return await pools.texts.run(sender.asker, respond)
+
+    @routes.post("/render")
+    async def render(body: RenderBody, request: Request) -> Response:
+        """HTML without scripts, styles and pictures."""
+        try:
+            return JsonResponse({"html": await service.workshop.html(body.markdown, Sender.of(request).asker)})
+        except Refused as error:
+            raise ApiFault(400, str(error), param="markdown", code=error.code) from None
+
+    return routes
+
+
+def _pieces(served: Served, ids: list[int]) -> list[JsonObject]:
+    """Each token's id and text, and whether it is a control token."""
+    controls = set(served.tokenizer.control_ids.values())
+    return [{"id": id_, "text": decode_token(served.tokenizer, id_)[1], "special": id_ in controls} for id_ in ids]
+
+
+def _judgments(service: Service) -> APIRouter:
+    """What a reward model and a person think of answers."""
+    routes, pools = APIRouter(route_class=ParsedRoute), service.pools
+
+    @routes.post("/score")
+    async def score(body: ScoreBody, request: Request) -> Response:
+        """Raw rewards: comparable within a prompt only."""
+        served = service.catalogue.find(body.model, "reward")
+        scores = []
+        for index, conversation in enumerate(body.conversations):
+            if conversation.messages[-1].role != "assistant":
+                raise ApiFault(
+                    400, f"conversations.{index}: expected to end with an assistant's message", param="conversations"
+                )
+            messages = [message.plain() for message in conversation.messages]
+            tools = [tool.plain() for tool in conversation.tools or []]
+            served.refuse_overlong("".join(message["content"] for message in messages), "conversations")
+            try:
+                reward = await pools.scores.run(Sender.of(request).asker, served.score, messages, tools)
+            except InputError as error:
+                raise ApiFault(400, str(error), param="conversations") from None
+            scores.append({"index": index, "object": "score", "reward": reward})
+        return JsonResponse({"object": "list", "model": served.id, "data": scores})
+
+    @routes.post("/preferences")
+    async def preferences(body: PreferenceBody, request: Request) -> Response:
+        """Store a choice."""
+        if service.feedback is None:
+            raise ApiFault(
+                404, "preferences are not collected; start the server with --feedback FILE", code="no_feedback"
+            )
+        service.catalogue.find(body.model, "causal")
+        sender = Sender.of(request)
+        new, count = await pools.preferences.run(sender.asker, service.feedback.add, body, sender.owner)
+        return JsonResponse({"stored": new, "count": count}, 201 if new else 200)
+
+    return routes
+
+
+def _page() -> APIRouter:
+    """The page. It is public, since it has no secrets; what it requests needs the key."""
+    routes = APIRouter()
+    files = {path.name: path.read_bytes() for path in sorted(PAGE.iterdir()) if path.suffix in MEDIA_TYPES}
+
+    def respond(request: Request, name: str) -> Response:
+        if name not in files:
+            raise ApiFault(404, "the page has no such file", code="not_found")
+        etag = f'"{hashlib.sha256(files[name]).hexdigest()[:16]}"'
+        headers = {"etag": etag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(files[name], media_type=f"{MEDIA_TYPES[Path(name).suffix]}; charset=utf-8", headers=headers)
+
+    @routes.get("/", include_in_schema=False)
+    async def index(request: Request) -> Response:
+        return respond(request, "index.html")
+
+    @routes.get("/page/{name}", include_in_schema=False)
+    async def file(request: Request, name: str) -> Response:
+        return respond(request, name)
+
+    return routes
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def _handle_errors(app: FastAPI, service: Service) -> None:
+    """Turn every error into OpenAI's object."""
+
+    def respond(fault: ApiFault) -> Response:
         if service.state == "ready":
             service.metrics.faults.labels(str(fault.status)).inc()
         return fault.response()
 
     @app.exception_handler(ApiFault)
-    async def known(_: Request, fault: ApiFault) -> Response:
-        return counted(fault)
+    async def api_fault(_: Request, fault: ApiFault) -> Response:
+        return respond(fault)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return counted(unfit(error.errors()))
+    async def invalid_body(_: Request, error: RequestValidationError) -> Response:
+        return respond(_validation_fault(error.errors()))
 
     @app.exception_handler(HTTPException)
-    async def unknown(_: Request, error: HTTPException) -> Response:
-        return counted(
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        return respond(
             ApiFault(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)
         )
 
     @app.exception_handler(Exception)
-    async def unforeseen(request: Request, _: Exception) -> Response:  # raised again behind it, and logged by _Logged
-        return counted(internal(request.scope["identity"]))
+    async def unexpected(request: Request, _: Exception) -> Response:  # starlette raises it again; _ErrorLog logs it
+        return respond(internal(request.scope["identity"]))
 
 
-def unfit(errors: Sequence[Any]) -> ApiFault:
-    """The first thing wrong with a body, by its field."""
+def _validation_fault(errors: Sequence[JsonObject]) -> ApiFault:
+    """The first mistake in a body, by its field."""
     first = errors[0]
-    place = [
+    path = [
         str(part) for part in first["loc"][1:] if isinstance(part, int) or re.fullmatch(r"[A-Za-z_]{1,40}", str(part))
     ]
-    place = [part for part in place if part not in ("str", "list", "int", "dict")]
+    name = ".".join(part for part in path if part not in ("str", "list", "int", "dict"))
     message = first["msg"].removeprefix("Value error, ")
-    where = ".".join(place)
-    return ApiFault(400, f"{where}: {message}" if where else message, param=where or None, code="invalid_value")
+    return ApiFault(400, f"{name}: {message}" if name else message, param=name or None, code="invalid_value")
 
 
-class _Logged:
-    """Writes what nobody foresaw to the log, under the request's id; the client hears the id alone."""
+class _ErrorLog:
+    """Logs unexpected exceptions under the request's id; the client gets only the id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

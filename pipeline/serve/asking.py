@@ -1,15 +1,13 @@
-"""From the event loop to the engine's thread and back: several answers to one request, as they grow.
+"""From the engine's thread to an HTTP answer: the several answers to one request, whole as JSON or as an event stream.
 
-    async with ask(model, wanted) as answers:  async for index, delta in answers: ...
+    async with Answers(engine, requests, assemblers) as answers:
+        async for event in answers: ...         (index, Delta), Frame, Finished or Ping
 
-Leaving the block, for whatever reason, gives up what still runs: a client that goes away frees its rows before the next
-step. So does one that does not read: MOST_UNREAD events and UNREAD_SECONDS behind, its answers are cancelled. Both,
-since a loop that was kept busy for a moment hears many events at once.
-
-How an answer leaves: whole as JSON, or as an event stream; in both cases a client that goes away ends the work at once.
-
-One that stays and reads nothing has its answers cancelled (`asking.py`) and is not waited for: SEND_SECONDS later, up
-to a quarter more, what tells them is ended. Its connection stays until it reads or closes it, or the server ends.
+Leaving the block, for whatever reason, cancels what still runs: when a client disconnects, its rows are free before the
+next step. The same holds for a client that does not read. Its answers are cancelled when they are both MOST_UNREAD
+events and UNREAD_SECONDS behind; an event loop that was kept busy for a moment also receives many events at once. The
+stream ends when one event has waited SEND_SECONDS for the connection, up to a quarter more. The connection itself stays
+until the client reads or closes it, or the server ends.
 """
 
 import asyncio
@@ -17,17 +15,19 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipeline.run.errors import InputError
+from pipeline.run.types import JsonObject
 from pipeline.serve.answers import Assembler, Delta
+from pipeline.serve.limits import RETRY_SECONDS
 from pipeline.serve.loop import (
     Denoised,
     Ended,
@@ -44,8 +44,17 @@ from pipeline.serve.protocol import ApiFault, JsonResponse, dumps, internal
 
 LOG = logging.getLogger(__name__)
 MOST_UNREAD, UNREAD_SECONDS = 256, 2.0
-RETRY_SECONDS = 1
 PING_SECONDS = 15.0
+SEND_SECONDS = 60.0  # how long one event may wait for a connection whose buffers (about 3 MB) are full
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # a proxy must not collect the events
+}
+DONE = b"data: [DONE]\n\n"
+CLIENT_CLOSED = 499  # nginx's status for a client that has disconnected; it appears in the log alone
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Usage:
     completion: int
     cached: int
 
-    def body(self) -> dict[str, object]:
+    def body(self) -> JsonObject:
         """OpenAI's object."""
         return {
             "prompt_tokens": self.prompt,
@@ -74,8 +83,20 @@ class Finished:
     reason: str
 
 
+@dataclass(frozen=True)
+class Frame:
+    """An answer's canvas after a step."""
+
+    index: int
+    canvas: Denoised
+
+
+class Ping:
+    """No event for a while; keeps the connection open."""
+
+
 def refuse_when_full(engine: Loop, owner: str) -> None:
-    """Raises ApiFault 429 before any work was done for a request that would find no place."""
+    """Raise ApiFault 429, before any work is done for a request that the queue would refuse."""
     if engine.full(owner):
         raise ApiFault(
             429, "all rows are busy and the queue is full; try again", code="queue_full", retry=RETRY_SECONDS
@@ -83,71 +104,11 @@ def refuse_when_full(engine: Loop, owner: str) -> None:
 
 
 def unheard(_: Event) -> None:
-    """The listener of a request that was not submitted yet."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """An answer's canvas after a step."""
-
-    index: int
-    shown: Denoised
-
-
-class Ping:
-    """Nothing was said for a while; the connection is to be kept."""
-
-
-class Mailbox:
-    """From engines' threads to one event loop, which is woken once for all that came since it looked: a step tells
-    all its rows.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)  # which holds its mailbox
-        self._held: deque[tuple[Callable[[int, Event], None], int, Event]] = deque()
-        self._woken = False
-
-    def post(self, to: Callable[[int, Event], None], index: int, event: Event) -> None:
-        """From any thread: call `to(index, event)` on the loop, soon, in the order of the posts. RuntimeError: it is
-        closed.
-        """
-        self._held.append((to, index, event))
-        if not self._woken:  # if it is, the loop has yet to look, and will find this too
-            self._wake()
-
-    def _wake(self) -> None:
-        loop = self._loop()
-        if loop is None:
-            raise RuntimeError("the event loop is gone")
-        self._woken = True
-        try:
-            loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # it is closed: whoever posts next is to hear it too
-            self._woken = False
-            raise
-
-    def _deliver(self) -> None:
-        self._woken = False
-        try:
-            while self._held:
-                to, index, event = self._held.popleft()
-                to(index, event)
-        finally:
-            if self._held:  # one of them failed: the others are not to wait for the next post
-                self._wake()
-
-    @staticmethod
-    def of(loop: asyncio.AbstractEventLoop) -> "Mailbox":
-        """A loop's only one."""
-        return MAILBOXES.setdefault(loop, Mailbox(loop))
-
-
-MAILBOXES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
+    """Placeholder listener of a request that is not submitted yet."""
 
 
 class Answers:
-    """The answers to a request: submitted on entering, heard by iteration, given up on leaving."""
+    """The answers to a request: submitted on entry, read by iteration, cancelled on exit."""
 
     def __init__(
         self,
@@ -158,14 +119,14 @@ class Answers:
         n: int = 1,
         identity: str = "",
     ) -> None:
-        """`n` requests in a row have the same prompt. Their listeners are set here, and the HTTP request's
-        `identity`.
+        """`n` requests in a row have the same prompt. Their listeners and `identity`, that of the HTTP request, are
+        set here.
         """
         self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
         self.identity = identity
-        self.read: list[list[Read]] = [[] for _ in requests]  # of prompts that are scored
+        self.prompt_scores: list[list[Read]] = [[] for _ in requests]
         self.ends: list[Ended | None] = [None] * len(requests)
-        self.first: float | None = None  # seconds to the first token
+        self.first_seconds: float | None = None  # to the first token
         self.began = self._read = time.monotonic()
         self._queue: asyncio.Queue[tuple[int, Event] | Ping] = asyncio.Queue()
         self._tickets: list[Ticket] = []
@@ -178,16 +139,16 @@ class Answers:
         """
         try:
             for index, request in enumerate(self.requests):
-                heard = replace(request, listener=self._listener(index), identity=self.identity)
-                self._tickets.append(self.engine.submit(heard))
+                request = replace(request, listener=self._make_listener(index), identity=self.identity)
+                self._tickets.append(self.engine.submit(request))
         except QueueFull as error:
-            self._give_up()
+            self._cancel()
             raise ApiFault(429, f"{error}; try again", code="queue_full", retry=RETRY_SECONDS) from None
         except InputError as error:
-            self._give_up()
+            self._cancel()
             raise ApiFault(400, str(error)) from None
         except EngineStopped:
-            self._give_up()
+            self._cancel()
             raise ApiFault(503, "the model is being restarted; try again", code="model_restarting", retry=5) from None
         self._timer = self._loop.call_later(PING_SECONDS, self._ping)
         return self
@@ -195,44 +156,46 @@ class Answers:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._give_up()
+        self._cancel()
 
-    def _give_up(self) -> None:
+    def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for ticket in self._tickets:
             ticket.cancel()
 
-    def _listener(self, index: int) -> Callable[[Event], None]:
+    def _make_listener(self, index: int) -> Callable[[Event], None]:
         mailbox = Mailbox.of(self._loop)
-        return lambda event: mailbox.post(self._put, index, event)  # on the engine's thread
+        return lambda event: mailbox.post(self._put, index, event)  # called on the engine's thread
 
     def _put(self, index: int, event: Event) -> None:
         if self._queue.qsize() >= MOST_UNREAD and time.monotonic() - self._read > UNREAD_SECONDS:
-            self._give_up()
+            self._cancel()
         self._queue.put_nowait((index, event))
 
     def _ping(self) -> None:
-        """Say that nothing was said. One timer for all events: a timeout of each would cost more than telling it."""
-        silent = time.monotonic() - self._read
-        if silent >= PING_SECONDS:
-            silent = 0.0
+        """Queue a Ping after a silence. One timer serves all events: a timeout for each would cost more than to send
+        it.
+        """
+        silence = time.monotonic() - self._read
+        if silence >= PING_SECONDS:
+            silence = 0.0
             if self._queue.empty():
                 self._queue.put_nowait(Ping())
-        self._timer = self._loop.call_later(PING_SECONDS - silent, self._ping)
+        self._timer = self._loop.call_later(PING_SECONDS - silence, self._ping)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta] | Frame | Finished | Ping]:
-        """What is new, until all have ended. Raises ApiFault where one of them failed."""
+        """Events until all answers have ended. Raises ApiFault where one of them failed."""
         while any(end is None for end in self.ends):
-            told = await self._queue.get()
+            message = await self._queue.get()
             self._read = time.monotonic()
-            if isinstance(told, Ping):
-                yield told
+            if isinstance(message, Ping):
+                yield message
                 continue
-            index, event = told
+            index, event = message
             assembler = self.assemblers[index]
             if isinstance(event, Said):
-                self.first = self.first or time.monotonic() - self.began
+                self.first_seconds = self.first_seconds or time.monotonic() - self.began
                 for delta in assembler.hear(event):
                     yield index, delta
                 if assembler.stopped:
@@ -242,7 +205,7 @@ class Answers:
                 yield Frame(index, event)
                 continue
             if isinstance(event, Read):
-                self.read[index].append(event)
+                self.prompt_scores[index].append(event)
                 continue
             self.ends[index] = event
             if not assembler.stopped and event.reason not in ("stop", "length"):
@@ -255,11 +218,11 @@ class Answers:
     def usage(self) -> Usage:
         """Of all answers that have ended; a prompt is counted once, however many answers it gets."""
         ended = [end for end in self.ends if end is not None]
-        first = [end for end in self.ends[:: self.n] if end is not None]
+        first_ended = [end for end in self.ends[:: self.n] if end is not None]  # the first answer to each prompt
         return Usage(
             sum(len(request.ids) for request in self.requests[:: self.n]),
             sum(end.new_tokens for end in ended),
-            sum(end.cached_tokens for end in first),
+            sum(end.cached_tokens for end in first_ended),
         )
 
 
@@ -273,32 +236,68 @@ def _fault(end: Ended, identity: str) -> ApiFault:
     return internal(identity)
 
 
-# -- streaming ---------------------------------------------------------------------------------------------------------
+class Mailbox:
+    """Delivers events from the engines' threads to one event loop. The loop is woken once for all events since the last
+    delivery, because a step sends an event for every row.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)  # which owns its mailbox
+        self._pending: deque[tuple[Callable[[int, Event], None], int, Event]] = deque()
+        self._scheduled = False
+
+    def post(self, handler: Callable[[int, Event], None], index: int, event: Event) -> None:
+        """From any thread: call `handler(index, event)` on the loop, soon, in the order of the posts. Raises
+        RuntimeError where the loop is closed.
+        """
+        self._pending.append((handler, index, event))
+        if not self._scheduled:  # else the delivery is still to come, and includes this event
+            self._schedule()
+
+    def _schedule(self) -> None:
+        loop = self._loop()
+        if loop is None:
+            raise RuntimeError("the event loop is gone")
+        self._scheduled = True
+        try:
+            loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # it is closed: the next post must raise too
+            self._scheduled = False
+            raise
+
+    def _deliver(self) -> None:
+        self._scheduled = False
+        try:
+            while self._pending:
+                handler, index, event = self._pending.popleft()
+                handler(index, event)
+        finally:
+            if self._pending:  # a handler raised: the other events must not wait for the next post
+                self._schedule()
+
+    @staticmethod
+    def of(loop: asyncio.AbstractEventLoop) -> "Mailbox":
+        """The mailbox of a loop, of which there is one."""
+        return MAILBOXES.setdefault(loop, Mailbox(loop))
 
 
-Result = TypeVar("Result")
-
-STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # a proxy must not collect the events
-}
-DONE = b"data: [DONE]\n\n"
-SEND_SECONDS = 60.0  # how long one event may wait for a connection whose buffers (about 3 MB) are full
-GONE = 499  # nginx's number for a client that has gone; it is written to the log alone
+MAILBOXES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
 
 
-async def whole(
-    request: Request, answers: Answers, tell: Callable[[Answers], Coroutine[Any, Any, dict[str, Any] | bytes]]
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+
+async def respond(
+    request: Request, answers: Answers, complete: Callable[[Answers], Awaitable[JsonObject | bytes]]
 ) -> Response:
-    """Wait for all of it. Raises ApiFault, also where the client has gone."""
+    """All answers in one JSON response. Raises ApiFault, also where the client disconnects."""
     async with answers:
-        return JsonResponse(await unless_gone(request.receive, tell(answers)))
+        return JsonResponse(await unless_disconnected(request.receive, complete(answers)))
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What the work gives. Raises ApiFault where the client goes away before."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
+    """The result of the work. Raises ApiFault where the client disconnects first."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -309,60 +308,64 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         gone.cancel()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Server-sent events. The answers were entered already, so that a refusal has its own status; they are left
+    """Server-sent events. The answers must be entered already, so that a refusal has its own status; they are left
     here.
     """
 
     def __init__(
-        self, answers: Answers, tell: Callable[[Answers], AsyncIterator[bytes]], done: Callable[[int, str | None], None]
+        self,
+        answers: Answers,
+        stream: Callable[[Answers], AsyncIterator[bytes]],
+        on_done: Callable[[int, str | None], None],
     ) -> None:
-        """`done` hears the status that the stream would have had, and an error's code."""
+        """`on_done` gets the status that a response in one piece would have had, and an error's code."""
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
-        self.answers, self.tell, self.done = answers, tell, done
-        self._passing: float | None = None  # since when an event waits for room
+        self.answers, self.stream, self.on_done = answers, stream, on_done
+        self._sending_since: float | None = None  # None: no event waits for the connection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        speak, gone = asyncio.ensure_future(self._speak(scope, send)), asyncio.ensure_future(_gone(receive))
-        status, code = GONE, None
+        sending = asyncio.ensure_future(self._send_all(scope, send))
+        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
+        status, code = CLIENT_CLOSED, None
         try:
-            while not speak.done() and not gone.done():
-                # looked at now and then: a timeout of each event would cost more
-                await asyncio.wait({speak, gone}, timeout=SEND_SECONDS / 4, return_when=asyncio.FIRST_COMPLETED)
-                if self._passing is not None and time.monotonic() - self._passing > SEND_SECONDS:
+            while not sending.done() and not gone.done():
+                # a check now and then: a timeout for each event would cost more
+                await asyncio.wait({sending, gone}, timeout=SEND_SECONDS / 4, return_when=asyncio.FIRST_COMPLETED)
+                if self._sending_since is not None and time.monotonic() - self._sending_since > SEND_SECONDS:
                     code = "unread"
                     break
-            if speak.done():
-                status, code = speak.result()
+            if sending.done():
+                status, code = sending.result()
         finally:
-            speak.cancel()
+            sending.cancel()
             gone.cancel()
             await self.answers.__aexit__(None, None, None)
-            self.done(status, code)
+            self.on_done(status, code)
 
-    async def _speak(self, scope: Scope, send: Send) -> tuple[int, str | None]:
+    async def _send_all(self, scope: Scope, send: Send) -> tuple[int, str | None]:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         status, code = 200, None
         try:
-            async for piece in self.tell(self.answers):
-                await self._pass(send, piece)
+            async for event in self.stream(self.answers):
+                await self._send(send, event)
         except ApiFault as fault:  # too late for a status
             status, code = fault.status, fault.code
-            await self._pass(send, b"data: " + dumps(fault.body) + b"\n\n")
+            await self._send(send, b"data: " + dumps(fault.body) + b"\n\n")
         except Exception:
             status = 500
             LOG.exception("%s failed in its stream", scope["identity"])
-            await self._pass(send, b"data: " + dumps(internal(scope["identity"]).body) + b"\n\n")
-        await self._pass(send, DONE, more=False)
+            await self._send(send, b"data: " + dumps(internal(scope["identity"]).body) + b"\n\n")
+        await self._send(send, DONE, more=False)
         return status, code
 
-    async def _pass(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        self._passing = time.monotonic()
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        self._sending_since = time.monotonic()
         await send({"type": "http.response.body", "body": body, "more_body": more})
-        self._passing = None
+        self._sending_since = None

@@ -1,13 +1,14 @@
-"""The engine of masked-diffusion models: each row uncovers a canvas, a step in turn.
+"""The server's engine for masked-diffusion models: each busy row denoises a canvas, one step in turn.
 
-    CanvasEngine(model, rows, queue).submit(Request) -> Ticket;  the listener hears Said and, where asked for, Denoised
+    CanvasEngine(model, rows, queue).submit(GenerationRequest) -> Ticket
+    the listener gets Said and, where requested, Denoised
 
-What is said are the tokens to the left of the first mask: nothing in them changes any more. A canvas on which no end
-was written goes on on another one behind it, until the request's tokens are said. Rows do not share a forward pass: it
-is arithmetic alone that a canvas costs, which more rows at once would not save, and so an answer hangs on (model,
+The emitted tokens are those to the left of the first mask: they no longer change. If a canvas is full and has no end of
+turn, the answer continues on another canvas behind it, until the token budget is used up. Rows do not share a forward
+pass: a canvas is bound by arithmetic, which a batch would not save. An answer is therefore a function of (model,
 prompt, sampling, seed) to the last bit.
 
-Not for it: log-probabilities of alternatives, biases, constraints (`chats.py` refuses them), prefixes and drafts.
+Not supported: log-probabilities of alternatives, biases, constraints (`chats.py` refuses them), prefixes and drafts.
 """
 
 import math
@@ -17,85 +18,86 @@ from dataclasses import dataclass, field
 from pipeline.diffusion.model import Denoiser
 from pipeline.diffusion.sampling import Denoising, Progress, stepwise
 from pipeline.run.device import stable_hash
-from pipeline.serve.loop import Denoised, Ended, Loop, Said, Ticket, tell
+from pipeline.serve.loop import Denoised, Ended, Loop, Said, Ticket, notify
 
 CANVAS = 96  # tokens
-SURE = 1 + 1e-6  # a probability, rounded
+MAX_PROBABILITY = 1 + 1e-6  # room for rounding
 
 
 @dataclass
-class Sheet:
-    """A row: what it has said, and the canvas it is at."""
+class CanvasRow:
+    """A request, its answer so far, and the current canvas."""
 
     ticket: Ticket | None = None
     owner: str = ""
     prompt: list[int] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
     offset: int = 0  # of the canvas in the answer
     budget: int = 0
-    work: Iterator[Progress] | None = None
+    work: Iterator[Progress] | None = None  # the steps of the canvas
 
     @property
     def held(self) -> list[int]:
         """Prompt and answer."""
-        return self.prompt + self.said
+        return self.prompt + self.answer
 
 
 class CanvasEngine(Loop):
-    """See the module. `with` runs the thread; without it nothing happens but by `step`."""
+    """Denoises many requests in turn. `with` runs its thread; without it only `step` makes progress."""
 
-    slots: list[Sheet]
+    slots: list[CanvasRow]
 
     def __init__(self, model: Denoiser, *, rows: int = 8, queue: int = 32, canvas: int = CANVAS) -> None:
-        """`canvas`: tokens of a canvas; of a block-diffusion model the whole blocks in it, at least one."""
+        """`canvas`: tokens of a canvas; for a block-diffusion model rounded down to whole blocks, at least one."""
         super().__init__(rows=rows, queue=queue, context=model.config.max_context, vocabulary=model.config.vocab_size)
         self.model = model.train(False)
-        self.size = model.traits.block_size or 1
-        self.canvas = max(self.size, canvas // self.size * self.size)
-        self._make()
+        self.block_size = model.traits.block_size or 1
+        self.canvas = max(self.block_size, canvas // self.block_size * self.block_size)
+        self._reset()
 
-    def _empty(self) -> None:
-        self.slots = [Sheet() for _ in range(self.rows)]
+    def _reset_rows(self) -> None:
+        self.slots = [CanvasRow() for _ in range(self.rows)]
 
-    def _begin(self, ticket: Ticket) -> None:
+    def _assign_row(self, ticket: Ticket) -> None:
         row = next(number for number, slot in enumerate(self.slots) if slot.ticket is None)
         ids = list(ticket.request.ids)
         budget = min(ticket.request.sampling.max_new_tokens, self.context - len(ids))
-        self.slots[row] = Sheet(ticket, ticket.request.owner, ids, budget=budget)
+        self.slots[row] = CanvasRow(ticket, ticket.request.owner, ids, budget=budget)
         self._counts.update(prompt_tokens=len(ids))
 
     def _advance(self, busy: list[int]) -> None:
-        """A step of each busy row; whatever a row's own request does wrong fails it alone."""
+        """One denoising step of each busy row; a fault of a row's own request fails it alone."""
         self._counts["steps"] += 1
         for row in busy:
-            with self._alone(row):
-                self._uncover(row)
+            with self._isolate(row):
+                self._denoise(row)
 
-    def _uncover(self, row: int) -> None:
+    def _denoise(self, row: int) -> None:
+        """One step of the row's canvas; starts a new canvas where there is none."""
         slot = self.slots[row]
         if slot.work is None:
-            room = min(self.canvas, self.context - len(slot.held)) // self.size * self.size
-            if room < 1:
-                self._end(row, "length")
+            length = min(self.canvas, self.context - len(slot.held)) // self.block_size * self.block_size
+            if length < 1:
+                self._finish(row, "length")
                 return
-            slot.offset = len(slot.said)
-            slot.work = self._canvas(row, room)
-        seen = next(slot.work)
-        if not all(0 <= likely <= SURE for likely in seen.sure):
+            slot.offset = len(slot.answer)
+            slot.work = self._start_canvas(row, length)
+        progress = next(slot.work)
+        if not all(0 <= probability <= MAX_PROBABILITY for probability in progress.sure):
             raise ValueError("the model's logits are not finite")
-        if self._request(row).frames and not tell(
-            slot.ticket, Denoised(seen.step, seen.steps, slot.offset, seen.tokens)
-        ):
-            self._end(row, "error")
-            return
-        self._say(row, seen)
-        if slot.ticket is not None and None not in seen.tokens:
-            slot.work = None  # no end was written: the next canvas
+        if self._request(row).frames:
+            frame = Denoised(progress.step, progress.steps, slot.offset, progress.tokens)
+            if not notify(slot.ticket, frame):
+                self._finish(row, "error")
+                return
+        self._emit(row, progress)
+        if slot.ticket is not None and None not in progress.tokens:
+            slot.work = None  # full, and without an end of turn: the next step starts another canvas
 
-    def _canvas(self, row: int, length: int) -> Iterator[Progress]:
-        """An empty canvas behind what was said; the first one's noise is that of the seed itself."""
+    def _start_canvas(self, row: int, length: int) -> Iterator[Progress]:
+        """An empty canvas behind the answer so far; the first one takes its noise from the seed itself."""
         slot, request = self.slots[row], self._request(row)
-        way = Denoising(
+        settings = Denoising(
             length=length,
             steps=length,
             temperature=request.sampling.temperature,
@@ -103,30 +105,30 @@ class CanvasEngine(Loop):
             block=self.model.traits.block_size or None,
         )
         seed = request.seed if not slot.offset else stable_hash(request.seed, "canvas", slot.offset)
-        return stepwise(self.model, slot.held, way, seed % 2**64)  # OpenAI's may be negative
+        return stepwise(self.model, slot.held, settings, seed % 2**64)  # OpenAI's may be negative
 
-    def _say(self, row: int, seen: Progress) -> None:
-        """Tell what stands to the left of the first mask, and see whether the answer ends."""
+    def _emit(self, row: int, progress: Progress) -> None:
+        """Emit the new tokens to the left of the first mask, and end the answer where it is complete."""
         slot, request = self.slots[row], self._request(row)
         traits = self.model.traits
-        for place in range(len(slot.said) - slot.offset, len(seen.tokens)):
-            token = seen.tokens[place]
+        for position in range(len(slot.answer) - slot.offset, len(progress.tokens)):
+            token = progress.tokens[position]
             if token is None or slot.ticket is None or slot.ticket.cancelled.is_set():
                 return
             if token in request.stop or token == traits.fill or token in traits.ends:
-                self._end(row, "stop")
+                self._finish(row, "stop")
                 return
-            slot.said.append(token)
+            slot.answer.append(token)
             self._counts["generated_tokens"] += 1
-            if not tell(slot.ticket, Said(token, math.log(max(seen.sure[place], 1e-300)))):
-                self._end(row, "error")
-            elif len(slot.said) == slot.budget:
-                self._end(row, "length")
+            if not notify(slot.ticket, Said(token, math.log(max(progress.sure[position], 1e-300)))):
+                self._finish(row, "error")
+            elif len(slot.answer) == slot.budget:
+                self._finish(row, "length")
             if slot.ticket is None:
                 return
 
-    def _end(self, row: int, reason: str, message: str = "") -> None:
+    def _finish(self, row: int, reason: str, message: str = "") -> None:
         slot = self.slots[row]
         ticket, slot.ticket, slot.work = slot.ticket, None, None
         assert ticket is not None
-        tell(ticket, Ended(reason, len(slot.prompt), 0, len(slot.said), message))
+        notify(ticket, Ended(reason, len(slot.prompt), 0, len(slot.answer), message))

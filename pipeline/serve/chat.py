@@ -2,12 +2,12 @@
 
     python -m pipeline.serve.chat models/deploy [--system TEXT] [--tools FILE] [--temperature 0] [--seed 0]
 
-A line is a turn, and one that ends in a backslash goes on in the next; `/quit`, an empty line or Ctrl-D ends; `/help`
-lists the other commands, and another word after a slash is refused, not said. `--tools` names a JSON file with the
-tools the model may call (OpenAI form); calls are whole and fit their tools (`generation/constrain.py`); they are shown,
-not run. Ctrl-C stops an answer, and forgets it with its question; so does an answer that only repeats itself. It is the
-server's engine that speaks: what was read of a conversation is not read again. Not promised: that a small model knows
-anything.
+A line is a turn; after a backslash at its end the turn continues on the next line. `/quit`, an empty line or Ctrl-D
+ends; `/help` lists the other commands; another word after a slash is refused, not sent. `--tools` names a JSON file
+with the tools the model may call (OpenAI form). Calls are complete and fit their tools (`generation/constrain.py`);
+they are shown, not run. Ctrl-C stops an answer and drops it with its question; so does an answer that only repeats
+itself. The server's engine decodes, so the conversation so far is not read again on each turn. Not promised: that a
+small model knows anything.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from pipeline.export import huggingface
 from pipeline.export.inference import Fused
@@ -28,7 +28,9 @@ from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
 from pipeline.run.errors import InputError, StagecoachError
-from pipeline.serve.engine import Constraint, Ended, Engine, Event, GenerationRequest, Said
+from pipeline.run.types import JsonObject
+from pipeline.serve.engine import Engine
+from pipeline.serve.loop import Constraint, Ended, Event, GenerationRequest, Said
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -42,31 +44,31 @@ HELP = """a line that ends in \\ goes on in the next
 /tool TEXT answers the model's call with a result
 /quit, an empty line or Ctrl-D ends
 """
-REPEATED, PERIOD = 48, 8  # an answer whose last 48 tokens are one piece of at most 8, over and over, says no more
+REPEATED, PERIOD = 48, 8  # an answer is stopped when its last 48 tokens repeat a piece of at most 8
 
 
-class Repeats(Exception):
-    """The model goes round in a circle."""
+class Repetition(Exception):
+    """The model only repeats itself."""
 
 
 class Conversation:
     """The messages so far, and the model that continues them."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, tools: list[dict[str, Any]], system: str) -> None:
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, tools: list[JsonObject], system: str) -> None:
         self.model, self.tokenizer, self.tools, self.system = model, tokenizer, tools, system
-        self.engine = Engine(Fused(model).trace(), rows=1, queue=0)  # stepped here, not by a thread: Ctrl-C finds it
+        self.engine = Engine(Fused(model).trace(), rows=1, queue=0)  # stepped here, not by a thread, for Ctrl-C
         self.grammar = Grammars(tokenizer, model.config.vocab_size).tool_calls(tools) if tools else None
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[JsonObject] = []
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget everything but the system message."""
+        """Drop everything but the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def answer(self, message: dict[str, Any], sampling: Sampling, seed: int, screen: TextIO) -> dict[str, Any]:
+    def answer(self, message: JsonObject, sampling: Sampling, seed: int, screen: TextIO) -> JsonObject:
         """Add a user or tool message, stream the assistant's turn to `screen`, add it and return it.
 
-        Raises InputError when the conversation no longer fits the context, and Repeats; nothing is added then.
+        Raises InputError when the conversation no longer fits the context, and Repetition; nothing is added then.
         """
         prompt = chat.render(self.tokenizer, [*self.messages, message], self.tools, generation_prompt=True).ids
         room = self.model.config.max_context - len(prompt)
@@ -78,12 +80,14 @@ class Conversation:
         limit = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         stop = (self.tokenizer.turn_end, self.tokenizer.end_of_text)
         constraint = self.grammar.constraint(limit.max_new_tokens) if self.grammar is not None else None
-        done = speak(self.engine, prompt, limit, stop=stop, seed=seed, constraint=constraint, on_token=stream.token)
+        completion = speak(
+            self.engine, prompt, limit, stop=stop, seed=seed, constraint=constraint, on_token=stream.token
+        )
         stream.close()
-        answer = reply(self.tokenizer, done.ids)
-        said: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        answer = reply(self.tokenizer, completion.ids)
+        turn: JsonObject = {"role": "assistant", "content": answer.content}
         if answer.tool_calls:
-            said["tool_calls"] = [
+            turn["tool_calls"] = [
                 {
                     "id": f"call_{n}",
                     "type": "function",
@@ -93,13 +97,13 @@ class Conversation:
             ]
         if answer.error:
             screen.write(printable(f" [{answer.error}]"))
-        if done.stop == "length":
+        if completion.stop == "length":
             screen.write(" [cut: token limit]")
-        self.messages += [message, said]
-        return said
+        self.messages += [message, turn]
+        return turn
 
-    def forget_last(self) -> dict[str, Any] | None:
-        """Take the last question and its answer back; the question, or None where there is none."""
+    def take_back(self) -> JsonObject | None:
+        """Remove the last question and its answer; returns the question, or None where there is none."""
         if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
             return None
         question = self.messages[-2]
@@ -117,32 +121,34 @@ def speak(
     constraint: Constraint | None,
     on_token: Callable[[int], None],
 ) -> Completion:
-    """One answer, each token told as it comes. Whatever is raised meanwhile gives the answer up."""
-    said: list[Said] = []
+    """Generate one answer; `on_token` gets each token as it comes. An exception, also from `on_token`, cancels it."""
+    tokens: list[Said] = []
     ends: list[Ended] = []
 
-    def hear(event: Event) -> None:
+    def listen(event: Event) -> None:
         if isinstance(event, Said):
-            said.append(event)
+            tokens.append(event)
         elif isinstance(event, Ended):
             ends.append(event)
 
     ticket = engine.submit(
-        GenerationRequest(ids=prompt, sampling=sampling, seed=seed, listener=hear, stop=stop, constraint=constraint)
+        GenerationRequest(ids=prompt, sampling=sampling, seed=seed, listener=listen, stop=stop, constraint=constraint)
     )
-    told = 0
+    num_shown = 0
     try:
         while not ends:
             engine.step()
-            for one in said[told:]:
-                told += 1
-                on_token(one.token)
+            for event in tokens[num_shown:]:
+                num_shown += 1
+                on_token(event.token)
     finally:
         ticket.cancel()
         engine.step()
     assert ends[0].reason in ("stop", "length"), ends[0]
     return Completion(
-        [one.token for one in said], [one.logprob for one in said], "stop" if ends[0].reason == "stop" else "length"
+        [event.token for event in tokens],
+        [event.logprob for event in tokens],
+        "stop" if ends[0].reason == "stop" else "length",
     )
 
 
@@ -155,24 +161,24 @@ class Stream:
         self.last: list[int] = []
 
     def token(self, token: int) -> None:
-        """Show one more token of the answer. Raises Repeats when the last ones are one short piece over and over."""
+        """Show one more token of the answer. Raises Repetition when the last tokens repeat one short piece."""
         self.screen.write(printable(self.decoder.decode(self.tokenizer.token_bytes[token])))
         self.screen.flush()
         self.last = [*self.last[1 - REPEATED :], token]
-        if len(self.last) == REPEATED and any(self.last[p:] == self.last[:-p] for p in range(1, PERIOD + 1)):
-            raise Repeats
+        if len(self.last) == REPEATED and any(self.last[n:] == self.last[:-n] for n in range(1, PERIOD + 1)):
+            raise Repetition
 
     def close(self) -> None:
-        """Show what is left: a character that was cut."""
+        """Show what is left: an incomplete character."""
         self.screen.write(printable(self.decoder.decode(b"", final=True)))
 
 
 def printable(text: str) -> str:
     """The text without control characters: what a model writes must not steer the terminal."""
-    return "".join(c for c in text if c in "\n\t" or c.isprintable())
+    return "".join(character for character in text if character in "\n\t" or character.isprintable())
 
 
-def load_tools(path: Path | None) -> list[dict[str, Any]]:
+def load_tools(path: Path | None) -> list[JsonObject]:
     """The tools of a JSON file. Raises InputError when it is not a list of function tools."""
     if path is None:
         return []
@@ -180,13 +186,15 @@ def load_tools(path: Path | None) -> list[dict[str, Any]]:
         tools = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: expected a JSON list of tools: {error}") from error
-    if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("type") == "function" for t in tools):
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and tool.get("type") == "function" for tool in tools
+    ):
         raise InputError(f'{path}: expected [{{"type": "function", "function": {{...}}}}, ...]')
     return tools
 
 
 def read(keyboard: TextIO) -> str:
-    """A turn: a line, and those that follow a backslash at its end."""
+    """A turn: a line, and the next one after a backslash at its end."""
     line = keyboard.readline()
     while line.endswith("\\\n"):
         line = f"{line[:-2]}\n{keyboard.readline()}"
@@ -203,23 +211,23 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
             line = read(keyboard)
         except KeyboardInterrupt:
             line = ""
-        found = COMMAND.match(line)
-        command = found[0] if found else ""
-        rest = line[len(command) :].strip()
+        match = COMMAND.match(line)
+        command = match[0] if match else ""
+        argument = line[len(command) :].strip()
         if not line.strip() or command in ENDS:
             screen.write("\n")
             return
-        message: dict[str, Any] | None = {"role": "user", "content": line.rstrip("\n")}
+        message: JsonObject | None = {"role": "user", "content": line.rstrip("\n")}
         if command in NEW:
             conversation.start_over()
             continue
         if command in ("/temperature", "/seed"):
-            sampling, seed, problem = _drawn_otherwise(sampling, seed, command, rest)
+            sampling, seed, problem = _change_sampling(sampling, seed, command, argument)
             screen.write(problem)
             continue
         if command == "/regenerate":
-            message = conversation.forget_last()
-        elif command == "/tool" and rest:
+            message = conversation.take_back()
+        elif command == "/tool" and argument:
             message = {"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": line[6:].rstrip("\n")}
         elif command:
             message = None
@@ -230,26 +238,26 @@ def talk(conversation: Conversation, sampling: Sampling, seed: int, keyboard: Te
             conversation.answer(message, sampling, device.stable_hash(seed, turn) % 2**32, screen)
         except KeyboardInterrupt:
             screen.write(" [stopped]")
-        except Repeats:
+        except Repetition:
             screen.write(" [stopped: it repeats itself; the question is forgotten]")
         except InputError as error:
             screen.write(f"{error}\n")
-        turn += 1  # also after an answer that was stopped: asked again, it is drawn anew
+        turn += 1  # also after a stopped answer: the same question then gets another seed
 
 
-def _drawn_otherwise(sampling: Sampling, seed: int, command: str, value: str) -> tuple[Sampling, int, str]:
-    """Sampling and seed after `/temperature X` or `/seed N`, and what was wrong with it."""
+def _change_sampling(sampling: Sampling, seed: int, command: str, value: str) -> tuple[Sampling, int, str]:
+    """Sampling and seed after `/temperature X` or `/seed N`, and an error message or ""."""
     try:
         if command == "/seed":
             return sampling, int(value), ""
         return replace(sampling, temperature=float(value)), seed, ""
     except ValueError:
-        wanted = "a whole number" if command == "/seed" else "a number of at least 0"
-        return sampling, seed, f"{command}: expected {wanted}, found {value!r}\n"
+        expected = "a whole number" if command == "/seed" else "a number of at least 0"
+        return sampling, seed, f"{command}: expected {expected}, found {value!r}\n"
 
 
 def main() -> int:
-    """Command line."""
+    """The command line; returns an exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.serve.chat", description="Talk to a model in the terminal."
     )

@@ -1,20 +1,18 @@
-"""Tool calls and JSON that were promised: the grammar that holds an answer to them, and the proof before it is told.
+"""POST /v1/chat/completions: a conversation in, one assistant's turn or several out, whole or as a stream of chunks.
 
-Grammars are judged in another process (`workshop.py`), and compiled here only when that was found to be cheap; where
-none is asked for nothing is done. What comes out is read again and checked by another program than the one that made
-it, before an answer says that it is a call: a grammar that was wrong is our failure, a 500 and a counter, and never the
-client's surprise.
+    request = await prepare(body, served, engine, sender, pools)
+    complete(request, answers) -> the JSON object       stream(request, answers) -> the chunks
 
-Who asks, and where what he asks for is done: the rooms that the routes share, each with places of its own
-(`places.py`).
-
-POST /v1/chat/completions: a conversation in, one assistant's turn or several out, whole or as a stream of chunks.
-
-The order of a stream is OpenAI's: a delta with the role; deltas of content or of calls; an empty one with the reason it
-ended; where asked for, a chunk without choices that holds the counts; [DONE]. A masked-diffusion model says what stands
-to the left of its first mask; with stream_options.include_denoising each step's canvas is a chunk too. Extensions:
+A stream has OpenAI's order: a delta with the role; deltas of content or of calls; an empty one with the finish reason;
+where requested, a chunk without choices that has the token counts; [DONE]. A masked-diffusion model sends what stands
+to the left of its first mask. With stream_options.include_denoising each step's canvas is a chunk too. Extensions:
 `return_token_ids` adds the prompt's ids to the first chunk of all, the answer's ids to each choice, and `id` to each
 log-probability.
+
+Tool calls and JSON that were promised follow a grammar. The worker process checks it first (`workshop.py`), and it is
+compiled here only if that was cheap. The output is then parsed and validated by another program than the one that
+constrained it, before an answer is reported as a call: a wrong grammar is our failure, a 500 and a counter, and never a
+surprise for the client.
 """
 
 import asyncio
@@ -25,7 +23,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from starlette.requests import Request
 
@@ -35,6 +32,7 @@ from pipeline.generation.sampling import Sampling
 from pipeline.generation.schemas import SchemaError
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import InputError
+from pipeline.run.types import JsonObject
 from pipeline.serve.answers import Assembler, Call, Delta
 from pipeline.serve.asking import Answers, Finished, Frame, Ping, unheard
 from pipeline.serve.limits import Pool
@@ -45,105 +43,40 @@ from pipeline.serve.workshop import Refused, Workshop
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-INVALID = "invalid_structure"
-
-
-class Makers:
-    """What makes grammars: the workshop, and a thread for those that it let pass."""
-
-    def __init__(self, workshop: Workshop) -> None:
-        self.workshop = workshop
-        self._thread = Pool("grammars", running=1, waiting=64)
-
-    async def constraints(self, body: ChatBody, served: Served, budget: int, asker: str) -> list[Constraint | None]:
-        """What holds each of the `n` answers, or nothing. Raises ApiFault: 400 for what cannot be promised, 429."""
-        count, job = body.n or 1, _job(body)
-        if job is None:
-            return [None] * count
-        param = "tools" if body.tools else "response_format"
-        try:
-            verdict = await self.workshop.grammar(served.id, job, asker)
-            grammar = await self._thread.run(asker, lambda: served.grammars.take(verdict.written, verdict.plan))
-            return [grammar.constraint(budget) for _ in range(count)]
-        except (SchemaError, Refused) as error:
-            raise ApiFault(
-                400, str(error), param="max_tokens" if error.code == "budget_too_small" else param, code=error.code
-            ) from None
-
-
-def _job(body: ChatBody) -> dict[str, Any] | None:
-    """What the workshop is to judge, or nothing."""
-    choice, wanted = body.tool_choice or "auto", body.response_format
-    if body.tools and choice != "none":
-        name = choice.function.name if isinstance(choice, NamedTool) else choice
-        tools = [tool.plain() for tool in body.tools]
-        # a model that was told which tool to call calls it once
-        parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
-        return {"kind": "tools", "tools": tools, "choice": name, "parallel": parallel}
-    if wanted is None or wanted.type == "text":
-        return None
-    return {"kind": "schema", "schema": grammars.ANY_OBJECT if wanted.json_schema is None else wanted.json_schema.rules}
-
-
-def check(body: ChatBody, assembler: Assembler) -> None:
-    """Raises ApiFault 500 where a call is not whole, or does not fit its tool."""
-    rules = {tool.function.name: tool.function.parameters or {} for tool in body.tools or []}
-    if any(not _fits(call, rules) for call in assembler.calls):
-        raise ApiFault(500, "the model's call does not fit its tool", code=INVALID)
-
-
-def _fits(call: Call, rules: dict[str, dict[str, Any]]) -> bool:
-    if not call.closed or call.name not in rules:
-        return False
-    return schemas.mistake({**rules[call.name], "type": "object"}, call.arguments) is None
-
-
-def check_format(wanted: ResponseFormat, assembler: Assembler) -> None:
-    """Raises ApiFault 500 where the answer is not of the form that was asked for."""
-    rules = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.rules
-    if schemas.mistake(rules, assembler.content) is not None:
-        raise ApiFault(500, "the model's answer does not fit the response_format", code=INVALID)
-
-
-# -- rooms -------------------------------------------------------------------------------------------------------------
+INVALID_STRUCTURE = "invalid_structure"
+# characters of a conversation and its tools that the event loop encodes itself: a switch of threads takes as long
+INLINE_CHARACTERS = 8_000
+MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
-class Who:
-    """One request's sender."""
+class Sender:
+    """Who sent a request."""
 
-    owner: str  # of its rows: a key's digest, or nobody
+    owner: str  # of its rows: a key's digest, or ""
     asker: str  # of its places: the owner, or an address
     identity: str  # of the request
 
     @classmethod
-    def of(cls, request: Request) -> "Who":
-        """As the guard found it."""
+    def of(cls, request: Request) -> "Sender":
+        """The sender as the guard identified it."""
         return cls(request.scope["owner"], request.scope["asker"], request.scope["identity"])
 
 
-class Rooms:
-    """Where work is done that takes no engine."""
+class Pools:
+    """Where the work of the routes runs that needs no engine, each kind with places of its own."""
 
     def __init__(self, workshop: Workshop) -> None:
         self.workshop = workshop
-        self.makers = Makers(workshop)
+        self.grammars = Pool("grammars", running=1, waiting=64)
         self.texts = Pool("texts to encode", running=2, waiting=32)
         self.scores = Pool("conversations to score", running=1, waiting=32)
-        self.choices = Pool("preferences", running=1, waiting=16)
-
-
-# -- chats -------------------------------------------------------------------------------------------------------------
-
-
-# characters of a conversation and its tools that the event loop encodes itself: a thread's turn takes as long
-AT_ONCE = 8_000
-COLDEST = 1e-5  # a temperature
+        self.preferences = Pool("preferences", running=1, waiting=16)
 
 
 @dataclass(frozen=True)
-class Talk:
-    """A request to chat, understood: everything that can be refused was."""
+class ChatRequest:
+    """A validated chat request: everything that can be refused early was."""
 
     body: ChatBody
     served: Served
@@ -154,13 +87,13 @@ class Talk:
     created: int
 
     def answers(self, identity: str) -> Answers:
-        """To be entered."""
+        """The answers, not yet submitted."""
         tools = bool(self.body.tools) and self.body.tool_choice != "none"
         assemblers = [Assembler(self.served.tokenizer, self.body.stops, tools=tools) for _ in self.requests]
         return Answers(self.engine, self.requests, assemblers, n=len(self.requests), identity=identity)
 
-    def frame(self, kind: str) -> dict[str, Any]:
-        """What an answer and each chunk begin with."""
+    def envelope(self, kind: str) -> JsonObject:
+        """The first fields of an answer and of each chunk."""
         return {
             "id": self.id,
             "object": kind,
@@ -170,67 +103,126 @@ class Talk:
         }
 
 
-async def understand(body: ChatBody, served: Served, engine: Loop, who: Who, rooms: Rooms) -> Talk:
-    """Render the prompt, make the grammar, count the budget. Raises ApiFault."""
+async def prepare(body: ChatBody, served: Served, engine: Loop, sender: Sender, pools: Pools) -> ChatRequest:
+    """Render the prompt, compile the grammar, compute the budget. Raises ApiFault."""
     tokenizer, masked = served.tokenizer, served.kind == "diffusion"
     if masked:
-        refuse_of_canvases(body)
+        refuse_unsupported(body)
     else:
         refuse_frames(body, served)
     messages = [message.plain() for message in body.messages]
     tools = [tool.plain() for tool in body.tools or []]
-    prompt = await render(served, messages, tools, who, rooms, generation_prompt=True)
-    budget = room(prompt, served, body.budget, "messages")
-    constraints = await rooms.makers.constraints(body, served, budget, who.asker)
+    prompt = await encode(served, messages, tools, sender, pools, generation_prompt=True)
+    budget = token_budget(prompt, served, body.budget, "messages")
+    constraints = await make_constraints(body, served, budget, sender.asker, pools)
     bias = (
         {}
         if masked
-        else known(body.biases, served) | banned(tokenizer, with_calls=bool(tools) and body.tool_choice != "none")
+        else check_biases(body.biases, served)
+        | ban_control_tokens(tokenizer, with_calls=bool(tools) and body.tool_choice != "none")
     )
     if body.ignore_eos:
         bias |= dict.fromkeys((tokenizer.turn_end, tokenizer.end_of_text), -math.inf)
     requests = [
         GenerationRequest(
             ids=prompt,
-            sampling=sampling(body.temperature, body.top_p, body.top_k, budget),
+            sampling=make_sampling(body.temperature, body.top_p, body.top_k, budget),
             seed=seed,
             listener=unheard,
             stop=(tokenizer.turn_end, tokenizer.end_of_text),
             bias=bias,
             top=(body.top_logprobs or 0) if body.logprobs else 0,
-            owner=who.owner,
+            owner=sender.owner,
             constraint=constraint,
             frames=body.with_frames,
         )
-        for seed, constraint in zip(seeds(body.seed, body.n or 1), constraints, strict=True)
+        for seed, constraint in zip(make_seeds(body.seed, body.n or 1), constraints, strict=True)
     ]
-    return Talk(body, served, engine, prompt, requests, f"chatcmpl-{secrets.token_hex(12)}", int(time.time()))
+    return ChatRequest(body, served, engine, prompt, requests, f"chatcmpl-{secrets.token_hex(12)}", int(time.time()))
 
 
-async def render(
+async def complete(request: ChatRequest, answers: Answers) -> JsonObject:
+    """All answers in one JSON object. Raises ApiFault."""
+    tokens: list[list[Said]] = [[] for _ in request.requests]
+    reasons = [""] * len(request.requests)
+    async for event in answers:
+        if isinstance(event, Finished):
+            reasons[event.index] = await finish_reason(request, answers, event)
+        elif not isinstance(event, Ping | Frame):
+            tokens[event[0]] += event[1].tokens
+    choices = []
+    for index, assembler in enumerate(answers.assemblers):
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in assembler.calls
+        ]
+        message: JsonObject = {
+            "role": "assistant",
+            "content": assembler.content or (None if calls else ""),
+            "refusal": None,
+        }
+        if calls:
+            message["tool_calls"] = calls
+        choice: JsonObject = {"index": index, "message": message, "logprobs": None, "finish_reason": reasons[index]}
+        choices.append(choice | token_fields(request, tuple(tokens[index])))
+    prompt = {"prompt_token_ids": request.prompt} if request.body.return_token_ids else {}
+    return request.envelope("chat.completion") | {"choices": choices, "usage": answers.usage.body()} | prompt
+
+
+async def stream(request: ChatRequest, answers: Answers) -> AsyncIterator[bytes]:
+    """The chunks, as lines of an event stream, without [DONE]. Raises ApiFault."""
+    envelope = request.envelope("chat.completion.chunk")
+    prompt: JsonObject = {"prompt_token_ids": request.prompt} if request.body.return_token_ids else {}
+    for index in range(len(request.requests)):
+        first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield event_line(envelope | {"choices": [first]} | prompt)
+        prompt = {}
+    async for event in answers:
+        if isinstance(event, Ping):
+            yield b": ping\n\n"
+        elif isinstance(event, Finished):
+            reason = await finish_reason(request, answers, event)
+            last = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": reason}
+            yield event_line(envelope | {"choices": [last]})
+        elif isinstance(event, Frame):
+            yield event_line(envelope | {"choices": [], "denoising": {"index": event.index} | asdict(event.canvas)})
+        elif event[1].content or event[1].call or request.body.logprobs or request.body.return_token_ids:
+            index, delta = event
+            choice = {"index": index, "delta": _delta_body(delta), "logprobs": None, "finish_reason": None}
+            yield event_line(envelope | {"choices": [choice | token_fields(request, delta.tokens)]})
+    if request.body.with_usage:
+        yield event_line(envelope | {"choices": [], "usage": answers.usage.body()})
+
+
+# -- prompt and settings -----------------------------------------------------------------------------------------------
+
+
+async def encode(
     served: Served,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
-    who: Who,
-    rooms: Rooms,
+    messages: list[JsonObject],
+    tools: list[JsonObject],
+    sender: Sender,
+    pools: Pools,
     *,
     generation_prompt: bool,
 ) -> list[int]:
-    """A conversation's ids; a long one's are made on a thread of their own. Raises ApiFault."""
-    served.refuse_endless("".join(message["content"] for message in messages), "messages")
+    """A conversation's ids; a long one is encoded on another thread. Raises ApiFault."""
+    served.refuse_overlong("".join(message["content"] for message in messages), "messages")
     length = len(json.dumps([messages, tools], ensure_ascii=False))
-    make = functools.partial(chat.render, served.tokenizer, messages, tools, generation_prompt=generation_prompt)
+    render = functools.partial(chat.render, served.tokenizer, messages, tools, generation_prompt=generation_prompt)
     try:
-        rendered = make() if length <= AT_ONCE else await rooms.texts.run(who.asker, make)
+        rendered = render() if length <= INLINE_CHARACTERS else await pools.texts.run(sender.asker, render)
     except InputError as error:
         raise ApiFault(400, str(error), param="messages") from None
     return rendered.ids
 
 
-def refuse_of_canvases(body: ChatBody) -> None:
-    """What a model that writes all places at once cannot do. Raises ApiFault."""
+def refuse_unsupported(body: ChatBody) -> None:
+    """Raise ApiFault for parameters that a masked-diffusion model cannot follow, since it writes all positions at
+    once.
+    """
     shaped = body.response_format is not None and body.response_format.type != "text"
-    asked = {
+    parameters = {
         "logprobs": body.logprobs,
         "logit_bias": body.biases,
         "top_k": body.top_k,
@@ -238,7 +230,7 @@ def refuse_of_canvases(body: ChatBody) -> None:
         "response_format": shaped,
         "tool_choice": body.tool_choice not in (None, "none", "auto"),
     }
-    if wrong := next((name for name, value in asked.items() if value), None):
+    if wrong := next((name for name, value in parameters.items() if value), None):
         raise ApiFault(
             400,
             f"{wrong}: a masked-diffusion model does not have it; leave it out, or ask a causal model",
@@ -248,7 +240,7 @@ def refuse_of_canvases(body: ChatBody) -> None:
 
 
 def refuse_frames(body: Generation, served: Served) -> None:
-    """A causal model has no canvas to show. Raises ApiFault."""
+    """Raise ApiFault where a causal model should show canvases: it has none."""
     if body.with_frames:
         raise ApiFault(
             400,
@@ -258,112 +250,65 @@ def refuse_frames(body: Generation, served: Served) -> None:
         )
 
 
-def room(prompt: list[int], served: Served, wanted: int | None, param: str) -> int:
-    """Tokens that an answer may have. Raises ApiFault for a prompt that fills the context."""
-    left = served.context - len(prompt)
-    if left < 1:
-        # begins as OpenAI's does: litellm and others know the error by these words
+def token_budget(prompt: list[int], served: Served, requested: int | None, param: str) -> int:
+    """How many tokens an answer may have. Raises ApiFault for a prompt that fills the context."""
+    room = served.context - len(prompt)
+    if room < 1:
+        # begins as OpenAI's does: litellm and others recognize the error by these words
         raise ApiFault(
             400,
             f"This model's maximum context length is {served.context} tokens, the prompt has {len(prompt)}; shorten it",
             param=param,
             code="context_length_exceeded",
         )
-    return min(left, wanted) if wanted is not None else left
+    return min(room, requested) if requested is not None else room
 
 
-def sampling(temperature: float | None, top_p: float | None, top_k: int | None, budget: int) -> Sampling:
-    """OpenAI's defaults: temperature 1, everything kept. Below COLDEST it is greedy: no float32 tells them apart."""
+def make_sampling(temperature: float | None, top_p: float | None, top_k: int | None, budget: int) -> Sampling:
+    """Sampling with OpenAI's defaults: temperature 1, nothing cut off. Below MIN_TEMPERATURE it is greedy, which
+    float32 cannot tell from it.
+    """
     temperature = 1.0 if temperature is None else temperature
-    temperature = temperature if temperature >= COLDEST else 0.0
+    temperature = temperature if temperature >= MIN_TEMPERATURE else 0.0
     return Sampling(budget, temperature, 1.0 if top_p is None else top_p, top_k=top_k or 0)
 
 
-def seeds(seed: int | None, count: int) -> list[int]:
-    """A seed for each answer; the first one is the asked-for seed itself."""
+def make_seeds(seed: int | None, count: int) -> list[int]:
+    """A seed for each answer; the first is the requested seed itself, a random one for None."""
     first = secrets.randbits(63) if seed is None else seed
     return [first if number == 0 else stable_hash(first, "answer", number) for number in range(count)]
 
 
-def banned(tokenizer: Tokenizer, *, with_calls: bool) -> dict[int, float]:
-    """Control tokens that an assistant does not say; those of calls too where none may be made."""
+def ban_control_tokens(tokenizer: Tokenizer, *, with_calls: bool) -> dict[int, float]:
+    """Biases against the control tokens that an assistant must not generate, those of calls included unless
+    `with_calls`.
+    """
     calling = () if with_calls else (tokenizer.tool_call, tokenizer.tool_call_end)
     return dict.fromkeys((*never_said(tokenizer), *calling), -math.inf)
 
 
-def known(biases: dict[int, float], served: Served) -> dict[int, float]:
-    """The biases, all of tokens that there are. Raises ApiFault."""
-    if wrong := next((token for token in biases if token >= served.rows), None):
-        raise ApiFault(400, f"logit_bias: token {wrong} is not in the vocabulary of {served.rows}", param="logit_bias")
+def check_biases(biases: dict[int, float], served: Served) -> dict[int, float]:
+    """The same biases. Raises ApiFault where one is of a token outside the vocabulary."""
+    if wrong := next((token for token in biases if token >= served.vocab_size), None):
+        raise ApiFault(
+            400, f"logit_bias: token {wrong} is not in the vocabulary of {served.vocab_size}", param="logit_bias"
+        )
     return biases
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
+# -- parts of an answer ------------------------------------------------------------------------------------------------
 
 
-async def whole(talk: Talk, answers: Answers) -> dict[str, Any]:
-    """The answer in one piece. Raises ApiFault."""
-    said: list[list[Said]] = [[] for _ in talk.requests]
-    reasons = [""] * len(talk.requests)
-    async for event in answers:
-        if isinstance(event, Finished):
-            reasons[event.index] = await reason(talk, answers, event)
-        elif not isinstance(event, Ping | Frame):
-            said[event[0]] += event[1].tokens
-    choices = []
-    for index, assembler in enumerate(answers.assemblers):
-        made = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in assembler.calls
-        ]
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": assembler.content or (None if made else ""),
-            "refusal": None,
-        }
-        if made:
-            message["tool_calls"] = made
-        choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None, "finish_reason": reasons[index]}
-        choices.append(choice | extras(talk, tuple(said[index])))
-    prompt = {"prompt_token_ids": talk.prompt} if talk.body.return_token_ids else {}
-    return talk.frame("chat.completion") | {"choices": choices, "usage": answers.usage.body()} | prompt
-
-
-async def stream(talk: Talk, answers: Answers) -> AsyncIterator[bytes]:
-    """The chunks, as lines of an event stream, [DONE] not with them. Raises ApiFault."""
-    frame = talk.frame("chat.completion.chunk")
-    prompt: dict[str, Any] = {"prompt_token_ids": talk.prompt} if talk.body.return_token_ids else {}
-    for index in range(len(talk.requests)):
-        first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        yield event_line(frame | {"choices": [first]} | prompt)
-        prompt = {}
-    async for event in answers:
-        if isinstance(event, Ping):
-            yield b": ping\n\n"
-        elif isinstance(event, Finished):
-            why = await reason(talk, answers, event)
-            ended = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": why}
-            yield event_line(frame | {"choices": [ended]})
-        elif isinstance(event, Frame):
-            yield event_line(frame | {"choices": [], "denoising": {"index": event.index} | asdict(event.shown)})
-        elif event[1].content or event[1].call or talk.body.logprobs or talk.body.return_token_ids:
-            index, delta = event
-            new = {"index": index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
-            yield event_line(frame | {"choices": [new | extras(talk, delta.tokens)]})
-    if talk.body.with_usage:
-        yield event_line(frame | {"choices": [], "usage": answers.usage.body()})
-
-
-def event_line(chunk: dict[str, Any]) -> bytes:
-    """One event of a stream."""
+def event_line(chunk: JsonObject) -> bytes:
+    """A chunk as one server-sent event."""
     return b"data: " + dumps(chunk) + b"\n\n"
 
 
-def _delta(delta: Delta) -> dict[str, Any]:
+def _delta_body(delta: Delta) -> JsonObject:
     if delta.call is None:
         return {"content": delta.content}
     piece = delta.call
-    call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
+    call: JsonObject = {"index": piece.index, "function": {"arguments": piece.arguments}}
     if piece.id is not None:
         call = {
             "index": piece.index,
@@ -374,46 +319,101 @@ def _delta(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [call]}
 
 
-async def reason(talk: Talk, answers: Answers, event: Finished) -> str:
-    """Why an answer ended, in OpenAI's words. Raises ApiFault where a call or an object is not what was promised.
+async def finish_reason(request: ChatRequest, answers: Answers, event: Finished) -> str:
+    """OpenAI's finish reason. Raises ApiFault where a call or an object does not fit its schema.
 
-    What was promised is checked on a thread: a schema can ask for ten thousand looks at an answer.
+    The check runs on a thread: a schema can ask for ten thousand looks at an answer.
     """
-    assembler, form = answers.assemblers[event.index], talk.body.response_format
+    assembler, form = answers.assemblers[event.index], request.body.response_format
     if assembler.calls:
-        await asyncio.to_thread(check, talk.body, assembler)
+        await asyncio.to_thread(check_calls, request.body, assembler)
         return "tool_calls"
     if form is None or form.type == "text":
         return event.reason
     await asyncio.to_thread(check_format, form, assembler)
-    return "stop"  # what is whole was not cut, also where its last token was the budget's last
+    return "stop"  # a complete object was not cut, even if its last token was the last of the budget
 
 
-def extras(talk: Talk, tokens: tuple[Said, ...]) -> dict[str, Any]:
-    """Log-probabilities and ids, as far as they were asked for."""
-    found: dict[str, Any] = {}
-    if talk.body.logprobs:
-        found["logprobs"] = {"content": [entry(talk, one) for one in tokens], "refusal": None}
-    if talk.body.return_token_ids:
-        found["token_ids"] = [one.token for one in tokens]
-    return found
+def token_fields(request: ChatRequest, tokens: tuple[Said, ...]) -> JsonObject:
+    """A choice's log-probabilities and token ids, where requested."""
+    fields: JsonObject = {}
+    if request.body.logprobs:
+        fields["logprobs"] = {"content": [_logprob(request, event) for event in tokens], "refusal": None}
+    if request.body.return_token_ids:
+        fields["token_ids"] = [event.token for event in tokens]
+    return fields
 
 
-def entry(talk: Talk, said: Said) -> dict[str, Any]:
-    """A token with its log-probability and the most likely others."""
-    top = [_one(talk, token, logprob) for token, logprob in said.top]
-    return _one(talk, said.token, said.logprob) | {"top_logprobs": top}
+def _logprob(request: ChatRequest, event: Said) -> JsonObject:
+    """A token with its log-probability and the most likely alternatives."""
+    top = [_token_logprob(request, token, logprob) for token, logprob in event.top]
+    return _token_logprob(request, event.token, event.logprob) | {"top_logprobs": top}
 
 
-def _one(talk: Talk, token: int, logprob: float) -> dict[str, Any]:
-    raw, text = spelled(talk.served.tokenizer, token)
-    found: dict[str, Any] = {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(raw)}
-    return found | {"id": token} if talk.body.return_token_ids else found
+def _token_logprob(request: ChatRequest, token: int, logprob: float) -> JsonObject:
+    raw, text = decode_token(request.served.tokenizer, token)
+    entry: JsonObject = {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+    return entry | {"id": token} if request.body.return_token_ids else entry
 
 
-def spelled(tokenizer: Tokenizer, token: int) -> tuple[bytes, str]:
-    """A token's bytes and its text; half a character has no text of its own."""
+def decode_token(tokenizer: Tokenizer, token: int) -> tuple[bytes, str]:
+    """A token's bytes and its text, in which incomplete characters are replaced."""
     if token >= tokenizer.vocab_size:
         return b"", ""
     raw = tokenizer.token_bytes[token] or tokenizer.decode([token], skip_special=False).encode()
     return raw, raw.decode("utf-8", "replace")
+
+
+# -- grammars ----------------------------------------------------------------------------------------------------------
+
+
+async def make_constraints(
+    body: ChatBody, served: Served, budget: int, asker: str, pools: Pools
+) -> list[Constraint | None]:
+    """A constraint for each of the `n` answers, or None. Raises ApiFault: 400 for what cannot be promised, 429."""
+    count, job = body.n or 1, _grammar_job(body)
+    if job is None:
+        return [None] * count
+    param = "tools" if body.tools else "response_format"
+    try:
+        verdict = await pools.workshop.grammar(served.id, job, asker)
+        grammar = await pools.grammars.run(asker, lambda: served.grammars.take(verdict.written, verdict.plan))
+        return [grammar.constraint(budget) for _ in range(count)]
+    except (SchemaError, Refused) as error:
+        raise ApiFault(
+            400, str(error), param="max_tokens" if error.code == "budget_too_small" else param, code=error.code
+        ) from None
+
+
+def _grammar_job(body: ChatBody) -> JsonObject | None:
+    """The worker's job for the grammar of a request; None where it needs none."""
+    choice, form = body.tool_choice or "auto", body.response_format
+    if body.tools and choice != "none":
+        name = choice.function.name if isinstance(choice, NamedTool) else choice
+        tools = [tool.plain() for tool in body.tools]
+        # a model that is told which tool to call calls it once
+        parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+        return {"kind": "tools", "tools": tools, "choice": name, "parallel": parallel}
+    if form is None or form.type == "text":
+        return None
+    return {"kind": "schema", "schema": grammars.ANY_OBJECT if form.json_schema is None else form.json_schema.rules}
+
+
+def check_calls(body: ChatBody, assembler: Assembler) -> None:
+    """Raise ApiFault 500 where a call is incomplete, or does not fit its tool."""
+    rules = {tool.function.name: tool.function.parameters or {} for tool in body.tools or []}
+    if any(not _fits(call, rules) for call in assembler.calls):
+        raise ApiFault(500, "the model's call does not fit its tool", code=INVALID_STRUCTURE)
+
+
+def _fits(call: Call, rules: dict[str, JsonObject]) -> bool:
+    if not call.closed or call.name not in rules:
+        return False
+    return schemas.mistake({**rules[call.name], "type": "object"}, call.arguments) is None
+
+
+def check_format(form: ResponseFormat, assembler: Assembler) -> None:
+    """Raise ApiFault 500 where the answer does not fit the requested format."""
+    rules = {"type": "object"} if form.json_schema is None else form.json_schema.rules
+    if schemas.mistake(rules, assembler.content) is not None:
+        raise ApiFault(500, "the model's answer does not fit the response_format", code=INVALID_STRUCTURE)

@@ -1,10 +1,9 @@
-"""POST /v1/completions: text goes on, or is filled in between a beginning and an end (`suffix`); the prompt as text or
-as ids.
+"""POST /v1/completions: continues a text, or fills in between a prefix and a `suffix`; the prompt as text or as ids.
 
-`echo` puts the prompt before the answer, with `logprobs` its log-probabilities too, as plain teacher forcing gives
-them; with `max_tokens: 0` there is nothing but the prompt: what a benchmark asks to score a text. Such a prompt waits
-in the engine's queue as any other and is read beside its answers, before one of its own begins. Stop strings, `n`,
-streams as in a chat.
+`echo` puts the prompt before the answer; with `logprobs` also its log-probabilities, equal to teacher forcing. With
+`max_tokens: 0` there is only the prompt, which is how benchmarks score a text. A scored prompt waits in the engine's
+queue like any other request, and is scored beside other answers before its own begin. Stop strings, `n` and streams
+work as in a chat.
 """
 
 import asyncio
@@ -12,64 +11,74 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from pipeline.generation.sampling import Sampling
+from pipeline.run.types import JsonObject
 from pipeline.serve.answers import Assembler
 from pipeline.serve.asking import Answers, Finished, Frame, Ping, Usage, unheard
-from pipeline.serve.chats import event_line, known, refuse_frames, room, sampling, seeds, spelled
-from pipeline.serve.engine import Engine, GenerationRequest, Said
+from pipeline.serve.chats import (
+    check_biases,
+    decode_token,
+    event_line,
+    make_sampling,
+    make_seeds,
+    refuse_frames,
+    token_budget,
+)
+from pipeline.serve.engine import Engine
+from pipeline.serve.loop import GenerationRequest, Said
 from pipeline.serve.models import Served
 from pipeline.serve.protocol import ApiFault, CompletionBody, dumps
 from pipeline.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
+Score = tuple[float | None, tuple[tuple[int, float], ...]]  # a token's log-probability, and the most likely tokens
+
 
 @dataclass
 class Told:
-    """Tokens with their log-probabilities in the old form, and how many characters were told before them."""
+    """Collects tokens with their log-probabilities in the form of OpenAI's completions."""
 
     tokenizer: Tokenizer
-    characters: int = 0
-    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # of tokens: their texts and labels, spelled once
-    fields: dict[str, list[Any]] = field(
+    offset: int = 0  # characters of text before the next token
+    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # token -> its text and label, a cache
+    fields: dict[str, list[object]] = field(
         default_factory=lambda: {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     )
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
-        """Count a token in."""
-        text, _ = self._named(token)
+        """Append a token; `logprob` is None for the first one of a prompt."""
+        text, _ = self._name(token)
         self.fields["tokens"].append(text)
         self.fields["token_logprobs"].append(None if logprob is None else max(logprob, -9999.0))
-        named = {self._named(other)[1]: max(value, -9999.0) for other, value in top}
-        self.fields["top_logprobs"].append(None if logprob is None else named)
-        self.fields["text_offset"].append(self.characters)
-        self.characters += len(text)
+        top_logprobs = {self._name(other)[1]: max(value, -9999.0) for other, value in top}
+        self.fields["top_logprobs"].append(None if logprob is None else top_logprobs)
+        self.fields["text_offset"].append(self.offset)
+        self.offset += len(text)
 
-    def _named(self, token: int) -> tuple[str, str]:
-        """A token's text and its label."""
+    def _name(self, token: int) -> tuple[str, str]:
         if token not in self.names:
-            self.names[token] = (spelled(self.tokenizer, token)[1], label(self.tokenizer, token))
+            self.names[token] = (decode_token(self.tokenizer, token)[1], label(self.tokenizer, token))
         return self.names[token]
 
-    def take(self) -> dict[str, list[Any]]:
-        """What was added since the last time."""
+    def take(self) -> dict[str, list[object]]:
+        """The fields of all tokens since the last call."""
         fields, self.fields = self.fields, {name: [] for name in self.fields}
         return fields
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """A token as a key of `top_logprobs`: its text, or its bytes where they are half a character, since halves look
-    all alike as text.
+    """A token as a key of `top_logprobs`: its text, or its bytes where they are an incomplete character, since the
+    texts of these are all alike.
     """
-    raw, text = spelled(tokenizer, token)
+    raw, text = decode_token(tokenizer, token)
     return text if text.encode() == raw else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 @dataclass(frozen=True)
-class Text:
-    """A request to complete, understood."""
+class CompletionRequest:
+    """A validated completion request."""
 
     body: CompletionBody
     served: Served
@@ -85,13 +94,22 @@ class Text:
         """Answers to each prompt."""
         return self.body.n or 1
 
+    @property
+    def num_choices(self) -> int:
+        """Answers to all prompts."""
+        return len(self.prompts) * self.n
+
     def answers(self, identity: str) -> Answers:
-        """To be entered."""
+        """The answers, not yet submitted."""
         assemblers = [Assembler(self.served.tokenizer, self.body.stops) for _ in self.requests]
         return Answers(self.engine, self.requests, assemblers, n=self.n, identity=identity)
 
-    def frame(self) -> dict[str, Any]:
-        """What an answer and each chunk begin with."""
+    def usage(self, answers: Answers) -> Usage:
+        """The token counts, also where nothing was generated."""
+        return answers.usage if self.requests else Usage(sum(map(len, self.prompts)), 0, 0)
+
+    def envelope(self) -> JsonObject:
+        """The first fields of an answer and of each chunk."""
         return {
             "id": self.id,
             "object": "text_completion",
@@ -101,157 +119,164 @@ class Text:
         }
 
 
-def understand(body: CompletionBody, served: Served, engine: Engine, owner: str) -> Text:
-    """Encode the prompts and count the budget. Raises ApiFault."""
+def prepare(body: CompletionBody, served: Served, engine: Engine, owner: str) -> CompletionRequest:
+    """Encode the prompts and compute the budgets. Raises ApiFault."""
     refuse_frames(body, served)
     tokenizer = served.tokenizer
-    prompts = [_ids(prompt, body.suffix, served) for prompt in body.prompts]
-    asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts = [_encode(prompt, body.suffix, served) for prompt in body.prompts]
+    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     stop = () if body.ignore_eos else (tokenizer.end_of_text, tokenizer.turn_end)
     for ids in prompts:
-        if asked == 0 and not body.echo:
+        if max_tokens == 0 and not body.echo:
             raise ApiFault(
                 400,
                 "max_tokens: 0 is for echo, which returns the prompt with its log-probabilities",
                 param="max_tokens",
             )
-        if len(ids) + (asked > 0) > served.context:
-            room([*ids, 0], served, None, "prompt")
-    first = seeds(body.seed, len(prompts) * (body.n or 1))
+        if len(ids) + (max_tokens > 0) > served.context:
+            token_budget([*ids, 0], served, None, "prompt")
+    n = body.n or 1
+    seeds = make_seeds(body.seed, len(prompts) * n)
     requests = [
         GenerationRequest(
             ids=ids,
-            sampling=sampling(body.temperature, body.top_p, body.top_k, room(ids, served, asked, "prompt")),
-            seed=first[place * (body.n or 1) + number],
+            sampling=make_sampling(
+                body.temperature, body.top_p, body.top_k, token_budget(ids, served, max_tokens, "prompt")
+            ),
+            seed=seeds[index * n + number],
             listener=unheard,
             stop=stop,
-            bias=known(body.biases, served),
+            bias=check_biases(body.biases, served),
             top=body.logprobs or 0,
             owner=owner,
         )
-        for place, ids in enumerate(prompts)
-        for number in range(body.n or 1)
-        if asked
+        for index, ids in enumerate(prompts)
+        for number in range(n)
+        if max_tokens
     ]
-    return Text(body, served, engine, owner, prompts, requests, f"cmpl-{secrets.token_hex(12)}", int(time.time()))
+    id_ = f"cmpl-{secrets.token_hex(12)}"
+    return CompletionRequest(body, served, engine, owner, prompts, requests, id_, int(time.time()))
 
 
-def _ids(prompt: str | list[int], suffix: str | None, served: Served) -> list[int]:
+def _encode(prompt: str | list[int], suffix: str | None, served: Served) -> list[int]:
     tokenizer = served.tokenizer
     for part in (prompt if isinstance(prompt, str) else "", suffix or ""):
-        served.refuse_endless(part, "prompt")
-    if isinstance(prompt, list) and (wrong := next((id_ for id_ in prompt if id_ >= served.rows), None)):
-        raise ApiFault(400, f"prompt: token {wrong} is not in the vocabulary of {served.rows}", param="prompt")
+        served.refuse_overlong(part, "prompt")
+    if isinstance(prompt, list) and (wrong := next((id_ for id_ in prompt if id_ >= served.vocab_size), None)):
+        raise ApiFault(400, f"prompt: token {wrong} is not in the vocabulary of {served.vocab_size}", param="prompt")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if suffix is not None:
         return [tokenizer.fim_prefix, *ids, tokenizer.fim_suffix, *tokenizer.encode(suffix), tokenizer.fim_middle]
-    return ids or [tokenizer.end_of_text]  # behind nothing stands what begins a document
+    return ids or [tokenizer.end_of_text]  # which begins a document
 
 
-Score = tuple[float | None, tuple[tuple[int, float], ...]]  # a token's log-probability, and the most likely ones
+async def score_prompts(request: CompletionRequest, identity: str) -> list[list[Score]]:
+    """The score of every token of each prompt, if the request needs them; the first token's has no log-probability.
 
-
-async def scores(text: Text, identity: str) -> list[list[Score]]:
-    """Of each prompt the score of each token where they are to be told; nothing of the first: nothing stands before it.
-
-    Raises ApiFault, as an answer's.
+    Raises ApiFault, as an answer does.
     """
-    top = text.body.logprobs if text.body.echo else None
+    top = request.body.logprobs if request.body.echo else None
     if top is None:
         return []
-    asked = [
-        GenerationRequest(ids=ids, sampling=Sampling(1), seed=0, listener=unheard, owner=text.owner, score=top)
-        for ids in text.prompts
+    requests = [
+        GenerationRequest(ids=ids, sampling=Sampling(1), seed=0, listener=unheard, owner=request.owner, score=top)
+        for ids in request.prompts
     ]
-    async with Answers(
-        text.engine, asked, [Assembler(text.served.tokenizer) for _ in asked], identity=identity
-    ) as heard:
-        async for _ in heard:
+    assemblers = [Assembler(request.served.tokenizer) for _ in requests]
+    async with Answers(request.engine, requests, assemblers, identity=identity) as answers:
+        async for _ in answers:
             pass
-    none: Score = (None, ())
-    return [[none, *(pair for one in read for pair in zip(one.logprobs, one.top, strict=True))] for read in heard.read]
+    first: Score = (None, ())
+    return [
+        [first, *(score for event in events for score in zip(event.logprobs, event.top, strict=True))]
+        for events in answers.prompt_scores
+    ]
 
 
-async def whole(text: Text, found: list[list[Score]], answers: Answers) -> bytes:
-    """All choices in one piece, as JSON; `found` are the prompts' scores. Raises ApiFault."""
-    said: list[list[Said]] = [[] for _ in text.requests]
-    reasons = ["length"] * len(text.prompts) * text.n
+async def complete(request: CompletionRequest, scores: list[list[Score]], answers: Answers) -> bytes:
+    """All choices in one JSON object; `scores` are the prompts'. Raises ApiFault."""
+    tokens: list[list[Said]] = [[] for _ in request.requests]
+    reasons = ["length"] * request.num_choices
     async for event in answers:
         if isinstance(event, Finished):
             reasons[event.index] = event.reason
         elif not isinstance(event, Ping | Frame):
-            said[event[0]] += event[1].tokens
-    if found:  # up to a hundred thousand scores are written: others are told meanwhile
-        return await asyncio.to_thread(_written, text, found, answers, said, reasons)
-    return _written(text, found, answers, said, reasons)
+            tokens[event[0]] += event[1].tokens
+    if scores:  # up to a hundred thousand of them: the event loop must not wait while they are written
+        return await asyncio.to_thread(_write_completion, request, scores, answers, tokens, reasons)
+    return _write_completion(request, scores, answers, tokens, reasons)
 
 
-def _written(
-    text: Text, found: list[list[Score]], answers: Answers, said: list[list[Said]], reasons: list[str]
+def _write_completion(
+    request: CompletionRequest,
+    scores: list[list[Score]],
+    answers: Answers,
+    tokens: list[list[Said]],
+    reasons: list[str],
 ) -> bytes:
     choices, names = [], dict[int, tuple[str, str]]()
-    for index, finish in enumerate(reasons):
-        told, before = _echo(text, found, index, names)
-        content = answers.assemblers[index].content if text.requests else ""
-        for one in said[index] if text.requests else ():
-            told.add(one.token, one.logprob, one.top)
-        choice: dict[str, Any] = {"index": index, "text": before + content, "logprobs": None, "finish_reason": finish}
-        if text.body.logprobs is not None:
-            choice["logprobs"] = told.take()
-        if text.body.return_token_ids:
-            choice["token_ids"] = [one.token for one in said[index]] if text.requests else []
-            choice["prompt_token_ids"] = text.prompts[index // text.n]
-        choices.append(dumps(choice))  # one by one: nothing else of Python runs while one is written
-    usage = answers.usage if text.requests else Usage(sum(map(len, text.prompts)), 0, 0)
-    end = dumps(text.frame() | {"usage": usage.body()})
+    for index, reason in enumerate(reasons):
+        logprobs, echo = _echo(request, scores, index, names)
+        content = answers.assemblers[index].content if request.requests else ""
+        for event in tokens[index] if request.requests else ():
+            logprobs.add(event.token, event.logprob, event.top)
+        choice: JsonObject = {"index": index, "text": echo + content, "logprobs": None, "finish_reason": reason}
+        if request.body.logprobs is not None:
+            choice["logprobs"] = logprobs.take()
+        if request.body.return_token_ids:
+            choice["token_ids"] = [event.token for event in tokens[index]] if request.requests else []
+            choice["prompt_token_ids"] = request.prompts[index // request.n]
+        choices.append(dumps(choice))  # one by one: other Python threads stand still while one is written
+    end = dumps(request.envelope() | {"usage": request.usage(answers).body()})
     return b'{"choices":[' + b",".join(choices) + b"]," + end[1:]
 
 
-async def stream(text: Text, found: list[list[Score]], answers: Answers) -> AsyncIterator[bytes]:
-    """The chunks, as lines of an event stream, [DONE] not with them. Raises ApiFault."""
-    told, names = [], dict[int, tuple[str, str]]()
-    for index in range(len(text.prompts) * text.n):
-        if found:
-            own, before = await asyncio.to_thread(_echo, text, found, index, names)
+async def stream(request: CompletionRequest, scores: list[list[Score]], answers: Answers) -> AsyncIterator[bytes]:
+    """The chunks, as lines of an event stream, without [DONE]. Raises ApiFault."""
+    logprobs, names = [], dict[int, tuple[str, str]]()
+    for index in range(request.num_choices):
+        if scores:
+            own, echo = await asyncio.to_thread(_echo, request, scores, index, names)
         else:
-            own, before = _echo(text, found, index, names)
-        told.append(own)
-        first: dict[str, Any] = {"index": index, "text": before, "logprobs": None, "finish_reason": None}
-        if text.body.logprobs is not None and before:
+            own, echo = _echo(request, scores, index, names)
+        logprobs.append(own)
+        first: JsonObject = {"index": index, "text": echo, "logprobs": None, "finish_reason": None}
+        if request.body.logprobs is not None and echo:
             first["logprobs"] = own.take()
-        if text.body.return_token_ids:
-            first |= {"prompt_token_ids": text.prompts[index // text.n], "token_ids": []}
-        if not text.requests:
+        if request.body.return_token_ids:
+            first |= {"prompt_token_ids": request.prompts[index // request.n], "token_ids": []}
+        if not request.requests:
             first["finish_reason"] = "length"
-        if before or text.body.return_token_ids or not text.requests:
-            yield event_line(text.frame() | {"choices": [first]})
+        if echo or request.body.return_token_ids or not request.requests:
+            yield event_line(request.envelope() | {"choices": [first]})
     async for event in answers:
         if isinstance(event, Ping):
             yield b": ping\n\n"
         elif isinstance(event, Finished):
-            ended = {"index": event.index, "text": "", "logprobs": None, "finish_reason": event.reason}
-            yield event_line(text.frame() | {"choices": [ended]})
+            last = {"index": event.index, "text": "", "logprobs": None, "finish_reason": event.reason}
+            yield event_line(request.envelope() | {"choices": [last]})
         elif not isinstance(event, Frame):
             index, delta = event
-            new: dict[str, Any] = {"index": index, "text": delta.content, "logprobs": None, "finish_reason": None}
-            for one in delta.tokens:
-                told[index].add(one.token, one.logprob, one.top)
-            if text.body.logprobs is not None:
-                new["logprobs"] = told[index].take()
-            if text.body.return_token_ids:
-                new["token_ids"] = [one.token for one in delta.tokens]
-            yield event_line(text.frame() | {"choices": [new]})
-    if text.body.with_usage:
-        usage = answers.usage if text.requests else Usage(sum(map(len, text.prompts)), 0, 0)
-        yield event_line(text.frame() | {"choices": [], "usage": usage.body()})
+            choice: JsonObject = {"index": index, "text": delta.content, "logprobs": None, "finish_reason": None}
+            for token in delta.tokens:
+                logprobs[index].add(token.token, token.logprob, token.top)
+            if request.body.logprobs is not None:
+                choice["logprobs"] = logprobs[index].take()
+            if request.body.return_token_ids:
+                choice["token_ids"] = [token.token for token in delta.tokens]
+            yield event_line(request.envelope() | {"choices": [choice]})
+    if request.body.with_usage:
+        yield event_line(request.envelope() | {"choices": [], "usage": request.usage(answers).body()})
 
 
-def _echo(text: Text, found: list[list[Score]], index: int, names: dict[int, tuple[str, str]]) -> tuple[Told, str]:
-    """What stands before a choice's answer where it was asked for."""
-    told = Told(text.served.tokenizer, names=names)
-    if not text.body.echo:
-        return told, ""
-    ids = text.prompts[index // text.n]
-    for token, (logprob, top) in zip(ids, found[index // text.n], strict=True) if found else ():
-        told.add(token, logprob, top)
-    return told, text.served.tokenizer.decode(ids)
+def _echo(
+    request: CompletionRequest, scores: list[list[Score]], index: int, names: dict[int, tuple[str, str]]
+) -> tuple[Told, str]:
+    """A choice's log-probabilities and text so far: those of the prompt if it is echoed, else empty."""
+    logprobs = Told(request.served.tokenizer, names=names)
+    if not request.body.echo:
+        return logprobs, ""
+    ids = request.prompts[index // request.n]
+    for token, (logprob, top) in zip(ids, scores[index // request.n], strict=True) if scores else ():
+        logprobs.add(token, logprob, top)
+    return logprobs, request.served.tokenizer.decode(ids)

@@ -1,16 +1,17 @@
-"""The door: who may ask, from where, and how much. Nothing of a request is believed before it passed here.
+"""The outermost layer of the server: who may ask, from where, and how much. Every request must pass:
 
-    Host        one of ours, else 421: a page of another site that resolves to this address gets nothing (DNS rebinding)
-    Origin        none, our own, or one that was allowed, else 403; no answer carries CORS headers for others
-    key    of all that can have a body, else 401: before the first byte of it, whatever its path; compared as digests in
-                  constant time. Beside that a dependency of every route but the public ones (`asker`)
-    rate          of the key, or of the address without one (`rates.py`), else 429
+    Host          one of ours, else 421: a page of another site whose name resolves to this address gets nothing
+                  (DNS rebinding)
+    Origin        none, our own, or an allowed one, else 403; no answer carries CORS headers for others
+    key           of every request that can have a body, else 401: before the first byte of the body, whatever the path;
+                  compared as digests in constant time. It is also a dependency of every route but the public ones
+                  (`Keys.authenticate`)
+    rate          of the key, or of the address without one (`limits.py`), else 429
     Content-Type  JSON, else 415: what a form of another site can send is never read
-    body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and halves of characters, else 400;
+    body          1 MiB within 10 seconds, else 413 or 408; JSON without constants and lone surrogates, else 400;
                   parsed once
 
-Headers are bounded by the HTTP server (16 KB, 10 seconds, `__main__.py`). Not here: encryption; put a proxy in front
-for that.
+The HTTP server bounds headers (16 KB, 10 seconds, `__main__.py`). Not here: encryption; put a proxy in front for that.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
@@ -32,14 +33,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.run.errors import ConfigError
-from pipeline.serve.limits import REFUSED, Rates, cost
+from pipeline.serve.limits import REFUSED_COST, Rates, cost
 from pipeline.serve.protocol import ApiFault
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_BYTES, MOST_SECONDS = 2**20, 10.0
 WITH_BODY = ("POST", "PUT", "PATCH")
-HALVES = re.compile(r"\\u[dD][89a-fA-F]")  # what may be half a character
-KEYS = "STAGECOACH_API_KEYS"  # keys, separated by commas
+SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that may be half of a character
+KEYS = "STAGECOACH_API_KEYS"  # an environment variable: keys, separated by commas
 SHORTEST_KEY = 16
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -60,7 +61,7 @@ CORS = {
 
 
 class Guard:
-    """The outermost layer of the application."""
+    """ASGI middleware with the checks of this module."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Guard:
         hosts: Collection[str] = (),
         origins: Collection[str] = (),
     ) -> None:
-        """Without `keys` everybody may ask, without `rates` as much as he likes."""
+        """Without `keys` everybody may ask; without `rates` there is no limit."""
         self.app, self.keys, self.rates = app, keys or Keys([]), rates
         self.hosts, self.origins = {*LOOPBACK, *(host.lower() for host in hosts)}, set(origins)
 
@@ -83,46 +84,46 @@ class Guard:
         scope["identity"] = f"req-{secrets.token_hex(8)}"
         extra = HEADERS | {"x-request-id": scope["identity"]}
         try:
-            if origin := self._check(scope, headers):
+            if origin := self._check_origin(scope, headers):
                 extra |= {"access-control-allow-origin": origin, "vary": "origin"}
                 extra["cross-origin-resource-policy"] = "cross-origin"
                 if scope["method"] == "OPTIONS":
-                    await _empty(204, extra | CORS, send)
+                    await _send_empty(204, extra | CORS, send)
                     return
             self._admit(scope, headers)
             if scope["method"] in WITH_BODY:
-                body, scope["parsed"] = await _body(headers, receive)
+                body, scope["parsed"] = await _read_json(headers, receive)
                 if "content-length" not in headers:
                     self._charge(scope["asker"], cost(len(body)) - 1)
-                receive = _replayed(body, receive)
+                receive = _replay(body, receive)
         except ApiFault as fault:
-            await fault.response()(scope, receive, _with(extra, send))
+            await fault.response()(scope, receive, _add_headers(extra, send))
             return
-        await self.app(scope, receive, self._fined(scope["asker"], _with(extra, send)))
+        await self.app(scope, receive, self._fine_refusals(scope["asker"], _add_headers(extra, send)))
 
-    def _fined(self, asker: str, send: Send) -> Send:
-        """Charge an answer that found no room."""
+    def _fine_refusals(self, asker: str, send: Send) -> Send:
+        """Charge more for a request that was refused with 429 behind the guard."""
 
-        async def sending(message: Message) -> None:
+        async def send_and_fine(message: Message) -> None:
             if self.rates is not None and message["type"] == "http.response.start" and message["status"] == 429:
-                self.rates.fine(asker, REFUSED)
+                self.rates.fine(asker, REFUSED_COST)
             await send(message)
 
-        return sending
+        return send_and_fine
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Find out who asks, and whether he may ask again. Raises ApiFault 401 and 429."""
+        """Identify the asker and charge for the request. Raises ApiFault 401 and 429."""
         client, length = scope.get("client"), headers.get("content-length", "")
         price = cost(min(int(length[:9]), MOST_BYTES)) if length.isdecimal() else 1
-        unknown: ApiFault | None = None
+        wrong_key: ApiFault | None = None
         try:
             scope["owner"] = self.keys.owner(Request(scope))
         except ApiFault as fault:
-            unknown, price = fault, 1
+            wrong_key, price = fault, 1
         scope["asker"] = scope.get("owner") or f"address {client[0] if client else ''}"
         self._charge(scope["asker"], price)
-        if unknown is not None and scope["method"] in WITH_BODY:
-            raise unknown
+        if wrong_key is not None and scope["method"] in WITH_BODY:
+            raise wrong_key
 
     def _charge(self, asker: str, price: float) -> None:
         """Raises ApiFault 429."""
@@ -131,10 +132,10 @@ class Guard:
                 429, "too much was asked for in a short time; try again", code="rate_limited", retry=math.ceil(seconds)
             )
 
-    def _check(self, scope: Scope, headers: Headers) -> str:
-        """The origin that may read the answer, or nothing. Raises ApiFault."""
+    def _check_origin(self, scope: Scope, headers: Headers) -> str:
+        """Check Host and Origin. Returns the foreign origin that may read the answer, or "". Raises ApiFault."""
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or _name(hosts[0]) not in self.hosts:
+        if len(hosts) != 1 or _host_name(hosts[0]) not in self.hosts:
             raise ApiFault(
                 421,
                 "this server does not answer to that Host; start it with --allow-host NAME",
@@ -150,35 +151,35 @@ class Guard:
         return origin
 
 
-def _name(host: str) -> str:
-    """A Host header without its port. What is no host at all gives what no list holds."""
+def _host_name(host: str) -> str:
+    """A Host header without its port. A malformed one gives a name that no list contains."""
     name, colon, port = host.rpartition(":")
     if colon and port.isdecimal() and not name.endswith(":"):
         host = name
     return host.lower()
 
 
-def _with(extra: dict[str, str], send: Send) -> Send:
-    """Add headers to an answer that has not set them itself."""
+def _add_headers(extra: dict[str, str], send: Send) -> Send:
+    """Add headers to an answer, except those it has already."""
 
-    async def sending(message: Message) -> None:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            have = {name for name, _ in message["headers"]}
-            more = [(name.encode(), value.encode()) for name, value in extra.items() if name.encode() not in have]
+            names = {name for name, _ in message["headers"]}
+            more = [(name.encode(), value.encode()) for name, value in extra.items() if name.encode() not in names]
             message = {**message, "headers": [*message["headers"], *more]}
         await send(message)
 
-    return sending
+    return send_with_headers
 
 
-async def _empty(status: int, headers: dict[str, str], send: Send) -> None:
+async def _send_empty(status: int, headers: dict[str, str], send: Send) -> None:
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _body(headers: Headers, receive: Receive) -> tuple[bytes, Any]:
-    """The whole body and what it says. Raises ApiFault."""
+async def _read_json(headers: Headers, receive: Receive) -> tuple[bytes, object]:
+    """The whole body, as bytes and parsed. Raises ApiFault."""
     if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise ApiFault(415, "expected Content-Type: application/json", code="unsupported_media_type")
     length = headers.get("content-length", "")
@@ -188,13 +189,13 @@ async def _body(headers: Headers, receive: Receive) -> tuple[bytes, Any]:
         )
     try:
         async with asyncio.timeout(MOST_SECONDS):
-            body = await _read(receive)
+            body = await _read_body(receive)
     except TimeoutError:
         raise ApiFault(408, f"the body did not come within {MOST_SECONDS:.0f} seconds", code="body_too_slow") from None
     try:
         text = body.decode()
-        parsed = json.loads(text, parse_constant=_refuse)
-        if HALVES.search(text):
+        parsed = json.loads(text, parse_constant=_refuse_constant)
+        if SURROGATES.search(text):
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
@@ -202,25 +203,7 @@ async def _body(headers: Headers, receive: Receive) -> tuple[bytes, Any]:
     return body, parsed
 
 
-class ParsedRoute(APIRoute):
-    """A route that takes the body as the guard has parsed it."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """As FastAPI's."""
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            return await handler(_Parsed(request.scope, request.receive))
-
-        return handle
-
-
-class _Parsed(Request):
-    async def json(self) -> Any:
-        return self.scope["parsed"]
-
-
-async def _read(receive: Receive) -> bytes:
+async def _read_body(receive: Receive) -> bytes:
     pieces, size = [], 0
     while True:
         message = await receive()
@@ -234,29 +217,46 @@ async def _read(receive: Receive) -> bytes:
             return b"".join(pieces)
 
 
-def _refuse(constant: str) -> Any:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Gives the body once, then what comes behind it: the client's going away."""
-    given = False
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Deliver the body once, then the messages behind it, such as the client's disconnect."""
+    replayed = False
 
-    async def again() -> Message:
-        nonlocal given
-        if given:
+    async def receive_again() -> Message:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        given = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return receive_again
+
+
+class ParsedRoute(APIRoute):
+    """A route that takes the body as the guard has parsed it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_ParsedRequest(request.scope, request.receive))
+
+        return handle
+
+
+class _ParsedRequest(Request):
+    async def json(self) -> object:
+        return self.scope["parsed"]
 
 
 class Keys:
-    """The keys that may ask; without any, everybody may."""
+    """The valid API keys; without any, everybody may ask."""
 
     def __init__(self, keys: Collection[str]) -> None:
-        """Raises ConfigError for a key that can be guessed."""
+        """Raises ConfigError for a key that is short enough to guess."""
         if short := sum(len(key) < SHORTEST_KEY for key in keys):
             raise ConfigError(
                 f"{short} of the API keys have fewer than {SHORTEST_KEY} characters; make some: openssl rand -hex 24"
@@ -265,7 +265,7 @@ class Keys:
 
     @classmethod
     def load(cls, file: Path | None) -> "Keys":
-        """Keys of a file, one a line, and of the environment. Raises ConfigError."""
+        """Keys from a file, one a line, and from the environment. Raises ConfigError."""
         keys = [key for key in os.environ.get(KEYS, "").split(",") if key.strip()]
         if file is not None:
             try:
@@ -279,22 +279,22 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    async def asker(self, request: Request) -> str:
-        """As `owner`; a dependency that is no coroutine costs a thread's turn, which a busy engine makes
-        milliseconds.
+    async def authenticate(self, request: Request) -> str:
+        """As `owner`, for use as a dependency. A coroutine, because FastAPI runs a plain function on a thread, and its
+        turn takes milliseconds while an engine is busy.
         """
         return request.scope["owner"] if "owner" in request.scope else self.owner(request)
 
     def owner(self, request: Request) -> str:
-        """Whose request it is: nobody's where no key is asked for. Raises ApiFault 401. All keys are compared, equal
-        or not.
+        """The digest of the request's key, or "" where no key is needed. Raises ApiFault 401. Every key is compared,
+        whether an earlier one matched or not.
         """
         if not self._digests:
             return ""
-        given = request.headers.getlist("authorization")
-        kind, _, key = (given[0] if len(given) == 1 else "").partition(" ")
+        values = request.headers.getlist("authorization")
+        kind, _, key = (values[0] if len(values) == 1 else "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        if kind.lower() != "bearer" or not any(found):
+        matches = [hmac.compare_digest(digest, valid) for valid in self._digests]
+        if kind.lower() != "bearer" or not any(matches):
             raise ApiFault(401, "expected a valid key: Authorization: Bearer KEY", code="invalid_api_key")
         return digest.hex()

@@ -1,20 +1,20 @@
-"""A thread that answers the requests of many users, some at a time: what every engine of the server is.
+"""What every engine of the server shares: a thread, a bounded queue, and the fair admission of requests to rows.
 
-    with Loop(...) as engine: engine.submit(Request) -> Ticket;  events come to the request's listener from the engine's
-                                                                 thread
+    with Loop(...) as engine: engine.submit(GenerationRequest) -> Ticket     events go to the request's listener, which
+                                                                             is called on the engine's thread
 
-A request that cannot be served fails alone, at whatever step it fails: its sampling, its grammar, its draft, its
-listener. A fault of what rows share (the forward pass, the queue) fails all that are open and marks the engine dead
-(`alive`), until its owner restarts it. An owner has at most MOST_OF_ONE rows; a free row goes to the owner with the
-fewest, then to the first that came. A full queue still takes requests of an owner that holds less than half of the
-places, so no owner can shut out another. What a row does in a step is an engine's own: `engine.py` decodes from the
-left, `canvas_engine.py` uncovers canvases.
+The events of a request are Said, Said, ..., Ended; of a scored prompt Read, Read, ..., Ended; of a masked-diffusion
+model also Denoised.
 
-What the engine is asked and what it answers: requests, their events, the constraints and counters around them.
+A request that cannot be served fails alone, at whatever step it fails: in its sampling, its grammar, its draft or its
+listener. A fault of what rows share (the forward pass, the queue) fails all open requests and marks the engine dead
+(`alive`), until its owner restarts it.
 
-Request -> Engine.submit -> Ticket;   its listener hears Said, Said, ..., Ended
+An owner has at most MOST_OF_ONE rows. A free row goes to the owner with the fewest, then to the request that came
+first. A full queue still takes requests of an owner that holds less than half of the places, so no owner can shut out
+another.
 
-Of a prompt that is scored it hears Read, Read, ..., Ended; of a masked-diffusion model also Denoised.
+Not here: what a row does in a step. `engine.py` decodes left to right, `canvas_engine.py` denoises canvases.
 """
 
 import logging
@@ -25,12 +25,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from torch import Tensor
 
 from pipeline.generation.sampling import Sampling
 from pipeline.run.errors import InputError
+
+LOG = logging.getLogger(__name__)
+MOST_OF_ONE = 8  # rows that one owner may have at a time
+IDLE_SECONDS = 0.5  # how often an idle loop checks whether it must stop
+COUNTED = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens")
 
 
 class QueueFull(InputError):
@@ -38,7 +43,7 @@ class QueueFull(InputError):
 
 
 class EngineStopped(RuntimeError):
-    """The engine's loop has ended, by a fault or because it was closed: nothing is taken in."""
+    """The engine's loop has ended, by a fault or because it was closed: it takes no requests."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,10 @@ class Said:
 
 @dataclass(frozen=True)
 class Read:
-    """The next tokens of a prompt that is scored, as many as a step read: each one's log-probability, and the most
-    likely others.
+    """The next tokens of a scored prompt, as many as a step read: each one's log-probability, and the most likely
+    alternatives.
 
-    Nothing is told of a prompt's first token: nothing stands before it.
+    The first token of a prompt has no score: nothing precedes it.
     """
 
     logprobs: tuple[float, ...]
@@ -79,7 +84,7 @@ class Denoised:
 
     step: int  # from 1
     steps: int
-    offset: int  # of its first place in the answer
+    offset: int  # of its first position in the answer
     tokens: tuple[int | None, ...]  # None: still masked
 
 
@@ -87,10 +92,10 @@ Event = Said | Read | Denoised | Ended
 
 
 class Constraint(Protocol):
-    """What an answer may consist of. One object serves one request; it is asked from the engine's thread alone.
+    """What an answer may consist of. One object serves one request, and is called on the engine's thread alone.
 
-    `remaining` is how many tokens may still be said, the one asked for counted. Both methods are called once a token,
-    in this order. What either raises ends the request with "error".
+    `remaining` is how many tokens may still be generated, the current one included. Both methods are called once a
+    token, in this order. An exception from either ends the request with "error".
     """
 
     def allowed(self, remaining: int) -> Tensor | None:
@@ -98,15 +103,13 @@ class Constraint(Protocol):
         ...
 
     def take(self, token: int, remaining: int) -> int:
-        """Hear the token that was chosen, and tell the one to say: the same or another. A stop token ends the
-        answer.
-        """
+        """Advance by the sampled token; the token to emit: the same or another. A stop token ends the answer."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What is to be said. `listener` is called from the engine's thread and must return at once."""
+    """A prompt and how to continue it. `listener` is called on the engine's thread and must return at once."""
 
     ids: Sequence[int]  # the prompt
     sampling: Sampling
@@ -114,13 +117,13 @@ class GenerationRequest:
     listener: Callable[[Event], None]
     stop: Collection[int] = ()  # tokens that end the answer; they are not part of it
     bias: dict[int, float] = field(default_factory=dict)  # token -> what is added to its logit
-    top: int = 0  # how many alternatives to tell with each token
+    top: int = 0  # how many alternatives to report with each token
     owner: str = ""  # rows are shared between requests of one owner only
     seconds: float = 600.0  # from `submit` on
     constraint: Constraint | None = None
-    frames: bool = False  # tell each step of a canvas
-    score: int | None = None  # say nothing, tell the prompt's log-probabilities with so many alternatives
-    identity: str = "a request"  # of the HTTP request, by which the log is searched
+    frames: bool = False  # report each step of a canvas
+    score: int | None = None  # generate nothing; report the prompt's log-probabilities with so many alternatives
+    identity: str = "a request"  # of the HTTP request, for the log
 
 
 class Ticket:
@@ -132,15 +135,15 @@ class Ticket:
         self.cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Give up, from any thread, also from within the listener: no token is told any more, its row is free before
-        the next step.
+        """Give up, from any thread, also from within the listener: no more tokens come, and the row is free before the
+        next step.
         """
         self.cancelled.set()
 
 
 @dataclass(frozen=True)
 class Stats:
-    """The engine at this moment, and what it has done since it was made; a restart keeps the counts."""
+    """The state of an engine, and its counts since it was made; a restart keeps them."""
 
     running: int  # requests
     waiting: int
@@ -149,56 +152,55 @@ class Stats:
     prompt_tokens: int
     cached_tokens: int  # of these, not read but taken from a row
     generated_tokens: int
-    drafted_tokens: int  # proposed by drafts
-    accepted_tokens: int  # of these, said
+    drafted_tokens: int
+    accepted_tokens: int  # of these, generated
 
 
-# -- loop --------------------------------------------------------------------------------------------------------------
+class Row(Protocol):
+    """What the loop needs of an engine's row."""
 
+    ticket: Ticket | None  # the request that runs on it
+    owner: str
 
-LOG = logging.getLogger(__name__)
-MOST_OF_ONE = 8  # rows that one owner may have at a time
-IDLE_SECONDS = 0.5  # how often an idle loop looks whether it is to end
-COUNTED = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens")
+    @property
+    def held(self) -> list[int]:
+        """The tokens in it, of prompt and answer."""
+        ...
 
 
 class Loop(ABC):
-    """See the module. `with` runs the thread; without it nothing happens but by `step`."""
+    """Base of the engines. `with` runs the thread; without it only `step` makes progress."""
 
-    slots: Sequence[Any]  # of the rows; each with a `ticket` or None, an `owner`, and the tokens `held`
+    slots: Sequence[Row]
 
     def __init__(self, *, rows: int, queue: int, context: int, vocabulary: int) -> None:
-        """Raises ValueError for numbers that cannot be."""
+        """`context` is the longest prompt and answer together. Raises ValueError for impossible numbers."""
         if rows < 1 or queue < 0:
             raise ValueError(f"expected rows >= 1 and queue >= 0, got {rows} and {queue}")
-        self.rows, self.queue = rows, queue
-        self.context = context  # the longest prompt and answer together
-        self.vocabulary = vocabulary
-        self.others: Sequence[
-            Loop
-        ] = ()  # of the same process: what need not be done at once gives way to their answers
+        self.rows, self.queue, self.context, self.vocabulary = rows, queue, context, vocabulary
+        self.others: Sequence[Loop] = ()  # of the same process: work that can wait gives way to their answers
         self._changed = threading.Condition()
         self._counts: Counter[str] = Counter()
 
     @abstractmethod
-    def _empty(self) -> None:
-        """Make the rows anew."""
+    def _reset_rows(self) -> None:
+        """Make empty rows."""
 
     @abstractmethod
-    def _begin(self, ticket: Ticket) -> None:
-        """Give a request a row. Whatever is raised fails this request alone."""
+    def _assign_row(self, ticket: Ticket) -> None:
+        """Give a request a free row. An exception fails this request alone."""
 
     @abstractmethod
     def _advance(self, busy: list[int]) -> None:
-        """A step of the busy rows."""
+        """Advance the busy rows by one step."""
 
     @abstractmethod
-    def _end(self, row: int, reason: str, message: str = "") -> None:
-        """Free a row and tell why."""
+    def _finish(self, row: int, reason: str, message: str = "") -> None:
+        """Free a row and send the last event of its request."""
 
-    def _make(self) -> None:
-        """Empty rows, an empty queue, a thread that has not begun."""
-        self._empty()
+    def _reset(self) -> None:
+        """Make empty rows, an empty queue, and a thread that is not started."""
+        self._reset_rows()
         self.waiting: deque[Ticket] = deque()
         self.alive, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -214,7 +216,7 @@ class Loop(ABC):
         self._thread.join()
 
     def restart(self) -> None:
-        """Run again after a fault of the loop, with an empty cache; the requests of before have had their "error".
+        """Run again after a fault of the loop, with an empty cache; earlier requests have ended with "error".
 
         From any thread but the engine's. Raises RuntimeError where the loop is not dead.
         """
@@ -222,12 +224,12 @@ class Loop(ABC):
             raise RuntimeError("the engine is alive: only a dead one is restarted")
         self._thread.join()
         with self._changed:
-            self._make()
+            self._reset()
             self._thread.start()
 
     @property
     def busy(self) -> int:
-        """Rows that speak."""
+        """How many rows have a request."""
         return sum(slot.ticket is not None for slot in self.slots)
 
     def stats(self) -> Stats:
@@ -241,7 +243,7 @@ class Loop(ABC):
         )
 
     def submit(self, request: GenerationRequest) -> Ticket:
-        """Take a request in.
+        """Queue a request.
 
         Raises InputError for one that can never be served, QueueFull for one that cannot be now, EngineStopped where
         none can.
@@ -262,7 +264,7 @@ class Loop(ABC):
         return ticket
 
     def full(self, owner: str) -> bool:
-        """Whether a request of this owner finds no place now: all are taken, and half of them by others at most."""
+        """Whether a request of this owner must be refused: all places are taken, at most half of them by others."""
         with self._changed:
             places, taken = self.queue + self.rows, len(self.waiting) + self.busy
             own = sum(ticket.request.owner == owner for ticket in self.waiting)
@@ -275,7 +277,7 @@ class Loop(ABC):
         try:
             while True:
                 with self._changed:
-                    while not (self._stopping or self._next() or self.busy):
+                    while not (self._stopping or self._next_ticket() or self.busy):
                         self._changed.wait(IDLE_SECONDS)
                     if self._stopping:
                         break
@@ -284,10 +286,10 @@ class Loop(ABC):
             LOG.exception("the engine's loop died")
             self.alive = False
         finally:
-            self._end_all("error" if not self.alive else "cancelled")
+            self._finish_all("error" if not self.alive else "cancelled")
 
     def step(self) -> None:
-        """Drop what is given up, let in what waits, and advance the busy rows."""
+        """Drop cancelled and late requests, admit waiting ones, and advance the busy rows."""
         self._drop()
         self._admit()
         if busy := [row for row, slot in enumerate(self.slots) if slot.ticket is not None]:
@@ -296,32 +298,33 @@ class Loop(ABC):
     def _drop(self) -> None:
         now = time.monotonic()
         for row, slot in enumerate(self.slots):
-            if slot.ticket is not None and (reason := _given_up(slot.ticket, now)):
-                self._end(row, reason)
+            if slot.ticket is not None and (reason := _drop_reason(slot.ticket, now)):
+                self._finish(row, reason)
         with self._changed:
-            gone = [(ticket, reason) for ticket in self.waiting if (reason := _given_up(ticket, now))]
-            for ticket, _ in gone:
+            dropped = [(ticket, reason) for ticket in self.waiting if (reason := _drop_reason(ticket, now))]
+            for ticket, _ in dropped:
                 self.waiting.remove(ticket)
-        for ticket, reason in gone:
-            tell(ticket, Ended(reason, len(ticket.request.ids), 0, 0))
+        for ticket, reason in dropped:
+            notify(ticket, Ended(reason, len(ticket.request.ids), 0, 0))
 
     def _admit(self) -> None:
         while True:
             with self._changed:
-                ticket = self._next() if self.busy < self.rows else None
+                ticket = self._next_ticket() if self.busy < self.rows else None
                 if ticket is None:
                     return
                 self.waiting.remove(ticket)
             try:
-                self._begin(ticket)
-            except Exception as error:  # its own fault, whatever it is: the others go on
+                self._assign_row(ticket)
+            except Exception as error:  # whatever it is, it is this request's: the others continue
                 LOG.exception("%s could not begin", ticket.request.identity)
-                tell(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
+                notify(ticket, Ended("error", len(ticket.request.ids), 0, 0, type(error).__name__))
 
-    def _next(self) -> Ticket | None:
-        """Of those that wait the one whose owner has the fewest rows, and fewer than MOST_OF_ONE; of equals the first.
+    def _next_ticket(self) -> Ticket | None:
+        """Of the waiting requests the one whose owner has the fewest rows, and fewer than MOST_OF_ONE; of equals the
+        first.
 
-        One prompt is scored at a time: its steps are the longest, and nobody's answer is to wait for many of them.
+        One prompt is scored at a time: its steps are the longest, and no answer should wait for many of them.
         """
         running = Counter(slot.owner for slot in self.slots if slot.ticket is not None)
         scoring = any(slot.ticket is not None and slot.ticket.request.score is not None for slot in self.slots)
@@ -333,8 +336,8 @@ class Loop(ABC):
         return min(ready, key=lambda ticket: running[ticket.request.owner], default=None)
 
     @contextmanager
-    def _alone(self, row: int) -> Iterator[None]:
-        """Whatever fails inside ends this row's request, and no other."""
+    def _isolate(self, row: int) -> Iterator[None]:
+        """An exception inside ends this row's request, and no other."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -343,38 +346,38 @@ class Loop(ABC):
             self._fail(row, error)
 
     def _fail(self, row: int, error: BaseException) -> None:
-        """End a row by the fault of its own request, whose cause is logged."""
+        """End a row for a fault of its own request, and log the cause."""
         ticket = self.slots[row].ticket
-        if ticket is None:  # it had ended, and is not told twice
+        if ticket is None:  # its last event was sent already
             LOG.error("a request failed behind its end", exc_info=error)
             return
         LOG.error("%s failed", ticket.request.identity, exc_info=error)
-        self._end(row, "error", type(error).__name__)
+        self._finish(row, "error", type(error).__name__)
 
     def _request(self, row: int) -> GenerationRequest:
         ticket = self.slots[row].ticket
         assert ticket is not None
         return ticket.request
 
-    def _end_all(self, reason: str) -> None:
+    def _finish_all(self, reason: str) -> None:
         with self._changed:
             self._stopping = True
             waiting = list(self.waiting)
             self.waiting.clear()
         for row, slot in enumerate(self.slots):
             if slot.ticket is not None:
-                self._end(row, reason)
+                self._finish(row, reason)
         for ticket in waiting:
-            tell(ticket, Ended(reason, len(ticket.request.ids), 0, 0))
+            notify(ticket, Ended(reason, len(ticket.request.ids), 0, 0))
 
 
-def _given_up(ticket: Ticket, now: float) -> str:
-    """Why a request is to be dropped, or nothing."""
+def _drop_reason(ticket: Ticket, now: float) -> str:
+    """Why a request must be dropped; empty if it need not be."""
     return "cancelled" if ticket.cancelled.is_set() else "timeout" if now > ticket.deadline else ""
 
 
-def tell(ticket: Ticket | None, event: Event) -> bool:
-    """Call the listener; a listener that fails loses its own request alone."""
+def notify(ticket: Ticket | None, event: Event) -> bool:
+    """Call the listener; False where it raised, which costs only its own request."""
     assert ticket is not None
     try:
         ticket.request.listener(event)

@@ -1,22 +1,21 @@
-"""Markdown to clean HTML: what a model, a person or an imported file wrote becomes something a page may show.
+"""Markdown to clean HTML: text of a model, a person or an imported file, made safe for the page.
 
-    render(markdown) -> HTML of the tags in TAGS, with pygments' classes on code and nothing else that could act
-    style_sheet()    -> the colours of those classes, light and dark: pipeline/serve/page/code.css
+    render(markdown) -> HTML of the tags in TAGS, with pygments' classes on code and no active content
+    style_sheet()    -> the colors of those classes, light and dark: pipeline/serve/page/code.css
 
-Three walls, each enough for most attacks. The parser (markdown-it: CommonMark, tables, strikethrough) knows neither raw
-HTML nor images, and makes links of http and https alone. Code is coloured by pygments with classes, never with styles.
-Last, nh3 (ammonia) keeps an allow-list of tags, attributes and classes, whatever came before: there is no id, no name,
-no style, no event, no form, and nothing that loads by itself.
+Three layers of defense, each enough for most attacks. The parser (markdown-it: CommonMark, tables, strikethrough)
+supports neither raw HTML nor images, and makes only http and https links. pygments colors code with classes, never with
+styles. Last, nh3 (ammonia) keeps only the tags, attributes and classes of an allow-list: no id, no name, no style, no
+event handler, no form, and nothing that loads by itself.
 
-Not promised: the same HTML from one version of these packages to the next; colours on a busy machine
-(`COLOUR_SECONDS`); that a link's target is harmless.
+Not promised: the same HTML from one version of these packages to the next; colors on a busy machine (`COLOUR_SECONDS`);
+that a link's target is harmless.
 """
 
 import time
 from collections.abc import Sequence
 from functools import cache
 from html import escape
-from typing import Any
 
 import nh3
 from markdown_it import MarkdownIt
@@ -30,10 +29,10 @@ from pygments.token import STANDARD_TYPES
 
 from pipeline.run.errors import InputError
 
-MOST_CHARACTERS = 50_000  # the parser's time grows with the square of brackets that nothing closes: 4 s here
+MOST_CHARACTERS = 50_000  # the parser's time grows with the square of the unclosed brackets: 4 s for so many
 MOST_COLOURED = 20_000  # characters of a fence; one match of a lexer on so many takes under a second
 COLOUR_SECONDS = 0.5  # for all fences together: lexers have inputs that take minutes (a C# method of spaces, 150 s)
-LIGHT, DARK = "xcode", "one-dark"  # each of their colours has a contrast of 4.5 to the page's ground of code
+LIGHT, DARK = "xcode", "one-dark"  # each of their colors has a contrast of 4.5 to the page's background of code
 TAGS = {
     "a",
     "blockquote",
@@ -62,8 +61,7 @@ TAGS = {
     "tr",
     "ul",
 }
-# What a fence may be called -> pygments' lexer. ini and console are left out: one match of theirs can take half a
-# minute.
+# the name of a fence -> pygments' lexer. ini and console are left out: one match of theirs can take half a minute
 LANGUAGES = {
     "bash": "bash",
     "c": "c",
@@ -101,9 +99,9 @@ LANGUAGES = {
 def render(markdown: str) -> str:
     """Clean HTML of a Markdown text. Raises InputError for more than MOST_CHARACTERS.
 
-    Links carry rel="noopener noreferrer nofollow"; a fence is `<pre><code class="language-...">`, coloured where its
-    language is one of LANGUAGES and time allows. Halves of characters (lone surrogates) become question marks. Never
-    more than a few seconds, whatever the text (a test holds the known worst).
+    Links carry rel="noopener noreferrer nofollow". A fence is `<pre><code class="language-...">`, colored where its
+    language is one of LANGUAGES and time allows. Lone surrogates become question marks. Takes at most a few seconds,
+    whatever the text (a test has the worst known cases).
     """
     if len(markdown) > MOST_CHARACTERS:
         raise InputError(f"expected at most {MOST_CHARACTERS} characters of Markdown, found {len(markdown)}")
@@ -136,24 +134,24 @@ def _cleaner() -> nh3.Cleaner:
 
 
 def _is_web(url: str) -> bool:
-    """Only an absolute address of the web becomes a link."""
+    """Whether an address becomes a link: only an absolute one of the web does."""
     return url.lower().startswith(("http://", "https://"))
 
 
-def _fence(_renderer: Any, tokens: Sequence[Token], place: int, _options: Any, env: dict[str, float]) -> str:
-    """One fence as HTML, coloured where it can be."""
-    token = tokens[place]
+def _fence(_renderer: object, tokens: Sequence[Token], index: int, _options: object, env: dict[str, float]) -> str:
+    """One fence as HTML, colored where it can be."""
+    token = tokens[index]
     words = token.info.split()
     language = LANGUAGES.get(words[0].lower()) if words else None
     if language is None or len(token.content) > MOST_COLOURED:
         return f"<pre><code>{escape(token.content)}</code></pre>\n"
-    body = _coloured(token.content, language, env["until"])
+    body = _color(token.content, language, env["until"])
     return f'<pre><code class="language-{language}">{body}</code></pre>\n'
 
 
-def _coloured(code: str, language: str, until: float) -> str:
-    """The code as spans with pygments' classes; the plain code when its time is over."""
-    pieces: list[tuple[Any, str]] = []
+def _color(code: str, language: str, until: float) -> str:
+    """The code as spans with pygments' classes; the plain code when the time `until` has passed."""
+    pieces = []
     for kind, text in _lexer(language).get_tokens(code):
         if time.monotonic() > until:
             return escape(code)
@@ -167,14 +165,14 @@ def _lexer(language: str) -> Lexer:
 
 
 def style_sheet() -> str:
-    """CSS of pygments' classes in LIGHT and DARK, by `light-dark()`: the page's color-scheme chooses."""
+    """CSS for pygments' classes in LIGHT and DARK; `light-dark()` follows the page's color-scheme."""
     rules: dict[str, list[str]] = {}
     for kind, name in STANDARD_TYPES.items():
         light, dark = (get_style_by_name(style).style_for_token(kind) for style in (LIGHT, DARK))
         rule = ""
         if name and (light["color"] or dark["color"]):
             rule += "color: light-dark({}, {});".format(
-                *(f"#{s['color']}" if s["color"] else "currentcolor" for s in (light, dark))
+                *(f"#{style['color']}" if style["color"] else "currentcolor" for style in (light, dark))
             )
         if name and light["bold"]:
             rule += " font-weight: 600;"

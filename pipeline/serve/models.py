@@ -1,16 +1,13 @@
-"""The models that are served: loaded from their directories, each with an engine of its own.
+"""The served models, each loaded from its directory with an engine of its own, and their metrics.
 
     models/rlhf      -> kind causal: chat and completions
     models/diffusion -> kind diffusion: chat
     models/reward    -> kind reward: /score
 
-A model's name is its folder's. Not here: which files a directory may hold
-(`export/huggingface.py`, `check`).
+A model's name is its folder's. Not here: which files a directory may hold (`export/huggingface.py`, `check`).
 
-What Prometheus reads at /metrics: vLLM's names under `stagecoach:`, so that dashboards made for it need another prefix
-alone.
-
-Counters of requests are kept here; what the engines count (rows, queue, tokens, drafts) is read from them when asked.
+Metrics for Prometheus have vLLM's names under `stagecoach:`, so that dashboards made for vLLM need only another prefix.
+Requests are counted here; what the engines count (rows, queue, tokens, drafts) is read from them on each scrape.
 """
 
 import ctypes
@@ -20,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -35,6 +31,7 @@ from pipeline.model.config import read_config
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ConfigError, ModelError
+from pipeline.run.types import JsonObject
 from pipeline.serve.canvas_engine import CanvasEngine
 from pipeline.serve.engine import Engine
 from pipeline.serve.loop import Loop
@@ -44,13 +41,14 @@ from pipeline.serve.protocol import ApiFault
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
-JUDGE = "ForSequenceClassification"
-KEPT_BYTES = 8 * 2**20  # of a model's compiled grammars: each may grow by its lexer's states, 20 MiB at the most
+REWARD_ARCHITECTURE = "ForSequenceClassification"
+GRAMMAR_CACHE_BYTES = 8 * 2**20  # of a model: each grammar may grow by its lexer's states, 20 MiB at the most
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # buckets of the histograms
 
 
 @dataclass
 class Served:
-    """A model that answers."""
+    """A loaded model."""
 
     id: str
     kind: str  # causal, diffusion, reward
@@ -58,33 +56,31 @@ class Served:
     tokenizer: Tokenizer
     parameters: int
     context: int
-    rows: int  # of the embedding: ids that the model knows
+    vocab_size: int  # rows of the embedding
     fingerprint: str  # of the weights
     weights: str  # native, int8, onnx fp32, onnx int4
-    engine: Loop | None = None  # of a model that writes
-    judge: RewardModel | None = None  # of a reward model
+    engine: Loop | None = None  # of a causal or diffusion model
+    reward_model: RewardModel | None = None
     _grammars: Grammars | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def grammars(self) -> Grammars:
-        """Compiled grammars over its vocabulary; made when first asked for."""
+        """Compiled grammars over its vocabulary; made on first use."""
         with self.lock:
             if self._grammars is None:
-                self._grammars = Grammars(self.tokenizer, self.rows, KEPT_BYTES)
+                self._grammars = Grammars(self.tokenizer, self.vocab_size, GRAMMAR_CACHE_BYTES)
             return self._grammars
 
     @cached_property
-    def longest(self) -> int:
+    def longest_token(self) -> int:
         """Bytes of the longest token."""
         return max(map(len, self.tokenizer.token_bytes))
 
-    def refuse_endless(self, text: str, param: str) -> None:
-        """Raises ApiFault 400 for a text that is longer than the context in the longest tokens, before it is
-        encoded.
-        """
-        if len(text) > self.context * self.longest:
-            least = len(text) // self.longest
+    def refuse_overlong(self, text: str, param: str) -> None:
+        """Raise ApiFault 400, before encoding, for a text that would exceed the context even in the longest tokens."""
+        if len(text) > self.context * self.longest_token:
+            least = len(text) // self.longest_token
             raise ApiFault(
                 400,
                 f"This model's maximum context length is {self.context} tokens, the prompt has at least {least};"
@@ -93,8 +89,8 @@ class Served:
                 code="context_length_exceeded",
             )
 
-    def card(self, feedback: bool) -> dict[str, Any]:
-        """The object of /v1/models."""
+    def card(self, feedback: bool) -> JsonObject:
+        """The model's object in /v1/models."""
         meta = {
             "kind": self.kind,
             "context": self.context,
@@ -106,11 +102,11 @@ class Served:
         return {"id": self.id, "object": "model", "created": 0, "owned_by": "stagecoach", "meta": meta}
 
     @torch.no_grad()
-    def score(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> float:
-        """The reward of a conversation's last answer. Raises ApiFault for what does not fit."""
-        assert self.judge is not None
+    def score(self, messages: list[JsonObject], tools: list[JsonObject]) -> float:
+        """The reward of a conversation's last answer. Raises ApiFault where it does not fit the context."""
+        assert self.reward_model is not None
         ids = chat.render(self.tokenizer, messages, tools).ids
-        ids = ids[: len(ids) - ids[::-1].index(self.tokenizer.turn_end)]  # the end of the last turn counts
+        ids = ids[: len(ids) - ids[::-1].index(self.tokenizer.turn_end)]  # the reward is read at the end of the turn
         if len(ids) > self.context:
             raise ApiFault(
                 400,
@@ -119,26 +115,40 @@ class Served:
                 code="context_length_exceeded",
             )
         with self.lock:
-            return float(self.judge(torch.tensor([ids]))[0, -1])
+            return float(self.reward_model(torch.tensor([ids]))[0, -1])
 
 
 def load(
     folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None, onnx: bool = False
 ) -> list[Served]:
-    """Load model directories; engines are made, not started. `weights`: None for what pays; `onnx`: the export is run.
+    """Load model directories; their engines are made, not started. `weights`: None chooses by size; `onnx`: run the
+    ONNX export.
 
-    Raises ConfigError for two of one name or no export, ModelError, InputError for more rows than the memory holds.
+    Raises ConfigError for two models of one name or a missing export, ModelError, InputError for more rows than the
+    memory holds.
     """
     names = [folder.resolve().name for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two models are called {twice!r}; a model's name is its folder's")
-    loaded = [_load(folder, name, rows, queue, weights, onnx) for folder, name in zip(folders, names, strict=True)]
-    _give_back()
-    return loaded
+    served = []
+    for folder, name in zip(folders, names, strict=True):
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder}: expected a model directory with config.json; build one with dvc repro")
+        huggingface.check(folder)
+        lineage = checkpoint.lineage(folder)
+        stage = str(lineage.get("model", name)) if lineage else "elsewhere"
+        if REWARD_ARCHITECTURE in (folder / "config.json").read_text(encoding="utf-8"):
+            served.append(_load_reward(folder, name, stage))
+        elif read_config(folder).attention != "causal":
+            served.append(_load_diffusion(folder, name, stage, rows, queue))
+        else:
+            served.append(_load_causal(folder, name, stage, rows, queue, weights, onnx))
+    _trim_heap()
+    return served
 
 
 def never_said(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Control tokens that no assistant says."""
+    """Control tokens that an assistant must not generate."""
     return (
         tokenizer.pad,
         tokenizer.turn_start,
@@ -152,73 +162,66 @@ def never_said(tokenizer: Tokenizer) -> tuple[int, ...]:
     )
 
 
-def _give_back() -> None:
-    """What loading and fusing freed, to the system: glibc would keep it, 230 of 680 MiB for an int8 model of 82 M
-    parameters.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+def _load_reward(folder: Path, name: str, stage: str) -> Served:
+    model, tokenizer = checkpoint.load_reward(folder)
+    model.train(False).requires_grad_(False)
+    return Served(
+        id=name,
+        kind="reward",
+        stage=stage,
+        tokenizer=tokenizer,
+        parameters=model.num_parameters(),
+        context=model.config.max_context,
+        vocab_size=model.config.vocab_size,
+        fingerprint=_fingerprint(model),
+        weights="native",
+        reward_model=model,
+    )
 
 
-def _load(folder: Path, name: str, rows: int, queue: int, weights: Weights | None, onnx: bool) -> Served:
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder}: expected a model directory with config.json; build one with dvc repro")
-    huggingface.check(folder)
-    lineage = checkpoint.lineage(folder)
-    stage = str(lineage.get("model", name)) if lineage else "elsewhere"
-    if JUDGE in (folder / "config.json").read_text(encoding="utf-8"):
-        judge, tokenizer = checkpoint.load_reward(folder)
-        judge.train(False).requires_grad_(False)
-        return Served(
-            name,
-            "reward",
-            stage,
-            tokenizer,
-            judge.num_parameters(),
-            judge.config.max_context,
-            judge.config.vocab_size,
-            _fingerprint(judge),
-            "native",
-            judge=judge,
-        )
-    if read_config(folder).attention != "causal":
-        masked, tokenizer = files.load(folder)
-        masked.train(False).requires_grad_(False)
-        silent = {*masked.traits.banned, *never_said(tokenizer)}
-        masked.traits = replace(masked.traits, banned=tuple(sorted(silent)))
-        return Served(
-            name,
-            "diffusion",
-            stage,
-            tokenizer,
-            masked.trunk.num_parameters(),
-            masked.config.max_context,
-            masked.config.vocab_size,
-            _fingerprint(masked.trunk),
-            "native",
-            engine=CanvasEngine(masked, rows=rows, queue=queue),
-        )
+def _load_diffusion(folder: Path, name: str, stage: str, rows: int, queue: int) -> Served:
+    model, tokenizer = files.load(folder)
+    model.train(False).requires_grad_(False)
+    banned = {*model.traits.banned, *never_said(tokenizer)}
+    model.traits = replace(model.traits, banned=tuple(sorted(banned)))
+    return Served(
+        id=name,
+        kind="diffusion",
+        stage=stage,
+        tokenizer=tokenizer,
+        parameters=model.trunk.num_parameters(),
+        context=model.config.max_context,
+        vocab_size=model.config.vocab_size,
+        fingerprint=_fingerprint(model.trunk),
+        weights="native",
+        engine=CanvasEngine(model, rows=rows, queue=queue),
+    )
+
+
+def _load_causal(
+    folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None, onnx: bool
+) -> Served:
     model, tokenizer = checkpoint.load(folder)
     model.train(False).requires_grad_(False)
     if onnx:
         export = Export(folder / "onnx", model.config)
-        held, fingerprint = f"onnx {export.kind}", f"fp_{export.fingerprint[:12]}"
-        shape = model.to("meta", torch.float32)  # keys and values are float32 there; our own weights are let go
+        form, fingerprint = f"onnx {export.kind}", f"fp_{export.fingerprint[:12]}"
+        shape = model.to("meta", torch.float32)  # keys and values are float32 there; frees our own weights
         engine = Engine(shape, rows=rows, queue=queue, decoder=export.decoder)
     else:
-        form: Weights = weights or ("int8" if inference.pays(model) else "native")
-        held, fingerprint = form, _fingerprint(model)
-        engine = Engine(inference.for_serving(model, form), rows=rows, queue=queue)
+        weights = weights or ("int8" if inference.pays(model) else "native")
+        form, fingerprint = weights, _fingerprint(model)
+        engine = Engine(inference.for_serving(model, weights), rows=rows, queue=queue)
     return Served(
-        name,
-        "causal",
-        stage,
-        tokenizer,
-        model.num_parameters(),
-        model.config.max_context,
-        model.config.vocab_size,
-        fingerprint,
-        held,
+        id=name,
+        kind="causal",
+        stage=stage,
+        tokenizer=tokenizer,
+        parameters=model.num_parameters(),
+        context=model.config.max_context,
+        vocab_size=model.config.vocab_size,
+        fingerprint=fingerprint,
+        weights=form,
         engine=engine,
     )
 
@@ -227,11 +230,19 @@ def _fingerprint(model: Transformer | RewardModel) -> str:
     return f"fp_{checkpoint.weights_digest(model)[:12]}"
 
 
-class Catalogue:
+def _trim_heap() -> None:
+    """Return the memory that loading and fusing freed to the system: glibc would keep it, 230 of 680 MiB for an int8
+    model of 82 M parameters.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class Catalog:
     """The served models by name."""
 
     def __init__(self, served: Sequence[Served]) -> None:
-        self.served = {one.id: one for one in served}
+        self.served = {model.id: model for model in served}
 
     def find(self, name: str, *kinds: str) -> Served:
         """The model of that name. Raises ApiFault: 404 for an unknown one, 400 for one of another kind."""
@@ -242,44 +253,41 @@ class Catalogue:
                 param="model",
                 code="model_not_found",
             )
-        found = self.served[name]
-        if kinds and found.kind not in kinds:
-            have = [one.id for one in self.served.values() if one.kind in kinds]
+        model = self.served[name]
+        if kinds and model.kind not in kinds:
+            fitting = [other.id for other in self.served.values() if other.kind in kinds]
             raise ApiFault(
                 400,
-                f"{name!r} is a {found.kind} model, expected a {' or '.join(kinds)} one:"
-                f" {', '.join(have) or 'none is served'}",
+                f"{name!r} is a {model.kind} model, expected a {' or '.join(kinds)} one:"
+                f" {', '.join(fitting) or 'none is served'}",
                 param="model",
                 code="wrong_kind",
             )
-        return found
+        return model
 
-    def engine(self, name: str) -> tuple[Served, Engine]:
+    def causal(self, name: str) -> tuple[Served, Engine]:
         """A causal model and its engine. Raises as `find`."""
-        found = self.find(name, "causal")
-        assert isinstance(found.engine, Engine)
-        return found, found.engine
+        model = self.find(name, "causal")
+        assert isinstance(model.engine, Engine)
+        return model, model.engine
 
-    def writer(self, name: str) -> tuple[Served, Loop]:
+    def generative(self, name: str) -> tuple[Served, Loop]:
         """A causal or masked-diffusion model and its engine. Raises as `find`."""
-        found = self.find(name, "causal", "diffusion")
-        assert found.engine is not None
-        return found, found.engine
+        model = self.find(name, "causal", "diffusion")
+        assert model.engine is not None
+        return model, model.engine
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-
-
 class Metrics:
-    """The numbers of one server."""
+    """The Prometheus metrics of one server."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self.registry = CollectorRegistry()
         label = ["model_name"]
-        self.ended = Counter(
+        self.answers = Counter(
             "stagecoach:request_success",
             "answers that ended, by reason",
             [*label, "finished_reason"],
@@ -288,27 +296,27 @@ class Metrics:
         self.faults = Counter(
             "stagecoach:request_faults", "requests that failed, by status", ["status"], registry=self.registry
         )
-        self.broken = Counter(
+        self.invalid_structures = Counter(
             "stagecoach:invalid_structures",
             "calls or objects that did not fit their schema",
             label,
             registry=self.registry,
         )
-        self.first = Histogram(
+        self.first_token_seconds = Histogram(
             "stagecoach:time_to_first_token_seconds",
             "from the request to its first token",
             label,
             buckets=SECONDS,
             registry=self.registry,
         )
-        self.between = Histogram(
+        self.inter_token_seconds = Histogram(
             "stagecoach:inter_token_latency_seconds",
             "mean of a request, behind its first token",
             label,
             buckets=SECONDS,
             registry=self.registry,
         )
-        self.whole = Histogram(
+        self.request_seconds = Histogram(
             "stagecoach:e2e_request_latency_seconds",
             "from the request to its end",
             label,
@@ -318,21 +326,21 @@ class Metrics:
         self.restarts = Counter(
             "stagecoach:engine_restarts", "engines that died and were started again", label, registry=self.registry
         )
-        self.registry.register(_Engines(catalogue))
+        self.registry.register(_EngineCollector(catalog))
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-class _Engines(Collector):
-    """What the engines count themselves."""
+class _EngineCollector(Collector):
+    """The engines' own counts."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
-        self.catalogue = catalogue
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges of now and counters since the start, a label for each model."""
+        """Current gauges, and counters since the start, labeled by model."""
         gauges = {
             "num_requests_running": "rows that speak",
             "num_requests_waiting": "requests in the queue",
@@ -353,7 +361,7 @@ class _Engines(Collector):
             name: CounterMetricFamily(f"stagecoach:{name}", text, labels=["model_name"])
             for name, text in counters.items()
         }
-        for served in self.catalogue.served.values():
+        for served in self.catalog.served.values():
             if served.engine is None:
                 continue
             stats = served.engine.stats()

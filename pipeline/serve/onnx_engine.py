@@ -1,16 +1,16 @@
-"""The engine on onnxruntime-genai: its rows are generators of an ONNX export; queue, sampling, constraints and drafts
-stay ours.
+"""A decoder on onnxruntime-genai for the engine: each row is a generator of an ONNX export. Queue, sampling,
+constraints and drafts stay ours.
 
     models/deploy/onnx -> Export -> Engine(model, decoder=export.decoder)
 
-A row is a generator of its own, rewound to where the next text begins to differ, so a prompt goes on from what its row
-holds; a busy row cannot be copied. Rows are fed one after another: many of them are no faster together than in turns.
-Only logits are taken from the runtime, so equal seeds say equal texts by equal rules, whatever engine runs.
+A generator is rewound to the end of the prefix it shares with the next prompt, so a request reuses its row's prefix. A
+busy row cannot be copied. Rows are fed one after another: many of them are no faster together than in turns. Only the
+logits come from the runtime, so sampling follows the same rules on every engine.
 
-int4 rounds activations to 8 bits, and its kernel for one token alone sums in another order than that for many: a
-difference in the seventh digit then grows to some 0.05 of log-probability. So with int4 a token is read together with
-the one before it, which costs next to nothing, and a text is the same however its beginning was read, with drafts and
-without.
+int4 rounds activations to 8 bits, and its kernel for a single token sums in another order than the one for many: a
+difference in the seventh digit then grows to some 0.05 of log-probability. With int4 a token is therefore fed together
+with the one before it, which costs next to nothing. An answer is then the same however its prefix was fed, with drafts
+and without.
 
 Needs the package onnxruntime-genai (extra `onnx`). Telemetry is off. Not here: making the export (`export/onnx.py`).
 """
@@ -21,7 +21,8 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,16 +35,32 @@ from pipeline.serve.engine import Lengths
 
 PACKAGE = "onnxruntime_genai"
 QUANTIZED = b"MatMulNBits"  # the operator of int4 products: a graph without it is fp32
-FEWEST = {"fp32": 1, "int4": 2}  # tokens that are read together, see above
+MIN_TOKENS = {"fp32": 1, "int4": 2}  # that are fed together, see above
 FILES = ("genai_config.json", "model.onnx", "model.onnx.data")
 HARMLESS = {"log_id", "provider_options"}  # of the session's options; others name libraries to load, or files to write
 
 
+class Generator(Protocol):
+    """What we use of onnxruntime_genai.Generator."""
+
+    def token_count(self) -> int: ...
+
+    def get_sequence(self, index: int, /) -> np.ndarray: ...
+
+    def rewind_to(self, length: int, /) -> None: ...
+
+    def append_tokens(self, tokens: np.ndarray, /) -> None: ...
+
+    def get_logits(self) -> np.ndarray: ...
+
+    def get_output(self, name: str, /) -> np.ndarray: ...
+
+
 class Export:
-    """An export that onnxruntime-genai has loaded. `kind` is fp32 or int4, `fingerprint` a hash of its files."""
+    """An export loaded by onnxruntime-genai. `kind` is fp32 or int4, `fingerprint` a hash of its files."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        """`config` is that of the model which was exported.
+        """`config` is the exported model's.
 
         Raises ConfigError without the package or the export, ModelError for one of another model, or one that would
         load code.
@@ -59,18 +76,18 @@ class Export:
         self.context, self.vocabulary = config.max_context, config.vocab_size
         self.kind = "int4" if QUANTIZED in (folder / "model.onnx").read_bytes() else "fp32"
         self.fingerprint = hashlib.sha256("".join(sha256(folder / name) for name in FILES).encode()).hexdigest()
-        self.library: Any = importlib.import_module(PACKAGE)
+        self.library: ModuleType = importlib.import_module(PACKAGE)
         self.library.disable_telemetry_events()
-        loaded = self.library.Config(str(folder))
+        genai_config = self.library.Config(str(folder))
         session = {"intra_op_num_threads": torch.get_num_threads()}
-        loaded.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
-        self.model = self.library.Model(loaded)
+        genai_config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
+        self.model = self.library.Model(genai_config)
 
     def decoder(self, rows: int) -> "OnnxDecoder":
-        """As many empty rows."""
+        """A decoder with so many empty rows."""
         return OnnxDecoder(self, rows)
 
-    def generator(self) -> Any:
+    def generator(self) -> Generator:
         """An empty row: a generator with room for the whole context. Its own search and sampling are not used."""
         options = self.library.GeneratorParams(self.model)
         options.set_search_options(do_sample=False, max_length=self.context)
@@ -78,25 +95,26 @@ class Export:
 
 
 class OnnxDecoder:
-    """Rows of an export, as `rows.Rows` asks for. What a generator holds behind `cache.own` is rewound when the row
-    is next fed.
+    """A `BatchDecoder` over the generators of an export. What a generator holds behind `cache.own` is rewound when its
+    row is next fed.
     """
 
     def __init__(self, export: Export, rows: int) -> None:
         self.export, self.cache = export, Lengths([0] * rows)
-        self.generators: list[Any] = [None] * rows  # made when first fed: each takes the memory of a whole context
+        # each is made when first fed: it takes the memory of a whole context
+        self.generators: list[Generator | None] = [None] * rows
 
     def advance(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tensor:
         """As `RowDecoder.advance`: logits (sum of wanted, V), in float32."""
         own = self.cache.own
-        totals = [own[row] + len(piece) for row, piece in zip(rows, tokens, strict=True)]
+        totals = [own[row] + len(row_tokens) for row, row_tokens in zip(rows, tokens, strict=True)]
         if max(totals) > self.export.context:
             raise ValueError(
                 f"a row of {max(totals)} tokens is longer than the model's context of {self.export.context}"
             )
         logits = []
-        for row, piece, total, want in zip(rows, tokens, totals, wanted, strict=True):
-            logits.append(self._feed(row, list(piece), want))
+        for row, row_tokens, total, want in zip(rows, tokens, totals, wanted, strict=True):
+            logits.append(self._feed(row, list(row_tokens), want))
             own[row] = total
         return torch.cat(logits)
 
@@ -105,26 +123,26 @@ class OnnxDecoder:
         assert length <= self.cache.own[row], "a row cannot be rewound to what it does not hold"
         self.cache.own[row] = length
 
-    def _feed(self, row: int, piece: list[int], want: int) -> Tensor:
-        """Append a piece to a row: logits (want, V) after its last tokens."""
-        if self.generators[row] is None:
-            self.generators[row] = self.export.generator()
+    def _feed(self, row: int, tokens: list[int], want: int) -> Tensor:
+        """Append tokens to a row: logits (want, V) after the last of them."""
         generator, past = self.generators[row], self.cache.own[row]
-        if past and len(piece) < FEWEST[self.export.kind]:
+        if generator is None:
+            generator = self.generators[row] = self.export.generator()
+        if past and len(tokens) < MIN_TOKENS[self.export.kind]:
             past -= 1
-            piece = [int(generator.get_sequence(0)[past]), *piece]
+            tokens = [int(generator.get_sequence(0)[past]), *tokens]
         if generator.token_count() != past:
             generator.rewind_to(past)
-        generator.append_tokens(np.array(piece, dtype=np.int32))
+        generator.append_tokens(np.array(tokens, dtype=np.int32))
         if want == 0:
             return torch.empty(0, self.export.vocabulary)
-        logits = generator.get_logits() if want == 1 else generator.get_output("logits")  # (1, 1 or len(piece), V)
+        logits = generator.get_logits() if want == 1 else generator.get_output("logits")  # (1, 1 or len(tokens), V)
         return torch.from_numpy(logits)[0, -want:]
 
 
 def check(folder: Path, config: ModelConfig) -> None:
-    """Raise ModelError where genai_config.json is of another model, or names more than the graph beside it and the
-    CPU.
+    """Raise ModelError where genai_config.json belongs to another model, or names more than the graph beside it and
+    the CPU.
     """
     path = folder / FILES[0]
     try:
@@ -143,13 +161,10 @@ def check(folder: Path, config: ModelConfig) -> None:
             f"{path}: expected vocabulary, context and layers {expected} as {folder.parent / 'config.json'} says, found"
             f" {sizes}; export the model again"
         )
-    odd = [
-        *parts,
-        *sorted(options.keys() - HARMLESS),
-        *(["provider_options"] if options.get("provider_options") else []),
-    ]
-    odd += [] if file == FILES[1] else ["filename"]
-    if odd:
+    suspects = [*parts, *sorted(options.keys() - HARMLESS)]
+    suspects += ["provider_options"] if options.get("provider_options") else []
+    suspects += [] if file == FILES[1] else ["filename"]
+    if suspects:
         raise ModelError(
-            f"{path}: {odd[0]} may name code to load; expected what stage_deploy writes; export the model again"
+            f"{path}: {suspects[0]} may name code to load; expected what stage_deploy writes; export the model again"
         )

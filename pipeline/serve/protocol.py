@@ -1,35 +1,37 @@
-"""What a client may send: the bodies of the API's routes, checked field by field.
+"""The HTTP API's bodies, validated field by field, and its errors.
 
 Names and meanings are OpenAI's (platform.openai.com, API reference), with a few extensions that other servers have too.
-Every number has a range and every list a length, so that no body can ask for more work than a person would; a list is
-read up to its first mistake (`fail_fast`), or a body of 300,000 of them would be answered by as many errors. A field
-that OpenAI knows and this server cannot serve is refused by name where it asks for something (`REFUSED`); unknown
-fields are ignored, as clients send new ones every month.
+Every number has a range and every list a length, so that no body can ask for more work than a person would. A list is
+validated up to its first mistake (`fail_fast`); otherwise a body with 300,000 mistakes would get as many errors. An
+OpenAI field that this server does not support is refused by name where it asks for something (`REFUSED`). Unknown
+fields are ignored, because clients send new ones every month.
 
-Not here: sizes of bodies and their JSON (`guard.py`), what needs a model to be known: the length of a prompt, the words
-of a schema (`generation/constrain.py`).
-
-What goes wrong, as a client hears it: OpenAI's error object with the status that its SDKs expect.
+An error is OpenAI's error object, with the status that its SDKs expect:
 
     {"error": {"message": str, "type": str, "param": str | null, "code": str | null}}
 
-A message says what was expected, found, and what to do; it never holds what our own code raised: a 500 carries a
-request id alone, by which the log is searched.
+A message states what was expected, what was found, and what to do. It never contains what our own code raised: a 500
+carries only a request id, for a search in the log.
+
+The docstrings and names of the body classes are part of /openapi.json. Not here: sizes of bodies and their JSON
+(`guard.py`), and what needs a model: the length of a prompt, the keywords of a schema (`generation/constrain.py`).
 """
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.responses import Response
 
+from pipeline.run.types import JsonObject
+
 MOST_MESSAGES, MOST_TOOLS, MOST_BIASES = 512, 64, 300
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-TEXT = 1_000_000  # characters; the body itself is bounded before
+MOST_CHARACTERS = 1_000_000  # the guard bounds the body before
 
-# of chat and completions alike: what may stand there because it asks for nothing
-REFUSED: dict[str, tuple[Any, ...]] = {
+# unsupported fields of chat and completions, with the values that are accepted because they ask for nothing
+REFUSED: dict[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "functions": (None, []),
@@ -47,8 +49,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (None,),
 }
 
-
-Text = Annotated[str, Field(max_length=TEXT)]
+Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(fail_fast=True, max_length=200_000)]
 Name = Annotated[str, Field(max_length=256)]
@@ -92,7 +93,7 @@ class Message(Body):
     tool_call_id: Name | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> "Message":
+    def _check_fields(self) -> "Message":
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError(f"content: expected text in a {self.role} message; only an assistant's calls go without")
         if self.tool_calls and self.role != "assistant":
@@ -101,15 +102,15 @@ class Message(Body):
             raise ValueError("tool_call_id: expected the id of the call that this is the result of")
         return self
 
-    def plain(self) -> dict[str, Any]:
-        """As `text/chat.py` takes it: the parts of a content joined."""
+    def plain(self) -> JsonObject:
+        """The message as `text/chat.py` takes it, with the parts of its content joined."""
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-        found: dict[str, Any] = {"role": self.role, "content": content or ""}
+        message: JsonObject = {"role": self.role, "content": content or ""}
         if self.tool_calls:
-            found["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.role == "tool":
-            found |= {"tool_call_id": self.tool_call_id, "name": self.name or "tool"}
-        return found
+            message |= {"tool_call_id": self.tool_call_id, "name": self.name or "tool"}
+        return message
 
 
 class Function(Body):
@@ -117,12 +118,12 @@ class Function(Body):
 
     name: str
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     @field_validator("name")
     @classmethod
-    def _name(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if not NAME.fullmatch(name):
             raise ValueError("expected 1 to 64 letters, digits, underscores, dots and dashes")
         return name
@@ -134,8 +135,8 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
-    def plain(self) -> dict[str, Any]:
-        """As `text/chat.py` takes it."""
+    def plain(self) -> JsonObject:
+        """The tool as `text/chat.py` takes it."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
@@ -161,7 +162,7 @@ class Schema(Body):
 
     name: str | None = None
     description: str | None = None
-    rules: dict[str, Any] = Field(alias="schema")
+    rules: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -172,7 +173,7 @@ class ResponseFormat(Body):
     json_schema: Schema | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> "ResponseFormat":
+    def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema: expected with the type json_schema, and with no other")
         return self
@@ -204,7 +205,7 @@ class Generation(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _refused(cls, data: Any) -> Any:
+    def _refuse_unsupported(cls, data: object) -> object:
         if isinstance(data, dict):
             for name, harmless in REFUSED.items():
                 if name in data and data[name] not in harmless:
@@ -213,21 +214,21 @@ class Generation(Body):
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _few_biases(cls, value: Any) -> Any:
+    def _check_bias_count(cls, value: object) -> object:
         if isinstance(value, dict) and len(value) > MOST_BIASES:
             raise ValueError(f"expected at most {MOST_BIASES} tokens, found {len(value)}")
         return value
 
     @field_validator("logit_bias")
     @classmethod
-    def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+    def _check_bias_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         if wrong := [key for key in value or {} if not re.fullmatch(r"[0-9]{1,9}", key)]:
             raise ValueError(f"expected token ids as keys, found {wrong[0][:20]!r}")
         return value
 
     @field_validator("stop")
     @classmethod
-    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+    def _check_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
         stops = [value] if isinstance(value, str) else value or []
         if any(not 0 < len(stop) <= 256 for stop in stops):
             raise ValueError("expected texts of 1 to 256 characters")
@@ -245,12 +246,12 @@ class Generation(Body):
 
     @property
     def with_frames(self) -> bool:
-        """Whether each step of a canvas is told: in a stream alone."""
+        """Whether to send each step of a canvas; only in a stream."""
         return bool(self.stream and self.stream_options and self.stream_options.include_denoising)
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with the counts."""
+        """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -271,7 +272,7 @@ class ChatBody(Generation):
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
-    def _together(self) -> "ChatBody":
+    def _check_combinations(self) -> "ChatBody":
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) != len(names):
             raise ValueError("tools: two of them have one name")
@@ -294,7 +295,7 @@ class ChatBody(Generation):
 
     @property
     def budget(self) -> int | None:
-        """The most tokens of an answer; `max_completion_tokens` counts before the older `max_tokens`."""
+        """The most tokens of an answer; `max_completion_tokens` overrides the older `max_tokens`."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
@@ -313,7 +314,7 @@ class CompletionBody(Generation):
     echo: bool | None = None
 
     @model_validator(mode="after")
-    def _together(self) -> "CompletionBody":
+    def _check_combinations(self) -> "CompletionBody":
         if self.suffix is not None and self.echo:
             raise ValueError("suffix: not together with echo")
         if len(self.prompts) * (self.n or 1) > 8:
@@ -322,7 +323,7 @@ class CompletionBody(Generation):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One or more, all text or all ids."""
+        """One or more prompts, all text or all ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
@@ -332,7 +333,7 @@ class TokenizeBody(Body):
     """POST /tokenize."""
 
     model: Name
-    prompt: Annotated[str, Field(max_length=100_000)]  # each token is told with its text: ten times as much
+    prompt: Annotated[str, Field(max_length=100_000)]  # the answer has each token's text: ten times as much
 
 
 class DetokenizeBody(Body):
@@ -379,7 +380,7 @@ class PreferenceBody(Body):
     tools: Tools | None = None
 
     @model_validator(mode="after")
-    def _answers(self) -> "PreferenceBody":
+    def _check_answers(self) -> "PreferenceBody":
         if any(side[0].role != "assistant" for side in (self.chosen, self.rejected)):
             raise ValueError("chosen, rejected: expected one assistant message each")
         if self.chosen[0].plain() == self.rejected[0].plain():
@@ -389,7 +390,7 @@ class PreferenceBody(Body):
         return self
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 TYPES = {
@@ -403,7 +404,7 @@ TYPES = {
 
 
 class ApiFault(Exception):
-    """An answer that is an error."""
+    """An error as the client gets it. `retry`: seconds after which another try may succeed."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int | None = None
@@ -412,13 +413,13 @@ class ApiFault(Exception):
         self.status, self.message, self.param, self.code, self.retry = status, message, param, code, retry
 
     @property
-    def body(self) -> dict[str, Any]:
-        """The error object."""
+    def body(self) -> JsonObject:
+        """OpenAI's error object."""
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """With its status and, where it is worth trying again, when."""
+        """The HTTP response, with a Retry-After where another try may succeed."""
         headers = {} if self.retry is None else {"Retry-After": str(self.retry)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -426,19 +427,19 @@ class ApiFault(Exception):
 
 
 class JsonResponse(Response):
-    """JSON as UTF-8; what UTF-8 cannot carry becomes a question mark instead of a failure. Bytes are JSON already."""
+    """JSON in UTF-8; a lone surrogate becomes a question mark instead of a failure. Bytes are taken as JSON already."""
 
     media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return content if isinstance(content, bytes) else dumps(content)
 
 
-def dumps(content: Any) -> bytes:
-    """Compact JSON in UTF-8. Raises ValueError for numbers that JSON has not."""
+def dumps(content: object) -> bytes:
+    """Compact JSON in UTF-8. Raises ValueError for NaN and infinity."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def internal(identity: str) -> ApiFault:
-    """Our own failure; what it was stands in the log, under the request's id."""
+    """The answer to a failure of ours; the log has its cause under the request's id."""
     return ApiFault(500, f"the server failed; look for request {identity} in its log", code="internal_error")

@@ -1,14 +1,12 @@
-"""What the server has done by another process: schemas compiled, Markdown rendered. The process is `worker.py`; this is
-its counter.
+"""The server's side of the worker process (`worker.py`), which compiles schemas and renders Markdown.
 
     with Workshop(models) as workshop:
         await workshop.grammar("nano", job, asker) -> Verdict;  await workshop.html(text, asker)
 
-A job gets a child process of its own that the kernel ends when it takes too long or too much, so no job holds up the
-server's threads, and none can be left running. Few run at a time and few wait (`places.py`). What became of a schema is
-kept for a while, refusals too: a hostile one costs its seconds once.
-
-A worker that is gone is started again with the next job, at most once a RESTART_SECONDS.
+Each job gets a child process of its own, which the kernel ends when it takes too much time or memory. So no job holds
+up the server's threads, and none is left running. Few jobs run at a time and few wait (`limits.py`). The result for a
+schema is cached for a while, a refusal too: a hostile schema costs its seconds once. If the worker has died, the next
+job restarts it, at most once in RESTART_SECONDS.
 """
 
 import asyncio
@@ -23,29 +21,30 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pipeline.generation.grammars import Written
 from pipeline.run.processes import beside
+from pipeline.run.types import JsonObject
 from pipeline.serve.limits import Places
 from pipeline.serve.protocol import ApiFault
 
 LOG = logging.getLogger(__name__)
-PATIENCE = 20.0  # seconds; a job's own limits end it before
+JOB_SECONDS = 20.0  # a job's own limits end it before
 RESTART_SECONDS = 1.0
 MOST_KEPT, KEPT_BYTES, KEPT_SECONDS = 512, 8 * 2**20, 600.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A schema that can be compiled here, and the shortest output of its grammar."""
+    """A grammar that the server can afford to compile, and its shortest output."""
 
     written: Written
     plan: tuple[int, ...]
 
 
 class Refused(Exception):
-    """A job that was not done, with a code for programs."""
+    """The worker refused a job, or ended it; `code` is for programs."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -53,44 +52,44 @@ class Refused(Exception):
 
 
 class Workshop:
-    """See the module. Entered and used on the event loop's thread, whose end ends the worker too."""
+    """Sends jobs to a worker. Enter and use it on the event loop's thread, whose end also ends the worker."""
 
     def __init__(self, models: Sequence[Path]) -> None:
         self.models = list(models)
         self.compiling = Places("schemas", running=2, waiting=16)
         self.rendering = Places("texts to render", running=2, waiting=16)
-        self._numbers = {folder.resolve().name: number for number, folder in enumerate(self.models)}
-        self._kept: OrderedDict[bytes, tuple[float, int, Verdict | Refused]] = OrderedDict()
-        self._open = ExitStack()
+        self._model_numbers = {folder.resolve().name: number for number, folder in enumerate(self.models)}
+        self._kept: OrderedDict[bytes, tuple[float, int, Verdict | Refused]] = OrderedDict()  # time, size, result
+        self._resources = ExitStack()
         self._control: socket.socket | None = None
         self._started = 0.0
 
     def __enter__(self) -> Self:
-        self._start()
+        self._start_worker()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._resources.close()
 
-    async def grammar(self, model: str, job: dict[str, Any], asker: str) -> Verdict:
-        """A grammar to be compiled, of a job as `worker.py` has it. Raises Refused, and ApiFault where there is no
-        room.
+    async def grammar(self, model: str, job: JsonObject, asker: str) -> Verdict:
+        """The grammar of a job of the kind "tools" or "schema" (`worker.py`). Raises Refused, and ApiFault where all
+        places are taken.
         """
-        number = self._numbers[model]
+        number = self._model_numbers[model]
         key = hashlib.sha256(json.dumps([number, job], sort_keys=True).encode()).digest()
-        found = self._known(key)
-        if found is None:
+        result = self._cached(key)
+        if result is None:
             async with self.compiling.place(asker):
-                found = self._known(key)  # it may have been another's job meanwhile
-                if found is None:
-                    found = await self._judged(number, job)
-                    self._keep(key, found)
-        if isinstance(found, Refused):
-            raise found
-        return found
+                result = self._cached(key)  # another request may have had the same job meanwhile
+                if result is None:
+                    result = await self._compile(number, job)
+                    self._cache(key, result)
+        if isinstance(result, Refused):
+            raise result
+        return result
 
     async def html(self, markdown: str, asker: str) -> str:
-        """Clean HTML. Raises as `grammar`."""
+        """Clean HTML of a Markdown text. Raises as `grammar`."""
         async with self.rendering.place(asker):
             answer = await self._ask(0, {"kind": "render", "markdown": markdown})
         if "html" not in answer:
@@ -99,7 +98,7 @@ class Workshop:
             )
         return answer["html"]
 
-    async def _judged(self, number: int, job: dict[str, Any]) -> Verdict | Refused:
+    async def _compile(self, number: int, job: JsonObject) -> Verdict | Refused:
         answer = await self._ask(number, job)
         if "refused" in answer:
             return Refused(*answer["refused"])
@@ -107,50 +106,49 @@ class Workshop:
             return Refused("schema_too_slow", "the schema takes too much time or memory to compile; make it simpler")
         return Verdict(Written(answer["text"], answer["free"]), tuple(answer["plan"]))
 
-    # -- what is kept --------------------------------------------------------------------------------------------------
+    # -- cache ---------------------------------------------------------------------------------------------------------
 
-    def _known(self, key: bytes) -> Verdict | Refused | None:
-        since, _, found = self._kept.get(key, (0.0, 0, None))
-        if found is None or time.monotonic() - since > KEPT_SECONDS:
+    def _cached(self, key: bytes) -> Verdict | Refused | None:
+        since, _, result = self._kept.get(key, (0.0, 0, None))
+        if result is None or time.monotonic() - since > KEPT_SECONDS:
             return None
         self._kept.move_to_end(key)
-        return found
+        return result
 
-    def _keep(self, key: bytes, found: Verdict | Refused) -> None:
-        size = len(found.written.text) + 8 * len(found.plan) if isinstance(found, Verdict) else len(str(found))
-        self._kept[key] = (time.monotonic(), size, found)
+    def _cache(self, key: bytes, result: Verdict | Refused) -> None:
+        size = len(result.written.text) + 8 * len(result.plan) if isinstance(result, Verdict) else len(str(result))
+        self._kept[key] = (time.monotonic(), size, result)
         self._kept.move_to_end(key)
-        while len(self._kept) > MOST_KEPT or sum(one[1] for one in self._kept.values()) > KEPT_BYTES:
+        while len(self._kept) > MOST_KEPT or sum(size for _, size, _ in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
 
-    # -- the worker ----------------------------------------------------------------------------------------------------
+    # -- worker --------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, number: int, job: dict[str, Any]) -> dict[str, Any]:
-        """A job's answer; empty where it was ended. Raises ApiFault 503 while there is no worker, 500 for a failure
-        of ours.
+    async def _ask(self, number: int, job: JsonObject) -> JsonObject:
+        """The worker's answer to a job; empty where the job was ended. Raises ApiFault 503 while there is no worker,
+        500 for a failure of ours.
         """
-        ours = self._hand_over(number)
-        reader, writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=self._open_job(number))
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(JOB_SECONDS):
                 writer.write(json.dumps(job).encode())
                 writer.write_eof()
-                heard = await reader.read(-1)
+                data = await reader.read(-1)
         except (TimeoutError, ConnectionError):
-            heard = b""
+            data = b""
         finally:
             writer.close()
-        answer = json.loads(heard) if heard else {}
+        answer = json.loads(data) if data else {}
         if "failed" in answer:
             LOG.error("a job of the kind %s failed\n%s", job["kind"], answer["failed"])
             raise ApiFault(500, "the server failed", code="internal_error")
         return answer
 
-    def _hand_over(self, number: int) -> socket.socket:
-        """Our end of a new job's sockets. Raises ApiFault."""
+    def _open_job(self, number: int) -> socket.socket:
+        """Send the worker one end of a new job's sockets; returns ours. Raises ApiFault."""
         ours, theirs = socket.socketpair()
         with theirs:
-            for _ in range(2):
+            for _ in range(2):  # the second time to a restarted worker
                 try:
                     assert self._control is not None
                     socket.send_fds(self._control, [bytes([number])], [theirs.fileno()])
@@ -162,20 +160,20 @@ class Workshop:
                         "the worker is gone and is started again; it left: %.2000s",
                         self._log.read_text("utf-8", "replace"),
                     )
-                    self._start()
+                    self._start_worker()
                 except BlockingIOError:
                     break
         ours.close()
         raise ApiFault(503, "the process for this work is being started; try again", code="worker_starting", retry=2)
 
-    def _start(self) -> None:
-        """Start the worker, with an end of a pair of sockets."""
-        self._open.close()
+    def _start_worker(self) -> None:
+        self._resources.close()
         self._control, theirs = socket.socketpair()
-        self._open.callback(self._control.close)
+        self._resources.callback(self._control.close)
         self._control.setblocking(False)
-        self._log = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="stagecoach-worker-"))) / "log"
+        folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="stagecoach-worker-"))
+        self._log = Path(folder) / "log"
         with theirs:
             arguments = [str(theirs.fileno()), *map(str, self.models)]
-            self._open.enter_context(beside("pipeline.serve.worker", arguments, self._log, [theirs.fileno()]))
+            self._resources.enter_context(beside("pipeline.serve.worker", arguments, self._log, [theirs.fileno()]))
         self._started = time.monotonic()

@@ -1,23 +1,20 @@
-"""The values that generated programs are run on, and the random numbers that choose them.
+"""A program as a chain of steps, the values it is run on, and the random draws that choose them.
 
-In: a type of `operation.py`. Out: `pool(kind)`, the values that tests are drawn from, and `probes(kind)`, the 48 fixed
-values on which two programs are called the same. Both are the same on every machine and in every Python version:
-`Draw` uses only `random.Random.random()`, whose sequence the Python documentation promises to keep.
-
-It does not promise that a pool covers all that a type can hold: no word is longer than ten letters, no number in a
-list larger than 99.
-
-A program as a chain of steps: its value, its Python source, its key, and its short written form.
-
-In: operations with their constants. Out: `Program`, which is run by its operations' functions (truth) and written by
-their sources (answer). `spell` and `parse` turn a program into text such as `add.3+sort+sum` and back; a problem's id
-ends in it, so a problem remembers its program.
+`Program` is run by its operations' functions (truth) and written by their sources (answer). `spell` and `parse` convert
+a program to text such as `add.3+sort+sum` and back; a problem's id ends in it, so the program can be recovered from it.
 
     chain      add.3+sort                    numbers = [n + 3 for n in numbers], return sorted(numbers)
     branch     if_longer.4[sort|reverse]     a condition and two steps of equal type
     argument   add.k+sum, shared.k           `k` is the function's second parameter, a number or a list
 
 Nothing here executes source text.
+
+`pool(kind)` returns the values of a type from which tests are drawn; `probes(kind)` its 48 fixed values: two programs
+that agree on all of them count as the same. Both are the same on every machine and in every Python version: `Draw` uses
+only `random.Random.random()`, whose sequence the Python documentation promises to keep.
+
+Not promised: that a pool covers the whole type: no word is longer than ten letters, no number in a list is larger than
+99.
 """
 
 import hashlib
@@ -25,162 +22,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pipeline.synthetic import operation_table
 from pipeline.synthetic.operation_table import Condition
-from pipeline.synthetic.operations import ANNOTATIONS, COUNTS, NUMBER, NUMBERS, TEXT, WORDS, Operation
-
-Item = TypeVar("Item")
-
-_NOUNS = """
-a ant apple bag ball banana bee bird blue boat book bus butterfly cake car cat chair cloud code cup dog door egg
-elephant fire fish garden go green hat home ice it key kitchen lamp leaf map milk moon morning mountain note oak ocean
-on owl paper pear pen picture rain red river road sandwich sea see ship sky snow song star stone sun tea tree triangle
-umbrella up water window yellow
-"""
-VOCABULARY = tuple(_NOUNS.split())
-
-
-class Draw:
-    """Random choices that are a pure function of the parts they are seeded with."""
-
-    def __init__(self, *parts: int | str) -> None:
-        digest = hashlib.blake2b("|".join(str(part) for part in parts).encode(), digest_size=8).digest()
-        self._random = random.Random(int.from_bytes(digest, "big")).random
-
-    def below(self, limit: int) -> int:
-        """An integer from 0 to limit - 1."""
-        return int(self._random() * limit)
-
-    def between(self, low: int, high: int) -> int:
-        """An integer from low to high, both included."""
-        return low + int(self._random() * (high - low + 1))
-
-    def pick(self, items: Sequence[Item]) -> Item:
-        """One item."""
-        return items[int(self._random() * len(items))]
-
-    def chance(self, share: float) -> bool:
-        """True with that probability."""
-        return self._random() < share
-
-    def sample(self, items: Sequence[Item], count: int) -> list[Item]:
-        """Different items in random order: `count` of them, or all."""
-        left = list(items)
-        for place in range(min(count, len(left))):
-            other = place + int(self._random() * (len(left) - place))
-            left[place], left[other] = left[other], left[place]
-        return left[:count]
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Values of one type. Nobody changes them: operations are pure."""
-
-    edges: tuple[tuple[Any, ...], ...]  # one tuple a kind of edge: empty, one, negative, repeated, long
-    short: tuple[Any, ...]  # for visible tests: a few tokens each
-    plain: tuple[Any, ...]  # for hidden tests
-
-
-@cache
-def pool(kind: str) -> Pool:
-    """The values of a type, built once. Raises KeyError for an unknown type."""
-    build = {NUMBERS: _numbers, WORDS: _words, TEXT: _texts, COUNTS: _counts, NUMBER: _number}[kind]
-    return build(Draw("pool", kind))
-
-
-@cache
-def probes(kind: str) -> tuple[Any, ...]:
-    """48 fixed values: some of each edge, the rest plain."""
-    values = pool(kind)
-    edges = [value for group in values.edges for value in group[:2]]
-    return tuple([*edges, *values.plain][:48])
-
-
-def _list_of(draw: Draw, low: int, high: int, count: int) -> list[int]:
-    return [draw.between(low, high) for _ in range(count)]
-
-
-def _numbers(draw: Draw) -> Pool:
-    one = tuple([n] for n in (7, 4, -3, 0, 12, 9))
-    negative = tuple(_list_of(draw, -30, -1, draw.between(3, 7)) for _ in range(8))
-    repeated = tuple([draw.between(-4, 9)] * draw.between(3, 5) + _list_of(draw, 0, 5, 3) for _ in range(8))
-    long = tuple(_list_of(draw, -20, 40, draw.between(12, 16)) for _ in range(10))
-    # Small numbers in `short`: a digit is a token, and constants are 2-9.
-    short = [_list_of(draw, -5, 14, draw.between(3, 5)) for _ in range(60)]
-    short += [draw.sample(_list_of(draw, 1, 9, 3) * 2, 5) for _ in range(20)]
-    plain = [_list_of(draw, -12, 30, draw.between(2, 11)) for _ in range(80)]
-    plain += [_list_of(draw, -3, 10, draw.between(4, 11)) for _ in range(60)]
-    plain += [draw.sample(_list_of(draw, -9, 99, 4) * 2, draw.between(5, 8)) for _ in range(20)]
-    return Pool((([],), one, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
-
-
-def _cased(draw: Draw, word: str) -> str:
-    return draw.pick((word, word, word, word.capitalize(), word.upper()))
-
-
-def _words(draw: Draw) -> Pool:
-    def some(low: int, high: int) -> list[str]:
-        return [_cased(draw, draw.pick(VOCABULARY)) for _ in range(draw.between(low, high))]
-
-    one = tuple([word] for word in ("sun", "Apple", "a", "WATER", "moon"))
-    # The empty word stands where a list of numbers has its negative ones.
-    hollow = tuple(["", *some(1, 4), ""] for _ in range(4))
-    repeated = tuple([draw.pick(VOCABULARY)] * draw.between(2, 4) + some(1, 3) for _ in range(8))
-    long = tuple(some(11, 14) for _ in range(8))
-    short = [[draw.pick(VOCABULARY) for _ in range(draw.between(2, 4))] for _ in range(60)]
-    short += [draw.sample([draw.pick(VOCABULARY), draw.pick(VOCABULARY)] * 2, 3) for _ in range(20)]
-    plain = [some(2, 9) for _ in range(110)] + [draw.sample(some(3, 4) * 2, 6) for _ in range(40)]
-    return Pool((([],), one, hollow, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
-
-
-def _texts(draw: Draw) -> Pool:
-    def some(low: int, high: int) -> str:
-        return " ".join(_cased(draw, draw.pick(VOCABULARY)) for _ in range(draw.between(low, high)))
-
-    one = ("x", "A", "7", " ", "e")
-    # Odd spaces and no letters stand where a list of numbers has its negative ones.
-    odd = ("  two  spaces ", "...", "12 34", "a-b_c", "Tab\there", "END.")
-    repeated = ("aaaa", "abab abab", "zzz ZZZ", "go go go", "mississippi", "oooh no")
-    long = tuple(some(9, 12) for _ in range(8))
-    short = [" ".join(draw.pick(VOCABULARY) for _ in range(draw.between(1, 3))) for _ in range(60)]
-    short += [some(1, 3) for _ in range(30)]
-    plain = [some(1, 6) for _ in range(130)] + [some(2, 3) + draw.pick(("!", "?", "..", " 42")) for _ in range(20)]
-    return Pool((("",), one, odd, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
-
-
-def _counts(draw: Draw) -> Pool:
-    def some(low: int, high: int, least: int, most: int) -> dict[str, int]:
-        words = draw.sample(VOCABULARY, draw.between(low, high))
-        return {word: draw.between(least, most) for word in words}
-
-    one = tuple({word: n} for word, n in (("sun", 5), ("a", 1), ("key", 9), ("Sky", 3)))
-    negative = tuple(some(2, 5, -9, -1) for _ in range(6))
-    repeated = tuple(some(3, 5, 4, 4) for _ in range(6))
-    long = tuple(some(10, 12, -5, 30) for _ in range(6))
-    short = [some(2, 3, 0, 12) for _ in range(80)]
-    plain = [some(2, 7, -4, 20) for _ in range(100)] + [some(3, 6, 0, 10) for _ in range(50)]
-    return Pool((({},), one, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
-
-
-def _number(draw: Draw) -> Pool:
-    negative = tuple(draw.between(-99, -2) for _ in range(8))
-    repeated = (11, 77, 333, 5555, 1001, 2020)
-    long = tuple(draw.between(10_000, 999_999) for _ in range(8))
-    plain = [draw.between(2, 99) for _ in range(80)] + [draw.between(100, 999) for _ in range(50)]
-    plain += [draw.between(-500, -1) for _ in range(20)]
-    plain = list(dict.fromkeys(plain))
-    short = tuple(range(2, 60))
-    return Pool(((0,), (1, -1), negative, repeated, long), short, tuple(draw.sample(plain, len(plain))))
-
-
-# -- chains ------------------------------------------------------------------------------------------------------------
+from pipeline.synthetic.operations import ANNOTATIONS, COUNTS, NUMBER, NUMBERS, TEXT, WORDS, Operation, Value
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation with its constant."""
+    """One operation with its constant and phrasing."""
 
     operation: Operation
     constant: int | None = None
@@ -200,7 +51,7 @@ class Step:
         """The step without its constant."""
         return self.operation.name + (".k" if self.argument else "")
 
-    def apply(self, value: Any, second: Any) -> Any:
+    def apply(self, value: Value, second: Value | None) -> Value:
         return self.operation.apply(value, second if self.argument else self.constant)
 
     def words(self, second: str) -> str:
@@ -208,7 +59,7 @@ class Step:
         return self.operation.phrasings[self.phrasing].format(k=second if self.argument else self.constant)
 
     def lines(self, second: str) -> list[str]:
-        """Statements, and last an expression, over the variable named for the type taken."""
+        """Source lines, the last one an expression; the variable has the name of the type taken."""
         return self.operation.source.format(x=self.takes, k=second if self.argument else self.constant).split("\n")
 
 
@@ -235,7 +86,7 @@ class Branch:
     def name(self) -> str:
         return f"{self.condition.name}[{self.then.name}|{self.otherwise.name}]"
 
-    def apply(self, value: Any, second: Any) -> Any:
+    def apply(self, value: Value, second: Value | None) -> Value:
         chosen = self.then if self.condition.holds(value, self.constant) else self.otherwise
         return chosen.apply(value, second)
 
@@ -250,7 +101,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps of which each takes what the one before gives."""
+    """Steps, each of which takes the type that the previous one gives."""
 
     steps: tuple[Step | Branch, ...]
 
@@ -272,15 +123,15 @@ class Program:
 
     @property
     def second_name(self) -> str:
-        """The second parameter's name (also where there is none)."""
+        """The second parameter's name (`k` if there is none)."""
         return "k" if self.second in (None, NUMBER) else "others"
 
     @property
     def key(self) -> str:
-        """The names of the steps without constants: what makes two programs the same problem."""
+        """The names of the steps without constants. Programs with the same key are the same problem."""
         return "+".join(step.name for step in self.steps)
 
-    def run(self, arguments: tuple[Any, ...]) -> Any:
+    def run(self, arguments: tuple[Value, ...]) -> Value:
         """The program's value, by its operations' functions."""
         value = arguments[0]
         second = arguments[1] if len(arguments) > 1 else None
@@ -296,7 +147,7 @@ class Program:
         return f"{name}({parameters}) -> {ANNOTATIONS[self.gives]}"
 
     def source(self, name: str, docstring: str | None = None) -> str:
-        """The function's text, one step after the other, without a line feed at its end."""
+        """The function's source, one step after the other, without a newline at the end."""
         lines = [f"def {self.signature(name)}:"]
         if docstring is not None:
             lines.append(f'    """{docstring}"""')
@@ -308,7 +159,7 @@ class Program:
 
 
 def _step_lines(step: Step, target: str | None, program: Program) -> list[str]:
-    """The step's statements; its value is returned, or assigned to `target`."""
+    """The step's source lines; the last one returns its value, or assigns it to `target`."""
     *statements, value = step.lines(program.second_name)
     return [*statements, f"return {value}" if target is None else f"{target} = {value}"]
 
@@ -321,7 +172,7 @@ def _branch_lines(branch: Branch, target: str | None) -> list[str]:
 
 
 def spell(program: Program) -> str:
-    """The program as text, with constants, without its phrasings."""
+    """The program as text, with its constants, without its phrasings."""
     return "+".join(_spell_step(step) for step in program.steps)
 
 
@@ -333,7 +184,7 @@ def _spell_step(step: Step | Branch) -> str:
 
 
 def parse(text: str) -> Program:
-    """What `spell` wrote, with first phrasings. Raises ValueError if it is no program."""
+    """The program that `spell` wrote, with the first phrasings. Raises ValueError for any other text."""
     try:
         return Program(tuple(_parse_step(part) for part in text.split("+")))
     except (KeyError, ValueError) as error:
@@ -351,3 +202,149 @@ def _parse_step(text: str) -> Step | Branch:
     if constant == "k":
         return Step(operation_table.operation(name), None, 0, True)
     return Step(operation_table.operation(name), int(constant) if constant else None)
+
+
+# -- values and random draws -------------------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+
+_NOUNS = """
+a ant apple bag ball banana bee bird blue boat book bus butterfly cake car cat chair cloud code cup dog door egg
+elephant fire fish garden go green hat home ice it key kitchen lamp leaf map milk moon morning mountain note oak ocean
+on owl paper pear pen picture rain red river road sandwich sea see ship sky snow song star stone sun tea tree triangle
+umbrella up water window yellow
+"""
+VOCABULARY = tuple(_NOUNS.split())
+
+
+class Draw:
+    """A random generator: its draws are a pure function of the parts that seed it."""
+
+    def __init__(self, *parts: int | str) -> None:
+        digest = hashlib.blake2b("|".join(str(part) for part in parts).encode(), digest_size=8).digest()
+        self._random = random.Random(int.from_bytes(digest, "big")).random
+
+    def below(self, limit: int) -> int:
+        """An integer from 0 to limit - 1."""
+        return int(self._random() * limit)
+
+    def between(self, low: int, high: int) -> int:
+        """An integer from low to high, both included."""
+        return low + int(self._random() * (high - low + 1))
+
+    def pick(self, items: Sequence[Item]) -> Item:
+        """A random item."""
+        return items[int(self._random() * len(items))]
+
+    def chance(self, share: float) -> bool:
+        """True with that probability."""
+        return self._random() < share
+
+    def sample(self, items: Sequence[Item], count: int) -> list[Item]:
+        """Different items in random order: `count` of them, or all."""
+        shuffled = list(items)
+        for i in range(min(count, len(shuffled))):
+            j = i + int(self._random() * (len(shuffled) - i))
+            shuffled[i], shuffled[j] = shuffled[j], shuffled[i]
+        return shuffled[:count]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Values of one type. They are shared: operations are pure and do not change them."""
+
+    edges: tuple[tuple[Value, ...], ...]  # a tuple for each kind of edge: empty, one, negative, repeated, long
+    short: tuple[Value, ...]  # for visible tests: a few tokens each
+    plain: tuple[Value, ...]  # for hidden tests
+
+
+@cache
+def pool(kind: str) -> Pool:
+    """The values of a type, built once. Raises KeyError for an unknown type."""
+    build = {NUMBERS: _numbers, WORDS: _words, TEXT: _texts, COUNTS: _counts, NUMBER: _number}[kind]
+    return build(Draw("pool", kind))
+
+
+@cache
+def probes(kind: str) -> tuple[Value, ...]:
+    """48 fixed values: some of each edge, the rest plain."""
+    values = pool(kind)
+    edges = [value for group in values.edges for value in group[:2]]
+    return tuple([*edges, *values.plain][:48])
+
+
+def _list_of(draw: Draw, low: int, high: int, count: int) -> list[int]:
+    return [draw.between(low, high) for _ in range(count)]
+
+
+def _numbers(draw: Draw) -> Pool:
+    single = tuple([n] for n in (7, 4, -3, 0, 12, 9))
+    negative = tuple(_list_of(draw, -30, -1, draw.between(3, 7)) for _ in range(8))
+    repeated = tuple([draw.between(-4, 9)] * draw.between(3, 5) + _list_of(draw, 0, 5, 3) for _ in range(8))
+    long = tuple(_list_of(draw, -20, 40, draw.between(12, 16)) for _ in range(10))
+    # Small numbers in `short`, because a digit is a token and constants are 2-9.
+    short = [_list_of(draw, -5, 14, draw.between(3, 5)) for _ in range(60)]
+    short += [draw.sample(_list_of(draw, 1, 9, 3) * 2, 5) for _ in range(20)]
+    plain = [_list_of(draw, -12, 30, draw.between(2, 11)) for _ in range(80)]
+    plain += [_list_of(draw, -3, 10, draw.between(4, 11)) for _ in range(60)]
+    plain += [draw.sample(_list_of(draw, -9, 99, 4) * 2, draw.between(5, 8)) for _ in range(20)]
+    return Pool((([],), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+
+
+def _cased(draw: Draw, word: str) -> str:
+    return draw.pick((word, word, word, word.capitalize(), word.upper()))
+
+
+def _words(draw: Draw) -> Pool:
+    def some(low: int, high: int) -> list[str]:
+        return [_cased(draw, draw.pick(VOCABULARY)) for _ in range(draw.between(low, high))]
+
+    single = tuple([word] for word in ("sun", "Apple", "a", "WATER", "moon"))
+    # Lists with empty words, in place of the negative numbers of other types.
+    hollow = tuple(["", *some(1, 4), ""] for _ in range(4))
+    repeated = tuple([draw.pick(VOCABULARY)] * draw.between(2, 4) + some(1, 3) for _ in range(8))
+    long = tuple(some(11, 14) for _ in range(8))
+    short = [[draw.pick(VOCABULARY) for _ in range(draw.between(2, 4))] for _ in range(60)]
+    short += [draw.sample([draw.pick(VOCABULARY), draw.pick(VOCABULARY)] * 2, 3) for _ in range(20)]
+    plain = [some(2, 9) for _ in range(110)] + [draw.sample(some(3, 4) * 2, 6) for _ in range(40)]
+    return Pool((([],), single, hollow, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+
+
+def _texts(draw: Draw) -> Pool:
+    def some(low: int, high: int) -> str:
+        return " ".join(_cased(draw, draw.pick(VOCABULARY)) for _ in range(draw.between(low, high)))
+
+    single = ("x", "A", "7", " ", "e")
+    # Texts with odd spaces or without letters, in place of the negative numbers of other types.
+    odd = ("  two  spaces ", "...", "12 34", "a-b_c", "Tab\there", "END.")
+    repeated = ("aaaa", "abab abab", "zzz ZZZ", "go go go", "mississippi", "oooh no")
+    long = tuple(some(9, 12) for _ in range(8))
+    short = [" ".join(draw.pick(VOCABULARY) for _ in range(draw.between(1, 3))) for _ in range(60)]
+    short += [some(1, 3) for _ in range(30)]
+    plain = [some(1, 6) for _ in range(130)] + [some(2, 3) + draw.pick(("!", "?", "..", " 42")) for _ in range(20)]
+    return Pool((("",), single, odd, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+
+
+def _counts(draw: Draw) -> Pool:
+    def some(low: int, high: int, least: int, most: int) -> dict[str, int]:
+        words = draw.sample(VOCABULARY, draw.between(low, high))
+        return {word: draw.between(least, most) for word in words}
+
+    single = tuple({word: n} for word, n in (("sun", 5), ("a", 1), ("key", 9), ("Sky", 3)))
+    negative = tuple(some(2, 5, -9, -1) for _ in range(6))
+    repeated = tuple(some(3, 5, 4, 4) for _ in range(6))
+    long = tuple(some(10, 12, -5, 30) for _ in range(6))
+    short = [some(2, 3, 0, 12) for _ in range(80)]
+    plain = [some(2, 7, -4, 20) for _ in range(100)] + [some(3, 6, 0, 10) for _ in range(50)]
+    return Pool((({},), single, negative, repeated, long), tuple(short), tuple(draw.sample(plain, len(plain))))
+
+
+def _number(draw: Draw) -> Pool:
+    negative = tuple(draw.between(-99, -2) for _ in range(8))
+    repeated = (11, 77, 333, 5555, 1001, 2020)
+    long = tuple(draw.between(10_000, 999_999) for _ in range(8))
+    plain = [draw.between(2, 99) for _ in range(80)] + [draw.between(100, 999) for _ in range(50)]
+    plain += [draw.between(-500, -1) for _ in range(20)]
+    plain = list(dict.fromkeys(plain))
+    short = tuple(range(2, 60))
+    return Pool(((0,), (1, -1), negative, repeated, long), short, tuple(draw.sample(plain, len(plain))))

@@ -1,20 +1,19 @@
-"""Which chains count: those that no shorter chain does as well, and that do not give nearly always the same.
-
-In: operation names. Out: `stays(names)`, `successors(name)`, `predecessors(name)`, and `split_of(key)`.
-
-A chain is dropped if on the 48 fixed inputs of its type it acts like a shorter one or gives 3 different outputs or
-fewer. Lengths 1 and 2 are compared with every shorter chain. From length 3 on a chain is compared with every chain of
-lengths 1 and 2 and with itself less any one step, and each of its parts must stay; so a chain of four that happens to
-act like an unrelated chain of three can be missed. The chains of length 2 are tabulated on first use; longer ones are
-judged when they are drawn.
-
-Draws programs: chains of a given length, and what level 4 adds (branches, loops with state, two arguments).
+"""Draws programs: chains of a given length, and what level 4 adds (branches, loops with state, two arguments).
 
 In: a `Draw`, a split, a shape. Out: a `Program` whose key belongs to the split, with constants and phrasings chosen;
-and its neighbours, the programs one operation away, which tests must tell from it.
+and its neighbors, the programs one operation away, which tests must distinguish from it.
 
 Drawing starts from an operation chosen evenly and grows to both sides, so that rare types are as frequent as common
-ones. It does not promise that the constants suit the chain: `verification.py` refuses those that give dull tests.
+ones.
+
+`stays(names)` decides which chains are kept: those that no shorter chain equals, and whose outputs vary. A chain is
+dropped if on the 48 fixed inputs of its type it behaves like a shorter one or has 3 different outputs or fewer. Chains
+of lengths 1 and 2 are compared with every shorter chain. From length 3 on a chain is compared with every chain of
+lengths 1 and 2 and with itself less any one step, and each of its parts must be kept; so a chain of four that happens
+to behave like an unrelated chain of three can be missed. The chains of length 2 are tabulated on first use; longer ones
+are tested when they are drawn.
+
+Not promised: that the constants suit the chain; `programs.tests_of` refuses those that make dull tests.
 """
 
 import hashlib
@@ -22,157 +21,40 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any
 
 from pipeline.synthetic import operation_table
 from pipeline.synthetic.chains import Branch, Draw, Program, Step, probes
 from pipeline.synthetic.operation_table import CONDITIONS, LOOPS, PAIRS
 from pipeline.synthetic.operations import ANNOTATIONS, CONSTANTS, NUMBER, NUMBERS, Operation
 
-# The constants that stand for all in a comparison, by position. Different ones, or "add" and "subtract" would cancel.
+# The constants that represent all others in a comparison, by position. They differ, or "add" and "subtract" would
+# cancel.
 STAND_INS = (5, 4, 6, 7)
 MIN_OUTPUTS = 4
 SPLITS = ("test", "val", "rl", "rl", "train", "train", "train", "train", "train", "train")
-
-
-def split_of(key: str) -> str:
-    """`test`, `val`, `rl` or `train`, by blake2b(key) mod 10."""
-    return SPLITS[int.from_bytes(digest(key), "big") % 10]
-
-
-def digest(text: str) -> bytes:
-    """8 bytes of blake2b."""
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
-
-
-def outputs(program: Program) -> str:
-    """What the program gives on the fixed inputs of its type, as one text."""
-    return "\n".join(repr(program.run((value,))) for value in probes(program.takes))
-
-
-def _is_varied(behaviour: str) -> bool:
-    return len(set(behaviour.split("\n"))) >= MIN_OUTPUTS
-
-
-def stand_in(names: tuple[str, ...]) -> Program:
-    """The chain of those names with the constants of `STAND_INS`."""
-    return _chain(tuple(operation_table.operation(name) for name in names), STAND_INS)
-
-
-def _chain(chain: tuple[Operation, ...], constants: tuple[int, ...]) -> Program:
-    return Program(tuple(Step(one, k if one.has_constant else None) for one, k in zip(chain, constants)))
-
-
-@cache
-def _single_behaviours() -> frozenset[tuple[str, str]]:
-    """(type, outputs) of doing nothing and of every operation with every constant."""
-    found = {(kind, "\n".join(repr(value) for value in probes(kind))) for kind in ANNOTATIONS}
-    for one in operation_table.chain_operations():
-        for constant in CONSTANTS if one.has_constant else (0,):
-            found.add((one.takes, outputs(_chain((one,), (constant,)))))
-    return frozenset(found)
-
-
-@cache
-def _pairs() -> dict[tuple[str, str], str]:
-    """The chains of length 2 that stay, with their outputs."""
-    kept = {}
-    for first in operation_table.chain_operations():
-        if not stays((first.name,)):
-            continue
-        for second in operation_table.taking(first.gives):
-            behaviour = outputs(_chain((first, second), STAND_INS))
-            if stays((second.name,)) and _is_varied(behaviour) and (first.takes, behaviour) not in _single_behaviours():
-                kept[first.name, second.name] = behaviour
-    return kept
-
-
-@cache
-def _pair_behaviours() -> frozenset[tuple[str, str]]:
-    return frozenset((operation_table.operation(first).takes, text) for (first, _), text in _pairs().items())
-
-
-@cache
-def singles() -> tuple[str, ...]:
-    """The operations that stay as chains of length 1."""
-    return tuple(one.name for one in operation_table.chain_operations() if stays((one.name,)))
-
-
-@cache
-def pairs() -> tuple[tuple[str, str], ...]:
-    """The chains of length 2 that stay."""
-    return tuple(_pairs())
-
-
-@cache
-def successors(name: str) -> tuple[str, ...]:
-    """What may follow an operation."""
-    return tuple(second for first, second in pairs() if first == name)
-
-
-@cache
-def predecessors(name: str) -> tuple[str, ...]:
-    """What may stand before an operation."""
-    return tuple(first for first, second in pairs() if second == name)
-
-
-@lru_cache(maxsize=200_000)
-def stays(names: tuple[str, ...]) -> bool:
-    """Whether a chain (1-4 names whose types fit) is kept."""
-    if len(names) == 1:
-        program = stand_in(names)
-        behaviour = outputs(program)
-        nothing = "\n".join(repr(value) for value in probes(program.takes))
-        return _is_varied(behaviour) and behaviour != nothing
-    if len(names) == 2:
-        return names in _pairs()
-    if not (stays(names[1:]) and stays(names[:-1])):
-        return False
-    program = stand_in(names)
-    behaviour = outputs(program)
-    known: Any = (program.takes, behaviour)
-    if not _is_varied(behaviour) or known in _single_behaviours() or known in _pair_behaviours():
-        return False
-    return all(outputs(shorter) != behaviour for shorter in _with_one_step_less(program))
-
-
-def _with_one_step_less(program: Program) -> list[Program]:
-    """The chains that remain when one step is left out and the types still fit."""
-    found = []
-    for gap in range(len(program.steps)):
-        steps = program.steps[:gap] + program.steps[gap + 1 :]
-        if steps[0].takes == program.takes and all(a.gives == b.takes for a, b in pairwise(steps)):
-            found.append(Program(steps))
-    return found
-
-
-# -- drawing -----------------------------------------------------------------------------------------------------------
-
-
-SHAPES = ("chain", "branch", "loop", "argument")
-# One level-3 chain of the training split in so many is shown with its answer: the rest is left to be found out.
+# One in so many level-3 chains of the training split is shown with its answer; a model must solve the others itself.
 SHOWN_LEVEL_3 = 10
 
 
-def step(one: Operation, draw: Draw, held_out: bool = False) -> Step:
-    """The operation with a constant and a phrasing: the held-out one, or one of the others."""
-    phrasing = len(one.phrasings) - 1 if held_out else draw.below(len(one.phrasings) - 1)
-    return Step(one, draw.pick(CONSTANTS) if one.has_constant else None, phrasing)
+def step(operation: Operation, draw: Draw, held_out: bool = False) -> Step:
+    """The operation with a random constant and phrasing: the held-out phrasing, or one of the others."""
+    phrasing = len(operation.phrasings) - 1 if held_out else draw.below(len(operation.phrasings) - 1)
+    return Step(operation, draw.pick(CONSTANTS) if operation.has_constant else None, phrasing)
 
 
 def single_key(program: Program) -> str:
-    """The key of a program of one operation: its constant and phrasing too, since every split has every operation."""
+    """The key of a program of one operation. It includes constant and phrasing: every split has every operation."""
     (only,) = program.steps
     return f"{only.name}{'' if only.constant is None else f'.{only.constant}'}/{only.phrasing}"
 
 
 def key_of(program: Program) -> str:
-    """What makes two problems the same."""
+    """The key of a program; programs with the same key are the same problem."""
     return single_key(program) if len(program.steps) == 1 and _is_plain(program) else program.key
 
 
 def _is_plain(program: Program) -> bool:
-    return all(isinstance(one, Step) and not one.argument and "\n" not in one.operation.source for one in program.steps)
+    return all(isinstance(s, Step) and not s.argument and "\n" not in s.operation.source for s in program.steps)
 
 
 def single(split: str, draw: Draw, held_out: bool = False) -> Program:
@@ -184,7 +66,7 @@ def single(split: str, draw: Draw, held_out: bool = False) -> Program:
 
 
 def chain(split: str, length: int, draw: Draw, held_out: bool = False, only_shown: bool = False) -> Program:
-    """A chain of 2-4 operations of a split; `only_shown`: a level-3 chain whose answer may be shown in training."""
+    """A chain of 2-4 operations of a split; `only_shown`: a level-3 chain that training may show with its answer."""
     while True:
         names = _grow(length, draw)
         key = "+".join(names)
@@ -194,22 +76,22 @@ def chain(split: str, length: int, draw: Draw, held_out: bool = False, only_show
 
 
 def is_shown(key: str) -> bool:
-    """Whether a level-3 training chain is among the tenth that is shown with its answer."""
+    """Whether a level-3 training chain is in the tenth that is shown with its answer."""
     return int.from_bytes(digest("shown|" + key), "big") % SHOWN_LEVEL_3 == 0
 
 
 def _grow(length: int, draw: Draw) -> tuple[str, ...]:
-    """Names whose neighbours may follow each other; starts anywhere, again if it cannot go on."""
+    """Names of operations each of which may follow the one before; starts anew at a dead end."""
     while True:
         names = [draw.pick(singles())]
-        before = draw.below(length)
+        num_before = draw.below(length)
         while len(names) < length:
-            choices = predecessors(names[0]) if before else successors(names[-1])
+            choices = predecessors(names[0]) if num_before else successors(names[-1])
             if not choices:
                 break
-            if before:
+            if num_before:
                 names.insert(0, draw.pick(choices))
-                before -= 1
+                num_before -= 1
             else:
                 names.append(draw.pick(choices))
         if len(names) == length:
@@ -217,7 +99,7 @@ def _grow(length: int, draw: Draw) -> tuple[str, ...]:
 
 
 def stateful(split: str, shape: str, draw: Draw) -> Program:
-    """A level-4 program that is no chain of four: a branch, a loop with state or two arguments."""
+    """A level-4 program other than a chain of four: a branch, a loop with state or two arguments."""
     build = {"branch": _branch, "loop": _loop, "argument": _argument}[shape]
     while True:
         program = build(draw)
@@ -227,21 +109,19 @@ def stateful(split: str, shape: str, draw: Draw) -> Program:
 
 def _around(middle: Step | Branch, draw: Draw) -> Program:
     """The step alone, with one step before it, or with one after it."""
-    before = [
-        one for one in operation_table.chain_operations() if one.gives == middle.takes and one.takes == middle.takes
-    ]
+    before = operation_table.alike(middle.takes, middle.takes)
     after = operation_table.taking(middle.gives)
-    place = draw.below(3)
-    if place == 0:
+    form = draw.below(3)
+    if form == 0:
         return Program((step(draw.pick(before), draw), middle))
-    return Program((middle, step(draw.pick(after), draw)) if place == 1 else (middle,))
+    return Program((middle, step(draw.pick(after), draw)) if form == 1 else (middle,))
 
 
 def _branch(draw: Draw) -> Program:
     condition = draw.pick(CONDITIONS)
-    choices = [one for one in operation_table.taking(condition.takes) if one.gives in (condition.takes, NUMBER)]
+    choices = [op for op in operation_table.taking(condition.takes) if op.gives in (condition.takes, NUMBER)]
     then = draw.pick(choices)
-    otherwise = draw.pick([one for one in choices if one.gives == then.gives and one is not then])
+    otherwise = draw.pick([op for op in choices if op.gives == then.gives and op is not then])
     constant = draw.pick(CONSTANTS) if condition.has_constant else None
     phrasing = draw.below(len(condition.phrasings) - 1)
     return _around(Branch(condition, constant, step(then, draw), step(otherwise, draw), phrasing), draw)
@@ -254,40 +134,155 @@ def _loop(draw: Draw) -> Program:
 def _argument(draw: Draw) -> Program:
     """Half of them take a second list, half a number in place of a constant."""
     if draw.chance(0.5):
-        one = draw.pick(PAIRS)
-        return _around(Step(one, None, draw.below(len(one.phrasings) - 1), True), draw)
-    one = draw.pick([one for one in operation_table.taking(NUMBERS) if one.has_constant])
-    return _around(replace(step(one, draw), constant=None, argument=True), draw)
+        operation = draw.pick(PAIRS)
+        return _around(Step(operation, None, draw.below(len(operation.phrasings) - 1), True), draw)
+    operation = draw.pick([op for op in operation_table.taking(NUMBERS) if op.has_constant])
+    return _around(replace(step(operation, draw), constant=None, argument=True), draw)
 
 
 def neighbours(program: Program, draw: Draw) -> Iterator[Program]:
-    """Endless random programs of the same type, one operation or constant away: replaced, put in, or left out."""
+    """Endless random programs of the same type, one operation or constant away: replaced, inserted, or left out."""
     while True:
-        place = draw.below(len(program.steps))
-        changed = _changed(program, place, draw)
+        index = draw.below(len(program.steps))
+        changed = _change(program, index, draw)
         if changed is not None:
             yield changed
 
 
-def _changed(program: Program, place: int, draw: Draw) -> Program | None:
-    here, steps, dice = program.steps[place], program.steps, draw.below(8)
-    before, after = steps[:place], steps[place + 1 :]
-    if dice == 0 and here.takes == here.gives and len(steps) > 1:
+def _change(program: Program, index: int, draw: Draw) -> Program | None:
+    """Change one step at random; None where the drawn change is not possible."""
+    old, steps, form = program.steps[index], program.steps, draw.below(8)
+    before, after = steps[:index], steps[index + 1 :]
+    if form == 0 and old.takes == old.gives and len(steps) > 1:
         return Program(before + after)
-    if dice == 1:
-        extra = operation_table.alike(here.gives, here.gives)
-        return Program((*before, here, step(draw.pick(extra), draw), *after)) if extra else None
-    if dice in (2, 3) and here.constant is not None:
-        return Program((*before, replace(here, constant=here.constant + draw.pick((-1, 1, 2))), *after))
-    if isinstance(here, Branch):
-        other = step(draw.pick(operation_table.alike(here.takes, here.gives)), draw)
-        branch = replace(here, then=other) if draw.chance(0.5) else replace(here, otherwise=other)
+    if form == 1:
+        extra = operation_table.alike(old.gives, old.gives)
+        return Program((*before, old, step(draw.pick(extra), draw), *after)) if extra else None
+    if form in (2, 3) and old.constant is not None:
+        return Program((*before, replace(old, constant=old.constant + draw.pick((-1, 1, 2))), *after))
+    if isinstance(old, Branch):
+        other = step(draw.pick(operation_table.alike(old.takes, old.gives)), draw)
+        branch = replace(old, then=other) if draw.chance(0.5) else replace(old, otherwise=other)
         return Program((*before, branch, *after))
-    if isinstance(here, Step) and here.argument:
+    if isinstance(old, Step) and old.argument:
         # The second parameter must stay in use, or the signature would change.
-        choices = [one for one in PAIRS if (one.takes, one.other) == (here.takes, here.operation.other)]
-        if here.operation.other is None:
-            choices = [one for one in operation_table.alike(here.takes, here.gives) if one.has_constant]
-        return Program((*before, replace(here, operation=draw.pick(choices)), *after)) if choices else None
-    choices = operation_table.alike(here.takes, here.gives)
+        choices = [op for op in PAIRS if (op.takes, op.other) == (old.takes, old.operation.other)]
+        if old.operation.other is None:
+            choices = [op for op in operation_table.alike(old.takes, old.gives) if op.has_constant]
+        return Program((*before, replace(old, operation=draw.pick(choices)), *after)) if choices else None
+    choices = operation_table.alike(old.takes, old.gives)
     return Program((*before, step(draw.pick(choices), draw), *after)) if choices else None
+
+
+def split_of(key: str) -> str:
+    """`test`, `val`, `rl` or `train`, by blake2b(key) mod 10."""
+    return SPLITS[int.from_bytes(digest(key), "big") % 10]
+
+
+def digest(text: str) -> bytes:
+    """8 bytes of blake2b."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+# -- which chains are kept ---------------------------------------------------------------------------------------------
+
+
+def outputs(program: Program) -> str:
+    """The program's outputs on the fixed inputs of its type, as one text."""
+    return "\n".join(repr(program.run((value,))) for value in probes(program.takes))
+
+
+def _is_varied(behavior: str) -> bool:
+    return len(set(behavior.split("\n"))) >= MIN_OUTPUTS
+
+
+def stand_in(names: tuple[str, ...]) -> Program:
+    """The chain of these operations with the constants of `STAND_INS`."""
+    return _chain(tuple(operation_table.operation(name) for name in names), STAND_INS)
+
+
+def _chain(operations: tuple[Operation, ...], constants: tuple[int, ...]) -> Program:
+    return Program(tuple(Step(op, k if op.has_constant else None) for op, k in zip(operations, constants)))
+
+
+@cache
+def _single_behaviors() -> frozenset[tuple[str, str]]:
+    """(type, outputs) of the identity and of every operation with every constant."""
+    behaviors = {(kind, "\n".join(repr(value) for value in probes(kind))) for kind in ANNOTATIONS}
+    for operation in operation_table.chain_operations():
+        for constant in CONSTANTS if operation.has_constant else (0,):
+            behaviors.add((operation.takes, outputs(_chain((operation,), (constant,)))))
+    return frozenset(behaviors)
+
+
+@cache
+def _pairs() -> dict[tuple[str, str], str]:
+    """The chains of length 2 that are kept, with their outputs."""
+    behaviors = {}
+    for first in operation_table.chain_operations():
+        if not stays((first.name,)):
+            continue
+        for second in operation_table.taking(first.gives):
+            behavior = outputs(_chain((first, second), STAND_INS))
+            if stays((second.name,)) and _is_varied(behavior) and (first.takes, behavior) not in _single_behaviors():
+                behaviors[first.name, second.name] = behavior
+    return behaviors
+
+
+@cache
+def _pair_behaviors() -> frozenset[tuple[str, str]]:
+    return frozenset((operation_table.operation(first).takes, behavior) for (first, _), behavior in _pairs().items())
+
+
+@cache
+def singles() -> tuple[str, ...]:
+    """The operations that are kept as chains of length 1."""
+    return tuple(operation.name for operation in operation_table.chain_operations() if stays((operation.name,)))
+
+
+@cache
+def pairs() -> tuple[tuple[str, str], ...]:
+    """The chains of length 2 that are kept."""
+    return tuple(_pairs())
+
+
+@cache
+def successors(name: str) -> tuple[str, ...]:
+    """The operations that may follow an operation."""
+    return tuple(second for first, second in pairs() if first == name)
+
+
+@cache
+def predecessors(name: str) -> tuple[str, ...]:
+    """The operations that may precede an operation."""
+    return tuple(first for first, second in pairs() if second == name)
+
+
+@lru_cache(maxsize=200_000)
+def stays(names: tuple[str, ...]) -> bool:
+    """Whether a chain (1-4 names whose types fit) is kept."""
+    if len(names) == 1:
+        program = stand_in(names)
+        behavior = outputs(program)
+        identity = "\n".join(repr(value) for value in probes(program.takes))
+        return _is_varied(behavior) and behavior != identity
+    if len(names) == 2:
+        return names in _pairs()
+    if not (stays(names[1:]) and stays(names[:-1])):
+        return False
+    program = stand_in(names)
+    behavior = outputs(program)
+    typed_behavior = (program.takes, behavior)
+    if not _is_varied(behavior) or typed_behavior in _single_behaviors() or typed_behavior in _pair_behaviors():
+        return False
+    return all(outputs(shorter) != behavior for shorter in _with_one_step_less(program))
+
+
+def _with_one_step_less(program: Program) -> list[Program]:
+    """The chains with one step left out whose types still fit."""
+    shorter = []
+    for index in range(len(program.steps)):
+        steps = program.steps[:index] + program.steps[index + 1 :]
+        if steps[0].takes == program.takes and all(a.gives == b.takes for a, b in pairwise(steps)):
+            shorter.append(Program(steps))
+    return shorter

@@ -1,19 +1,20 @@
-"""Drills: short texts in which everything stands twice, so that a small model learns early to copy from its context.
+"""Drills: short texts in which everything occurs twice, so that a small model learns early to copy from its context.
 
 In: a byte target and a seed. Out: `Text` records of source "drills"; `drill` is a pure function of (seed, number). Four
-forms also come as conversations (`dialogue`): fine-tuning would otherwise unlearn to say what it never saw said. Forms:
+forms also come as conversations (`dialogue`), because fine-tuning would otherwise unlearn copying what it never saw in
+a conversation. Forms:
 
     again    a row of items, then the same row
     recall   pairs of a key and a value, then the keys in another order, each with its value
     record   lines `field: value`, then the same record as a JSON object
-    request  a sentence that holds the values, then the JSON object of them
+    request  a sentence that contains the values, then the JSON object of them
     schema   function schemas in the form in which tools are offered, a request for one of them, and the call
-    choose   functions with name and description alone, then request by request the name that is meant
+    choose   functions with only name and description, then requests, each followed by the name that it means
 
 The items are names, places, words, numbers, dates, codes, paths and made-up words of syllables, so that the second
 mention follows from the first and from nothing else. Copying in context (the induction heads of Olsson et al. 2022,
-arXiv:2209.11895) appears in one sudden fall of the loss; in prose and stories alone that fall comes late or, within the
-few steps of a small run, not at all (docs/LOG.md has the measurements).
+arXiv:2209.11895) appears in one sudden drop of the loss. With only prose and stories that drop comes late or, within
+the few steps of a small run, not at all (docs/LOG.md has the measurements).
 
 Not promised: sense. No tool name of the toolbox occurs here, and no sentence of the stories.
 """
@@ -50,7 +51,7 @@ ROWS = ("Row:", "List:", "Items:", "Say:", "Read:", "Line:")
 
 
 def made_up(rng: Random) -> str:
-    """A word of two or three syllables that no dictionary holds."""
+    """A made-up word of two or three syllables."""
     syllables = (rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(ENDS) for _ in range(rng.choice((2, 2, 3))))
     return "".join(syllables)
 
@@ -59,7 +60,7 @@ def _letters(rng: Random) -> str:
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(rng.randint(2, 6)))
 
 
-def _joined(rng: Random) -> str:
+def _compound(rng: Random) -> str:
     return rng.choice("_-. ").join(rng.choice((made_up, _noun))(rng) for _ in range(2))
 
 
@@ -74,7 +75,7 @@ def phrase(rng: Random) -> str:
 
 MADE_UP = Kind(made_up)
 KINDS: tuple[Kind, ...] = (
-    *(MADE_UP, MADE_UP, Kind(_letters), Kind(_joined), Kind(_joined), Kind(_noun), Kind(phrase), Kind(phrase)),
+    *(MADE_UP, MADE_UP, Kind(_letters), Kind(_compound), Kind(_compound), Kind(_noun), Kind(phrase), Kind(phrase)),
     *(
         tool_values.PERSON,
         tool_values.FIRST,
@@ -98,18 +99,18 @@ KINDS: tuple[Kind, ...] = (
 
 
 def drill(seed: int, number: int) -> str:
-    """The text of a number."""
+    """The text of drill `number`."""
     rng = Random(f"drills/{seed}/{number}")
     return rng.choice(FORMS)(rng)
 
 
 def path(seed: int, number: int) -> str:
-    """Where the record says that it comes from."""
+    """The path of drill `number` in its record."""
     return f"{SOURCE}/{seed}/{number}"
 
 
 def record(seed: int, number: int) -> Text:
-    """The record of a number."""
+    """The record of drill `number`."""
     return Text(text=drill(seed, number), source=SOURCE, path=path(seed, number), licence="CC0-1.0")
 
 
@@ -117,39 +118,39 @@ def records(target_bytes: int, seed: int) -> Iterator[Text]:
     """Drills from number 0 on, until their UTF-8 texts fill `target_bytes`."""
     written = number = 0
     while written < target_bytes:
-        made = record(seed, number)
-        written += len(made.text.encode())
+        drill_record = record(seed, number)
+        written += len(drill_record.text.encode())
         number += 1
-        yield made
+        yield drill_record
 
 
 def dialogue(split: str, seed: int, number: int) -> Dialogue:
-    """A row to repeat, a record or a request to put into JSON, functions to choose from; equal splits, equal
-    dialogues.
+    """A drill as a conversation: a row to repeat, a record or request to write as JSON, or functions to choose from.
+
+    A pure function of (split, seed, number).
     """
     id_ = f"copy/{split}/{seed}/{number}"
     rng = Random(id_)
     form = rng.choice(("again", "record", "request", "choose", "choose"))
     if form == "choose":
-        described, choices = _choices(rng, 12)
-        messages = [{"role": "system", "content": "\n".join(described)}]
-        for asked, answer in choices:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        functions, choices = _draw_choices(rng, 12)
+        messages = [{"role": "system", "content": "\n".join(functions)}]
+        for request, answer in choices:
+            messages += [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
         return Dialogue(id=id_, kind="copy", category=form, messages=messages)
     if form == "again":
-        asked = answer = rng.choice((", ", " ", "\n")).join(
+        content = answer = rng.choice((", ", " ", "\n")).join(
             str(rng.choice(KINDS).draw(rng)) for _ in range(rng.randint(1, 10))
         )
         lead = rng.choice(REPEAT)
     else:
-        fields = _fields(rng)
-        asked, answer = "\n".join(f"{name}: {value}" for name, value in fields.items()), _json(fields)
+        fields = _draw_fields(rng)
+        content, answer = "\n".join(f"{name}: {value}" for name, value in fields.items()), _json(fields)
         if form == "request":
-            asked = (
-                f"{rng.choice(LEADS)} {tool_values.conjunction([f'{name} {value}' for name, value in fields.items()])}."
-            )
+            phrases = [f"{name} {value}" for name, value in fields.items()]
+            content = f"{rng.choice(LEADS)} {tool_values.conjunction(phrases)}."
         lead = rng.choice(AS_JSON)
-    messages = [{"role": "user", "content": f"{lead}:\n{asked}"}, {"role": "assistant", "content": answer}]
+    messages = [{"role": "user", "content": f"{lead}:\n{content}"}, {"role": "assistant", "content": answer}]
     return Dialogue(id=id_, kind="copy", category=form, messages=messages)
 
 
@@ -169,15 +170,15 @@ def _recall(rng: Random) -> str:
     pairs = {str(key.draw(rng)): value.draw(rng) for _ in range(size)}
     link = rng.choice((": ", " = ", " -> ", " is "))
     lines = [f"{left}{link}{right}" for left, right in pairs.items()]
-    asked = rng.sample(lines, len(lines))
-    return "\n".join((*lines, rng.choice(AGAIN), *asked, ""))
+    shuffled = rng.sample(lines, len(lines))
+    return "\n".join((*lines, rng.choice(AGAIN), *shuffled, ""))
 
 
-def _fields(rng: Random) -> dict[str, Value]:
-    return {_field(rng): rng.choice(KINDS).draw(rng) for _ in range(rng.randint(1, 5))}
+def _draw_fields(rng: Random) -> dict[str, Value]:
+    return {_draw_field_name(rng): rng.choice(KINDS).draw(rng) for _ in range(rng.randint(1, 5))}
 
 
-def _field(rng: Random) -> str:
+def _draw_field_name(rng: Random) -> str:
     form = rng.random()
     if form < 0.3:
         return rng.choice(FIELDS)
@@ -191,66 +192,65 @@ def _json(fields: dict[str, Value]) -> str:
 
 
 def _record(rng: Random) -> str:
-    parts = []
+    lines = []
     for _ in range(rng.randint(1, 4)):
-        fields = _fields(rng)
-        shown = [f"{name}: {value}" for name, value in fields.items()]
-        parts += [*shown, _json(fields)]
-    return "\n".join((*parts, ""))
+        fields = _draw_fields(rng)
+        lines += [*(f"{name}: {value}" for name, value in fields.items()), _json(fields)]
+    return "\n".join((*lines, ""))
 
 
 def _request(rng: Random) -> str:
     lines = []
     for _ in range(rng.randint(1, 4)):
-        fields = _fields(rng)
-        pieces = [f"{name} {value}" for name, value in fields.items()]
-        told = rng.sample(pieces, len(pieces)) if rng.random() < 0.3 else pieces
-        lines += [f"{rng.choice(LEADS)} {tool_values.conjunction(told)}.", _json(fields)]
+        fields = _draw_fields(rng)
+        phrases = [f"{name} {value}" for name, value in fields.items()]
+        phrases = rng.sample(phrases, len(phrases)) if rng.random() < 0.3 else phrases
+        lines += [f"{rng.choice(LEADS)} {tool_values.conjunction(phrases)}.", _json(fields)]
     return "\n".join((*lines, ""))
 
 
-def _function(rng: Random) -> tuple[dict[str, Value], str, dict[str, Value]]:
-    """A function's schema, how it is asked for, and the arguments of that request."""
-    verb, thing, arguments = rng.choice(VERBS), rng.choice((made_up, _noun))(rng), _fields(rng)
+def _draw_function(rng: Random) -> tuple[dict[str, Value], str, dict[str, Value]]:
+    """A function's schema, a request for it, and the arguments of the request."""
+    verb, thing, arguments = rng.choice(VERBS), rng.choice((made_up, _noun))(rng), _draw_fields(rng)
     properties = {name: {"type": TYPES[type(value)]} for name, value in arguments.items()}
     schema = {
         "name": f"{verb}_{thing}" if rng.random() < 0.7 else f"{made_up(rng)}_{thing}",
         "description": f"{verb.capitalize()} the {thing}.",
         "parameters": {"type": "object", "properties": properties, "required": list(arguments)},
     }
-    pieces = [f"{name} {value}" for name, value in arguments.items()]
-    return schema, f"{verb} the {thing} with {tool_values.conjunction(pieces)}", arguments
+    phrases = [f"{name} {value}" for name, value in arguments.items()]
+    return schema, f"{verb} the {thing} with {tool_values.conjunction(phrases)}", arguments
 
 
 def _schema(rng: Random) -> str:
-    functions = {f[0]["name"]: f for f in (_function(rng) for _ in range(rng.randint(1, 3)))}
+    functions = {f[0]["name"]: f for f in (_draw_function(rng) for _ in range(rng.randint(1, 3)))}
     lines = [_json(schema) for schema, _, _ in functions.values()]
     for name in rng.sample(sorted(functions), rng.randint(1, len(functions))):
-        _, asked, arguments = functions[name]
-        lines += [f"{asked[0].upper()}{asked[1:]}.", _json({"name": name, "arguments": arguments})]
+        _, request, arguments = functions[name]
+        lines += [f"{request[0].upper()}{request[1:]}.", _json({"name": name, "arguments": arguments})]
     return "\n".join((*lines, ""))
 
 
-def _choices(rng: Random, most: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """Functions with name and description, and up to `most` requests with the name that each of them means."""
+def _draw_choices(rng: Random, max_requests: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """Functions with name and description, and up to `max_requests` requests, each with the name that it means."""
     things: dict[str, tuple[str, str]] = {}
     for _ in range(rng.randint(2, 6)):
         verb, thing = rng.choice(VERBS if rng.random() < 0.3 else COMMON), rng.choice((made_up, _noun))(rng)
         name = f"{verb}_{thing}" if rng.random() < 0.7 else f"{made_up(rng)}_{_noun(rng)}"
         things[name] = verb, thing
-    described = [_json({"name": n, "description": f"{v.capitalize()} the {t}."}) for n, (v, t) in things.items()]
+    functions = [_json({"name": n, "description": f"{v.capitalize()} the {t}."}) for n, (v, t) in things.items()]
     choices = []
-    for name in rng.choices(sorted(things), k=rng.randint(3, most)):
-        asked = rng.choice(ASKED).format(" the ".join(things[name]))
-        choices.append((f"{asked[0].upper()}{asked[1:]}", _json({"name": name})))
-    return described, choices
+    for name in rng.choices(sorted(things), k=rng.randint(3, max_requests)):
+        request = rng.choice(REQUESTS).format(" the ".join(things[name]))
+        choices.append((f"{request[0].upper()}{request[1:]}", _json({"name": name})))
+    return functions, choices
 
 
 def _choose(rng: Random) -> str:
-    described, choices = _choices(rng, 10)
-    return "\n".join((*described, *(line for choice in choices for line in choice), ""))
+    functions, choices = _draw_choices(rng, 10)
+    return "\n".join((*functions, *(line for choice in choices for line in choice), ""))
 
 
-ASKED = ("{}.", "please {}.", "can you {}?", "I need you to {}.", "{}, please.", "{} now.", "you should {}.")
+REQUESTS = ("{}.", "please {}.", "can you {}?", "I need you to {}.", "{}, please.", "{} now.", "you should {}.")
 TYPES = {str: "string", int: "integer", float: "number"}
 FORMS: tuple[Callable[[Random], str], ...] = (_again, _recall, _record, _request, _schema, _choose)

@@ -1,13 +1,9 @@
-"""What level 4 adds to a chain: loops that carry state, operations on two arguments, and conditions for branches.
+"""All operations, by name and by type, and what level 4 adds to a chain: loops, second arguments and branches.
 
-In: nothing. Out: `LOOPS`, `PAIRS` (in both `{k}` is what `operation.py` says), `CONDITIONS`. A loop's source has
-statements before its last line, so its truth is a function below rather than a lambda. These occur in no chain of
-levels 1 to 3.
-
-All operations of the chains, by name and by type.
-
-In: the tables of `operations_numbers.py`, `operations_words.py` and `operations_state.py`. Out: look-ups, built once on
-first use. The order of every tuple is the order of the tables.
+In: the tables of `operations.py`. Out: look-ups, built once on first use, with every tuple in the order of the tables;
+`LOOPS` (loops that carry state) and `PAIRS` (operations on two arguments; in both `{k}` is as in `operations.py`), and
+`CONDITIONS` for branches. A loop's source has statements before its last line, so its truth is a function below rather
+than a lambda. None of these occurs in a chain of levels 1 to 3.
 """
 
 from collections.abc import Callable
@@ -33,13 +29,13 @@ from pipeline.synthetic.operations import (
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """A question about a value, for `if`."""
+    """A test of a value, for `if`."""
 
     name: str
     takes: str
     source: str
     holds: Callable[[Any, Any], bool]
-    phrasings: tuple[str, ...]  # clauses that follow "if"; the last one is kept for the test split
+    phrasings: tuple[str, ...]  # clauses that follow "if"; the last one is only for the test split
 
     @property
     def has_constant(self) -> bool:
@@ -194,9 +190,7 @@ PAIRS: tuple[Operation, ...] = (
 )
 
 
-def _condition(
-    name: str, takes: str, source: str, holds: Callable[[Any, Any], bool], phrasings: str
-) -> Condition:
+def _condition(name: str, takes: str, source: str, holds: Callable[[Any, Any], bool], phrasings: str) -> Condition:
     return Condition(name=name, takes=takes, source=source, holds=holds, phrasings=tuple(phrasings.split(" | ")))
 
 
@@ -227,12 +221,12 @@ CONDITIONS: tuple[Condition, ...] = (
 # fmt: on
 
 
-# -- operations --------------------------------------------------------------------------------------------------------
+# -- look-ups ----------------------------------------------------------------------------------------------------------
 
 
 @cache
 def chain_operations() -> tuple[Operation, ...]:
-    """The operations of levels 1 to 3: each an expression of one value."""
+    """The operations of levels 1 to 3: each is an expression of one value."""
     return (
         *NUMBERS_TO_NUMBERS,
         *NUMBERS_TO_OTHERS,
@@ -272,10 +266,10 @@ def condition(name: str) -> Condition:
 @cache
 def taking(kind: str) -> tuple[Operation, ...]:
     """The chain operations on values of a type."""
-    return tuple(one for one in chain_operations() if one.takes == kind)
+    return tuple(operation for operation in chain_operations() if operation.takes == kind)
 
 
 @cache
 def alike(takes: str, gives: str) -> tuple[Operation, ...]:
     """The chain operations from one type to another."""
-    return tuple(one for one in chain_operations() if (one.takes, one.gives) == (takes, gives))
+    return tuple(operation for operation in chain_operations() if (operation.takes, operation.gives) == (takes, gives))

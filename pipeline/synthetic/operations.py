@@ -1,19 +1,11 @@
-"""What an operation is: one typed step of a generated program, as words, as Python source, and as a function.
+"""The operations of levels 1 to 3: each a typed step of a generated program, as words, as source, and as a function.
 
-In: nothing. Out: the types of values (`NUMBERS` and so on), `Operation`, and `op`, which the tables
-`operations_numbers.py`, `operations_words.py` and `operations_state.py` are written with.
+In: nothing. Out: the types of values (`NUMBERS` and so on), `Operation`, `op`, and the tables of operations by type,
+written with `op`: name, types, source, function, phrasings (the last one only for the test split).
 
-`source` (for answers) and `apply` (for truth) say the same thing twice, because nothing outside the sandbox executes
-text. The tests execute the one and compare it with the other. It does not promise speed or idiom beyond that: the
+`source` (for answers) and `apply` (for truth) define the same thing twice, because nothing outside of the sandbox
+executes text. The tests execute the one and compare it with the other. Not promised: speed or idiomatic code; the
 sources are as regular as a very small model needs.
-
-The operations on list[str], str and dict[str, int]: name, types, source, function, phrasings (the last for test).
-
-In: nothing. Out: `WORDS_TO_OTHERS`, `TEXT_TO_OTHERS`, `COUNTS_TO_OTHERS`. See `operation.py` for the columns.
-
-The operations on list[int] and int: name, types, source, function, phrasings (the last for test only).
-
-In: nothing. Out: `NUMBERS_TO_NUMBERS`, `NUMBERS_TO_OTHERS`, `NUMBER_TO_OTHERS`. See `operation.py` for the columns.
 """
 
 from collections.abc import Callable
@@ -37,6 +29,7 @@ ANNOTATIONS = {
 }
 
 CONSTANTS = (2, 3, 4, 5, 6, 7, 8, 9)
+Value = list[int] | list[str] | str | dict[str, int] | int  # of one of the types above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +39,9 @@ class Operation:
     name: str
     takes: str  # a type above
     gives: str  # a type above
-    source: str  # `{x}` is the value, `{k}` the constant; all lines but the last are statements, the last an expression
-    apply: Callable[[Any, Any], Any]  # (value, constant or None) -> value
-    phrasings: tuple[str, ...]  # imperatives with `{k}`; the last one is kept for the test split
+    source: str  # `{x}` is the value, `{k}` the constant; all lines are statements but the last, an expression
+    apply: Callable[[Any, Any], Value]  # (value, constant or None) -> value
+    phrasings: tuple[str, ...]  # imperatives with `{k}`; the last one is only for the test split
     bare: str | None = None  # the source without its default, which raises on an empty value
     other: str | None = None  # the type of the second argument, where `{k}` is not a constant
 
@@ -63,13 +56,13 @@ def op(
     takes: str,
     gives: str,
     source: str,
-    apply: Callable[[Any, Any], Any],
+    apply: Callable[[Any, Any], Value],
     phrasings: str,
     *,
     bare: str | None = None,
     other: str | None = None,
 ) -> Operation:
-    """An operation whose phrasings are written in one string, separated by ` | `."""
+    """An operation, with its phrasings in one string separated by ` | `."""
     return Operation(
         name=name,
         takes=takes,
@@ -82,7 +75,7 @@ def op(
     )
 
 
-# -- operations_words --------------------------------------------------------------------------------------------------
+# -- on list[str], str and dict[str, int] ------------------------------------------------------------------------------
 
 
 VOWELS = "aeiouAEIOU"
@@ -252,7 +245,7 @@ COUNTS_TO_OTHERS: tuple[Operation, ...] = (
 # fmt: on
 
 
-# -- operations_numbers ------------------------------------------------------------------------------------------------
+# -- on list[int] and int ----------------------------------------------------------------------------------------------
 
 
 # fmt: off

@@ -1,33 +1,33 @@
-"""Preference pairs with a known true score: two answers to one prompt, labelled by how good they are, not by intention.
+"""Preference pairs with a known true score: two answers to one prompt, labeled by quality, not by intention.
 
     code    reference and mistakes of a problem     0.2 one block that parses + 0.8 hidden tests passed
     tools   right and wrong calls of a dialogue     `tools.gold`
     story   a whole story and damaged ones          mean of the story checker's clauses
 
-A third each. A pair is kept when the scores differ by 0.1 or more; mostly its better answer is right. The chosen answer
-is the longer one in half of the pairs of a kind whose lengths differ, so that length alone ranks nothing. `label_noise`
-e swaps a share e of the training pairs: the best accuracy is then 1 - e.
+A third each. A pair is kept if the scores differ by 0.1 or more; in most pairs the better answer is right. The chosen
+answer is the longer one in half of the pairs of a kind whose lengths differ, so that length alone ranks nothing.
+`label_noise` e swaps a share e of the training pairs: the best accuracy is then 1 - e.
 
-Code is judged by the function handed in (the sandbox's judge stands above this floor).
+Code is judged by a function argument, because the sandbox's judge is on a higher floor than this module.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
 
 from pipeline.ingest.records import Dialogue, Message, Pair, Problem
 from pipeline.run.device import generator, stable_hash
 from pipeline.run.errors import DataError
+from pipeline.run.types import JsonObject
 from pipeline.synthetic import programs, stories, tools
 from pipeline.synthetic.stories import check, edits
 from pipeline.text import chat
 
 MIN_GAP = 0.1
-BEST_CHOSEN = 0.85  # the share of prompts whose best answer is the better one of its pairs, where lengths allow it
+BEST_CHOSEN = 0.85  # share of prompts for which the best answer is the chosen one of the pairs, where lengths allow it
 KINDS = ("code", "tools", "story")
-# scores of the sources of one problem: share of hidden tests passed, None where nothing could be judged
+# the share of hidden tests that each answer passes; None where it cannot be judged
 JudgeSources = Callable[[list[tuple[Problem, str]]], Iterator[float | None]]
 
 
@@ -40,7 +40,7 @@ class Candidate:
 
 
 def length(message: Message) -> int:
-    """Characters of an answer: its words, and the name and arguments of its calls."""
+    """Number of characters of an answer: its content, and the names and arguments of its calls."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
     return len(message["content"]) + sum(len(call["name"]) + len(call["arguments"]) for call in calls)
 
@@ -58,25 +58,25 @@ def assistant(content: str) -> Message:
 
 
 def story_prompt(opening: str) -> list[Message]:
-    """How a story is asked for."""
+    """The prompt for a story with this first sentence."""
     return [{"role": "user", "content": f"Tell a story that begins: {opening}"}]
 
 
 def story_dialogue(path: str) -> Dialogue:
-    """A story as a conversation: the user gives its first sentence."""
+    """A story as a conversation; the user message contains its first sentence."""
     text = stories.story(path)
     messages = [*story_prompt(stories.opening(text)), assistant(text)]
     return Dialogue(id=path, kind="story", category=path.split("/")[1], messages=messages)
 
 
 def story_gold(text: str) -> float:
-    """Mean of the checker's clauses."""
+    """Score of a story: the mean of the checker's clauses."""
     clauses = check(text)
     return sum(clauses.values()) / len(clauses)
 
 
 def tool_gold(pair: Pair, message: Message) -> float:
-    """Score of an answer to a pair of kind "tools", by the right answer that its `truth` holds."""
+    """Score of an answer to a pair of kind "tools", by the right answer in its `truth`."""
     assert pair.truth is not None
     dialogue = Dialogue(
         id=pair.id, kind="tools", category="", messages=[*pair.prompt, pair.truth["right"]], tools=pair.tools
@@ -93,33 +93,33 @@ def code_gold(content: str, passed: float) -> float:
     return 0.2 * parses + 0.8 * passed
 
 
-def pairs(made: Mapping[str, Callable[[], Iterable[Pair]]], *, count: int, split: str) -> Iterator[Pair]:
-    """`count` pairs, the kinds in turn; `made` starts those of each kind: `code_pairs` and its neighbours.
+def pairs(makers: Mapping[str, Callable[[], Iterable[Pair]]], *, count: int, split: str) -> Iterator[Pair]:
+    """`count` pairs, the kinds in turn; `makers` start the pairs of each kind (`code_pairs` and so on).
 
-    One kind is started when the one before it is full and let go, for each may hold worker processes.
-    Raises DataError when an iterable ends before its third is full.
+    A kind starts when the one before is complete and closed, because each may own worker processes.
+    Raises DataError if an iterable ends before its third is complete.
     """
-    numbers = dict(zip(KINDS, [count - count * 2 // 3, count // 3, count * 2 // 3 - count // 3], strict=True))
-    limited = [first(numbers[kind], balanced(made[kind]()), kind) for kind in KINDS]
-    for turn in itertools.zip_longest(*limited):
-        for pair in turn:
+    counts = dict(zip(KINDS, [count - count * 2 // 3, count // 3, count * 2 // 3 - count // 3], strict=True))
+    pairs_by_kind = [_take(counts[kind], balanced(makers[kind]()), kind) for kind in KINDS]
+    for one_of_each in itertools.zip_longest(*pairs_by_kind):
+        for pair in one_of_each:
             if pair is not None:
                 yield replace(pair, id=f"{split}-{pair.id}")
 
 
-def first(count: int, made: Iterator[Pair], kind: str) -> list[Pair]:
-    """The first `count` pairs. Raises DataError when there are fewer."""
-    found = list(itertools.islice(made, count))
-    if len(found) < count:
+def _take(count: int, candidates: Iterator[Pair], kind: str) -> list[Pair]:
+    """The first `count` pairs. Raises DataError if there are fewer."""
+    pairs = list(itertools.islice(candidates, count))
+    if len(pairs) < count:
         raise DataError(
-            f"preferences: {count} pairs of kind {kind} asked for, {len(found)} found; lower tasks.pairs or"
+            f"preferences: {count} pairs of kind {kind} asked for, {len(pairs)} found; lower tasks.pairs or"
             " tasks.test_items"
         )
-    return found
+    return pairs
 
 
 def balanced(candidates: Iterable[Pair]) -> Iterator[Pair]:
-    """Pairs of which the chosen answer is the longer one in half: one that would tip the balance waits for its turn."""
+    """Reorder pairs so that the chosen answer is alternately the longer and the shorter one; excess pairs wait."""
     waiting: dict[bool, list[Pair]] = {True: [], False: []}
     longer_next = True
     for pair in candidates:
@@ -139,19 +139,19 @@ def _pair(
     prompt: list[Message],
     candidates: list[Candidate],
     rng: Random,
-    truth: dict[str, Any],
-    offered: list[dict[str, Any]] | None = None,
+    truth: JsonObject,
+    offered: list[JsonObject] | None = None,
 ) -> Iterator[Pair]:
-    """Pairs of candidates whose scores differ enough: one where the better is longer, one where it is shorter.
+    """At most two pairs of candidates whose scores differ enough: one with a longer better answer, one with a shorter.
 
-    In most prompts the better one is the best there is: where both answers of most pairs are wrong, learning from the
+    For most prompts the better answer is the best candidate: if both answers of most pairs are wrong, learning from the
     chosen ones teaches mistakes (docs/LOG.md).
     """
     ordered = list(itertools.permutations(candidates, 2))
     rng.shuffle(ordered)
     if rng.random() < BEST_CHOSEN:
         best = max((candidate.gold for candidate in candidates), default=0.0)
-        ordered.sort(key=lambda two: two[0].gold < best)
+        ordered.sort(key=lambda pair: pair[0].gold < best)
     seen: set[bool] = set()
     for better, worse in ordered:
         longer = length(better.message) > length(worse.message)
@@ -179,11 +179,11 @@ def code_pairs(problems: Iterable[Problem], seed: int, judge: JudgeSources) -> I
         sources = []
         for problem in batch:
             assert problem.answer is not None
-            found = [problem.answer, *(programs.fenced(text) for _, text in programs.distractors(problem, seed))]
-            sources += [(problem, content) for content in found]
+            sources.append((problem, problem.answer))
+            sources += [(problem, programs.fenced(text)) for _, text in programs.distractors(problem, seed)]
         scored: dict[str, list[Candidate]] = {}
         for (problem, content), passed in zip(sources, judge(sources), strict=True):
-            if passed is not None:  # what could not be judged has no true score
+            if passed is not None:  # without a verdict there is no true score
                 candidate = Candidate(assistant(content), code_gold(content, passed))
                 scored.setdefault(problem.id, []).append(candidate)
         for problem in batch:
@@ -202,8 +202,8 @@ def tool_pairs(dialogues: Iterable[Dialogue], seed: int) -> Iterator[Pair]:
             continue
         turn = turns[0]
         right = dialogue.messages[turn]
-        found = [right, *(message for _, message in tools.wrong_answers(dialogue, seed, turn))]
-        candidates = [Candidate(message, tools.gold(dialogue, message, turn)) for message in found]
+        answers = [right, *(message for _, message in tools.wrong_answers(dialogue, seed, turn))]
+        candidates = [Candidate(message, tools.gold(dialogue, message, turn)) for message in answers]
         rng = Random(stable_hash("pair", seed, dialogue.id))
         truth = {"right": right}
         yield from _pair(dialogue.id, "tools", dialogue.messages[:turn], candidates, rng, truth, dialogue.tools)
@@ -213,14 +213,14 @@ def story_pairs(paths: Iterable[str], seed: int) -> Iterator[Pair]:
     """Pairs from each story and its damaged versions."""
     for path in paths:
         text = stories.story(path)
-        found = [text, *edits(text, path, generator("story pair", seed, path)).values()]
-        candidates = [Candidate(assistant(one), story_gold(one)) for one in found]
+        versions = [text, *edits(text, path, generator("story pair", seed, path)).values()]
+        candidates = [Candidate(assistant(version), story_gold(version)) for version in versions]
         rng = Random(stable_hash("pair", seed, path))
         yield from _pair(path, "story", story_prompt(stories.opening(text)), candidates, rng, {})
 
 
 def flip(pairs: Sequence[Pair], share: float, seed: int) -> Iterator[Pair]:
-    """Swap the answers of a share of the pairs: those whose ids have the smallest hashes; `flipped` says which."""
+    """Swap the answers of a share of the pairs, those whose ids have the smallest hashes, and set their `flipped`."""
     order = sorted(pairs, key=lambda pair: stable_hash("flip", seed, pair.id))
     chosen = {pair.id for pair in order[: round(share * len(pairs))]}
     for pair in pairs:

@@ -1,348 +1,68 @@
-"""The words of a problem: question, answer, docstring.
+"""Programming problems with known truth, and generated code: the source of both behind `data: machine`.
 
-In: a `Program` and its visible tests. Out: text. Questions are short and of few forms, because the smallest model
-learns them from a million tokens; what varies is the operations, their phrasings, constants, names and examples.
-
-Tests for a generated program: inputs that show what it does and catch programs that do nearly the same.
-
-In: a `Program` and a `Draw`. Out: records of the form `{"args", "expected", "visible"}`, 3 visible and 12 to 24 hidden,
-or None where its constants make it dull and another draw is needed.
-
-The hidden ones hold an input of each kind of edge (empty, one, negative, repeated, long). 16 programs one operation
-away that differ from it somewhere on the pool each fail a test. No expected value fills more than half of the tests.
-It does not promise that a program two operations away fails.
-
-Wrong answers to a generated problem, for preference pairs: each kind is a mistake that people make.
-
-In: a `Problem` of `programs.py` (its id ends in its program). Out: (kind, source) pairs.
-
-    other_operation  one step replaced by another of the same types, put in or left out
-    off_by_one       a step sees its value less the first or the last item
-    wrong_constant   another constant
-    lost_default     the value for empty input is gone
-    broken_syntax    a bracket, a colon or the indentation is missing
-
-A mistake is an intention, not a verdict: one may pass all tests (the label comes from running them). Kinds that a
-program has no room for are absent.
-
-Programming problems with known truth, and generated code: the source of both behind `data: machine`.
-
-In: a split, a number, a seed. Out: `Problem` records (question, tests, answer), `Text` records for the code corpus, and
-what is made from a problem: its dialogue. Wrong answers to it are in `mistakes.py`.
+In: a split, a number, a seed. Out: `Problem` records (question, tests, answer), `Text` records for the code corpus, the
+dialogue of a problem, and wrong answers to it.
 
     level 1  one operation      split by operation, constant and phrasing
     level 2  two                split by the names of the operations, as are the rest
     level 3  three              in training a tenth of its chains only
     level 4  four; or a branch, a loop with state, two arguments         never with an answer in training
-    level 5  levels 1-3 told out of order, or by examples only           test only
+    level 5  levels 1-3 in another order of steps, or by examples only   test only
 
     train  levels 1, 2, shown 3    val  levels 1-3    rl  levels 2, 3, some 4, no answers
     test   easy = 1, medium = 2 and 3, hard = 4, told = 5, phrasing = 1 and 2 in phrasings that training never uses
 
-Every record is a pure function of (split, index, seed), and no key is in two splits. Questions are regular English
-written by rule: doing well on them does not promise anything about questions that people write.
+Every record is a pure function of (split, index, seed), and no key is in two splits.
+
+Wording: questions are short and of few forms, because the smallest model learns them from a million tokens; what varies
+is the operations, their phrasings, constants, names and examples.
+
+Tests (`tests_of`): 3 visible and 12 to 24 hidden records `{"args", "expected", "visible"}`, with inputs that show what
+the program does and catch programs that do nearly the same. The hidden ones have an input of each kind of edge (empty,
+one, negative, repeated, long). 16 programs one operation away that differ from it somewhere on the pool each fail a
+test. No expected value fills more than half of the tests. A program whose constants make it dull has no such tests and
+is drawn again.
+
+Mistakes (`distractors`): wrong answers for preference pairs, as (kind, source). People make all these mistakes:
+
+    other_operation  one step replaced by another of the same types, inserted or left out
+    off_by_one       a step uses its value without the first or the last item
+    wrong_constant   another constant
+    lost_default     the value for empty input is missing
+    broken_syntax    a bracket, a colon or the indentation is missing
+
+A mistake is an intention, not a verdict: it may pass all tests (the label comes from running them). Kinds that do not
+apply to a program are absent.
+
+Not promised: that doing well on these questions, regular English written by rule, carries over to questions that people
+write; or that a program two operations away fails a test.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipeline.ingest.records import Dialogue, Problem, Text
 from pipeline.run.errors import DataError
+from pipeline.run.types import JsonObject
 from pipeline.synthetic import drawing
-from pipeline.synthetic.chains import Branch, Draw, Program, Step, parse, pool, spell
+from pipeline.synthetic.chains import Branch, Draw, Program, Step, Value, parse, pool, spell
 from pipeline.synthetic.drawing import neighbours
 from pipeline.synthetic.operations import COUNTS, NUMBER
 
-NAMES = ("solve", "process", "convert", "compute", "transform", "change", "build", "update", "handle", "apply")
-ORDINALS = ("First", "Second", "Third", "Fourth")
-
-CHAIN_FRAMES = (
-    "Write `{signature}`: {steps}.",
-    "Write a Python function `{signature}`. It should {steps}.",
-    "Implement `{signature}` to {steps}.",
-)
-EXAMPLE_FRAMES = (
-    "Write `{signature}` so that these examples hold.",
-    "Find the rule in these examples and write `{signature}`.",
-)
-
-
-def in_order(program: Program, name: str, draw: Draw) -> str:
-    """The question of levels 1 to 4: the steps one after the other."""
-    frame = draw.pick(CHAIN_FRAMES)
-    return frame.format(signature=program.signature(name), steps=_then(_phrases(program)))
-
-
-def out_of_order(program: Program, name: str, draw: Draw) -> str:
-    """The question of level 5: the steps in another order than they are done, with words that tell the order."""
-    phrases = _phrases(program)
-    if draw.chance(0.5):
-        first, *rest = phrases[::-1]
-        told = f"In the end {first}; " + "; ".join(f"before that, {phrase}" for phrase in rest)
-    else:
-        numbered = [f"{ORDINALS[place].lower()}, {phrase}" for place, phrase in enumerate(phrases)]
-        rotation = draw.between(1, len(numbered) - 1)
-        told = "; ".join(numbered[rotation:] + numbered[:rotation]).capitalize()
-    return f"Write `{program.signature(name)}`. {told}."
-
-
-def by_examples(program: Program, name: str, draw: Draw) -> str:
-    """The question of level 5 that says nothing: only the examples below it tell."""
-    return draw.pick(EXAMPLE_FRAMES).format(signature=program.signature(name))
-
-
-def with_examples(question: str, name: str, tests: Sequence[dict[str, Any]]) -> str:
-    """The question followed by its visible tests, one a line."""
-    lines = [f"{name}({test['args'][1:-1]}) == {test['expected']}" for test in tests if test["visible"]]
-    return question + "\n\n" + "\n".join(lines)
-
-
-def docstring(program: Program) -> str:
-    """One sentence that says what the program does."""
-    told = _then(_phrases(program))
-    return told[0].upper() + told[1:] + "."
-
-
-def fenced(source: str) -> str:
-    """An answer: the source as one fenced block and nothing else."""
-    return f"```python\n{source}\n```"
-
-
-def unfenced(answer: str) -> str:
-    """The source in what `fenced` made."""
-    return answer.removeprefix("```python\n").removesuffix("\n```")
-
-
-def _phrases(program: Program) -> list[str]:
-    return [step.words(program.second_name) for step in program.steps]
-
-
-def _then(phrases: list[str]) -> str:
-    return ", then ".join(phrases)
-
-
-# -- verification ------------------------------------------------------------------------------------------------------
-
-
-NUM_VISIBLE = 3
-NUM_HIDDEN = 12
-MAX_HIDDEN = 24
-NUM_NEIGHBOURS = 16
-MAX_NEIGHBOURS_TRIED = 64
-NUM_SPARE = 32  # inputs on which a neighbour that passes so far is tried again
-MAX_VISIBLE_LENGTH = 42  # characters of an expected value in the question
-MAX_LENGTH = 400  # characters of an expected value anywhere
-
-
-@dataclass(frozen=True)
-class Case:
-    """One test before it is written down; `expected` is text, since 1 == True and 0.0 == 0."""
-
-    arguments: tuple[Any, ...]
-    expected: str
-
-
-def tests_of(program: Program, draw: Draw) -> list[dict[str, Any]] | None:
-    """The program's tests, visible ones first; None if no balanced set was found."""
-    visible = visible_cases(program, draw)
-    if visible is None:
-        return None
-    hidden = _hidden_cases(program, draw, visible)
-    if hidden is None:
-        return None
-    # Inputs on which a neighbour is told apart, looked for where the tests so far do not.
-    hidden += _killers(program, draw, visible + hidden)
-    cases = visible + hidden
-    if len(hidden) > MAX_HIDDEN or 2 * _most_common(cases)[1] > len(cases):
-        return None
-    return [
-        {"args": repr(list(case.arguments)), "expected": case.expected, "visible": place < NUM_VISIBLE}
-        for place, case in enumerate(cases)
-    ]
-
-
-def visible_cases(program: Program, draw: Draw, count: int = NUM_VISIBLE) -> list[Case] | None:
-    """Short inputs with different short outputs, as a question or a docstring shows them; None if there are too few.
-
-    At least one is not its own output: "keep the last 8 numbers" is not shown on lists of five.
-    """
-    found: list[Case] = []
-    spare: list[Case] = []
-    for value in draw.sample(pool(program.takes).short, 24):
-        case = _case(program, value, draw)
-        if len(case.expected) > MAX_VISIBLE_LENGTH or any(case.expected == other.expected for other in found + spare):
-            continue
-        # An input that comes back as it went in says little; it is taken only for want of others.
-        (spare if case.expected == repr(value) else found).append(case)
-        if len(found) == count:
-            return found
-    if not found or len(found) + len(spare) < count:
-        return None
-    return found + spare[: count - len(found)]
-
-
-def _case(program: Program, value: Any, draw: Draw) -> Case:
-    arguments = (value, _second(program.second, draw)) if program.second is not None else (value,)
-    return Case(arguments, repr(program.run(arguments)))
-
-
-def _second(kind: str | None, draw: Draw) -> Any:
-    if kind == NUMBER:
-        return draw.between(1, 9)
-    return draw.pick(pool(kind or NUMBER).short)
-
-
-def _hidden_cases(program: Program, draw: Draw, visible: list[Case]) -> list[Case] | None:
-    values = pool(program.takes)
-    edges = [_case(program, draw.pick(group), draw) for group in values.edges]
-    found = list(edges)
-    fresh = iter(draw.sample(values.plain, 60))
-    for value in fresh:
-        if len(found) == NUM_HIDDEN:
-            break
-        case = _case(program, value, draw)
-        common, count = _most_common(visible + found)
-        # Past a third, a value that is expected often already makes room for others.
-        if case.expected != common or 3 * count < NUM_HIDDEN + NUM_VISIBLE:
-            found.append(case)
-    if len(found) < NUM_HIDDEN or any(len(case.expected) > MAX_LENGTH for case in found):
-        return None
-    return found
-
-
-def _killers(program: Program, draw: Draw, cases: list[Case]) -> list[Case]:
-    """One more case for each of 16 differing neighbours that passes all cases so far."""
-    added: list[Case] = []
-    spare: list[Case] = []  # other inputs, run when the first neighbour passes all cases
-    killed = tried = 0
-    for neighbour in neighbours(program, draw):
-        tried += 1
-        if killed == NUM_NEIGHBOURS or tried > MAX_NEIGHBOURS_TRIED:
-            return added
-        if any(_tells(case, neighbour) for case in cases):
-            killed += 1
-            continue
-        spare = spare or [_case(program, value, draw) for value in draw.sample(pool(program.takes).plain, NUM_SPARE)]
-        found = next((case for case in spare if len(case.expected) <= MAX_LENGTH and _tells(case, neighbour)), None)
-        if found is not None:
-            added.append(found)
-            cases = [*cases, found]
-            killed += 1
-    return added
-
-
-def _tells(case: Case, neighbour: Program) -> bool:
-    """Whether the neighbour fails the case."""
-    return repr(neighbour.run(case.arguments)) != case.expected
-
-
-def _most_common(cases: list[Case]) -> tuple[str, int]:
-    return Counter(case.expected for case in cases).most_common(1)[0]
-
-
-# -- mistakes ----------------------------------------------------------------------------------------------------------
-
-
-def distractors(problem: Problem, seed: int) -> list[tuple[str, str]]:
-    """Wrong sources of different text, at most two of a kind. Raises ValueError for a problem from elsewhere."""
-    program = parse(problem.id.rpartition("-")[2])
-    name, draw = problem.entry_point, Draw("mistake", seed, problem.id)
-    right = program.source(name)
-    found = [
-        *(("other_operation", wrong.source(name)) for wrong in _other_operations(program, draw)),
-        *(("off_by_one", source) for source in _off_by_one(program, name, draw)),
-        *(("wrong_constant", wrong.source(name)) for wrong in _wrong_constants(program, draw)),
-        *(("lost_default", source) for source in _lost_defaults(program, name)),
-        *(("broken_syntax", source) for source in _broken(right, draw)),
-    ]
-    distinct: dict[str, str] = {}
-    for kind, source in found:
-        if source != right:
-            distinct.setdefault(source, kind)
-    return [(kind, source) for source, kind in distinct.items()]
-
-
-def _other_operations(program: Program, draw: Draw) -> list[Program]:
-    """Two neighbours with other names, or fewer where a program has hardly any."""
-    found: list[Program] = []
-    for tried, wrong in enumerate(neighbours(program, draw)):
-        if len(found) == 2 or tried == 12:
-            break
-        if wrong.key != program.key and wrong.key not in [other.key for other in found]:
-            found.append(wrong)
-    return found
-
-
-def _wrong_constants(program: Program, draw: Draw) -> list[Program]:
-    found = []
-    for place, step in enumerate(program.steps):
-        if step.constant is not None:
-            wrong = replace(step, constant=draw.pick([k for k in range(2, 10) if abs(k - step.constant) > 1]))
-            found.append(Program((*program.steps[:place], wrong, *program.steps[place + 1 :])))
-    return draw.sample(found, 1)
-
-
-def _off_by_one(program: Program, name: str, draw: Draw) -> list[str]:
-    """One step's value cut by one item where it is read first; a number is one too large or small."""
-    places = [place for place, step in enumerate(program.steps) if isinstance(step, Step) and step.takes != COUNTS]
-    if not places:
-        return []
-    place = draw.pick(places)
-    step = program.steps[place]
-    assert isinstance(step, Step)
-    cut = draw.pick((" + 1", " - 1")) if step.takes == NUMBER else draw.pick(("[1:]", "[:-1]"))
-    variable = f"({step.takes}{cut})" if step.takes == NUMBER else step.takes + cut
-    source = step.operation.source.replace("{x}", variable, 1)
-    return [_with_source(program, place, source).source(name)]
-
-
-def _lost_defaults(program: Program, name: str) -> list[str]:
-    return [
-        _with_source(program, place, step.operation.bare).source(name)
-        for place, step in enumerate(program.steps)
-        if isinstance(step, Step) and step.operation.bare is not None
-    ][:1]
-
-
-def _with_source(program: Program, place: int, source: str) -> Program:
-    """The program with one step's text changed; its function no longer fits it, so it is only written, never run."""
-    step = program.steps[place]
-    assert not isinstance(step, Branch)
-    wrong = replace(step, operation=replace(step.operation, source=source))
-    return Program((*program.steps[:place], wrong, *program.steps[place + 1 :]))
-
-
-def _broken(source: str, draw: Draw) -> list[str]:
-    """One damage that no parser accepts."""
-    brackets = [match.start() for match in re.finditer(r"[()\[\]]", source)]
-    hole = draw.pick(brackets)
-    choices = (
-        source[:hole] + source[hole + 1 :],
-        source.replace(":\n", "\n", 1),
-        source.replace("\n    ", "\n", 1),
-        source.replace("return ", "return = ", 1),
-    )
-    return [draw.pick(choices)]
-
-
-# -- programs ----------------------------------------------------------------------------------------------------------
-
-
-# Shares of the levels, in tenths where a draw chooses; the test split walks through TEST_GROUPS for exact shares.
+# Shares of the levels, in tenths, of random draws; the test split cycles through TEST_GROUPS for exact shares.
 TRAIN_LEVELS = (1, 1, 2, 2, 2, 2, 2, 2, 3, 3)
-# What is mostly solved is made sure of, what is mostly missed is hardly learnt (docs/LOG.md).
+# RL consolidates what is mostly solved and hardly learns what is mostly missed (docs/LOG.md).
 RL_LEVELS = (2, 2, 2, 2, 2, 3, 3, 3, 3, 4)
 RL_SHAPES = ("chain", "chain", "chain", "branch", "loop", "argument")
-# Mostly medium: it is what preference learning and RL are measured on.
+# Mostly medium, on which preference learning and RL are measured.
 TEST_GROUPS = (
     *("medium", "easy", "medium", "phrasing", "medium", "hard", "medium", "easy", "medium", "told"),
     *("medium", "easy", "medium", "phrasing", "medium", "hard", "medium", "easy", "medium", "phrasing"),
 )
 GROUP_OF_LEVEL = {1: "easy", 2: "medium", 3: "medium", 4: "hard"}
-# The generated code shows what level 4 looks like (never a chain of four), so that RL has something to find.
+# The generated code contains the shapes of level 4 (never a chain of four), so that RL can find them.
 SOURCE_SHAPES = ("single", "single", "pair", "pair", "pair", "pair", "triple", "branch", "loop", "argument")
 SOURCE_FUNCTIONS = 3
 
@@ -361,7 +81,7 @@ def problems(split: str, count: int, seed: int, first: int = 0) -> Iterator[Prob
 def _problem(split: str, index: int, seed: int) -> Problem:
     draw = Draw("problem", split, seed, index)
     group = TEST_GROUPS[index % len(TEST_GROUPS)] if split == "test" else ""
-    # The turn within the group decides between its forms, so that each form has its exact share.
+    # The position within the group selects its form, so that each form has its exact share.
     turn = index // len(TEST_GROUPS) * TEST_GROUPS.count(group) + TEST_GROUPS[: index % len(TEST_GROUPS)].count(group)
     while True:
         level, program = _test_program(group, turn, draw) if split == "test" else _program(split, draw)
@@ -403,7 +123,7 @@ def _level_4(split: str, shape: str, draw: Draw) -> Program:
 
 
 def _test_program(group: str, turn: int, draw: Draw) -> tuple[int, Program]:
-    """A level and a program of a test group; `turn` counts the group's problems."""
+    """A level and a program of a test group; `turn` is the number of the problem within its group."""
     if group == "easy":
         return 1, drawing.single("test", draw)
     if group == "medium":
@@ -412,7 +132,9 @@ def _test_program(group: str, turn: int, draw: Draw) -> tuple[int, Program]:
     if group == "hard":
         return 4, _level_4("test", ("chain", "branch", "chain", "loop", "chain", "argument")[turn % 6], draw)
     if group == "phrasing":
-        return (1, drawing.single("test", draw, True)) if turn % 2 else (2, drawing.chain("test", 2, draw, True))
+        if turn % 2:
+            return 1, drawing.single("test", draw, held_out=True)
+        return 2, drawing.chain("test", 2, draw, held_out=True)
     if turn % 2 == 0:
         return 5, drawing.chain("test", 2 + turn // 2 % 2, draw)
     return 5, drawing.single("test", draw)
@@ -450,8 +172,276 @@ def _source_program(shape: str, draw: Draw) -> Program:
 
 
 def dialogue(problem: Problem) -> Dialogue:
-    """The problem as one turn of each side. Raises DataError if its answer is not known."""
+    """The problem as one user and one assistant message. Raises DataError if its answer is not known."""
     if problem.answer is None:
         raise DataError(f"problem {problem.id} has no answer: only problems with one can be shown in training")
     messages = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": problem.answer}]
     return Dialogue(id=problem.id, kind="code", category=problem.group, messages=messages)
+
+
+# -- wording -----------------------------------------------------------------------------------------------------------
+
+NAMES = ("solve", "process", "convert", "compute", "transform", "change", "build", "update", "handle", "apply")
+ORDINALS = ("First", "Second", "Third", "Fourth")
+
+CHAIN_FRAMES = (
+    "Write `{signature}`: {steps}.",
+    "Write a Python function `{signature}`. It should {steps}.",
+    "Implement `{signature}` to {steps}.",
+)
+EXAMPLE_FRAMES = (
+    "Write `{signature}` so that these examples hold.",
+    "Find the rule in these examples and write `{signature}`.",
+)
+
+
+def in_order(program: Program, name: str, draw: Draw) -> str:
+    """The question of levels 1 to 4: the steps one after the other."""
+    frame = draw.pick(CHAIN_FRAMES)
+    return frame.format(signature=program.signature(name), steps=_join_steps(program))
+
+
+def out_of_order(program: Program, name: str, draw: Draw) -> str:
+    """The question of level 5: the steps in another order than they are done, with words that state the order."""
+    phrases = _phrases(program)
+    if draw.chance(0.5):
+        first, *rest = phrases[::-1]
+        instructions = f"In the end {first}; " + "; ".join(f"before that, {phrase}" for phrase in rest)
+    else:
+        numbered = [f"{ORDINALS[index].lower()}, {phrase}" for index, phrase in enumerate(phrases)]
+        rotation = draw.between(1, len(numbered) - 1)
+        instructions = "; ".join(numbered[rotation:] + numbered[:rotation]).capitalize()
+    return f"Write `{program.signature(name)}`. {instructions}."
+
+
+def by_examples(program: Program, name: str, draw: Draw) -> str:
+    """The question of level 5 without instructions: only the examples below it define the task."""
+    return draw.pick(EXAMPLE_FRAMES).format(signature=program.signature(name))
+
+
+def with_examples(question: str, name: str, tests: Sequence[JsonObject]) -> str:
+    """The question followed by its visible tests, one a line."""
+    lines = [f"{name}({test['args'][1:-1]}) == {test['expected']}" for test in tests if test["visible"]]
+    return question + "\n\n" + "\n".join(lines)
+
+
+def docstring(program: Program) -> str:
+    """One sentence that describes the program."""
+    steps = _join_steps(program)
+    return steps[0].upper() + steps[1:] + "."
+
+
+def fenced(source: str) -> str:
+    """An answer: the source as one fenced block and nothing else."""
+    return f"```python\n{source}\n```"
+
+
+def unfenced(answer: str) -> str:
+    """The source in an answer written by `fenced`."""
+    return answer.removeprefix("```python\n").removesuffix("\n```")
+
+
+def _phrases(program: Program) -> list[str]:
+    return [step.words(program.second_name) for step in program.steps]
+
+
+def _join_steps(program: Program) -> str:
+    return ", then ".join(_phrases(program))
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+NUM_VISIBLE = 3
+NUM_HIDDEN = 12
+MAX_HIDDEN = 24
+NUM_NEIGHBORS = 16
+MAX_NEIGHBORS_TRIED = 64
+NUM_SPARE = 32  # further inputs for a neighbor that passes all tests so far
+MAX_VISIBLE_LENGTH = 42  # characters of an expected value in a visible test
+MAX_LENGTH = 400  # characters of an expected value in any test
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test before it is written down; `expected` is text, since 1 == True and 0.0 == 0."""
+
+    arguments: tuple[Value, ...]
+    expected: str
+
+
+def tests_of(program: Program, draw: Draw) -> list[JsonObject] | None:
+    """The program's tests, visible ones first; None if no balanced set was found."""
+    visible = visible_cases(program, draw)
+    if visible is None:
+        return None
+    hidden = _hidden_cases(program, draw, visible)
+    if hidden is None:
+        return None
+    hidden += _distinguishing_cases(program, draw, visible + hidden)
+    cases = visible + hidden
+    if len(hidden) > MAX_HIDDEN or 2 * _most_common(cases)[1] > len(cases):
+        return None
+    return [
+        {"args": repr(list(case.arguments)), "expected": case.expected, "visible": number < NUM_VISIBLE}
+        for number, case in enumerate(cases)
+    ]
+
+
+def visible_cases(program: Program, draw: Draw, count: int = NUM_VISIBLE) -> list[Case] | None:
+    """Short inputs with different short outputs, for a question or a docstring; None if there are too few.
+
+    At least one is not its own output: "keep the last 8 numbers" is not shown on lists of five.
+    """
+    cases: list[Case] = []
+    spare: list[Case] = []  # outputs equal to their inputs show little: they are used only if others are missing
+    for value in draw.sample(pool(program.takes).short, 24):
+        case = _case(program, value, draw)
+        if len(case.expected) > MAX_VISIBLE_LENGTH or any(case.expected == other.expected for other in cases + spare):
+            continue
+        (spare if case.expected == repr(value) else cases).append(case)
+        if len(cases) == count:
+            return cases
+    if not cases or len(cases) + len(spare) < count:
+        return None
+    return cases + spare[: count - len(cases)]
+
+
+def _case(program: Program, value: Value, draw: Draw) -> Case:
+    arguments = (value, _second_argument(program.second, draw)) if program.second is not None else (value,)
+    return Case(arguments, repr(program.run(arguments)))
+
+
+def _second_argument(kind: str, draw: Draw) -> Value:
+    return draw.between(1, 9) if kind == NUMBER else draw.pick(pool(kind).short)
+
+
+def _hidden_cases(program: Program, draw: Draw, visible: list[Case]) -> list[Case] | None:
+    values = pool(program.takes)
+    edges = [_case(program, draw.pick(group), draw) for group in values.edges]
+    cases = list(edges)
+    for value in draw.sample(values.plain, 60):
+        if len(cases) == NUM_HIDDEN:
+            break
+        case = _case(program, value, draw)
+        common, count = _most_common(visible + cases)
+        # Once the most common value is a third of the tests, only other values are added.
+        if case.expected != common or 3 * count < NUM_HIDDEN + NUM_VISIBLE:
+            cases.append(case)
+    if len(cases) < NUM_HIDDEN or any(len(case.expected) > MAX_LENGTH for case in cases):
+        return None
+    return cases
+
+
+def _distinguishing_cases(program: Program, draw: Draw, cases: list[Case]) -> list[Case]:
+    """For each of 16 neighbors that passes all cases so far, one more case that it fails, where there is one."""
+    added: list[Case] = []
+    spare: list[Case] = []  # other inputs, run when the first neighbor passes all cases
+    num_failing = num_tried = 0
+    for neighbor in neighbours(program, draw):
+        num_tried += 1
+        if num_failing == NUM_NEIGHBORS or num_tried > MAX_NEIGHBORS_TRIED:
+            return added
+        if any(_fails(neighbor, case) for case in cases):
+            num_failing += 1
+            continue
+        spare = spare or [_case(program, value, draw) for value in draw.sample(pool(program.takes).plain, NUM_SPARE)]
+        case = next((case for case in spare if len(case.expected) <= MAX_LENGTH and _fails(neighbor, case)), None)
+        if case is not None:
+            added.append(case)
+            cases = [*cases, case]
+            num_failing += 1
+    return added
+
+
+def _fails(neighbor: Program, case: Case) -> bool:
+    return repr(neighbor.run(case.arguments)) != case.expected
+
+
+def _most_common(cases: list[Case]) -> tuple[str, int]:
+    return Counter(case.expected for case in cases).most_common(1)[0]
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def distractors(problem: Problem, seed: int) -> list[tuple[str, str]]:
+    """Distinct wrong sources, at most two of a kind. Raises ValueError for a problem from another source."""
+    program = parse(problem.id.rpartition("-")[2])
+    name, draw = problem.entry_point, Draw("mistake", seed, problem.id)
+    right = program.source(name)
+    mistakes = [
+        *(("other_operation", wrong.source(name)) for wrong in _other_operations(program, draw)),
+        *(("off_by_one", source) for source in _off_by_one(program, name, draw)),
+        *(("wrong_constant", wrong.source(name)) for wrong in _wrong_constants(program, draw)),
+        *(("lost_default", source) for source in _lost_defaults(program, name)),
+        ("broken_syntax", _break_syntax(right, draw)),
+    ]
+    distinct: dict[str, str] = {}
+    for kind, source in mistakes:
+        if source != right:
+            distinct.setdefault(source, kind)
+    return [(kind, source) for source, kind in distinct.items()]
+
+
+def _other_operations(program: Program, draw: Draw) -> list[Program]:
+    """Two neighbors with other keys, or fewer if a program has hardly any."""
+    neighbors: list[Program] = []
+    for num_tried, wrong in enumerate(neighbours(program, draw)):
+        if len(neighbors) == 2 or num_tried == 12:
+            break
+        if wrong.key != program.key and wrong.key not in [other.key for other in neighbors]:
+            neighbors.append(wrong)
+    return neighbors
+
+
+def _wrong_constants(program: Program, draw: Draw) -> list[Program]:
+    programs = []
+    for index, step in enumerate(program.steps):
+        if step.constant is not None:
+            wrong = replace(step, constant=draw.pick([k for k in range(2, 10) if abs(k - step.constant) > 1]))
+            programs.append(Program((*program.steps[:index], wrong, *program.steps[index + 1 :])))
+    return draw.sample(programs, 1)
+
+
+def _off_by_one(program: Program, name: str, draw: Draw) -> list[str]:
+    """Where a step first reads its value, cut it by one item; make a number one too large or small."""
+    indices = [index for index, step in enumerate(program.steps) if isinstance(step, Step) and step.takes != COUNTS]
+    if not indices:
+        return []
+    index = draw.pick(indices)
+    step = program.steps[index]
+    assert isinstance(step, Step)
+    cut = draw.pick((" + 1", " - 1")) if step.takes == NUMBER else draw.pick(("[1:]", "[:-1]"))
+    variable = f"({step.takes}{cut})" if step.takes == NUMBER else step.takes + cut
+    source = step.operation.source.replace("{x}", variable, 1)
+    return [_with_source(program, index, source).source(name)]
+
+
+def _lost_defaults(program: Program, name: str) -> list[str]:
+    return [
+        _with_source(program, index, step.operation.bare).source(name)
+        for index, step in enumerate(program.steps)
+        if isinstance(step, Step) and step.operation.bare is not None
+    ][:1]
+
+
+def _with_source(program: Program, index: int, source: str) -> Program:
+    """The program with another source for one step. Never run it: the step's function no longer fits its source."""
+    step = program.steps[index]
+    assert not isinstance(step, Branch)
+    wrong = replace(step, operation=replace(step.operation, source=source))
+    return Program((*program.steps[:index], wrong, *program.steps[index + 1 :]))
+
+
+def _break_syntax(source: str, draw: Draw) -> str:
+    """The source with one syntax error."""
+    brackets = [match.start() for match in re.finditer(r"[()\[\]]", source)]
+    bracket = draw.pick(brackets)
+    choices = (
+        source[:bracket] + source[bracket + 1 :],
+        source.replace(":\n", "\n", 1),
+        source.replace("\n    ", "\n", 1),
+        source.replace("return ", "return = ", 1),
+    )
+    return draw.pick(choices)

@@ -1,30 +1,23 @@
-"""Does a story hold together? Eight questions, answered from the text alone.
+"""Stories with a plot from a small simulated world: text without a network, whose coherence can be checked.
 
-In: any text, most often sampled from a model. Out: `check(text)`, a boolean per question. The grammar asked for is the
-generator's: a name has one pronoun, a pronoun agrees with the last name before it, the first name is introduced
-as "Tom was a brave fox", others by "named", "called" or "friend", a plot has a goal and an ending of its own.
+`story(path)` is the story of a path `stories/<family>/<number>` and a pure function of it: no clock, no order of sets,
+no seed. `records` iterates over the numbers of many families in turn until enough bytes are there. Three of the
+fourteen families are held out, and every fiftieth number of the others. Both are validation data, reported separately:
+the second asks for known plots in new words, the first for new plots.
 
-It does not promise to understand: a text in another style than the generator's fails, and nonsense between right
-sentences passes. It is strict where it looks: one foreign name, one wrong "she" and the answer is False.
+`check(text)` answers eight yes-no questions about whether a text holds together as a story, from the text alone, so it
+also judges what a model sampled. It expects the generator's grammar: a name has one pronoun, a pronoun agrees with the
+last name before it, the first name is introduced as "Tom was a brave fox", others by "named", "called" or "friend", a
+plot has its own goal and ending.
 
-Damaged stories for preference pairs: six kinds of damage, each of which the checker must notice.
+`edits` damages a story that passes, for preference pairs, in six kinds of damage, each of which the checker must
+notice. Damage that leaves a good story (two events that may occur in either order) does not count: a candidate that
+fails no more questions than the story is drawn again.
 
-In: a story that passes. Out: `edits`, a damaged text by kind of damage. Damage that leaves a good story (two events
-that may stand in either order) is no damage: a candidate that answers every question as before is drawn again.
-
-It does not promise that a damaged story differs in one question only.
-
-Stories with a plot from a small simulated world: text without a network, whose coherence can be checked.
-
-In: a path `stories/<family>/<number>`. Out: the story, a pure function of it: no clock, no order of sets, no seed.
-`records` walks the numbers of many families in turn until enough bytes are there. `check` (in `story_check`) says from
-the text alone whether a story holds together, so it also judges what a model sampled.
-
-Three of the fourteen families are held out, and every fiftieth number of the others: both are validation data, reported
-apart, because the second asks for known plots in new words and the first for new plots.
-
-It does not promise literature: the sentences are short and regular, so that a model of two million parameters can
-learn who wanted what. Measured on 197 kB: see `tests/test_stories.py`.
+Not promised: literature. The sentences are short and regular, so that a model of two million parameters can learn who
+wanted what (measured on 197 kB: see `tests/test_stories.py`). Nor that `check` understands a text: another style than
+the generator's fails, and nonsense between right sentences passes; one foreign name or one wrong "she" and the answer
+is False. Nor that a damaged story differs in one question only.
 """
 
 import random
@@ -48,239 +41,21 @@ from pipeline.synthetic.story_world import (
     WANTED,
 )
 
-QUESTIONS = (
-    "protagonist_introduced",
-    "pronouns_resolve",
-    "names_known",
-    "wanted_object_in_resolution",
-    "no_sentence_twice",
-    "quotes_balanced",
-    "length",
-    "family_ending",
-)
-MIN_WORDS, MAX_WORDS = 60, 400
-RESOLUTION = 2  # sentences: the ending and the coda
-GOAL_WITHIN = 4  # the goal stands in the first sentences
-
-# A sentence ends at . ! ? (and a closing quotation mark) before a space and a capital or an opening quotation mark.
-_BORDER = re.compile(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])')
-_WORD = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*")
-_INTRODUCES = re.compile(r"\b(?:named|called|friend) ([A-Z][a-z]+)")
-_FIRST = re.compile(rf"^([A-Z][a-z]+) was an? (?:[a-z]+ )?(?:{'|'.join(KINDS)})\b")
-_STARTS = re.compile(r'(?:^|[.!?]"?\s+|(?:^|\s)")"?$')  # what stands before a word that is capital by its place
-_CAPITAL = frozenset(("I", *LISTS["weekday"]))
-
-
-def check(text: str) -> dict[str, bool]:
-    """One boolean per question of QUESTIONS; a story holds together when all are True."""
-    parts = sentences(text)
-    words = [(match[0], match.start()) for match in _WORD.finditer(text)]
-    return {
-        "protagonist_introduced": bool(parts) and _introduces_protagonist(parts[0]),
-        "pronouns_resolve": _pronouns_resolve(text, words),
-        "names_known": _names_known(text, words),
-        "wanted_object_in_resolution": _wanted_in_resolution(parts),
-        "no_sentence_twice": bool(parts) and len({part.lower() for part in parts}) == len(parts),
-        "quotes_balanced": _quotes_balanced(text),
-        "length": MIN_WORDS <= len(text.split()) <= MAX_WORDS,
-        "family_ending": _ends_like_its_family(parts),
-    }
-
-
-def sentences(text: str) -> list[str]:
-    """The sentences of a text, without the space between them."""
-    return [part for part in _BORDER.split(text.strip()) if part]
-
-
-def family_of(text: str) -> str | None:
-    """The family whose goal the first sentences state, or None where it is none or not only one."""
-    for part in sentences(text)[1:GOAL_WITHIN]:
-        found = [family for family, (sign, _) in _signs().items() if sign.search(part)]
-        if found:
-            return found[0] if len(found) == 1 else None
-    return None
-
-
-@cache
-def _signs() -> dict[str, tuple[re.Pattern[str], re.Pattern[str]]]:
-    return {
-        family: (re.compile(plot.goal_sign, re.IGNORECASE), re.compile(plot.ending_sign, re.IGNORECASE))
-        for family, plot in PLOTS.items()
-    }
-
-
-def _introduces_protagonist(first: str) -> bool:
-    match = _FIRST.search(first)
-    return match is not None and match[1] in PRONOUN_OF
-
-
-def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
-    """he and she agree with the last name; they needs two names; it needs the wanted thing in this sentence."""
-    last: str | None = None
-    named: set[str] = set()
-    since_thing = None  # where the wanted thing was named last
-    for word, start in words:
-        if word in PRONOUN_OF:
-            last = word
-            named.add(word)
-        elif (pronoun := PRONOUNS.get(word.lower())) is not None:
-            if last is None or PRONOUN_OF[last] != pronoun:
-                return False
-        elif word.lower() in PLURAL_PRONOUNS:
-            if len(named) < 2:
-                return False
-        elif word.lower() in WANTED:
-            since_thing = start
-        elif word.lower() == "it" and (since_thing is None or re.search(r"[.!?]", text[since_thing:start])):
-            return False
-    return True
-
-
-def _names_known(text: str, words: list[tuple[str, int]]) -> bool:
-    """Each name is introduced where it first stands, and each other capital begins a sentence with a known word."""
-    introduced = {match.start(1): match[1] for match in _INTRODUCES.finditer(text)}
-    first = _FIRST.search(text)
-    if first is not None:
-        introduced[0] = first[1]
-    known: set[str] = set()
-    for word, start in words:
-        if start in introduced and word in PRONOUN_OF:
-            known.add(word)
-        elif word[0].isupper() and word not in known and word not in _CAPITAL:
-            begins = _STARTS.search(text[max(0, start - 6) : start]) is not None or start == 0
-            if word in PRONOUN_OF or not begins or word.lower() not in vocabulary():
-                return False
-    return bool(known)
-
-
-def _wanted_in_resolution(parts: list[str]) -> bool:
-    """One thing is wanted from the goal on, and it alone stands in the resolution."""
-    seen = [{word for word in _WORD.findall(part.lower()) if word in WANTED} for part in parts]
-    things = set().union(*seen)
-    early = set().union(*seen[:GOAL_WITHIN])
-    return (
-        len(things) == 1 and things == early and len(parts) > RESOLUTION and things == set().union(*seen[-RESOLUTION:])
-    )
-
-
-def _quotes_balanced(text: str) -> bool:
-    """Straight quotes come in pairs, open after a space and close before one."""
-    marks = [match.start() for match in re.finditer('"', text)]
-    opens = all(i == 0 or text[i - 1].isspace() for i in marks[::2])
-    closes = all(i > 0 and text[i - 1] in ".,!?" and (i + 1 == len(text) or text[i + 1].isspace()) for i in marks[1::2])
-    return len(marks) % 2 == 0 and opens and closes
-
-
-def _ends_like_its_family(parts: list[str]) -> bool:
-    """The ending or the coda matches what the goal's family asks for, and the text ends with a sentence's end."""
-    family = family_of(" ".join(parts))
-    if family is None or len(parts) <= GOAL_WITHIN or not re.search(r'[.!?]"?$', parts[-1]):
-        return False
-    return _signs()[family][1].search(" ".join(parts[-RESOLUTION:])) is not None
-
-
-# -- story_edits -------------------------------------------------------------------------------------------------------
-
-
 if TYPE_CHECKING:
     import torch
 
-TRIES = 40
-_HE_TO_SHE = {"he": "she", "him": "her", "his": "her", "himself": "herself"}
-_SHE_TO_HE = {"she": "he", "her": "his", "hers": "his", "herself": "himself"}
-
-
-def edits(text: str, path: str, generator: "torch.Generator") -> dict[str, str]:
-    """The story with its pronoun, name, object changed, events swapped, ending cut, a sentence repeated.
-
-    Same text, path and generator state: same result. A kind is absent only where the text offers nothing to damage.
-    """
-    import torch  # here, so that a process that only writes stories need not load it
-
-    seed = int(torch.randint(2**62, (), generator=generator).item())
-    whole = sum(check(text).values())
-    damaged: dict[str, str] = {}
-    for kind, candidates in (
-        ("pronoun changed", _pronoun_changed),
-        ("name changed", _name_changed),
-        ("object changed", _object_changed),
-        ("events swapped", _events_swapped),
-        ("ending cut", _ending_cut),
-        ("sentence repeated", _sentence_repeated),
-    ):
-        for candidate in candidates(text, random.Random(f"{seed}/{path}/{kind}")):
-            if sum(check(candidate).values()) < whole:
-                damaged[kind] = candidate
-                break
-    return damaged
-
-
-def _replaced(text: str, match: re.Match[str], word: str) -> str:
-    word = word.capitalize() if match[0][0].isupper() else word
-    return text[: match.start()] + word + text[match.end() :]
-
-
-def _shuffled(matches: list[re.Match[str]], rng: random.Random) -> list[re.Match[str]]:
-    return rng.sample(matches, len(matches))
-
-
-def _pronoun_changed(text: str, rng: random.Random) -> Iterator[str]:
-    matches = [match for match in re.finditer(r"[A-Za-z]+", text) if match[0].lower() in PRONOUNS]
-    for match in _shuffled(matches, rng):
-        yield _replaced(text, match, (_HE_TO_SHE | _SHE_TO_HE)[match[0].lower()])
-
-
-def _name_changed(text: str, rng: random.Random) -> Iterator[str]:
-    matches = [match for match in re.finditer(r"[A-Z][a-z]+", text) if match[0] in PRONOUN_OF]
-    for match in _shuffled(matches[1:], rng):
-        names = HE_NAMES if PRONOUN_OF[match[0]] == "he" else SHE_NAMES
-        yield _replaced(text, match, rng.choice([name for name in names if name not in text]))
-
-
-def _object_changed(text: str, rng: random.Random) -> Iterator[str]:
-    matches = [match for match in re.finditer(r"[a-z]+(?:-[a-z]+)*", text) if match[0] in WANTED]
-    for match in _shuffled(matches, rng):
-        kin = next(words for words in THINGS.values() if match[0] in words)
-        yield _replaced(text, match, rng.choice([word for word in kin if word != match[0]]))
-
-
-def _events_swapped(text: str, rng: random.Random) -> Iterator[str]:
-    parts = sentences(text)
-    for _ in range(TRIES):
-        first, second = sorted(rng.sample(range(len(parts)), 2))
-        swapped = list(parts)
-        swapped[first], swapped[second] = parts[second], parts[first]
-        yield " ".join(swapped)
-
-
-def _ending_cut(text: str, rng: random.Random) -> Iterator[str]:
-    parts = sentences(text)
-    for extra in rng.sample(range(3), 3):
-        yield " ".join(parts[: len(parts) - RESOLUTION - extra])
-
-
-def _sentence_repeated(text: str, rng: random.Random) -> Iterator[str]:
-    parts = sentences(text)
-    which = rng.randrange(len(parts))
-    where = rng.randrange(which + 1, len(parts) + 1)
-    yield " ".join([*parts[:where], parts[which], *parts[where:]])
-
-
-# -- stories -----------------------------------------------------------------------------------------------------------
-
-
 FAMILIES: tuple[str, ...] = tuple(PLOTS)
 HELD_OUT: tuple[str, ...] = ("grow", "deliver", "mystery")
-VALIDATION_EVERY = 50  # numbers that this divides are validation data in every family
-DIALOGUE = 0.4  # share of stories in which somebody speaks
+VALIDATION_EVERY = 50  # numbers divisible by it are validation data in every family
+DIALOGUE = 0.4  # share of stories with direct speech
 LICENCE = "CC0-1.0"
 
 
 def story(path: str) -> str:
     """The story of a path, `stories/<family>/<number>`. Raises DataError for any other form."""
-    family, _ = _split(path)
+    family, _ = _parse_path(path)
     attempt = 0
-    speaks = random.Random(path).random() < DIALOGUE  # a str seeds through sha512: the same everywhere
+    speaks = random.Random(path).random() < DIALOGUE  # a str is hashed by sha512: the same on every machine
     while (text := tell(family, random.Random(f"{path}#{attempt}"), speaks=speaks)) is None:
         attempt += 1
     return text
@@ -289,7 +64,7 @@ def story(path: str) -> str:
 def records(families: Collection[str], target_bytes: int, *, held_out: bool | None = None) -> Iterator[Text]:
     """Stories of the given families in turn, until their UTF-8 texts fill `target_bytes`.
 
-    Numbers go up from 0 through all families; `held_out` keeps only validation paths (True), only training paths
+    Numbers increase from 0 across all families; `held_out` selects only validation paths (True), only training paths
     (False) or both (None). The source of a record is its family.
     """
     order = [family for family in FAMILIES if family in families]
@@ -310,8 +85,8 @@ def records(families: Collection[str], target_bytes: int, *, held_out: bool | No
 
 
 def is_held_out(path: str) -> bool:
-    """Whether a path is validation data: a held-out family, or a number that 50 divides."""
-    family, number = _split(path)
+    """Whether a path is validation data: a held-out family, or a number divisible by 50."""
+    family, number = _parse_path(path)
     return family in HELD_OUT or number % VALIDATION_EVERY == 0
 
 
@@ -320,10 +95,228 @@ def opening(text: str) -> str:
     return sentences(text)[0]
 
 
-def _split(path: str) -> tuple[str, int]:
+def _parse_path(path: str) -> tuple[str, int]:
     parts = path.split("/")
     if len(parts) != 3 or parts[0] != "stories" or parts[1] not in PLOTS or not parts[2].isdecimal():
         raise DataError(
             f"expected a path stories/<family>/<number> with a family of {', '.join(PLOTS)}; found {path!r}"
         )
     return parts[1], int(parts[2])
+
+
+# -- check -------------------------------------------------------------------------------------------------------------
+
+QUESTIONS = (
+    "protagonist_introduced",
+    "pronouns_resolve",
+    "names_known",
+    "wanted_object_in_resolution",
+    "no_sentence_twice",
+    "quotes_balanced",
+    "length",
+    "family_ending",
+)
+MIN_WORDS, MAX_WORDS = 60, 400
+RESOLUTION = 2  # sentences: the ending and the coda
+GOAL_WITHIN = 4  # the goal is in the first sentences
+
+# A sentence ends at . ! ? (and a closing quotation mark) before a space and a capital or an opening quotation mark.
+_BORDER = re.compile(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])')
+_WORD = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*")
+_INTRODUCES = re.compile(r"\b(?:named|called|friend) ([A-Z][a-z]+)")
+_FIRST = re.compile(rf"^([A-Z][a-z]+) was an? (?:[a-z]+ )?(?:{'|'.join(KINDS)})\b")
+_STARTS = re.compile(
+    r'(?:^|[.!?]"?\s+|(?:^|\s)")"?$'
+)  # the text before a word that is capitalized because of its position
+_CAPITAL = frozenset(("I", *LISTS["weekday"]))
+
+
+def check(text: str) -> dict[str, bool]:
+    """One boolean per question of QUESTIONS; a story holds together if all are True."""
+    parts = sentences(text)
+    words = [(match[0], match.start()) for match in _WORD.finditer(text)]
+    return {
+        "protagonist_introduced": bool(parts) and _introduces_protagonist(parts[0]),
+        "pronouns_resolve": _pronouns_resolve(text, words),
+        "names_known": _names_known(text, words),
+        "wanted_object_in_resolution": _wanted_in_resolution(parts),
+        "no_sentence_twice": bool(parts) and len({part.lower() for part in parts}) == len(parts),
+        "quotes_balanced": _quotes_balanced(text),
+        "length": MIN_WORDS <= len(text.split()) <= MAX_WORDS,
+        "family_ending": _ends_like_its_family(parts),
+    }
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, without the space between them."""
+    return [part for part in _BORDER.split(text.strip()) if part]
+
+
+def family_of(text: str) -> str | None:
+    """The family whose goal the first sentences state; None if there is none or more than one."""
+    for part in sentences(text)[1:GOAL_WITHIN]:
+        families = [family for family, (goal_sign, _) in _signs().items() if goal_sign.search(part)]
+        if families:
+            return families[0] if len(families) == 1 else None
+    return None
+
+
+@cache
+def _signs() -> dict[str, tuple[re.Pattern[str], re.Pattern[str]]]:
+    """The patterns of goal and ending of each family."""
+    return {
+        family: (re.compile(plot.goal_sign, re.IGNORECASE), re.compile(plot.ending_sign, re.IGNORECASE))
+        for family, plot in PLOTS.items()
+    }
+
+
+def _introduces_protagonist(first: str) -> bool:
+    match = _FIRST.search(first)
+    return match is not None and match[1] in PRONOUN_OF
+
+
+def _pronouns_resolve(text: str, words: list[tuple[str, int]]) -> bool:
+    """he and she agree with the last name; they needs two names; it needs the wanted thing in this sentence."""
+    last: str | None = None
+    names: set[str] = set()
+    thing_start = None  # position of the last mention of the wanted thing
+    for word, start in words:
+        if word in PRONOUN_OF:
+            last = word
+            names.add(word)
+        elif (pronoun := PRONOUNS.get(word.lower())) is not None:
+            if last is None or PRONOUN_OF[last] != pronoun:
+                return False
+        elif word.lower() in PLURAL_PRONOUNS:
+            if len(names) < 2:
+                return False
+        elif word.lower() in WANTED:
+            thing_start = start
+        elif word.lower() == "it" and (thing_start is None or re.search(r"[.!?]", text[thing_start:start])):
+            return False
+    return True
+
+
+def _names_known(text: str, words: list[tuple[str, int]]) -> bool:
+    """Each name is introduced where it first occurs; every other capitalized word is known and begins a sentence."""
+    introduced = {match.start(1): match[1] for match in _INTRODUCES.finditer(text)}
+    first = _FIRST.search(text)
+    if first is not None:
+        introduced[0] = first[1]
+    known: set[str] = set()
+    for word, start in words:
+        if start in introduced and word in PRONOUN_OF:
+            known.add(word)
+        elif word[0].isupper() and word not in known and word not in _CAPITAL:
+            begins = _STARTS.search(text[max(0, start - 6) : start]) is not None or start == 0
+            if word in PRONOUN_OF or not begins or word.lower() not in vocabulary():
+                return False
+    return bool(known)
+
+
+def _wanted_in_resolution(parts: list[str]) -> bool:
+    """One thing is wanted from the goal on, and it alone occurs in the resolution."""
+    things_by_sentence = [{word for word in _WORD.findall(part.lower()) if word in WANTED} for part in parts]
+    things = set().union(*things_by_sentence)
+    early = set().union(*things_by_sentence[:GOAL_WITHIN])
+    late = set().union(*things_by_sentence[-RESOLUTION:])
+    return len(things) == 1 and things == early and len(parts) > RESOLUTION and things == late
+
+
+def _quotes_balanced(text: str) -> bool:
+    """Straight quotation marks come in pairs, open after a space and close before one."""
+    marks = [match.start() for match in re.finditer('"', text)]
+    opens = all(i == 0 or text[i - 1].isspace() for i in marks[::2])
+    closes = all(i > 0 and text[i - 1] in ".,!?" and (i + 1 == len(text) or text[i + 1].isspace()) for i in marks[1::2])
+    return len(marks) % 2 == 0 and opens and closes
+
+
+def _ends_like_its_family(parts: list[str]) -> bool:
+    """The ending or the coda matches the goal's family, and the text ends with a full sentence."""
+    family = family_of(" ".join(parts))
+    if family is None or len(parts) <= GOAL_WITHIN or not re.search(r'[.!?]"?$', parts[-1]):
+        return False
+    return _signs()[family][1].search(" ".join(parts[-RESOLUTION:])) is not None
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+TRIES = 40
+_HE_TO_SHE = {"he": "she", "him": "her", "his": "her", "himself": "herself"}
+_SHE_TO_HE = {"she": "he", "her": "his", "hers": "his", "herself": "himself"}
+
+
+def edits(text: str, path: str, generator: "torch.Generator") -> dict[str, str]:
+    """Damaged versions of a story, by kind of damage.
+
+    Same text, path and generator state: same result. A kind is absent only if the text has nothing to damage.
+    """
+    import torch  # imported here so that a process that only writes stories does not load it
+
+    seed = int(torch.randint(2**62, (), generator=generator).item())
+    num_passed = sum(check(text).values())
+    damaged: dict[str, str] = {}
+    for kind, damage in (
+        ("pronoun changed", _change_pronoun),
+        ("name changed", _change_name),
+        ("object changed", _change_object),
+        ("events swapped", _swap_events),
+        ("ending cut", _cut_ending),
+        ("sentence repeated", _repeat_sentence),
+    ):
+        for candidate in damage(text, random.Random(f"{seed}/{path}/{kind}")):
+            if sum(check(candidate).values()) < num_passed:
+                damaged[kind] = candidate
+                break
+    return damaged
+
+
+def _replace(text: str, match: re.Match[str], word: str) -> str:
+    word = word.capitalize() if match[0][0].isupper() else word
+    return text[: match.start()] + word + text[match.end() :]
+
+
+def _shuffled(matches: list[re.Match[str]], rng: random.Random) -> list[re.Match[str]]:
+    return rng.sample(matches, len(matches))
+
+
+def _change_pronoun(text: str, rng: random.Random) -> Iterator[str]:
+    matches = [match for match in re.finditer(r"[A-Za-z]+", text) if match[0].lower() in PRONOUNS]
+    for match in _shuffled(matches, rng):
+        yield _replace(text, match, (_HE_TO_SHE | _SHE_TO_HE)[match[0].lower()])
+
+
+def _change_name(text: str, rng: random.Random) -> Iterator[str]:
+    matches = [match for match in re.finditer(r"[A-Z][a-z]+", text) if match[0] in PRONOUN_OF]
+    for match in _shuffled(matches[1:], rng):
+        names = HE_NAMES if PRONOUN_OF[match[0]] == "he" else SHE_NAMES
+        yield _replace(text, match, rng.choice([name for name in names if name not in text]))
+
+
+def _change_object(text: str, rng: random.Random) -> Iterator[str]:
+    matches = [match for match in re.finditer(r"[a-z]+(?:-[a-z]+)*", text) if match[0] in WANTED]
+    for match in _shuffled(matches, rng):
+        alternatives = next(words for words in THINGS.values() if match[0] in words)
+        yield _replace(text, match, rng.choice([word for word in alternatives if word != match[0]]))
+
+
+def _swap_events(text: str, rng: random.Random) -> Iterator[str]:
+    parts = sentences(text)
+    for _ in range(TRIES):
+        first, second = sorted(rng.sample(range(len(parts)), 2))
+        swapped = list(parts)
+        swapped[first], swapped[second] = parts[second], parts[first]
+        yield " ".join(swapped)
+
+
+def _cut_ending(text: str, rng: random.Random) -> Iterator[str]:
+    parts = sentences(text)
+    for extra in rng.sample(range(3), 3):
+        yield " ".join(parts[: len(parts) - RESOLUTION - extra])
+
+
+def _repeat_sentence(text: str, rng: random.Random) -> Iterator[str]:
+    parts = sentences(text)
+    source = rng.randrange(len(parts))
+    target = rng.randrange(source + 1, len(parts) + 1)
+    yield " ".join([*parts[:target], parts[source], *parts[target:]])

@@ -1,16 +1,12 @@
-"""Events: what has to hold before one, what it changes, and its wordings; and the events that all plots share.
+"""Events: their preconditions, effects and wordings; and the events that all plots share.
 
-In: nothing. Out: `Event`, `Plot`, and the shared events. A line of a wording block is one wording (see `story_world`);
-a wording with a quotation mark is used only in stories with dialogue. A plot gives the events of its own: goal,
-attempt, deed, ending. The checker's patterns for goal and ending stand beside the plot, so that the two cannot drift
-apart.
-
-No shared wording matches an ending pattern, or a story without its ending could pass; the tests hold that.
-
-Plots between two, or with oneself: gift, share, contest, brave and mystery.
-
-In: nothing. Out: `BONDS`. A block is one event, a line one wording (`story_world` gives the slots). Every goal wording
+In: nothing. Out: `Event`, `Plot`, the shared events, and `BONDS`, plots between two or with oneself: gift, share,
+contest, brave and mystery. A line of a wording block is one wording (see `story_world`); a wording with a quotation
+mark is used only in stories with dialogue. A plot has four events of its own: goal, attempt, deed, ending. The
+checker's patterns for goal and ending are next to the plot, so that the two cannot drift apart: every goal wording
 names the wanted thing and matches its `goal_sign`; every ending wording names the thing and matches its `ending_sign`.
+
+No shared wording matches an ending pattern, or a story without its ending could pass; the tests check that.
 """
 
 from dataclasses import dataclass
@@ -26,16 +22,16 @@ class Event:
     """Something that can happen once in a story."""
 
     name: str
-    needs: frozenset[str] = frozenset()  # facts that must hold before
-    bars: frozenset[str] = frozenset()  # facts that must not hold before
-    gives: frozenset[str] = frozenset()  # facts that hold after
+    needs: frozenset[str] = frozenset()  # facts that must be true before
+    bars: frozenset[str] = frozenset()  # facts that must be false before
+    gives: frozenset[str] = frozenset()  # facts that are true after
     mood: str | None = None  # the protagonist's feeling after, a key of FEELINGS
     plain: tuple[str, ...]
     spoken: tuple[str, ...] = ()
 
 
 def event(name: str, block: str, *, needs: str = "", bars: str = "", gives: str = "", mood: str | None = None) -> Event:
-    """An event from its wording block and its facts as words."""
+    """An event from its wording block, with its facts as space-separated words."""
     lines = wordings(block)
     return Event(
         name=name,
@@ -50,7 +46,7 @@ def event(name: str, block: str, *, needs: str = "", bars: str = "", gives: str 
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A family of stories: goal and obstacle, and how such a story ends."""
+    """A family of stories: its goal, obstacle and ending."""
 
     family: str
     things: tuple[str, ...]  # keys of THINGS: what the story can be about
@@ -62,11 +58,11 @@ class Plot:
     deed: Event
     ending: Event
     holder: str = "P"  # who has the thing at the end
-    partner: bool = False  # the goal itself brings the friend in
+    partner: bool = False  # the goal itself introduces the friend
 
 
-# The name is the first word of a story: a small model finds it there again. With the name in mid-sentence it had not
-# begun to copy names after 300 steps, with the name first it had.
+# The name is the first word of a story, where a small model finds it again. With the name in mid-sentence it had not
+# begun to copy names after 300 steps; with the name first it had.
 INTRODUCTION = event(
     "introduction",
     """
@@ -227,7 +223,7 @@ CODA = event(
     gives="done",
 )
 
-# One more sentence after an event, read from the state alone. Each has at least two lists, or it would come back.
+# Sentences after an event that depend only on the state. Each has at least two lists, or it would be repeated.
 MOMENTS = wordings(
     """
     The {weather} {where} smelled of {smell}, and {P} felt {P.feeling} about {obj}.
@@ -243,7 +239,7 @@ MOMENTS = wordings(
 )
 
 
-# -- story_bonds -------------------------------------------------------------------------------------------------------
+# -- plots between two, or with oneself --------------------------------------------------------------------------------
 
 
 GIFT = Plot(

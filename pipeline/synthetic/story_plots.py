@@ -1,15 +1,15 @@
-"""The planner: from a plot to a sequence of 7-10 events whose preconditions hold, and from these to text.
+"""The planner of the stories, and the plots of making something: build, repair, grow and learn.
 
-In: a family and a random stream. Out: one story as text, or None where a bound was missed (the caller draws again).
+In: a family and a random stream. Out (`tell`): one story as text, or None if it misses a bound and the caller should
+draw again. `plan` makes a sequence of 7-10 events whose preconditions hold, `_narrate` turns it into text.
 
-The planner walks forward. At each step it takes, among the events whose needs hold and whose bars do not, one at
-random; optional events (a reason, a setback, a wrong guess, a friend) are in the plan only if drawn beforehand. The
-order of a story is therefore not a template: a friend may come before the first attempt or after the setback.
+The planner works forward. At each step it takes a random event among those whose needs hold and whose bars do not;
+optional events (a reason, a setback, a wrong guess, a friend) are in the plan only if drawn beforehand. So the order of
+a story is no template: a friend may come before the first attempt or after the setback.
 
-Plots of making something: build, repair, grow and learn.
-
-In: nothing. Out: `CRAFTS`. A block is one event, a line one wording (`story_world` gives the slots). Every goal wording
-names the wanted thing and matches its `goal_sign`; every ending wording names the thing and matches its `ending_sign`.
+In a plot (`CRAFTS`; others in `story_quests` and `story_events`) a block is one event, a line one wording (the slots
+are in `story_world`). Every goal wording names the wanted thing and matches its `goal_sign`; every ending wording names
+the thing and matches its `ending_sign`.
 """
 
 import random
@@ -44,8 +44,104 @@ from pipeline.synthetic.story_world import (
     TRAITS,
     World,
     new_world,
-    realise,
+    realize,
 )
+
+SPOKEN = 0.55  # share of the events told in direct speech, in a story with speech
+MOMENT = 0.12  # share of the events followed by a sentence about the state
+OPTIONAL = ((REASON, 0.4), (SETBACK, 0.5), (GUESS, 0.4), (MEETING, 0.3))
+MAX_OPTIONAL = 3  # besides the seven events of every story
+MIN_WORDS, MAX_WORDS = 64, 260
+_PRONOUN = re.compile(rf"\b({'|'.join(PRONOUNS)})\b", re.IGNORECASE)
+
+
+def tell(family: str, rng: random.Random, *, speaks: bool) -> str | None:
+    """One story of a family; None if it misses the bounds on words, has no pronoun or repeats a sentence."""
+    plot = PLOTS[family]
+    things = tuple(word for key in plot.things for word in THINGS[key])
+    world = new_world(rng, things, plot.aims)
+    world.holder = plot.holder
+    events = plan(plot, world)
+    sentences = _narrate(world, events, speaks=speaks)
+    text = " ".join(sentences)
+    if not MIN_WORDS <= text.count(" ") + 1 <= MAX_WORDS or not _PRONOUN.search(text):
+        return None
+    return text if len(set(sentences)) == len(sentences) else None
+
+
+def plan(plot: Plot, world: World) -> list[Event]:
+    """Events from the introduction to the coda, each applicable in the state after the earlier ones."""
+    rng = world.rng
+    optional = [event for event, share in OPTIONAL if rng.random() < share and not (plot.partner and event is MEETING)]
+    while len(optional) > MAX_OPTIONAL:
+        optional.remove(rng.choice(optional))
+    waiting = [INTRODUCTION, plot.goal, plot.attempt, plot.deed, plot.ending, CODA, *optional]
+    waiting.append(ADVICE if plot.partner or MEETING in optional else IDEA)
+    facts: set[str] = set()
+    events: list[Event] = []
+    while "done" not in facts:
+        ready = [event for event in waiting if event.needs <= facts and not event.bars & facts]
+        ready = _drop_closing_events(ready, facts)
+        event = rng.choice(ready)
+        waiting.remove(event)
+        events.append(event)
+        facts |= event.gives
+    return events
+
+
+def _drop_closing_events(ready: list[Event], facts: set[str]) -> list[Event]:
+    """The applicable events without those that would make a drawn optional event impossible."""
+    if "introduced" not in facts:
+        return [INTRODUCTION]
+    names = {event.name for event in ready}
+    remaining = [
+        event
+        for event in ready
+        if not ("tried" in event.gives and "reason" in names)
+        and not ("idea" in event.gives and names & {"setback", "guess", "meeting"})
+    ]
+    return remaining or ready
+
+
+def _narrate(world: World, events: list[Event], *, speaks: bool) -> list[str]:
+    """Write a sentence for each current, after applying its effect to the state."""
+    rng = world.rng
+    sentences: list[str] = []
+    moments = list(MOMENTS)
+    for number, current in enumerate(events):
+        world.facts |= current.gives
+        if current.mood:
+            world.mood = current.mood
+            world.hero.feeling = rng.choice(FEELINGS[current.mood])
+            if current.mood == "glad":
+                world.friend.feeling = rng.choice(FEELINGS["glad"])
+        must_speak = speaks and number == len(events) - 1 and not any('"' in sentence for sentence in sentences)
+        is_spoken = speaks and current.spoken and (must_speak or rng.random() < SPOKEN)
+        sentences.append(realize(world, rng.choice(current.spoken if is_spoken else current.plain)))
+        if 1 < number < len(events) - 3 and rng.random() < MOMENT:
+            moment = rng.choice(moments)
+            moments.remove(moment)
+            sentences.append(realize(world, moment))
+    return sentences
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Every word that can occur in a story, in lower case, without names."""
+    events = [INTRODUCTION, REASON, SETBACK, GUESS, MEETING, ADVICE, IDEA, CODA]
+    lines = [*MOMENTS, *PHRASES]
+    for plot in PLOTS.values():
+        events += [plot.goal, plot.attempt, plot.deed, plot.ending]
+        lines += plot.aims
+    lines += [line for event in events for line in event.plain + event.spoken]
+    words = {word for line in lines for word in re.findall(r"[a-z'-]+", re.sub(r"\{[^}]*\}", " ", line).lower())}
+    for group in (LISTS, THINGS, FEELINGS, DEEDS, MANNERS):
+        words |= {part.lower() for entries in group.values() for entry in entries for part in entry.split()}
+    words |= set(TRAITS + COLOURS + ("a", "an") + tuple(PRONOUNS))
+    return frozenset(words)
+
+
+# -- plots of making something -----------------------------------------------------------------------------------------
 
 BUILD = Plot(
     family="build",
@@ -320,108 +416,4 @@ LEARN = Plot(
 )
 
 CRAFTS = (BUILD, REPAIR, GROW, LEARN)
-
-
-# -- story_plots -------------------------------------------------------------------------------------------------------
-
-
 PLOTS: dict[str, Plot] = {plot.family: plot for plot in QUESTS + CRAFTS + BONDS}
-
-SPOKEN = 0.55  # share of the events of such a story that are told in speech
-MOMENT = 0.12  # how often an event is followed by a sentence about the state
-OPTIONAL = ((REASON, 0.4), (SETBACK, 0.5), (GUESS, 0.4), (MEETING, 0.3))
-MAX_OPTIONAL = 3  # seven events are always there: ten at most
-MIN_WORDS, MAX_WORDS = 64, 260
-_PRONOUN = re.compile(rf"\b({'|'.join(PRONOUNS)})\b", re.IGNORECASE)
-
-
-def tell(family: str, rng: random.Random, *, speaks: bool) -> str | None:
-    """One story of a family, or None where it misses the bounds on words, has no pronoun or repeats a sentence."""
-    plot = PLOTS[family]
-    things = tuple(word for key in plot.things for word in THINGS[key])
-    world = new_world(rng, things, plot.aims)
-    world.holder = plot.holder
-    events = plan(plot, world)
-    sentences = _narrate(world, events, speaks=speaks)
-    text = " ".join(sentences)
-    if not MIN_WORDS <= text.count(" ") + 1 <= MAX_WORDS or not _PRONOUN.search(text):
-        return None
-    return text if len(set(sentences)) == len(sentences) else None
-
-
-def plan(plot: Plot, world: World) -> list[Event]:
-    """Events from the introduction to the coda, each applicable in the state that the earlier ones leave."""
-    rng = world.rng
-    optional = [event for event, share in OPTIONAL if rng.random() < share and not (plot.partner and event is MEETING)]
-    while len(optional) > MAX_OPTIONAL:
-        optional.remove(rng.choice(optional))
-    waiting = [INTRODUCTION, plot.goal, plot.attempt, plot.deed, plot.ending, CODA, *optional]
-    waiting.append(ADVICE if plot.partner or MEETING in optional else IDEA)
-    facts: set[str] = set()
-    events: list[Event] = []
-    while "done" not in facts:
-        ready = [event for event in waiting if event.needs <= facts and not event.bars & facts]
-        ready = _in_time(ready, facts)
-        event = rng.choice(ready)
-        waiting.remove(event)
-        events.append(event)
-        facts |= event.gives
-    return events
-
-
-def _in_time(ready: list[Event], facts: set[str]) -> list[Event]:
-    """Of the applicable events, leave out those that would make a drawn option impossible."""
-    if "introduced" not in facts:
-        return [INTRODUCTION]
-    late = [event for event in ready if event.name in ("reason", "setback", "guess", "meeting")]
-    closing = {"attempt": {"reason"}, "idea": {"setback", "guess", "meeting"}}
-    names = {event.name for event in late}
-    kept = [
-        event
-        for event in ready
-        if not ("tried" in event.gives and names & closing["attempt"])
-        and not ("idea" in event.gives and names & closing["idea"])
-    ]
-    return kept or ready
-
-
-def _narrate(world: World, events: list[Event], *, speaks: bool) -> list[str]:
-    """Tell the events one after the other; each changes the state before it is told."""
-    rng = world.rng
-    sentences: list[str] = []
-    moments = list(MOMENTS)
-    for number, happening in enumerate(events):
-        world.facts |= happening.gives
-        if happening.mood:
-            world.mood = happening.mood
-            world.hero.feeling = rng.choice(FEELINGS[happening.mood])
-            if happening.mood == "glad":
-                world.friend.feeling = rng.choice(FEELINGS["glad"])
-        must_speak = speaks and number == len(events) - 1 and not any('"' in sentence for sentence in sentences)
-        told = (
-            happening.spoken
-            if speaks and happening.spoken and (must_speak or rng.random() < SPOKEN)
-            else happening.plain
-        )
-        sentences.append(realise(world, rng.choice(told)))
-        if 1 < number < len(events) - 3 and rng.random() < MOMENT:
-            moment = rng.choice(moments)
-            moments.remove(moment)
-            sentences.append(realise(world, moment))
-    return sentences
-
-
-@cache
-def vocabulary() -> frozenset[str]:
-    """Every word that a wording or a list can put into a story, in lower case, names left out."""
-    events = [INTRODUCTION, REASON, SETBACK, GUESS, MEETING, ADVICE, IDEA, CODA]
-    lines = [*MOMENTS, *PHRASES]
-    for plot in PLOTS.values():
-        events += [plot.goal, plot.attempt, plot.deed, plot.ending]
-        lines += plot.aims
-    lines += [line for one in events for line in one.plain + one.spoken]
-    words = {word for line in lines for word in re.findall(r"[a-z'-]+", re.sub(r"\{[^}]*\}", " ", line).lower())}
-    for group in (LISTS, THINGS, FEELINGS, DEEDS, MANNERS):
-        words |= {part.lower() for entries in group.values() for entry in entries for part in entry.split()}
-    words |= set(TRAITS + COLOURS + ("a", "an") + tuple(PRONOUNS))
-    return frozenset(words)

@@ -1,7 +1,8 @@
 """Plots of getting something: lost, rescue, trade, return and deliver.
 
-In: nothing. Out: `QUESTS`. A block is one event, a line one wording (`story_world` gives the slots). Every goal wording
-names the wanted thing and matches its `goal_sign`; every ending wording names the thing and matches its `ending_sign`.
+In: nothing. Out: `QUESTS`. A block is one event, a line one wording (the slots are in `story_world`). Every goal
+wording names the wanted thing and matches its `goal_sign`; every ending wording names the thing and matches its
+`ending_sign`.
 """
 
 from pipeline.synthetic.story_events import Plot, event

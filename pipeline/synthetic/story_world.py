@@ -1,35 +1,29 @@
-"""Common English words, for names and values that no list of the toolbox holds.
+"""The small world behind a story: its state, how a wording is read in that state, and the words of all wordings.
 
-What a model shall copy has to be drawn from far more words than a toolbox has: a token that is never an answer in
-training is never an answer afterwards (docs/LOG.md). Everyday words, and the thousand that occur in most docstrings of
-Python's standard library; the words in names and parameters of the held-out tools are left out.
+A wording is a line with slots in braces. `realize` fills them from left to right and tracks who was named last, so that
+a pronoun always agrees with the last name before it; `stories.check` requires this rule of any text.
 
-Not promised: that a word fits where it is put, or that descriptions and values of the held-out tools share none of
-them.
-
-The words of the stories: names, wanted things, and the lists that the wordings draw from.
-
-In: nothing. Out: constants. A wanted thing stands in `THINGS` and in no other list and no wording, so that the checker
-can tell it from everything else in a story; a name has one pronoun, so that the checker can tell who "she" is. The
-tests hold both. Written for this project.
-
-It does not promise a natural frequency of words: a list is drawn from evenly.
-
-The small world behind a story: who is there, what they feel and hold, and how a wording is read in that state.
-
-A wording is a line with slots in braces. Realising it walks from left to right and keeps who was named last, so that a
-pronoun always agrees with the last name before it: that rule is what `story_check` asks of any text.
-
-    {P} {P:him} {P:his}     the protagonist: a pronoun when named last (and then now and again the name), else the name
-    {P:name}                always the name;  {F...} the friend, {H...} who holds the wanted thing at the end
+    {P} {P:him} {P:his}     the protagonist: a pronoun if named last (with the name again now and then), else the name
+    {P:name}                always the name;  {F...} the friend, {H...} who has the wanted thing at the end
     {P.kind} {P.trait} {P.feeling}   read from the entity;  {place} where the protagonist is;  {new place} moves
     {obj} {a obj} {noun} {full}      "the kite" or "the red kite"; "a red kite"; "kite" or "red kite"; "red kite"
     {aim}                   the plot's goal as an infinitive, "find the kite"
-    {why}                   a clause that gives a cause that holds in this state
+    {why}                   a clause with a cause that is true in this state
     {spot} {gear} {mishap}  phrases of several words
-    {list} {a list} {same list}      a word of `story_words.LISTS`, not yet used in this story; the last one again
+    {list} {a list} {same list}      a word of `LISTS` that this story has not used yet; the last one again
 
-It does not promise English beyond the wordings it is given: they are in the past tense, which needs no agreement.
+A wanted thing is in `THINGS` and in no other list or wording, so that the checker can distinguish it from everything
+else in a story; a name has one pronoun, so that the checker can resolve "she". The tests check both. The words were
+collected for this project; all words of a list are equally likely.
+
+`COMMON` has common English words for names and values that no list of the toolbox contains. What a model must copy has
+to be drawn from far more words than a toolbox has: a token that is never an answer in training is never an answer
+afterwards (docs/LOG.md). It has everyday words, and the thousand most frequent in docstrings of Python's standard
+library, without the words in names and parameters of the held-out tools.
+
+Not promised: English beyond the given wordings, which are in the past tense and so need no agreement; a natural
+frequency of words; that a word of `COMMON` fits its context, or that descriptions and values of the held-out tools
+share none of them.
 """
 
 import random
@@ -38,6 +32,365 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from pipeline.synthetic.tool_values import word_list
+
+NAME_AGAIN = 0.85  # share of sentences with the name where a pronoun would do: a small model needs frequent names
+NOUN_ALONE = 0.88  # share of "the kite" rather than "the red kite"
+
+SPOTS = ("{prep} the {fixture}", "{prep} {a fixture}", "{prep} the {age} {fixture}")
+GEAR = ("{a tool}", "{a make} {tool}", "some {stuff}")
+MISHAPS = (
+    "the wind took the {stuff}",
+    "{P} slipped on some {stuff}",
+    "{a animal} ran off with the {tool}",
+    "the {tool} broke with {a sound}",
+    "the {fixture} fell over with {a sound}",
+    "{a sound} from the {where} made {P:him} jump",
+    "{a animal} ate the {food}",
+    "rain fell on the {stuff}",
+    "{P} got lost at the {where}",
+    "the {relative} locked the {fixture}",
+    "there was no {stuff} left",
+    "{P} hit the {fixture} and hurt one {knee}",
+)
+WHYS = ("because {P} felt {P.feeling}", "because {P} was so {P.trait}", "because {obj} was so {fine}")
+WHYS_WITH_FRIEND = ("because {F} was so {F.trait}",)
+KNEES = word_list("ankle arm back chin ear elbow foot knee leg nose paw shoulder tail toe")
+PIECES = word_list("bits of,boxes of,buckets of,bundles of,handfuls of,heaps of,lumps of,pieces of,rolls of", ",")
+PHRASES = SPOTS + GEAR + MISHAPS + WHYS + WHYS_WITH_FRIEND + KNEES + PIECES
+
+_SENTENCE_START = re.compile(r'(?:^"?|(?<=[.!?] )"?)[a-z]')
+
+
+@dataclass(slots=True)
+class Entity:
+    """A character of a story. The pronoun follows from the name."""
+
+    name: str
+    kind: str
+    trait: str
+    feeling: str
+    pronoun: str = ""
+
+    def __post_init__(self) -> None:
+        self.pronoun = PRONOUN_OF[self.name]
+
+
+@dataclass(slots=True)
+class World:
+    """The state of one story; events change it, wordings read it."""
+
+    rng: random.Random
+    hero: Entity
+    friend: Entity
+    noun: str  # the wanted thing
+    colour: str
+    place: str  # where the protagonist is
+    aims: tuple[str, ...]
+    facts: set[str] = field(default_factory=set)
+    holder: str = "P"  # who has the wanted thing at the end: "P" or "F"
+    last: Entity | None = None  # whom a pronoun would refer to
+    since_name: int = 0  # sentences since the last name
+    mood: str = "keen"
+    mentioned: bool = False  # the entity named last occurs in this sentence already
+    used: set[str] = field(default_factory=set)
+    recent: dict[str, str] = field(default_factory=dict)  # name of a list -> the word drawn last
+
+
+def new_world(rng: random.Random, things: tuple[str, ...], aims: tuple[str, ...]) -> World:
+    """Draw a protagonist, a friend of another name and kind, a thing and a place."""
+
+    def draw_entity(kind: str, trait: str) -> Entity:
+        names = HE_NAMES if rng.random() < 0.5 else SHE_NAMES
+        return Entity(name=rng.choice(names), kind=kind, trait=trait, feeling=rng.choice(FEELINGS["keen"]))
+
+    kinds, traits = rng.sample(KINDS, 2), rng.sample(TRAITS, 2)
+    hero, friend = draw_entity(kinds[0], traits[0]), draw_entity(kinds[1], traits[1])
+    while friend.name == hero.name:
+        friend = draw_entity(kinds[1], traits[1])
+    world = World(
+        rng=rng,
+        hero=hero,
+        friend=friend,
+        noun=rng.choice(things),
+        colour=rng.choice(COLOURS),
+        place=rng.choice(LISTS["where"]),
+        aims=aims,
+    )
+    world.used.update(kinds, (world.place, world.colour))
+    return world
+
+
+def realize(world: World, wording: str) -> str:
+    """Fill a wording from the current state: one or more sentences. Updates who was named last and the used words."""
+    world.mentioned = False
+    world.since_name += 1
+    text = _fill(world, wording)
+    return _SENTENCE_START.sub(lambda match: match[0].upper(), text)
+
+
+@cache
+def _compile(wording: str) -> tuple[tuple[str, str], ...]:
+    """Split a wording into (fixed text, slot) pairs; the last slot is empty."""
+    parts = re.split(r"\{([^}]*)\}", wording)
+    return tuple(zip(parts[::2], [*parts[1::2], ""], strict=True))
+
+
+def _fill(world: World, wording: str) -> str:
+    parts: list[str] = []
+    for fixed, slot in _compile(wording):
+        parts.append(fixed)
+        if slot:
+            has_article = slot.startswith("a ")
+            word = _fill_slot(world, slot[2:] if has_article else slot)
+            parts.append(_article(word) + word if has_article else word)
+    return "".join(parts)
+
+
+def _article(word: str) -> str:
+    return "an " if word.startswith(("a", "e", "i", "o", "honest", "ugly", "un")) else "a "
+
+
+def _fill_slot(world: World, slot: str) -> str:
+    rng = world.rng
+    if slot[0] in "PFH":
+        return _person(world, slot)
+    if slot in LISTS or slot in ("did", "manner"):
+        return _draw_word(world, slot)
+    match slot:
+        case "obj" | "noun":
+            noun = world.noun if rng.random() < NOUN_ALONE else f"{world.colour} {world.noun}"
+            return f"the {noun}" if slot == "obj" else noun
+        case "full":
+            return f"{world.colour} {world.noun}"
+        case "colour":
+            return world.colour
+        case "place":
+            return world.place
+        case "new place":
+            world.place = _draw_word(world, "where")
+            return world.place
+        case "aim":
+            return _fill(world, rng.choice(world.aims))
+        case "spot":
+            return _fill(world, rng.choice(SPOTS))
+        case "gear":
+            return _fill(world, rng.choice(GEAR))
+        case "mishap":
+            return _fill(world, rng.choice(MISHAPS))
+        case "why":
+            choices = WHYS + WHYS_WITH_FRIEND if "friend" in world.facts else WHYS
+            return _fill(world, rng.choice(choices))
+        case "knee":
+            return rng.choice(KNEES)
+        case "stuff:pieces":
+            return f"{rng.choice(PIECES)} {_draw_word(world, 'stuff')}"
+    assert slot.startswith("same "), f"unknown slot {slot!r}"
+    return world.recent[slot[5:]]
+
+
+def _draw_word(world: World, list_name: str) -> str:
+    by_mood = DEEDS if list_name == "did" else MANNERS
+    choices = LISTS[list_name] if list_name in LISTS else by_mood[world.mood]
+    word = world.rng.choice(choices)
+    for _ in range(8):
+        if word not in world.used:
+            break
+        word = world.rng.choice(choices)
+    world.used.add(word)
+    world.recent[list_name] = word
+    return word
+
+
+def _person(world: World, slot: str) -> str:
+    """A name or a pronoun, depending on entity was named last; or an attribute of the entity."""
+    entity = {"P": world.hero, "F": world.friend, "H": world.hero if world.holder == "P" else world.friend}[slot[0]]
+    suffix = slot[1:]
+    if suffix.startswith("."):
+        return getattr(entity, suffix[1:])
+    case = suffix[1:] or "he"
+    repeat_name = not world.mentioned and (world.since_name > 2 or world.rng.random() < NAME_AGAIN)
+    world.mentioned = True
+    if case == "name" or world.last is not entity or repeat_name:
+        world.last, world.since_name = entity, 0
+        return f"{entity.name}'s" if case == "his" else entity.name
+    return CASES[entity.pronoun][case]
+
+
+# -- words of the stories ----------------------------------------------------------------------------------------------
+
+HE_NAMES = word_list("Ben Felix Hugo Jack Leo Oscar Sam Tom")
+SHE_NAMES = word_list("Anna Clara Daisy Emma Lily Mia Nora Ruby")
+PRONOUN_OF = dict.fromkeys(HE_NAMES, "he") | dict.fromkeys(SHE_NAMES, "she")
+# subject, object, possessive of each pronoun
+CASES = {"he": {"he": "he", "him": "him", "his": "his"}, "she": {"he": "she", "him": "her", "his": "her"}}
+PRONOUNS = {"he": "he", "him": "he", "his": "he", "himself": "he"} | dict.fromkeys(
+    ("she", "her", "hers", "herself"), "she"
+)
+PLURAL_PRONOUNS = frozenset(("they", "them", "their", "both"))
+
+KINDS = word_list(
+    """ant badger bat bear beaver bee beetle camel cat crab cricket crow deer dog donkey dove duck eagle falcon
+    ferret fox frog gecko goat goose hamster hare hedgehog heron horse kitten lamb lizard lynx magpie mole monkey
+    moth mouse otter owl panda parrot pig pony puppy rabbit raccoon raven robin seal sheep snail sparrow squirrel
+    stork swan tiger toad turtle weasel wolf wren yak zebra"""
+)
+
+# What a story can be about, by the kind of plot that can use it.
+THINGS: dict[str, tuple[str, ...]] = {
+    "treasure": word_list(
+        """ball basket bell blanket button cap cloak crown doll hat kettle lamp mask mirror pillow puppet scarf
+        shell umbrella vase wand"""
+    ),
+    "craft": word_list("boat bridge cart chair fence hammock kite raft rocket sled table tent wagon"),
+    "instrument": word_list("banjo drum fiddle flute guitar harp piano trumpet violin"),
+    "plant": word_list("bean cabbage carrot cherry lemon melon pepper potato pumpkin rose tomato tulip turnip"),
+    "prize": word_list("badge banner cup flag medal ribbon trophy"),
+}
+WANTED = frozenset(word for group in THINGS.values() for word in group)
+
+TRAITS = word_list(
+    """active anxious bold bouncy brave busy calm careful cheeky cheerful clever clumsy curious daring dreamy eager
+    fearless forgetful friendly fussy gentle grumpy helpful honest hopeful hungry jolly kind lazy lively lonely
+    merry messy mighty modest nimble nosy patient playful plump polite proud quick quiet restless scruffy serious
+    shy silly sleepy stubborn sturdy talkative thoughtful timid tough witty young"""
+)
+COLOURS = word_list(
+    """amber big blue bright brown carved copper crimson dotted dusty fancy flat fluffy glossy golden green grey
+    heavy huge ivory light little long maroon neat new odd orange painted pale pink plain pretty purple red rosy
+    round rusty scarlet shiny silver small smooth soft speckled spotted square striped tall thin tiny velvet wide
+    yellow"""
+)
+# Feelings, by the mood that an event leaves behind.
+FEELINGS: dict[str, tuple[str, ...]] = {
+    "low": word_list(
+        """angry ashamed bitter blue cross dizzy foolish gloomy glum helpless hopeless hurt miserable sad shaken
+        sore sorry tired unhappy unlucky upset weary worried"""
+    ),
+    "keen": word_list(
+        """alert awake bright-eyed brisk certain confident determined eager excited fearless hopeful ready steady
+        strong sure thrilled wide-awake"""
+    ),
+    "glad": word_list(
+        """blessed cheered comfortable content delighted glad grateful happy joyful lucky overjoyed peaceful pleased
+        proud relieved satisfied thankful warm-hearted"""
+    ),
+}
+
+# Lists that a wording names in braces.
+LISTS: dict[str, tuple[str, ...]] = {
+    "animal": KINDS,
+    "where": word_list(
+        """abbey airfield arch bakery barn bay beach brewery brook burrow cabin canal canyon castle cave chapel
+        cliff cottage creek dairy dam desert dock farm ferry field ford forest fort fountain garden gate glacier
+        glen grove harbor heath hedge hill inn island jungle lake library lighthouse maze meadow mill mine moor
+        museum orchard palace park pasture pier pond prairie quarry railway reef ridge river school shore spring
+        stable station swamp temple tower tunnel valley village vineyard volcano waterfall well wharf workshop zoo"""
+    ),
+    "near": word_list("near,beside,behind,above,below,beyond,close to,not far from,next to,across from", ","),
+    "prep": word_list("under,behind,beside,inside,near,next to,close to,in front of,on top of,beneath", ","),
+    "age": word_list(
+        """ancient bare battered bent bulky chipped cold cracked creaky crooked damp dark dented dim dry empty faded
+        filthy forgotten gloomy greasy hollow icy leaky lopsided mossy muddy narrow old open patched quaint ragged
+        rickety rough rotten sandy shabby shady sloping sooty splintered squeaky steep sticky tangled tattered
+        tilted torn twisted ugly warm weathered wet wobbly wooden worn"""
+    ),
+    "fixture": word_list(
+        """altar anvil attic awning balcony bale bank barrel bathtub beam bed bench boulder box bucket bush cabinet
+        cage carpet cellar chest chimney coop counter crate cupboard curtain desk ditch door drain dresser fireplace
+        gutter hearth hive hut kennel ledge log loft mailbox mat mattress nest pantry pigeonhole pile pit plank
+        platform porch post puddle pump rock roof root rug sack shelf shutter sink sofa staircase statuette stove
+        stump throne tree trough trunk tub vat wall wardrobe washstand window woodpile"""
+    ),
+    "tool": word_list(
+        """anchor axe bandage bolt bottle broom brush cable candle cane chain chalk chisel clamp cloth comb cord
+        crayon crowbar dish drill feather fork funnel glove hammer hook hose jar jug knife ladder ladle lens lever
+        magnet mallet map mop nail needle net notebook oar paddle pan peg pencil pin pole pot pulley rag rake rod
+        rope ruler saw scale scoop screw shovel sickle sieve spade spoon stick string strap thread torch towel tray
+        trowel tube wheel wire wrench"""
+    ),
+    "food": word_list(
+        """acorns almonds apples bacon bananas berries biscuits bread broth buns butter cakes candy cheese chestnuts
+        chocolate cider cookies corn crackers cream dates dumplings eggs figs fudge garlic ginger grapes gravy hay
+        honey jam jelly juice lentils milk mint muffins noodles nuts oats olives onions pancakes pasta pastries
+        peanuts peas pickles pies plums pizza popcorn porridge pretzels pudding raisins rice rolls salad sausages
+        seeds soup spinach stew sugar syrup tarts tea toast toffee waffles walnuts"""
+    ),
+    "stuff": word_list(
+        """bark boards bricks bamboo cardboard clay coal cotton dust fabric felt flour foam fur glass glue grass
+        gravel hair ice ink lace lead leather leaves linen metal moss mud paint paper pebbles pine planks plaster
+        reeds ribbons rubber salt sand sawdust silk slate snow soap soil steel stones straw tape tar thorns timber
+        tin twigs varnish vines wax willow wool yarn"""
+    ),
+    "make": word_list(
+        """bent big blunt broad clean handy heavy iron large light little long metal modern new old plain rusty
+        sharp short simple small solid sparkling spare stiff strong sturdy thick thin used wide wooden worn"""
+    ),
+    "weather": word_list(
+        """blustery breezy chilly clear cloudy cold cool crisp damp dark dull foggy freezing frosty hazy hot humid
+        mild misty rainy snowy spring stormy summer sunny warm wet windy winter"""
+    ),
+    "time": ("morning", "afternoon", "evening", "day", "night"),
+    "clock": ("noon", "dawn", "dusk", "sunset", "sunrise", "midnight", "breakfast", "lunch", "supper", "bedtime"),
+    "weekday": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
+    "went": word_list(
+        """crawled crept dashed drifted hiked hobbled hopped hurried jogged marched plodded raced ran rushed
+        scampered shuffled sneaked sped strolled tiptoed tramped trotted trudged walked wandered"""
+    ),
+    "fine": word_list(
+        """amazing beautiful charming dear delightful excellent grand handsome lovely magical marvelous nice perfect
+        precious rare remarkable special splendid strange superb sweet useful wonderful"""
+    ),
+    "number": ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "twenty"),
+    "relative": word_list(
+        """aunt brother butler captain coach cook cousin doctor elder farmer father gardener godmother grandfather
+        grandmother guard judge king mayor miller mother neighbor nurse painter pilot pirate postman prince queen
+        sailor shepherd sister tailor teacher twin uncle"""
+    ),
+    "sound": word_list(
+        """bang beep boom buzz chime chirp clang clank clap clatter click crackle crash creak crunch drip echo
+        flutter gurgle hiss honk howl jingle knock murmur patter plop pop purr quack rattle roar rumble rustle
+        scrape scratch screech shout shriek sizzle slam snap splash squawk squeak squeal squelch thud thump tick
+        twang wail whir whisper whoosh"""
+    ),
+    "smell": word_list(
+        """ash basil cedar cinnamon clover cloves fish ferns fog hops iron lilac lilies mold oil oranges pepperoni
+        petals pines rain resin rosemary saffron sage seaweed smoke thyme turpentine vanilla vinegar violets"""
+    ),
+}
+
+# What somebody does and how, by the mood of the moment.
+DEEDS: dict[str, tuple[str, ...]] = {
+    "low": word_list(
+        """blushed cried fainted frowned groaned growled grumbled kneeled moaned mumbled pouted shivered shrugged
+        sighed sniffed sobbed stumbled sulked trembled wept whimpered winced"""
+    ),
+    "keen": word_list(
+        """blinked bowed coughed gasped grinned grunted hummed listened muttered nodded paused rested shrugged
+        sneezed stared stretched waited whistled winked yawned"""
+    ),
+    "glad": word_list(
+        """beamed blushed bowed cheered chuckled clapped danced giggled grinned jumped laughed nodded sang skipped
+        smiled twirled waved winked"""
+    ),
+}
+MANNERS: dict[str, tuple[str, ...]] = {
+    "low": word_list(
+        """angrily anxiously awkwardly bitterly blindly crossly desperately gloomily grimly helplessly madly
+        nervously painfully rudely sadly shyly sleepily solemnly sternly stiffly timidly wearily wildly"""
+    ),
+    "keen": word_list(
+        """aloud boldly bravely briefly briskly calmly carefully cautiously eagerly earnestly firmly gently hastily
+        hurriedly keenly neatly nimbly patiently promptly quickly quietly rapidly silently slowly smoothly softly
+        speedily steadily swiftly thoughtfully wisely"""
+    ),
+    "glad": word_list(
+        """brightly cheerfully dreamily fondly gladly gleefully gracefully gratefully happily heartily joyfully
+        kindly loudly lovingly merrily politely proudly sweetly tenderly warmly"""
+    ),
+}
+
+
+# -- common words ------------------------------------------------------------------------------------------------------
 
 COMMON = word_list("""
     able about above absolute absorb abstract accept accepted accepts access accessed according acorn across action
@@ -173,424 +526,3 @@ COMMON = word_list("""
     wreath wrench wrestle wriggle wrist writable write writes writing written yard yarn yawn yeast yell yield
     yielding yields yogurt your zero zipper zoo zoom
     """)
-
-
-# -- story_words -------------------------------------------------------------------------------------------------------
-
-
-def words(block: str) -> tuple[str, ...]:
-    """The words of a block."""
-    return tuple(block.split())
-
-
-HE_NAMES = words("""
-    Ben Felix Hugo Jack Leo Oscar Sam Tom
-    """)
-SHE_NAMES = words("""
-    Anna Clara Daisy Emma Lily Mia Nora Ruby
-    """)
-PRONOUN_OF = dict.fromkeys(HE_NAMES, "he") | dict.fromkeys(SHE_NAMES, "she")
-# subject, object, possessive of each pronoun
-CASES = {"he": {"he": "he", "him": "him", "his": "his"}, "she": {"he": "she", "him": "her", "his": "her"}}
-PRONOUNS = {"he": "he", "him": "he", "his": "he", "himself": "he"} | dict.fromkeys(
-    ("she", "her", "hers", "herself"), "she"
-)
-PLURAL_PRONOUNS = frozenset(("they", "them", "their", "both"))
-
-KINDS = words(
-    """ant badger bat bear beaver bee beetle camel cat crab cricket crow deer dog donkey dove duck eagle falcon ferret
-    fox frog gecko goat goose hamster hare hedgehog heron horse kitten lamb lizard lynx magpie mole monkey moth mouse
-    otter owl panda parrot pig pony puppy rabbit raccoon raven robin seal sheep snail sparrow squirrel stork swan tiger
-    toad turtle weasel wolf wren yak zebra"""
-)
-
-# What a story can be about, by the kind of plot that can use it.
-THINGS: dict[str, tuple[str, ...]] = {
-    "treasure": words("""
-        ball basket bell blanket button cap cloak crown doll hat kettle lamp mask mirror pillow puppet scarf shell
-        umbrella vase wand
-    """),
-    "craft": words("""
-        boat bridge cart chair fence hammock kite raft rocket sled table tent wagon
-    """),
-    "instrument": words("""
-        banjo drum fiddle flute guitar harp piano trumpet violin
-    """),
-    "plant": words("""
-        bean cabbage carrot cherry lemon melon pepper potato pumpkin rose tomato tulip turnip
-    """),
-    "prize": words("badge banner cup flag medal ribbon trophy"),
-}
-WANTED = frozenset(word for group in THINGS.values() for word in group)
-
-TRAITS = words(
-    """active anxious bold bouncy brave busy calm careful cheeky cheerful clever clumsy curious daring dreamy eager
-    fearless forgetful friendly fussy gentle grumpy helpful honest hopeful hungry jolly kind lazy lively lonely merry
-    messy mighty modest nimble nosy patient playful plump polite proud quick quiet restless scruffy serious shy silly
-    sleepy stubborn sturdy talkative thoughtful timid tough witty young"""
-)
-COLOURS = words(
-    """amber big blue bright brown carved copper crimson dotted dusty fancy flat fluffy glossy golden green grey heavy
-    huge ivory light little long maroon neat new odd orange painted pale pink plain pretty purple red rosy round rusty
-    scarlet shiny silver small smooth soft speckled spotted square striped tall thin tiny velvet wide yellow"""
-)
-# Feelings, by the mood that an event leaves behind.
-FEELINGS: dict[str, tuple[str, ...]] = {
-    "low": words("""angry ashamed bitter blue cross dizzy foolish gloomy glum helpless hopeless hurt miserable sad
-        shaken sore sorry tired unhappy unlucky upset weary worried"""),
-    "keen": words(
-        """alert awake bright-eyed brisk certain confident determined eager excited fearless hopeful ready steady strong
-        sure thrilled wide-awake"""
-    ),
-    "glad": words(
-        """blessed cheered comfortable content delighted glad grateful happy joyful lucky overjoyed peaceful pleased
-        proud relieved satisfied thankful warm-hearted"""
-    ),
-}
-
-# Lists that a wording names in braces.
-LISTS: dict[str, tuple[str, ...]] = {
-    "animal": KINDS,
-    "where": words(
-        """abbey airfield arch bakery barn bay beach brewery brook burrow cabin canal canyon castle cave chapel cliff
-        cottage creek dairy dam desert dock farm ferry field ford forest fort fountain garden gate glacier glen grove
-        harbor heath hedge hill inn island jungle lake library lighthouse maze meadow mill mine moor museum orchard
-        palace park pasture pier pond prairie quarry railway reef ridge river school shore spring stable station swamp
-        temple tower tunnel valley village vineyard volcano waterfall well wharf workshop zoo"""
-    ),
-    "near": (
-        "near",
-        "beside",
-        "behind",
-        "above",
-        "below",
-        "beyond",
-        "close to",
-        "not far from",
-        "next to",
-        "across from",
-    ),
-    "prep": (
-        "under",
-        "behind",
-        "beside",
-        "inside",
-        "near",
-        "next to",
-        "close to",
-        "in front of",
-        "on top of",
-        "beneath",
-    ),
-    "age": words(
-        """ancient bare battered bent bulky chipped cold cracked creaky crooked damp dark dented dim dry empty faded
-        filthy forgotten gloomy greasy hollow icy leaky lopsided mossy muddy narrow old open patched quaint ragged
-        rickety rough rotten sandy shabby shady sloping sooty splintered squeaky steep sticky tangled tattered tilted
-        torn twisted ugly warm weathered wet wobbly wooden worn"""
-    ),
-    "fixture": words(
-        """altar anvil attic awning balcony bale bank barrel bathtub beam bed bench boulder box bucket bush cabinet cage
-        carpet cellar chest chimney coop counter crate cupboard curtain desk ditch door drain dresser fireplace gutter
-        hearth hive hut kennel ledge log loft mailbox mat mattress nest pantry pigeonhole pile pit plank platform porch
-        post puddle pump rock roof root rug sack shelf shutter sink sofa staircase statuette stove stump throne tree
-        trough trunk tub vat wall wardrobe washstand window woodpile"""
-    ),
-    "tool": words(
-        """anchor axe bandage bolt bottle broom brush cable candle cane chain chalk chisel clamp cloth comb cord crayon
-        crowbar dish drill feather fork funnel glove hammer hook hose jar jug knife ladder ladle lens lever magnet
-        mallet         map mop nail needle net notebook oar paddle pan peg pencil pin pole pot
-        pulley rag rake rod rope ruler saw
-        scale scoop screw shovel sickle sieve spade spoon stick string strap thread torch towel tray trowel tube wheel
-        wire wrench"""
-    ),
-    "food": words(
-        """acorns almonds apples bacon bananas berries biscuits bread broth buns butter cakes candy cheese chestnuts
-        chocolate cider cookies corn crackers cream dates dumplings eggs figs fudge garlic ginger grapes gravy hay honey
-        jam jelly juice lentils milk mint muffins noodles nuts oats olives onions pancakes pasta pastries peanuts peas
-        pickles pies plums pizza popcorn porridge pretzels pudding raisins rice rolls salad sausages seeds soup spinach
-        stew sugar syrup tarts tea toast toffee waffles walnuts"""
-    ),
-    "stuff": words(
-        """bark boards bricks bamboo cardboard clay coal cotton dust fabric felt flour foam fur glass glue grass gravel
-        hair ice ink lace lead leather leaves linen metal moss mud paint paper pebbles pine planks plaster reeds ribbons
-        rubber salt sand sawdust silk slate snow soap soil steel stones straw tape tar thorns timber tin twigs varnish
-        vines wax willow wool yarn"""
-    ),
-    "make": words(
-        """bent big blunt broad clean handy heavy iron large light little long metal modern new old plain rusty sharp
-        short simple small solid sparkling spare stiff strong sturdy thick thin used wide wooden worn"""
-    ),
-    "weather": words(
-        """blustery breezy chilly clear cloudy cold cool crisp damp dark dull foggy freezing frosty hazy hot humid mild
-        misty rainy snowy spring stormy summer sunny warm wet windy winter"""
-    ),
-    "time": ("morning", "afternoon", "evening", "day", "night"),
-    "clock": ("noon", "dawn", "dusk", "sunset", "sunrise", "midnight", "breakfast", "lunch", "supper", "bedtime"),
-    "weekday": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
-    "went": words(
-        """crawled crept dashed drifted hiked hobbled hopped hurried jogged marched plodded raced ran rushed scampered
-        shuffled sneaked sped strolled tiptoed tramped trotted trudged walked wandered"""
-    ),
-    "fine": words(
-        """amazing beautiful charming dear delightful excellent grand handsome lovely magical marvelous nice perfect
-        precious rare remarkable special splendid strange superb sweet useful wonderful"""
-    ),
-    "number": ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "twenty"),
-    "relative": words(
-        """aunt brother butler captain coach cook cousin doctor elder farmer father gardener godmother grandfather
-        grandmother guard judge king mayor miller mother neighbor nurse painter pilot pirate postman prince queen sailor
-        shepherd sister tailor teacher twin uncle"""
-    ),
-    "sound": words(
-        """bang beep boom buzz chime chirp clang clank clap clatter click crackle crash creak crunch drip echo flutter
-        gurgle hiss honk howl jingle knock murmur patter plop pop purr quack rattle roar rumble rustle scrape scratch
-        screech shout shriek sizzle slam snap splash squawk squeak squeal squelch thud thump tick twang wail
-        whir whisper whoosh"""
-    ),
-    "smell": words(
-        """ash basil cedar cinnamon clover cloves fish ferns fog hops iron lilac lilies mold oil oranges pepperoni
-        petals         pines rain resin rosemary saffron sage seaweed smoke thyme turpentine vanilla vinegar violets"""
-    ),
-}
-
-# What somebody does and how, by the mood of the moment.
-DEEDS: dict[str, tuple[str, ...]] = {
-    "low": words(
-        """blushed cried fainted frowned groaned growled grumbled kneeled moaned mumbled pouted shivered shrugged sighed
-        sniffed sobbed stumbled sulked trembled wept whimpered winced"""
-    ),
-    "keen": words(
-        """blinked bowed coughed gasped grinned grunted hummed listened muttered nodded paused rested shrugged sneezed
-        stared stretched waited whistled winked yawned"""
-    ),
-    "glad": words(
-        """beamed blushed bowed cheered chuckled clapped danced giggled grinned jumped laughed nodded sang skipped
-        smiled         twirled waved winked"""
-    ),
-}
-MANNERS: dict[str, tuple[str, ...]] = {
-    "low": words(
-        """angrily anxiously awkwardly bitterly blindly crossly desperately gloomily grimly helplessly madly nervously
-        painfully rudely sadly shyly sleepily solemnly sternly stiffly timidly wearily wildly"""
-    ),
-    "keen": words(
-        """aloud boldly bravely briefly briskly calmly carefully cautiously eagerly earnestly firmly gently hastily
-        hurriedly keenly neatly nimbly patiently promptly quickly quietly rapidly silently slowly smoothly softly
-        speedily steadily swiftly thoughtfully wisely"""
-    ),
-    "glad": words(
-        """brightly cheerfully dreamily fondly gladly gleefully gracefully gratefully happily heartily joyfully kindly
-        loudly lovingly merrily politely proudly sweetly tenderly warmly"""
-    ),
-}
-
-
-# -- story_world -------------------------------------------------------------------------------------------------------
-
-
-NAME_AGAIN = 0.85  # how often a sentence repeats the name where a pronoun would do: a small model needs names at hand
-NOUN_ALONE = 0.88  # how often "the kite" rather than "the red kite"
-
-SPOTS = ("{prep} the {fixture}", "{prep} {a fixture}", "{prep} the {age} {fixture}")
-GEAR = ("{a tool}", "{a make} {tool}", "some {stuff}")
-MISHAPS = (
-    "the wind took the {stuff}",
-    "{P} slipped on some {stuff}",
-    "{a animal} ran off with the {tool}",
-    "the {tool} broke with {a sound}",
-    "the {fixture} fell over with {a sound}",
-    "{a sound} from the {where} made {P:him} jump",
-    "{a animal} ate the {food}",
-    "rain fell on the {stuff}",
-    "{P} got lost at the {where}",
-    "the {relative} locked the {fixture}",
-    "there was no {stuff} left",
-    "{P} hit the {fixture} and hurt one {knee}",
-)
-WHYS = ("because {P} felt {P.feeling}", "because {P} was so {P.trait}", "because {obj} was so {fine}")
-WHYS_WITH_FRIEND = ("because {F} was so {F.trait}",)
-KNEES = (
-    "ankle",
-    "arm",
-    "back",
-    "chin",
-    "ear",
-    "elbow",
-    "foot",
-    "knee",
-    "leg",
-    "nose",
-    "paw",
-    "shoulder",
-    "tail",
-    "toe",
-)
-PIECES = (
-    "bits of",
-    "boxes of",
-    "buckets of",
-    "bundles of",
-    "handfuls of",
-    "heaps of",
-    "lumps of",
-    "pieces of",
-    "rolls of",
-)
-PHRASES = SPOTS + GEAR + MISHAPS + WHYS + WHYS_WITH_FRIEND + KNEES + PIECES
-
-_SENTENCE_START = re.compile(r'(?:^"?|(?<=[.!?] )"?)[a-z]')
-
-
-@dataclass(slots=True)
-class Entity:
-    """Somebody with a name. The pronoun follows from the name."""
-
-    name: str
-    kind: str
-    trait: str
-    feeling: str
-    pronoun: str = ""
-
-    def __post_init__(self) -> None:
-        self.pronoun = PRONOUN_OF[self.name]
-
-
-@dataclass(slots=True)
-class World:
-    """The state of one story; events change it, wordings read it."""
-
-    rng: random.Random
-    hero: Entity
-    friend: Entity
-    noun: str  # the wanted thing
-    colour: str
-    place: str  # where the protagonist is
-    aims: tuple[str, ...]
-    facts: set[str] = field(default_factory=set)
-    holder: str = "P"  # who has the wanted thing at the end: "P" or "F"
-    last: Entity | None = None  # whom a pronoun would mean
-    since_name: int = 0  # sentences since the last name
-    mood: str = "keen"
-    mentioned: bool = False  # the one named last stands in this sentence already
-    used: set[str] = field(default_factory=set)
-    recent: dict[str, str] = field(default_factory=dict)  # list -> the word drawn last
-
-
-def new_world(rng: random.Random, things: tuple[str, ...], aims: tuple[str, ...]) -> World:
-    """Draw a protagonist, a friend of another name and kind, a thing and a place."""
-
-    def somebody(kind: str, trait: str) -> Entity:
-        names = HE_NAMES if rng.random() < 0.5 else SHE_NAMES
-        return Entity(name=rng.choice(names), kind=kind, trait=trait, feeling=rng.choice(FEELINGS["keen"]))
-
-    kinds, traits = rng.sample(KINDS, 2), rng.sample(TRAITS, 2)
-    hero, friend = somebody(kinds[0], traits[0]), somebody(kinds[1], traits[1])
-    while friend.name == hero.name:
-        friend = somebody(kinds[1], traits[1])
-    world = World(
-        rng=rng,
-        hero=hero,
-        friend=friend,
-        noun=rng.choice(things),
-        colour=rng.choice(COLOURS),
-        place=rng.choice(LISTS["where"]),
-        aims=aims,
-    )
-    world.used.update(kinds, (world.place, world.colour))
-    return world
-
-
-def realise(world: World, wording: str) -> str:
-    """Read a wording in the present state, as one or more sentences. Changes who was named last and what was used."""
-    world.mentioned = False
-    world.since_name += 1
-    text = _read(world, wording)
-    return _SENTENCE_START.sub(lambda match: match[0].upper(), text)
-
-
-@cache
-def _compile(wording: str) -> tuple[tuple[str, str], ...]:
-    """Split a wording into (fixed text, slot) pairs; the last slot is empty."""
-    parts = re.split(r"\{([^}]*)\}", wording)
-    return tuple(zip(parts[::2], [*parts[1::2], ""], strict=True))
-
-
-def _read(world: World, wording: str) -> str:
-    out: list[str] = []
-    for fixed, slot in _compile(wording):
-        out.append(fixed)
-        if slot:
-            article = slot.startswith("a ")
-            word = _slot(world, slot[2:] if article else slot)
-            out.append(_article(word) + word if article else word)
-    return "".join(out)
-
-
-def _article(word: str) -> str:
-    return "an " if word.startswith(("a", "e", "i", "o", "honest", "ugly", "un")) else "a "
-
-
-def _slot(world: World, slot: str) -> str:
-    rng = world.rng
-    if slot[0] in "PFH":
-        return _person(world, slot)
-    if slot in LISTS or slot in ("did", "manner"):
-        return _draw(world, slot)
-    match slot:
-        case "obj" | "noun":
-            noun = world.noun if rng.random() < NOUN_ALONE else f"{world.colour} {world.noun}"
-            return f"the {noun}" if slot == "obj" else noun
-        case "full":
-            return f"{world.colour} {world.noun}"
-        case "colour":
-            return world.colour
-        case "place":
-            return world.place
-        case "new place":
-            world.place = _draw(world, "where")
-            return world.place
-        case "aim":
-            return _read(world, rng.choice(world.aims))
-        case "spot":
-            return _read(world, rng.choice(SPOTS))
-        case "gear":
-            return _read(world, rng.choice(GEAR))
-        case "mishap":
-            return _read(world, rng.choice(MISHAPS))
-        case "why":
-            choices = WHYS + WHYS_WITH_FRIEND if "friend" in world.facts else WHYS
-            return _read(world, rng.choice(choices))
-        case "knee":
-            return rng.choice(KNEES)
-        case "stuff:pieces":
-            return f"{rng.choice(PIECES)} {_draw(world, 'stuff')}"
-    assert slot.startswith("same "), f"unknown slot {slot!r}"
-    return world.recent[slot[5:]]
-
-
-def _draw(world: World, name: str) -> str:
-    by_mood = DEEDS if name == "did" else MANNERS
-    words = LISTS[name] if name in LISTS else by_mood[world.mood]
-    word = world.rng.choice(words)
-    for _ in range(8):
-        if word not in world.used:
-            break
-        word = world.rng.choice(words)
-    world.used.add(word)
-    world.recent[name] = word
-    return word
-
-
-def _person(world: World, slot: str) -> str:
-    """A name or a pronoun; who was named last decides which are possible."""
-    who = {"P": world.hero, "F": world.friend, "H": world.hero if world.holder == "P" else world.friend}[slot[0]]
-    rest = slot[1:]
-    if rest.startswith("."):
-        return getattr(who, rest[1:])
-    case = rest[1:] or "he"
-    again = not world.mentioned and (world.since_name > 2 or world.rng.random() < NAME_AGAIN)
-    world.mentioned = True
-    if case == "name" or world.last is not who or again:
-        world.last, world.since_name = who, 0
-        return f"{who.name}'s" if case == "his" else who.name
-    return CASES[who.pronoun][case]

@@ -1,8 +1,8 @@
-"""What the 48 tools do: one function per tool.
+"""The functions of the 48 tools.
 
-Every function takes the `World` first, then exactly the tool's parameters, and returns a JSON object (the result that a
-conversation shows); the docstring is the tool's description. Raises ToolError where the world cannot serve the request.
-Not promised: sense for arguments that do not fit the tool's schema (`toolbox.run` checks them first).
+Every function takes the `World` first, then exactly the tool's parameters, and returns a JSON object (the result in a
+conversation); the docstring is the tool's description. Raises ToolError if the world cannot serve the request. Not
+promised: sensible results for arguments that do not fit the tool's schema (`toolbox.run` checks them first).
 """
 
 import datetime
@@ -15,42 +15,42 @@ from pipeline.synthetic.tool_values import (
     Result,
     ToolError,
     World,
-    chance,
-    day,
-    known,
-    number,
-    person,
+    hash_of,
+    parse_date,
+    require_known,
+    require_person,
+    round_number,
 )
 
 METRES = {"m": 1.0, "km": 1000.0, "cm": 0.01, "mile": 1609.344, "foot": 0.3048, "inch": 0.0254}
 EUROS = {"EUR": 1.0, "USD": 0.9, "GBP": 1.2, "JPY": 0.006, "CHF": 1.05, "INR": 0.01}
 
-# numbers
+# -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def power(_: World, base: float, exponent: int) -> Result:
     """Raise a base to an exponent."""
     if abs(exponent) > 20:
         raise ToolError("the exponent is at most 20")
-    return {"result": number(float(base) ** exponent)}
+    return {"result": round_number(float(base) ** exponent)}
 
 
 def percentage(_: World, percent: float, value: float) -> Result:
     """Take a percentage of a value."""
-    return {"result": number(percent * value / 100)}
+    return {"result": round_number(percent * value / 100)}
 
 
 def mean(_: World, numbers: list[float]) -> Result:
     """Mean of some numbers."""
-    return {"mean": number(sum(numbers) / len(numbers))}
+    return {"mean": round_number(sum(numbers) / len(numbers))}
 
 
 def convert_length(_: World, value: float, from_unit: str, to_unit: str) -> Result:
     """Convert a length between units."""
-    return {"result": number(value * METRES[from_unit] / METRES[to_unit])}
+    return {"result": round_number(value * METRES[from_unit] / METRES[to_unit])}
 
 
-# text
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def count_words(_: World, text: str) -> Result:
@@ -73,23 +73,23 @@ def repeat_text(_: World, text: str, times: int, separator: str = " ") -> Result
     return {"text": separator.join([text] * min(times, 20))}
 
 
-# dates
+# -- dates -------------------------------------------------------------------------------------------------------------
 
 
 def add_days(_: World, date: str, days: int) -> Result:
     """Add days to a date."""
-    return {"date": (day(date) + datetime.timedelta(days=days)).isoformat()}
+    return {"date": (parse_date(date) + datetime.timedelta(days=days)).isoformat()}
 
 
 def days_between(_: World, start: str, end: str) -> Result:
     """Days from a start to an end date."""
-    return {"days": (day(end) - day(start)).days}
+    return {"days": (parse_date(end) - parse_date(start)).days}
 
 
 def get_weekday(_: World, date: str) -> Result:
     """Weekday of a date."""
     names = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-    return {"weekday": names[day(date).weekday()]}
+    return {"weekday": names[parse_date(date).weekday()]}
 
 
 def add_minutes(_: World, time: str, minutes: int) -> Result:
@@ -99,48 +99,48 @@ def add_minutes(_: World, time: str, minutes: int) -> Result:
     return {"time": f"{total // 60:02d}:{total % 60:02d}"}
 
 
-# weather
+# -- weather -----------------------------------------------------------------------------------------------------------
 
 
 def get_weather(_: World, city: str, unit: str = "celsius") -> Result:
     """Current weather in a city."""
-    celsius = chance("weather", known("city", city, CITIES)) % 35 - 2
-    sky = ("sunny", "cloudy", "rainy", "windy", "foggy")[chance("sky", city) % 5]
-    return {"temperature": celsius if unit == "celsius" else number(celsius * 1.8 + 32), "sky": sky}
+    celsius = hash_of("weather", require_known("city", city, CITIES)) % 35 - 2
+    sky = ("sunny", "cloudy", "rainy", "windy", "foggy")[hash_of("sky", city) % 5]
+    return {"temperature": celsius if unit == "celsius" else round_number(celsius * 1.8 + 32), "sky": sky}
 
 
 def get_forecast(_: World, city: str, days: int = 3) -> Result:
     """Weather forecast for the next days."""
-    known("city", city, CITIES)
-    return {"temperatures": [chance("forecast", city, d) % 30 for d in range(min(days, 14))]}
+    require_known("city", city, CITIES)
+    return {"temperatures": [hash_of("forecast", city, d) % 30 for d in range(min(days, 14))]}
 
 
 def get_wind(_: World, city: str) -> Result:
     """Wind speed in a city."""
-    return {"speed": chance("wind", known("city", city, CITIES)) % 60}
+    return {"speed": hash_of("wind", require_known("city", city, CITIES)) % 60}
 
 
 def warmest_city(_: World, cities: list[str]) -> Result:
     """Find the warmest of some cities."""
-    return {"city": max(cities, key=lambda city: (chance("weather", known("city", city, CITIES)) % 35, city))}
+    return {"city": max(cities, key=lambda city: (hash_of("weather", require_known("city", city, CITIES)) % 35, city))}
 
 
-# contacts
+# -- contacts ----------------------------------------------------------------------------------------------------------
 
 
 def find_phone(world: World, name: str) -> Result:
     """Find the phone number of a person."""
     if name in world.contacts:
         return {"phone": world.contacts[name]["phone"]}
-    return {"phone": f"{chance('phone', person(name)) % 800 + 200}-{chance('line', name) % 9000 + 1000}"}
+    return {"phone": f"{hash_of('phone', require_person(name)) % 800 + 200}-{hash_of('line', name) % 9000 + 1000}"}
 
 
 def find_email(world: World, name: str) -> Result:
     """Find the email address of a person."""
     if name in world.contacts and world.contacts[name]["email"]:
         return {"email": world.contacts[name]["email"]}
-    first = person(name).split()[0]
-    return {"email": f"{first.lower()}.{NOUNS[chance('mail', name) % len(NOUNS)]}@{NOUNS[chance(name) % 40]}.org"}
+    first = require_person(name).split()[0]
+    return {"email": f"{first.lower()}.{NOUNS[hash_of('mail', name) % len(NOUNS)]}@{NOUNS[hash_of(name) % 40]}.org"}
 
 
 def add_contact(world: World, name: str, phone: str, email: str | None = None) -> Result:
@@ -152,24 +152,24 @@ def add_contact(world: World, name: str, phone: str, email: str | None = None) -
 def delete_contact(world: World, name: str) -> Result:
     """Delete a contact."""
     if name not in world.contacts:
-        person(name)
+        require_person(name)
     world.contacts.pop(name, None)
     world.removed.append(name)
     return {"deleted": name}
 
 
-# tasks
+# -- tasks -------------------------------------------------------------------------------------------------------------
 
 
 def add_task(world: World, title: str, priority: str = "normal") -> Result:
     """Add a task to the list."""
     world.tasks.append({"title": title, "priority": priority})
-    return {"task_id": f"T{chance('task', title) % 9000 + 1000}"}
+    return {"task_id": f"T{hash_of('task', title) % 9000 + 1000}"}
 
 
 def set_due_date(world: World, task_id: str, date: str) -> Result:
     """Set the due date of a task."""
-    world.due[task_id] = day(date).isoformat()
+    world.due[task_id] = parse_date(date).isoformat()
     return {"task_id": task_id, "due": date}
 
 
@@ -185,11 +185,11 @@ def start_timer(world: World, minutes: int, label: str = "timer") -> Result:
     return {"label": label, "minutes": minutes}
 
 
-# home
+# -- home --------------------------------------------------------------------------------------------------------------
 
 
 def _room(world: World, room: str) -> Result:
-    return world.rooms.setdefault(known("room", room, ROOMS), {})
+    return world.rooms.setdefault(require_known("room", room, ROOMS), {})
 
 
 def set_light(world: World, room: str, brightness: int) -> Result:
@@ -216,7 +216,7 @@ def save_scene(world: World, name: str, settings: Result) -> Result:
     return {"scene": name}
 
 
-# files
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def create_file(world: World, path: str, content: str = "") -> Result:
@@ -227,7 +227,7 @@ def create_file(world: World, path: str, content: str = "") -> Result:
 
 def read_file(world: World, path: str) -> Result:
     """Read a file."""
-    words = [NOUNS[chance(path, i) % len(NOUNS)] for i in range(2 + chance(path) % 3)]
+    words = [NOUNS[hash_of(path, i) % len(NOUNS)] for i in range(2 + hash_of(path) % 3)]
     return {"content": world.files.get(path, " ".join(words))}
 
 
@@ -244,67 +244,67 @@ def move_files(world: World, paths: list[str], folder: str) -> Result:
     return {"moved": len(paths)}
 
 
-# shop
+# -- shop --------------------------------------------------------------------------------------------------------------
 
 
 def find_product(_: World, name: str) -> Result:
     """Find a product by name."""
-    known("product", name, PRODUCTS)
-    return {"product_id": f"P{chance('product', name) % 900 + 100}", "price": chance("price", name) % 90 + 9}
+    require_known("product", name, PRODUCTS)
+    return {"product_id": f"P{hash_of('product', name) % 900 + 100}", "price": hash_of("price", name) % 90 + 9}
 
 
 def order_product(world: World, product_id: str, quantity: int = 1, gift: bool = False) -> Result:
     """Order a product."""
     world.orders.append({"product_id": product_id, "quantity": quantity, "gift": gift})
-    return {"order_id": f"R{chance('order', product_id, quantity) % 90000 + 10000}"}
+    return {"order_id": f"R{hash_of('order', product_id, quantity) % 90000 + 10000}"}
 
 
 def track_order(_: World, order_id: str) -> Result:
     """Track an order."""
-    return {"status": ("packed", "sent", "delivered", "delayed")[chance("track", order_id) % 4]}
+    return {"status": ("packed", "sent", "delivered", "delayed")[hash_of("track", order_id) % 4]}
 
 
 def order_items(world: World, items: list[Result]) -> Result:
     """Order several items at once."""
     world.orders.extend(items)
-    return {"order_id": f"R{chance('items', items) % 90000 + 10000}"}
+    return {"order_id": f"R{hash_of('items', items) % 90000 + 10000}"}
 
 
-# travel (held out)
+# -- travel (held out) -------------------------------------------------------------------------------------------------
 
 
 def find_flight(_: World, from_city: str, to_city: str, date: str) -> Result:
     """Find a flight between two cities."""
-    known("city", from_city, CITIES)
-    known("city", to_city, CITIES)
-    seed = (from_city, to_city, day(date))
-    return {"flight_id": f"F{chance('flight', *seed) % 900 + 100}", "price": chance("fare", *seed) % 400 + 60}
+    require_known("city", from_city, CITIES)
+    require_known("city", to_city, CITIES)
+    seed = (from_city, to_city, parse_date(date))
+    return {"flight_id": f"F{hash_of('flight', *seed) % 900 + 100}", "price": hash_of("fare", *seed) % 400 + 60}
 
 
 def book_flight(world: World, flight_id: str, seats: int = 1) -> Result:
     """Book seats on a flight."""
     world.bookings.append({"flight_id": flight_id, "seats": seats})
-    return {"booking_id": f"B{chance('seat', flight_id) % 9000 + 1000}"}
+    return {"booking_id": f"B{hash_of('seat', flight_id) % 9000 + 1000}"}
 
 
 def book_hotel(world: World, city: str, nights: int, stars: int = 3) -> Result:
     """Book a hotel in a city."""
-    world.bookings.append({"city": known("city", city, CITIES), "nights": nights, "stars": stars})
-    return {"booking_id": f"B{chance('hotel', city, nights) % 9000 + 1000}"}
+    world.bookings.append({"city": require_known("city", city, CITIES), "nights": nights, "stars": stars})
+    return {"booking_id": f"B{hash_of('hotel', city, nights) % 9000 + 1000}"}
 
 
 def book_taxi(world: World, address: Result, time: str) -> Result:
     """Book a taxi to an address."""
     world.bookings.append({"address": address, "time": time})
-    return {"booking_id": f"B{chance('taxi', sorted(address.items()), time) % 9000 + 1000}"}
+    return {"booking_id": f"B{hash_of('taxi', sorted(address.items()), time) % 9000 + 1000}"}
 
 
-# bank (held out)
+# -- bank (held out) ---------------------------------------------------------------------------------------------------
 
 
 def find_account(_: World, owner: str) -> Result:
     """Find the account of an owner."""
-    return {"account": f"AC{chance('account', person(owner)) % 9000 + 1000}"}
+    return {"account": f"AC{hash_of('account', require_person(owner)) % 9000 + 1000}"}
 
 
 def get_balance(world: World, account: str) -> Result:
@@ -313,7 +313,7 @@ def get_balance(world: World, account: str) -> Result:
         (t["to_account"] == account) * t["amount"] - (t["from_account"] == account) * t["amount"]
         for t in world.transfers
     )
-    return {"balance": number(chance("balance", account) % 9000 + 3000 + moved)}
+    return {"balance": round_number(hash_of("balance", account) % 9000 + 3000 + moved)}
 
 
 def transfer_money(world: World, from_account: str, to_account: str, amount: float) -> Result:
@@ -326,10 +326,10 @@ def transfer_money(world: World, from_account: str, to_account: str, amount: flo
 
 def convert_currency(_: World, amount: float, from_currency: str, to_currency: str) -> Result:
     """Convert an amount to another currency."""
-    return {"result": number(amount * EUROS[from_currency] / EUROS[to_currency])}
+    return {"result": round_number(amount * EUROS[from_currency] / EUROS[to_currency])}
 
 
-# messages (held out)
+# -- messages (held out) -----------------------------------------------------------------------------------------------
 
 
 def send_email(world: World, to: str, subject: str, body: str | None = None) -> Result:

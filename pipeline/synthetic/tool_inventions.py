@@ -1,8 +1,8 @@
-"""Tools made up for one training conversation, so that a model learns to read schemas and not to know tools by heart.
+"""Tools invented for one training conversation, so that a model learns to read schemas instead of memorizing tools.
 
-`invent` puts a verb, a noun and one to four parameters together; names, types, enums, defaults and wordings follow.
-`sibling` is a near-duplicate (same verb or same noun). `renamed` gives any tool and its parameters random names; the
-old names stay as descriptions. An invented tool executes by writing into `World.ledger`. Not promised: sense.
+`invent` combines a verb, a noun and one to four parameters; names, types, enums, defaults and wordings follow from
+them. `sibling` is a near-duplicate (same verb or same noun). `renamed` gives any tool and its parameters random names;
+the old names remain as descriptions. An invented tool executes by writing to `World.ledger`. Not promised: sense.
 """
 
 import dataclasses
@@ -54,18 +54,18 @@ VERBS = word_list(
 PHRASE = Kind(phrase, 0.9)
 SINGLE = Kind(lambda rng: rng.choice(COMMON), 0.6)
 HYPHENED = Kind(lambda rng: f"{rng.choice(COMMON)}-{rng.choice(COMMON)}", 0.4)
-NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair makes one more: binding values to parameters is what takes practice
+NUM_PARAMS = (1, 1, 1, 2, 2, 2, 3, 3)  # a pair adds one more: binding values to parameters needs the most practice
 FINDERS = ("find", "get", "search", "fetch")
 
 
 @dataclass(frozen=True)
 class Concept:
-    """A meaning that a parameter can have: its names, how it is typed and drawn, how a request leads up to it."""
+    """A meaning of a parameter: its names, its type and kind, and the cues that introduce it in a request."""
 
     names: tuple[str, ...]
     type: str
     kind: Kind
-    cues: tuple[str, ...]  # {} is the value's place, <> the parameter's name; besides the general cue "with <> {}"
+    cues: tuple[str, ...]  # {} is the value, <> the parameter's name; "with <> {}" is always added
 
 
 CONCEPTS = (
@@ -130,33 +130,33 @@ CHOICES = ("mode", "color", "priority", "format", "style", "unit", "kind", "shap
 FLAGS = ("urgent", "public", "active", "silent", "gift", "strict", "fast")
 SIZES = ("width", "height", "depth", "number", "row", "column", "light", "volume")
 
-Part = tuple[dict[str, Param], str]  # parameters and the piece of a wording that states them
+Part = tuple[dict[str, Param], str]  # parameters and the phrase of a wording that states them
 
 
 def invent(rng: Random, verb: str | None = None, noun: str | None = None) -> Tool:
-    """A new tool with one to four parameters; verb and noun may be given."""
+    """A new tool with one to four parameters; without `verb` or `noun` they are drawn."""
     verb, noun = verb or _verb(rng), noun or _noun(rng)
     parts: list[Part] = []
     taken: set[str] = set()
-    target = rng.choice(NUM_PARAMS)
-    while len(taken) < target:
-        part = _part(rng, noun)
+    num_params = rng.choice(NUM_PARAMS)
+    while len(taken) < num_params:
+        part = _draw_part(rng, noun)
         if taken & _names(part):
             continue
         parts.append(part)
         taken |= _names(part)
     params = {name: p for part, _ in parts for name, p in part.items()}
-    if rng.random() < 0.5:  # the schema's order is not always the request's
+    if rng.random() < 0.5:  # so that the schema's order often differs from the request's
         params = dict(rng.sample(list(params.items()), len(params)))
-    said = f"{verb} the {noun}"
+    wish = f"{verb} the {noun}"
     required = [part for part in parts if not _is_optional(part)]
     wordings = [
-        _wording(said, parts, None),
-        _wording(said, required, None),
-        _wording(said, rng.sample(parts, len(parts)), None),
-        _before(said, rng.sample(parts, len(parts)), rng),
+        _wording(wish, parts, None),
+        _wording(wish, required, None),
+        _wording(wish, rng.sample(parts, len(parts)), None),
+        _fronted_wording(wish, rng.sample(parts, len(parts)), rng),
     ]
-    missing = [(next(iter(p)), _wording(said, parts, piece)) for p, piece in required if len(p) == 1]
+    missing = [(next(iter(p)), _wording(wish, parts, phrase)) for p, phrase in required if len(p) == 1]
     return Tool(
         name=_join(rng, verb, noun),
         domain=f"{verb} {noun}",
@@ -178,7 +178,7 @@ def _noun(rng: Random) -> str:
 
 
 def sibling(tool: Tool, rng: Random) -> Tool:
-    """A near-duplicate of an invented tool: the verb or the noun is another one."""
+    """A near-duplicate of an invented tool, with another verb or another noun."""
     verb, noun = tool.domain.split(" ")
     other = verb
     while other in (verb, noun):
@@ -187,22 +187,22 @@ def sibling(tool: Tool, rng: Random) -> Tool:
 
 
 def lookup(rng: Random, noun: str) -> Tool:
-    """A tool that finds the id of a thing by its name: the first half of two calls."""
+    """A tool that finds the id of a thing by its name: the first of two calls."""
     kind = rng.choice((PERSON, CITY, TITLE, WORD, DATE))
     verb = rng.choice(FINDERS)
     key = rng.choice(("name", "query", "title", "owner"))
-    said = f"{verb} the {noun} of {{{key}}}"
+    wording = f"{verb} the {noun} of {{{key}}}"
     return Tool(
         name=_join(rng, verb, noun),
         domain=f"{verb} {noun}",
         description=f"{verb.capitalize()} a {noun}.",
         params={key: param("string", kind)},
-        wordings=(said, said, f"{verb} the {noun} with {key} {{{key}}}", said, said),
+        wordings=(wording, wording, f"{verb} the {noun} with {key} {{{key}}}", wording, wording),
     )
 
 
 def user_of(rng: Random, noun: str) -> Tool:
-    """A tool that needs the id which `lookup` finds: the second half."""
+    """A tool that needs the id which `lookup` finds: the second of two calls."""
     tool = invent(rng, verb=rng.choice([verb for verb in VERBS if verb not in FINDERS]), noun=noun)
     verb = tool.domain.split(" ")[0]
     extra = {name: p for name, p in tool.params.items() if name != f"{noun}_id" and not isinstance(p.kind, dict)}
@@ -213,32 +213,32 @@ def user_of(rng: Random, noun: str) -> Tool:
 
 
 def renamed(tool: Tool, rng: Random) -> Tool:
-    """The tool under a random name, its parameters too; what they mean is left to the descriptions."""
-    new = {name: _gibberish(rng) if rng.random() < 0.7 else name for name in tool.params}
-    if len(set(new.values())) < len(new):
-        new = {name: f"{name}_{i}" for i, name in enumerate(tool.params)}
+    """The tool with random names for itself and its parameters; only the descriptions tell their meaning."""
+    new_names = {name: _gibberish(rng) if rng.random() < 0.7 else name for name in tool.params}
+    if len(set(new_names.values())) < len(new_names):
+        new_names = {name: f"{name}_{i}" for i, name in enumerate(tool.params)}
 
-    def reworded(wording: str) -> str:
-        for before, after in new.items():
-            wording = wording.replace(f"{{{before}}}", f"{{\0{after}}}")
+    def rename_placeholders(wording: str) -> str:
+        for old, new in new_names.items():
+            wording = wording.replace(f"{{{old}}}", f"{{\0{new}}}")
         return wording.replace("\0", "")
 
     params = {
-        after: p if after == before else Param({**p.schema, "description": _spoken(before)}, p.kind)
-        for (before, p), after in zip(tool.params.items(), new.values(), strict=True)
+        new: p if new == old else Param({**p.schema, "description": _spoken(old)}, p.kind)
+        for (old, p), new in zip(tool.params.items(), new_names.values(), strict=True)
     }
     return dataclasses.replace(
         tool,
         name=_gibberish(rng),
         params=params,
-        wordings=tuple(map(reworded, tool.wordings)),
-        missing=tuple((new[name], reworded(wording)) for name, wording in tool.missing),
-        fragile=new[tool.fragile] if tool.fragile else None,
-        old_names={after: before for before, after in new.items()},
+        wordings=tuple(map(rename_placeholders, tool.wordings)),
+        missing=tuple((new_names[name], rename_placeholders(wording)) for name, wording in tool.missing),
+        fragile=new_names[tool.fragile] if tool.fragile else None,
+        old_names={new: old for old, new in new_names.items()},
     )
 
 
-def _part(rng: Random, noun: str) -> Part:
+def _draw_part(rng: Random, noun: str) -> Part:
     form = rng.random()
     if form < 0.14:
         (before, after), cue = rng.choice(PAIRS)
@@ -266,24 +266,24 @@ def _part(rng: Random, noun: str) -> Part:
     concept = rng.choice(CONCEPTS)
     name = rng.choice(concept.names)
     cues = (*concept.cues, "with <> {}")
-    if rng.random() < 0.35:  # any word may be a parameter; the request says which value it is
+    if rng.random() < 0.35:  # any word may be a parameter; the request names the one that a value belongs to
         name, cues = rng.choice(COMMON), ("with <> {}", "with the <> {}", "<> {}")
         name = f"{name}_{rng.choice(concept.names)}" if rng.random() < 0.4 else name
     if name in ("id", "name") and rng.random() < 0.7:
         name = f"{noun}_{name}"
     about = f"{_spoken(name)} of the {noun}" if rng.random() < 0.15 else ""
-    one = param(concept.type, concept.kind, about)
+    parameter = param(concept.type, concept.kind, about)
     if rng.random() < 0.15:
         default = rng.randint(1, 9) if concept.type != "string" else rng.choice((None, "", "any"))
         if default is None:
-            one = param(["string", "null"], concept.kind, about)
-        one = optional(one, default)
+            parameter = param(["string", "null"], concept.kind, about)
+        parameter = optional(parameter, default)
     cue = rng.choice(cues).replace("<>", _spoken(name)).replace("{}", f"{{{name}}}")
-    return {name: one}, cue
+    return {name: parameter}, cue
 
 
 def _names(part: Part) -> set[str]:
-    """Parameter names and the leaves' names: both are places of a wording."""
+    """The names of parameters and of leaves: both are placeholders in a wording."""
     leaves = [set(p.kind) for p in part[0].values() if isinstance(p.kind, dict)]
     return set(part[0]).union(*leaves)
 
@@ -292,16 +292,16 @@ def _is_optional(part: Part) -> bool:
     return all("default" in p.schema for p in part[0].values())
 
 
-def _wording(said: str, parts: list[Part], without: str | None) -> str:
-    pieces = [piece for _, piece in parts if piece != without]
-    return " ".join((said, *pieces)).replace(" : ", ": ")
+def _wording(wish: str, parts: list[Part], without: str | None) -> str:
+    phrases = [phrase for _, phrase in parts if phrase != without]
+    return " ".join((wish, *phrases)).replace(" : ", ": ")
 
 
-def _before(said: str, parts: list[Part], rng: Random) -> str:
-    """A wording that says a part before the wish, in half of the draws."""
+def _fronted_wording(wish: str, parts: list[Part], rng: Random) -> str:
+    """A wording that, in half of the draws, puts one part before the wish."""
     if len(parts) < 2 or rng.random() < 0.5 or parts[0][1].startswith((":", "{")):
-        return _wording(said, parts, None)
-    return f"{parts[0][1]} {_wording(said, parts[1:], None)}"
+        return _wording(wish, parts, None)
+    return f"{parts[0][1]} {_wording(wish, parts[1:], None)}"
 
 
 def _join(rng: Random, verb: str, noun: str) -> str:

@@ -1,14 +1,13 @@
-"""A conversation in the making: messages, executed calls, and the checks that every finished one has to pass.
+"""A conversation under construction, and the sentences that people use around a request.
 
-`Script` appends messages in the OpenAI form and executes calls in its own `World`; `close` runs the checks and returns
-the `Dialogue`. Checks (specs of the data, 2b): arguments are JSON and fit the schema, every call executes (an error is
-allowed only where a repair follows), and every scalar of every argument is a span of what the user said, a value in an
-earlier result, or the parameter's default. A violated check is a defect of the generator: AssertionError.
+`Script` appends messages in the OpenAI form and executes calls in its own `World`; `close` runs the last checks and
+returns the `Dialogue`. Checks: arguments are JSON and fit the schema, every call executes (an error is allowed only if
+a repair follows), and every scalar of every argument is a span of a user message, a value in an earlier result, or the
+parameter's default. A failed check is a bug of the generator: AssertionError.
 
-How people ask: the sentences around a wording, requests that no tool serves, and the assistant's plain sentences.
-
-Each list of families ends in its held-out fifth (`HELD_OUT_SHARE`): training and validation draw from the part before
-it, a test item of the quadrant "unseen template" from the held-out part alone.
+The sentences are frames around a wording, requests that no tool serves, and the assistant's plain sentences. Each list
+of families ends in its held-out fifth (`HELD_OUT_SHARE`): training and validation draw from the part before it, a test
+item of the quadrant "unseen template" only from the held-out part.
 """
 
 import json
@@ -32,7 +31,7 @@ from pipeline.synthetic.tool_values import (
     execute,
     function,
     leaf_values,
-    places,
+    placeholders,
     problems,
     words,
 )
@@ -42,7 +41,7 @@ Call = tuple[Tool, dict[str, Value]]
 
 @dataclass
 class Script:
-    """One conversation; `tools` are offered from the start, `late` are announced in a user turn."""
+    """One conversation. `tools` are offered from the start, `late` are announced in a user turn."""
 
     tools: list[Tool]
     messages: list[Message] = field(default_factory=list)
@@ -50,44 +49,44 @@ class Script:
     late: list[Tool] = field(default_factory=list)
     calls: list[tuple[Call, Result]] = field(default_factory=list)
     num_calls: int = 0
-    said: str = ""  # all user text so far
+    user_text: str = ""  # of all user turns so far
     results: list[Value] = field(default_factory=list)  # all scalars of results so far
 
     def user(self, text: str) -> None:
-        """A user turn."""
+        """Add a user turn."""
         self.messages.append({"role": "user", "content": text})
-        self.said += text + "\n"
+        self.user_text += text + "\n"
 
     def announce(self, tool: Tool, before: str, after: str) -> None:
-        """A user turn that brings a new tool, written the way the chat format lists tools."""
+        """Add a user turn that offers a new tool, written the way the chat format lists tools."""
         self.late.append(tool)
         line = json.dumps(function(tool)["function"], ensure_ascii=False)
         self.messages.append({"role": "user", "content": f"{before}\n<tools>\n{line}\n</tools>\n{after}"})
 
     def say(self, text: str) -> None:
-        """An assistant turn without calls."""
+        """Add an assistant turn without calls."""
         self.messages.append({"role": "assistant", "content": text})
 
     def call(self, calls: list[Call]) -> list[Result]:
-        """The assistant's calls, checked and executed; results are shown by `show`."""
-        made = []
+        """Check, execute and add calls of the assistant; `show` adds their results."""
+        tool_calls = []
         self.calls = []
         for tool, arguments in calls:
-            _check(self, tool, arguments)
+            _check_call(self, tool, arguments)
             text = json.dumps(arguments, ensure_ascii=False)
-            called = {"name": tool.name, "arguments": text}
-            made.append({"id": f"call_{self.num_calls}", "type": "function", "function": called})
+            function_call = {"name": tool.name, "arguments": text}
+            tool_calls.append({"id": f"call_{self.num_calls}", "type": "function", "function": function_call})
             self.num_calls += 1
             try:
                 result = execute(tool, self.world, arguments)
             except ToolError as error:
                 result = {"error": str(error)}
             self.calls.append(((tool, arguments), result))
-        self.messages.append({"role": "assistant", "content": "", "tool_calls": made})
+        self.messages.append({"role": "assistant", "content": "", "tool_calls": tool_calls})
         return [result for _, result in self.calls]
 
     def show(self) -> None:
-        """The results of the last calls, a message each."""
+        """Add the results of the last calls, a message each."""
         first = self.num_calls - len(self.calls)
         for i, ((tool, _), result) in enumerate(self.calls):
             content = json.dumps(result, ensure_ascii=False)
@@ -97,13 +96,13 @@ class Script:
             self.results += leaf_values(result)
 
     def answer(self) -> None:
-        """Show the last results and close with a sentence on each."""
+        """Add the last results and an assistant turn with a sentence on each."""
         self.show()
-        sentences = [sentence(tool, arguments, result) for (tool, arguments), result in self.calls]
+        sentences = [closing_sentence(tool, arguments, result) for (tool, arguments), result in self.calls]
         self.say(" ".join(dict.fromkeys(sentences)))
 
     def close(self, id_: str, category: str) -> Dialogue:
-        """The finished record."""
+        """Check the conversation and return it as a record."""
         for _, result in self.calls:
             assert "error" not in result, (id_, category, self.messages)
         names = [tool.name for tool in (*self.tools, *self.late)]
@@ -112,45 +111,50 @@ class Script:
         return Dialogue(id=id_, kind="tools", category=category, messages=self.messages, tools=tools)
 
 
-def sentence(tool: Tool, arguments: dict[str, Value], result: Result) -> str:
-    """The closing words on one call."""
+def closing_sentence(tool: Tool, arguments: dict[str, Value], result: Result) -> str:
+    """The assistant's closing words about one call."""
     by_old_name = {tool.old_names.get(name, name): value for name, value in arguments.items()}
     return tool.answer.format_map({**by_old_name, **result})
 
 
-def provenance(value: Value, said: str, results: list[Value], default: Value) -> str | None:
-    """Where a scalar comes from: "user", "result", "default"; None if from nowhere."""
+def provenance(value: Value, user_text: str, results: list[Value], default: Value) -> str | None:
+    """The source of a scalar: "user", "result" or "default"; None if it has none."""
     text = "true" if value is True else "false" if value is False else str(value)
     if isinstance(value, str):
-        found = text in said
+        is_in_text = text in user_text
     else:
-        found = re.search(rf"(?<![\w.]){re.escape(text)}(?![\w]|\.\d)", said) is not None
-    if found and value != "" and value is not None:
+        is_in_text = re.search(rf"(?<![\w.]){re.escape(text)}(?![\w]|\.\d)", user_text) is not None
+    if is_in_text and value != "" and value is not None:
         return "user"
-    if any(_within(value, leaf) for leaf in results):
+    if any(_is_in_result(value, leaf) for leaf in results):
         return "result"
     return "default" if value == default and type(value) is type(default) else None
 
 
-def _within(value: Value, leaf: Value) -> bool:
-    """Equal, or quoted in an error message."""
+def _is_in_result(value: Value, leaf: Value) -> bool:
+    """Whether a value equals a leaf of a result, or is quoted in it (an error message)."""
     if isinstance(value, str) and isinstance(leaf, str):
         return value == leaf or f'"{value}"' in leaf
     return value == leaf and isinstance(value, bool) == isinstance(leaf, bool)
 
 
-def _check(script: Script, tool: Tool, arguments: dict[str, Value]) -> None:
-    """Schema and provenance of one call."""
+def _check_call(script: Script, tool: Tool, arguments: dict[str, Value]) -> None:
+    """Assert that the arguments of a call fit the schema and have a source."""
     assert tool in script.tools or tool in script.late, tool.name
-    wrong = problems(function(tool)["function"]["parameters"], arguments)
-    assert not wrong, (tool.name, arguments, wrong)
+    faults = problems(function(tool)["function"]["parameters"], arguments)
+    assert not faults, (tool.name, arguments, faults)
     for name, value in arguments.items():
-        default = tool.params[name].schema.get("default", script)  # the script itself is no value's equal
+        default = tool.params[name].schema.get("default", script)  # the script itself equals no value
         for leaf in leaf_values(value):
-            assert provenance(leaf, script.said, script.results, default), (tool.name, name, leaf, script.said)
+            assert provenance(leaf, script.user_text, script.results, default), (
+                tool.name,
+                name,
+                leaf,
+                script.user_text,
+            )
 
 
-# -- tool_requests -----------------------------------------------------------------------------------------------------
+# -- sentences ---------------------------------------------------------------------------------------------------------
 
 
 HELD_OUT_SHARE = 0.2
@@ -214,53 +218,54 @@ AGAIN = ("Try again.", "Please try again.", "Does it work now?")
 REPLIES = ("{value}", "{value}.", "Use {value}.", "The {param} is {value}.", "It is {value}.")
 
 
-def family(families: Sequence[str], unseen: bool, rng: Random) -> str:
-    """A member of the seen part, or of the held-out part."""
+def pick_family(families: Sequence[str], unseen: bool, rng: Random) -> str:
+    """A member of the training part, or of the held-out part."""
     border = len(families) - max(1, round(HELD_OUT_SHARE * len(families)))
     return rng.choice(families[border:] if unseen else families[:border])
 
 
-def framed(wording: str, unseen: bool, rng: Random) -> str:
-    """The filled wording inside a frame, with a capital first letter where a letter comes first."""
-    text = family(FRAMES, unseen, rng).replace("{}", wording)
+def frame_request(wording: str, unseen: bool, rng: Random) -> str:
+    """A filled wording inside a frame, with the first letter capitalized."""
+    text = pick_family(FRAMES, unseen, rng).replace("{}", wording)
     return text[0].upper() + text[1:]
 
 
-def filled(template: str, rng: Random) -> str:
-    """A template of this file with its places filled."""
+def fill_template(template: str, rng: Random) -> str:
+    """A template of this file with its placeholders filled."""
     noun, other = rng.sample(NOUNS, 2)
     names = {"first": rng.choice(FIRST_NAMES), "city": rng.choice(CITIES), "adjective": rng.choice(ADJECTIVES)}
     return template.format_map({**names, "noun": noun, "other": other})
 
 
-def joined(parts: list[str], rng: Random) -> str:
+def join_wishes(parts: list[str], rng: Random) -> str:
     """Several wordings in one sentence."""
     link = rng.choice((" and ", ", then ", " and also "))
     return link.join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else parts[0]
 
 
-def coordinated(tool: Tool, wording: str, values: list[dict[str, Value]], rng: Random) -> str | None:
-    """ "find the phone of A and B": one wording for calls that differ in its last place alone; None where it has
-    none.
+def coordinate(tool: Tool, wording: str, values: list[dict[str, Value]], rng: Random) -> str | None:
+    """One wording for calls that differ only in its last placeholder: "find the phone of A and B".
+
+    None if the wording does not end in a placeholder of a simple type.
     """
-    last = places(wording)[-1]
+    last = placeholders(wording)[-1]
     if not wording.endswith(f"{{{last}}}") or last not in tool.params:
         return None
     if tool.params[last].schema["type"] not in ("string", "number", "integer") or "enum" in tool.params[last].schema:
         return None
     stem = wording[: -len(last) - 2]
     ends = [words(tool, f"{{{last}}}", {last: each[last]}, rng) for each in values]
-    head = words(tool, stem, values[0], rng) if places(stem) else stem
-    return head + conjunction(ends)
+    start = words(tool, stem, values[0], rng) if placeholders(stem) else stem
+    return start + conjunction(ends)
 
 
-def asking(name: str, rng: Random) -> str:
-    """The question for a missing parameter; it names the parameter as the schema does."""
+def ask_for(name: str, rng: Random) -> str:
+    """The question for a missing parameter, with its name as in the schema."""
     spoken = name.replace("_", " ")
     return rng.choice((f"Which {spoken} should I use?", f"Which {spoken} do you mean?", f"What is the {spoken}?"))
 
 
-def reply(tool: Tool, name: str, value: Value, rng: Random) -> str:
+def reply_with(tool: Tool, name: str, value: Value, rng: Random) -> str:
     """The user's answer to that question."""
     kind = tool.params[name].kind
     if isinstance(kind, dict):

@@ -1,20 +1,19 @@
-"""Values that a person would name in a request to a tool: people, places, numbers, dates, identifiers, short texts.
+"""Tools of the synthetic conversations: the values that requests contain, the world that tools act on, a tool's shape.
 
-A `Kind` draws a value from a `random.Random` and shows it the way a request would. The pools are wide, and many values
-are put together by rule, so that a model has to copy them and cannot know them by heart. A share of the shown
-strings stands in quotes. Not promised: that the values are real (telephone numbers, accounts and paths are invented).
+A `Kind` draws a value that a person would name in a request (people, places, numbers, dates, identifiers, short texts)
+from a `random.Random`, and formats it as a request would. The pools are large, and many values are composed by rule, so
+that a model has to copy them and cannot memorize them. A share of the strings is quoted.
 
-The world that the tools act on: its state, its refusals, and what it knows.
+A `World` is the state of the tools; worlds are compared by their public attributes (`==`). A request that the world
+cannot serve raises `ToolError`, whose message names what would work. The result of a lookup (a telephone number, a
+temperature) comes from `hash_of`, a pure function of the request.
 
-Worlds are compared by their public attributes (`==`). A request that the world cannot serve raises `ToolError`, whose
-message names what would work. What a lookup finds (a telephone number, a temperature) comes from `chance`, a pure
-function of what was asked. Not promised: that any of it is true of the real world.
+A `Tool` has everything that a conversation needs: its JSON schema, the function behind it, and its wordings. Wordings
+are imperative and contain `{parameter}` placeholders (for nested objects the names of the leaves); the last of the five
+wordings belongs to the held-out template families. A parameter is optional exactly if its schema has a default.
 
-The shape of a tool: its JSON schema, the function behind it, and how people ask for it.
-
-A `Tool` carries everything that a conversation needs. Wordings are imperative and hold `{parameter}` places (for nested
-objects the names of the leaves); the last of the five wordings belongs to the held-out template families. A parameter
-is optional exactly when its schema has a default.
+Not promised: that the values are real (telephone numbers, accounts and paths are invented), or that any result is true
+of the real world.
 """
 
 import datetime
@@ -28,6 +27,8 @@ from string import Formatter
 from typing import Any
 
 from jsonschema import Draft202012Validator
+
+from pipeline.run.types import JsonObject
 
 Value = Any  # a JSON value
 
@@ -90,15 +91,15 @@ SUFFIXES = word_list("txt md py csv json log html yaml")
 
 @dataclass(frozen=True)
 class Kind:
-    """How values of one meaning are drawn and shown."""
+    """How values of one meaning are drawn and formatted."""
 
     draw: Callable[[Random], Value]
-    quotes: float = 0.0  # share of the requests that show the value in quotes
-    show: Callable[[Value], str] | None = None  # for values that are neither text, number nor a list of those
+    quotes: float = 0.0  # share of the requests that put the value in quotes
+    show: Callable[[Value], str] | None = None  # formats values other than text, numbers and lists of these
 
 
-def shown(kind: Kind, value: Value, rng: Random) -> str:
-    """The value as words of a request; every leaf of the value is a span of the result."""
+def format_value(kind: Kind, value: Value, rng: Random) -> str:
+    """The value as words of a request; every leaf of the value is a substring of the result."""
     if kind.show is not None:
         return kind.show(value)
     if isinstance(value, list):
@@ -119,19 +120,19 @@ def _quoted(text: str) -> str:
 
 
 def misspelt(name: str, rng: Random) -> str:
-    """The name with one slip of the pen in a word of three letters or more; never the name itself."""
-    places = [i for i in range(1, len(name) - 1) if name[i].isalpha() and name[i + 1].isalpha()]
+    """The name with one typo in a word of three letters or more; never the name itself."""
+    positions = [i for i in range(1, len(name) - 1) if name[i].isalpha() and name[i + 1].isalpha()]
     for _ in range(20):
-        i = rng.choice(places)
-        slip = rng.choice(("double", "drop", "swap"))
-        if slip == "double":
-            wrong = name[:i] + name[i] + name[i:]
-        elif slip == "drop":
-            wrong = name[:i] + name[i + 1 :]
+        i = rng.choice(positions)
+        typo = rng.choice(("double", "drop", "swap"))
+        if typo == "double":
+            result = name[:i] + name[i] + name[i:]
+        elif typo == "drop":
+            result = name[:i] + name[i + 1 :]
         else:
-            wrong = name[:i] + name[i + 1] + name[i] + name[i + 2 :]
-        if wrong != name:
-            return wrong
+            result = name[:i] + name[i + 1] + name[i] + name[i + 2 :]
+        if result != name:
+            return result
     return name + name[-1]
 
 
@@ -225,14 +226,14 @@ PRODUCT = Kind(lambda rng: rng.choice(PRODUCTS), 0.8)
 YES = Kind(lambda rng: True)
 
 
-# -- tool_world --------------------------------------------------------------------------------------------------------
+# -- world -------------------------------------------------------------------------------------------------------------
 
 
-Result = dict[str, Any]
+Result = JsonObject
 
 
 class ToolError(Exception):
-    """The tool ran and refused; the message says what it would accept."""
+    """The tool refused the request; the message names what it would accept."""
 
 
 @dataclass
@@ -251,54 +252,55 @@ class World:
     bookings: list[Result] = field(default_factory=list)
     transfers: list[Result] = field(default_factory=list)
     sent: list[Result] = field(default_factory=list)
-    ledger: list[Result] = field(default_factory=list)  # what invented tools were asked to do
+    ledger: list[Result] = field(default_factory=list)  # the calls of invented tools
 
 
-def chance(*parts: object) -> int:
-    """A number below 2**32 that depends on the parts alone."""
+def hash_of(*parts: object) -> int:
+    """A number below 2**32 that depends only on the parts."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest(), "big")
 
 
-def known(what: str, name: str, names: Sequence[str]) -> str:
-    """The name itself, or ToolError with the nearest one that exists."""
+def require_known(what: str, name: str, names: Sequence[str]) -> str:
+    """Return the name if it exists. Raises ToolError with the nearest name."""
     if name in names:
         return name
-    near = difflib.get_close_matches(name, names, 1, 0.0)
-    raise ToolError(f'unknown {what} "{name}", did you mean "{near[0]}"?')
+    nearest = difflib.get_close_matches(name, names, 1, 0.0)
+    raise ToolError(f'unknown {what} "{name}", did you mean "{nearest[0]}"?')
 
 
-def person(name: str) -> str:
-    """A first and a last name that the address book knows."""
-    words = name.split(" ", 1)
-    if len(words) == 2 and words[0] in FIRST_NAMES and words[1] in LAST_NAMES:
+def require_person(name: str) -> str:
+    """Return the name if first and last name exist. Raises ToolError with the nearest name."""
+    parts = name.split(" ", 1)
+    if len(parts) == 2 and parts[0] in FIRST_NAMES and parts[1] in LAST_NAMES:
         return name
-    near = [difflib.get_close_matches(w, p, 1, 0.0)[0] for w, p in zip(words, (FIRST_NAMES, LAST_NAMES), strict=False)]
-    raise ToolError(f'unknown person "{name}", did you mean "{" ".join(near)}"?')
+    pools = (FIRST_NAMES, LAST_NAMES)
+    nearest = [difflib.get_close_matches(part, pool, 1, 0.0)[0] for part, pool in zip(parts, pools, strict=False)]
+    raise ToolError(f'unknown person "{name}", did you mean "{" ".join(nearest)}"?')
 
 
-def day(text: str) -> datetime.date:
-    """The date written as YYYY-MM-DD, or ToolError."""
+def parse_date(text: str) -> datetime.date:
+    """Parse a date written as YYYY-MM-DD. Raises ToolError."""
     try:
         return datetime.date.fromisoformat(text)
     except ValueError as error:
         raise ToolError(f'"{text}" is no date, write it like 2025-03-14') from error
 
 
-def number(value: float) -> float | int:
-    """Four decimals at most, and no `.0`."""
+def round_number(value: float) -> float | int:
+    """Round to four decimals, without `.0`."""
     value = round(value, 4)
     return int(value) if value == int(value) else value
 
 
-# -- tool_shape --------------------------------------------------------------------------------------------------------
+# -- shape of a tool ---------------------------------------------------------------------------------------------------
 
 
-Schema = dict[str, Any]
+Schema = JsonObject
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter: its JSON schema and the values that requests give it."""
+    """One parameter: its JSON schema and the kind of its values in requests."""
 
     schema: Schema
     kind: Kind | dict[str, Kind]  # a dict for a nested object: leaf name -> kind
@@ -306,7 +308,7 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """One tool with its wordings."""
+    """One tool, its function and its wordings."""
 
     name: str
     domain: str
@@ -315,8 +317,8 @@ class Tool:
     wordings: tuple[str, ...]
     run: Callable[..., Result] | None = None  # (World, <the parameters>) -> result; None: an invented tool
     missing: tuple[tuple[str, str], ...] = ()  # (required parameter, wording without it)
-    answer: str = "Done."  # the assistant's closing words, with {places} of arguments and result
-    fragile: str | None = None  # the parameter that a slip of the pen makes fail
+    answer: str = "Done."  # the assistant's closing words, with {placeholders} of arguments and result
+    fragile: str | None = None  # the parameter in which a typo makes the call fail
     old_names: dict[str, str] = field(default_factory=dict)  # of a renamed tool: name -> the name that `answer` uses
 
 
@@ -348,31 +350,31 @@ def nested(leaves: dict[str, tuple[str, Kind]]) -> Param:
     return Param(schema, {name: kind for name, (_, kind) in leaves.items()})
 
 
-def function(tool: Tool) -> dict[str, Any]:
-    """The tool in the OpenAI form."""
+def function(tool: Tool) -> JsonObject:
+    """The tool's schema in the OpenAI form."""
     properties = {name: parameter.schema for name, parameter in tool.params.items()}
     required = [name for name, schema in properties.items() if "default" not in schema]
     parameters = {"type": "object", "properties": properties, "required": required}
-    described = {"name": tool.name, "description": tool.description, "parameters": parameters}
-    return {"type": "function", "function": described}
+    description = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": description}
 
 
-def problems(parameters: Schema, arguments: Any) -> list[str]:
-    """What is wrong with the arguments: JSON schema's complaints, and parameters that the schema does not know."""
-    found = [error.message for error in Draft202012Validator(parameters).iter_errors(arguments)]
+def problems(parameters: Schema, arguments: Value) -> list[str]:
+    """What is wrong with the arguments: JSON schema's messages, and parameters that the schema does not define."""
+    messages = [error.message for error in Draft202012Validator(parameters).iter_errors(arguments)]
     if isinstance(arguments, dict):
-        found += [f"unknown parameter {key!r}" for key in arguments if key not in parameters.get("properties", {})]
-    return found
+        messages += [f"unknown parameter {key!r}" for key in arguments if key not in parameters.get("properties", {})]
+    return messages
 
 
 @cache
-def places(wording: str) -> tuple[str, ...]:
+def placeholders(wording: str) -> tuple[str, ...]:
     """The names in braces, in order."""
     return tuple(name for _, name, _, _ in Formatter().parse(wording) if name)
 
 
 def draw(tool: Tool, rng: Random) -> dict[str, Value]:
-    """A value for every parameter; texts and numbers of one request differ from each other."""
+    """Draw a value for every parameter; no two texts or numbers of one request are equal."""
     while True:
         values: dict[str, Value] = {}
         for name, parameter in tool.params.items():
@@ -387,8 +389,8 @@ def draw(tool: Tool, rng: Random) -> dict[str, Value]:
 
 
 def told(tool: Tool, wording: str, values: dict[str, Value]) -> dict[str, Value]:
-    """The arguments that a wording states, in the schema's order; what it leaves out takes its default."""
-    named = places(wording)
+    """The arguments that a wording states, in the schema's order; the others take their defaults."""
+    named = placeholders(wording)
     return {
         name: values[name]
         for name, parameter in tool.params.items()
@@ -397,15 +399,15 @@ def told(tool: Tool, wording: str, values: dict[str, Value]) -> dict[str, Value]
 
 
 def words(tool: Tool, wording: str, values: dict[str, Value], rng: Random) -> str:
-    """The wording with its places filled."""
-    filled: dict[str, str] = {}
+    """The wording with its placeholders filled."""
+    texts: dict[str, str] = {}
     for name, value in values.items():
         kind = tool.params[name].kind
         if isinstance(kind, dict):
-            filled |= {leaf: shown(kind[leaf], item, rng) for leaf, item in value.items()}
+            texts |= {leaf: format_value(kind[leaf], item, rng) for leaf, item in value.items()}
         else:
-            filled[name] = shown(kind, value, rng)
-    return wording.format_map(filled)
+            texts[name] = format_value(kind, value, rng)
+    return wording.format_map(texts)
 
 
 def leaf_values(value: Value) -> list[Value]:
@@ -418,10 +420,10 @@ def leaf_values(value: Value) -> list[Value]:
 
 
 def execute(tool: Tool, world: World, arguments: dict[str, Value]) -> Result:
-    """Run the tool; an invented one writes into the ledger. `arguments` must fit the schema. Raises ToolError."""
+    """Run the tool; an invented one only writes to the ledger. `arguments` must fit the schema. Raises ToolError."""
     arguments = {tool.old_names.get(name, name): value for name, value in arguments.items()}
     if tool.run is not None:
         return tool.run(world, **arguments)
     world.ledger.append({"tool": tool.domain, "arguments": arguments})
     noun = tool.domain.split(" ")[1]
-    return {f"{noun}_id": f"{noun[0].upper()}{chance(tool.domain, sorted(arguments.items())) % 90000 + 1000}"}
+    return {f"{noun}_id": f"{noun[0].upper()}{hash_of(tool.domain, sorted(arguments.items())) % 90000 + 1000}"}

@@ -1,8 +1,9 @@
-"""The toolbox: 48 real tools in 12 domains, which of them are held out, and the pairs in which one feeds the next.
+"""The toolbox: 48 real tools in 12 domains, which of them are held out, and the pairs in which one feeds the other.
 
 `TOOLS` is the whole box; three domains (`HELD_OUT_DOMAINS`, 12 tools) never occur in training. `run(world, name,
-arguments)` executes a call by name; results are JSON objects, also the refusal `{"error": message}`. Adding a tool: a
-function and an entry in one of the three shelves (docs/extending.md). Not promised: that the tools know the real world.
+arguments)` executes a call by name; results are JSON objects, also a refusal: `{"error": message}`. To add a tool,
+write a function and an entry in one of the three modules of tools (docs/extending.md). Not promised: that the tools
+match the real world.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ UNSEEN = tuple(tool for tool in TOOLS.values() if tool.domain in HELD_OUT_DOMAIN
 
 @dataclass(frozen=True)
 class Chain:
-    """Two calls, the second of which needs a value from the first one's result."""
+    """Two tools, the second of which needs a value from the first one's result."""
 
     first: str
     key: str  # in the first result
@@ -155,14 +156,17 @@ CHAINS = (
 
 
 def run(world: World, name: str, arguments: Value) -> Result:
-    """Execute a call, whatever a model wrote. An unknown tool, arguments that break the schema, a refusal and values
-    that cannot be worked with (an endless number, "half past" as a time) give `{"error": message}`."""
+    """Execute a call, whatever a model wrote.
+
+    An unknown tool, arguments that violate the schema, a refusal and unusable values (an infinite number, "half past"
+    as a time) return `{"error": message}`.
+    """
     tool = TOOLS.get(name)
     if tool is None:
         return {"error": f"no tool {name}"}
-    wrong = problems(function(tool)["function"]["parameters"], arguments)
-    if wrong:
-        return {"error": wrong[0]}
+    faults = problems(function(tool)["function"]["parameters"], arguments)
+    if faults:
+        return {"error": faults[0]}
     try:
         return execute(tool, world, arguments)
     except (ToolError, ArithmeticError, ValueError) as error:

@@ -1,57 +1,52 @@
-"""Tool conversations with known truth: the generator, the truth of each turn, and scored wrong answers.
+"""Tool conversations with known truth: their generators, the truth of each turn, and scored wrong answers.
 
 `dialogues(split, count, seed)` yields `Dialogue` records of kind "tools". Each is a pure function of (split, seed, its
 number); quotas are exact in every block of 100. `Dialogue.category` is `<category>/<tool>/<template>` with tool in
-{seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` takes it apart. Held out of train
-and val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: the four quadrants
-in turn within each category. The splits share no opening request (a hash of its text decides where it may occur).
-Training conversations go on with more requests among the same tools.
+{seen_tool, unseen_tool} and template in {seen_template, unseen_template}; `facets` splits it. Held out of train and
+val: three domains of the toolbox and the last fifth of every list of wordings and frames. Test: the four quadrants in
+turn within each category. The splits share no opening request (a hash of its text decides where it may occur).
+Training conversations continue with more requests among the same tools.
 
-What the truth is follows from the record alone (messages, tools), so conversations read from disk can be scored.
-Not promised: that the requests sound like people, or that other wordings of the same wish would not be right too.
+The truth follows from the record alone (messages, tools), so conversations read from disk can be scored.
 
-Practice in choosing: a few short tools, and one request after the other for one, two or three of them.
+`choice_dialogue(split, seed, number)` makes `Dialogue` records of kind "choice", to practice the choice among tools: a
+few short tools, and one request after the other for one, two or three of them. Choosing the right tool is what a small
+model learns last: it takes some ten thousand choices (docs/LOG.md), and half of the conversations of `dialogues` offer
+only one tool. Nearly all tools are invented, many under a name without meaning, so that the description has to be read.
+Each record is a pure function of the three arguments; the category is the number of tools. For training alone: a
+request may follow a call whose result was not shown. No wording, tool or opening request of the test split occurs.
 
-What a small model learns last is which of the offered tools is meant: it takes some ten thousand choices (docs/LOG.md),
-and half of the conversations of tools.py offer one tool alone. Nearly all tools are invented, many under a name that
-says nothing, so that the description has to be read. For training alone: a request may follow a call whose result
-nobody showed.
+`record(seed, number)` is a transcript: a conversation of one of the two kinds (half each) as plain text, for the corpus
+of the language model. It uses another seed than stage tasks and only the training split, so held-out tools and wordings
+never occur. Control tokens cannot occur in a text (`Tokenizer.encode` produces none), so a turn is its role on a line,
+then its content; a call is its JSON. Transcripts teach the tokenizer the words of schemas and requests as whole tokens
+(measured, docs/LOG.md), and let the model practice reading schemas before the short fine-tuning (not measured alone).
 
-In: split, seed, number. Out: `Dialogue` records of kind "choice", a pure function of the three; the category is the
-number of tools. No wording, tool or opening request of the test split occurs. Not promised: sense.
-
-Transcripts: tool conversations as plain text, for the corpus that the language model reads.
-
-In: a seed and a number. Out: `Text` records of source "transcripts", made by the generators of stage tasks (half of
-them choices) from another seed and from their training split alone: the held-out tools and wordings never occur.
-Control tokens cannot stand in a text (`Tokenizer.encode` gives none), so a turn is its role on a line and then what is
-said; a call is its JSON.
-
-They are there so that the tokenizer learns the words of schemas and requests as whole tokens (measured, docs/LOG.md),
-and so that reading a schema is practised before the small stage of fine-tuning (not measured alone).
-
-Not promised: the chat format, which only `text/chat.py` writes; and that a conversation differs in more than its values
-from one that stage tasks makes.
+Not promised: that the requests sound like people, that other wordings of the same wish would be wrong, or that invented
+tools make sense; for transcripts, the chat format, which only `text/chat.py` writes, or that a conversation differs in
+more than its values from one that stage tasks makes.
 """
 
 import hashlib
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipeline.ingest.records import Dialogue, Message, Text
+from pipeline.run.types import JsonObject
 from pipeline.synthetic import tool_script
 from pipeline.synthetic.tool_dialogues import (
     INVENTED,
     RENAMED,
+    DialogueOptions,
     Request,
-    Setting,
     build,
-    one_of_each,
-    others,
-    several_of,
+    draw_others,
+    request_each,
+    request_several,
     stands_alone,
 )
 from pipeline.synthetic.tool_inventions import invent, renamed, sibling
@@ -72,8 +67,8 @@ QUOTAS = {
     "repair": 4,
     "plain": 2,
 }  # per cent
-SPLITS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}  # which tenths of the hashes of opening requests
-NO_CALL_FIRST = ("irrelevance", "plain", "missing", "later")  # categories whose first assistant turn calls nothing
+SPLITS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}  # tenths of the hashes of opening requests
+NO_CALL_FIRST = ("irrelevance", "plain", "missing", "later")  # categories whose first assistant turn has no call
 QUADRANTS = ((False, False), (True, False), (False, True), (True, True))  # (unseen tool, unseen template)
 
 
@@ -86,7 +81,7 @@ class Facets(NamedTuple):
 
 
 def facets(dialogue: Dialogue) -> Facets:
-    """The parts of the category; a category from elsewhere ("simple") counts as seen."""
+    """Split the category into its parts; a category from another source ("simple") counts as seen."""
     category, *rest = dialogue.category.split("/")
     return Facets(category, "unseen_tool" in rest, "unseen_template" in rest)
 
@@ -100,43 +95,45 @@ def dialogues(split: str, count: int, seed: int, first: int = 0) -> Iterator[Dia
         raise ValueError(f"split is one of {', '.join(SPLITS)}; got {split!r}")
     order: list[str] = []
     for number in range(first, count):
-        block, place = divmod(number, 100)
-        if place == 0 or not order:
+        block, position = divmod(number, 100)
+        if position == 0 or not order:
             order = [category for category, quota in QUOTAS.items() for _ in range(quota)]
             Random(f"tools/{split}/{seed}/order/{block}").shuffle(order)
-        category = order[place]
-        rank = QUOTAS[category] * block + order[:place].count(category)
+        category = order[position]
+        rank = QUOTAS[category] * block + order[:position].count(category)
         yield _dialogue(split, seed, number, category, QUADRANTS[rank % 4] if split == "test" else (False, False))
 
 
 def _dialogue(split: str, seed: int, number: int, category: str, quadrant: tuple[bool, bool]) -> Dialogue:
-    """The first draw that works out and whose opening request belongs to the split."""
+    """The conversation of the first successful draw whose opening request belongs to the split."""
     id_ = f"tools/{split}/{seed}/{number}"
     tool, template = quadrant
 
-    def mine(request: str) -> bool:
+    def accepts(request: str) -> bool:
         return belongs(request, split)
 
     for attempt in range(10_000):
         rng = Random(f"{id_}/{attempt}")
         invented, renamed = rng.random() < INVENTED, rng.random() < RENAMED
         train = split == "train"
-        setting = Setting(rng, tool, template, train and invented, train and renamed, goes_on=train, mine=mine)
-        script = build(category, setting)
-        if script is None or not mine(script.messages[0]["content"]):
+        options = DialogueOptions(
+            rng, tool, template, train and invented, train and renamed, continues=train, accepts=accepts
+        )
+        script = build(category, options)
+        if script is None or not accepts(script.messages[0]["content"]):
             continue
-        where = f"{'un' * tool}seen_tool/{'un' * template}seen_template"
-        return script.close(id_, f"{category}/{where}")
+        quadrant_name = f"{'un' * tool}seen_tool/{'un' * template}seen_template"
+        return script.close(id_, f"{category}/{quadrant_name}")
     raise AssertionError(f"{id_}: no {category} conversation in 10,000 draws")
 
 
 def belongs(request: str, split: str) -> bool:
-    """Whether a request may open a conversation of the split: a hash of its text decides."""
+    """Whether a request may open a conversation of the split, by a hash of its text."""
     low, high = SPLITS[split]
     return low <= hashlib.blake2b(request.encode(), digest_size=8).digest()[0] * 10 // 256 < high
 
 
-# truth
+# -- truth -------------------------------------------------------------------------------------------------------------
 
 
 def turns(dialogue: Dialogue) -> list[int]:
@@ -146,19 +143,19 @@ def turns(dialogue: Dialogue) -> list[int]:
     return quiet + [i for i in assistant if dialogue.messages[i].get("tool_calls")]
 
 
-def tools_at(dialogue: Dialogue, turn: int) -> list[dict[str, Any]]:
-    """The tools known at a turn: those offered, and those that user turns before it brought in `<tools>` blocks."""
-    known = list(dialogue.tools)
+def tools_at(dialogue: Dialogue, turn: int) -> list[JsonObject]:
+    """The tools available at a turn: those offered, and those in `<tools>` blocks of earlier user turns."""
+    tools = list(dialogue.tools)
     for message in dialogue.messages[:turn]:
         if message["role"] == "user" and "\n<tools>\n" in message["content"]:
             block = message["content"].split("\n<tools>\n", 1)[1].split("\n</tools>", 1)[0]
-            known += [{"type": "function", "function": json.loads(line)} for line in block.split("\n")]
-    return known
+            tools += [{"type": "function", "function": json.loads(line)} for line in block.split("\n")]
+    return tools
 
 
 def calls(message: Message) -> list[tuple[str, Value]]:
-    """(name, arguments) of each call of a message; arguments that are not JSON come as None."""
-    found = []
+    """(name, arguments) of each call of a message; None for arguments that are not JSON."""
+    parsed = []
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
@@ -166,14 +163,14 @@ def calls(message: Message) -> list[tuple[str, Value]]:
                 arguments = json.loads(arguments)
             except json.JSONDecodeError:
                 arguments = None
-        found.append((call["function"]["name"], arguments))
-    return found
+        parsed.append((call["function"]["name"], arguments))
+    return parsed
 
 
 def truth(dialogue: Dialogue, turn: int) -> list[dict[str, dict[str, list[Value]]]]:
     """The accepted calls of a turn in BFCL's form, [{name: {parameter: [accepted values]}}]; [] where none is right.
 
-    `""` among the accepted values says that the parameter may be absent. A nested object is a dict of such lists, a
+    `""` among the accepted values means that the parameter may be absent. A nested object is a dict of such lists, a
     list of objects a list of those. Raises ValueError if `turn` is not an assistant message.
     """
     if dialogue.messages[turn]["role"] != "assistant":
@@ -181,20 +178,22 @@ def truth(dialogue: Dialogue, turn: int) -> list[dict[str, dict[str, list[Value]
             f"{dialogue.id}: message {turn} is from the {dialogue.messages[turn]['role']}, not the assistant"
         )
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools_at(dialogue, turn)}
-    return [{name: accepted(schemas.get(name, {}), arguments)} for name, arguments in calls(dialogue.messages[turn])]
+    return [
+        {name: _accepted_values(schemas.get(name, {}), arguments)} for name, arguments in calls(dialogue.messages[turn])
+    ]
 
 
-def accepted(parameters: dict[str, Any], arguments: dict[str, Value]) -> dict[str, list[Value]]:
-    """The accepted values of each parameter: what was said, and absence where that means the same."""
+def _accepted_values(parameters: JsonObject, arguments: dict[str, Value]) -> dict[str, list[Value]]:
+    """The accepted values of each parameter: the right one, and absence where that means the same."""
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
-    found: dict[str, list[Value]] = {}
+    accepted: dict[str, list[Value]] = {}
     for name, value in arguments.items():
         may_be_absent = name not in required and properties.get(name, {}).get("default", arguments) == value
-        found[name] = [_bfcl(value), *([""] if may_be_absent else [])]
+        accepted[name] = [_bfcl(value), *([""] if may_be_absent else [])]
     for name, schema in properties.items():
         if name not in arguments:
-            found[name] = [schema["default"], ""] if "default" in schema else [""]
-    return found
+            accepted[name] = [schema["default"], ""] if "default" in schema else [""]
+    return accepted
 
 
 def _bfcl(value: Value) -> Value:
@@ -205,27 +204,27 @@ def _bfcl(value: Value) -> Value:
     return value
 
 
-# scored answers
+# -- scored answers ----------------------------------------------------------------------------------------------------
 
 
 def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float:
-    """How good an assistant message is at a turn (None: the first scored one), in [0, 1].
+    """The score in [0, 1] of an assistant message at a turn (None: the first scored one).
 
     With calls: 0.2 every call is JSON + 0.2 every call fits an offered schema + 0.2 names + 0.4 values, the last two as
-    means over the larger number of calls under the best assignment; a value counts under the right name alone, and a
+    means over the larger number of calls under the best assignment; a value counts only under the right name, and a
     parameter at its default counts as absent. Without: 1 for words and no call, else 0.
     """
     turn = turns(dialogue)[0] if turn is None else turn
-    right, made = calls(dialogue.messages[turn]), calls(message)
+    right, actual = calls(dialogue.messages[turn]), calls(message)
     if not right:
-        return float(not made and bool(message["content"].strip()) and "<tool_call>" not in message["content"])
-    if not made:
+        return float(not actual and bool(message["content"].strip()) and "<tool_call>" not in message["content"])
+    if not actual:
         return 0.0
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools_at(dialogue, turn)}
-    is_json = all(isinstance(arguments, dict) for _, arguments in made)
-    fits = is_json and all(name in schemas and not problems(schemas[name], arguments) for name, arguments in made)
-    made = made[:8]
-    short, long = sorted((right, made), key=len)
+    is_json = all(isinstance(arguments, dict) for _, arguments in actual)
+    fits = is_json and all(name in schemas and not problems(schemas[name], arguments) for name, arguments in actual)
+    actual = actual[:8]
+    short, long = sorted((right, actual), key=len)
     best = 0.0
     for chosen in itertools.permutations(long, len(short)):
         pairs = zip(short, chosen, strict=True) if short is right else zip(chosen, short, strict=True)
@@ -233,24 +232,26 @@ def gold(dialogue: Dialogue, message: Message, turn: int | None = None) -> float
     return 0.2 * is_json + 0.2 * fits + best / len(long)
 
 
-def _call_score(schemas: dict[str, Any], right: tuple[str, Value], made: tuple[str, Value]) -> float:
-    """0.2 for the name, and under it 0.4 times the share of right values among all parameters of either call."""
-    if right[0] != made[0]:
+def _call_score(schemas: dict[str, JsonObject], right: tuple[str, Value], actual: tuple[str, Value]) -> float:
+    """0.2 for the right name, plus 0.4 times the share of right values among all parameters of either call."""
+    if right[0] != actual[0]:
         return 0.0
-    if not isinstance(made[1], dict):
+    if not isinstance(actual[1], dict):
         return 0.2
     properties = schemas.get(right[0], {}).get("properties", {})
-    wanted, given = (stated(properties, arguments) for arguments in (right[1], made[1]))
-    names = set(wanted) | set(given)
-    same = sum(name in wanted and name in given and wanted[name] == given[name] for name in names)
-    return 0.2 + 0.4 * (same / len(names) if names else 1.0)
+    right_values, actual_values = (stated(properties, arguments) for arguments in (right[1], actual[1]))
+    names = set(right_values) | set(actual_values)
+    num_equal = sum(
+        name in right_values and name in actual_values and right_values[name] == actual_values[name] for name in names
+    )
+    return 0.2 + 0.4 * (num_equal / len(names) if names else 1.0)
 
 
-def stated(properties: dict[str, Any], arguments: dict[str, Value]) -> dict[str, str]:
-    """The parameters that are not at their default, each value in one canonical text (5.0 is 5, true is not 1)."""
-    found = {name: canonical(value) for name, value in arguments.items()}
+def stated(properties: dict[str, JsonObject], arguments: dict[str, Value]) -> dict[str, str]:
+    """The parameters that are not at their default, as canonical texts (5.0 is 5, true is not 1)."""
+    texts = {name: canonical(value) for name, value in arguments.items()}
     defaults = {name: canonical(schema["default"]) for name, schema in properties.items() if "default" in schema}
-    return {name: value for name, value in found.items() if name not in defaults or defaults[name] != value}
+    return {name: text for name, text in texts.items() if name not in defaults or defaults[name] != text}
 
 
 def canonical(value: Value) -> str:
@@ -267,7 +268,7 @@ def canonical(value: Value) -> str:
 
 
 def wrong_answers(dialogue: Dialogue, seed: int, turn: int | None = None) -> list[tuple[str, Message]]:
-    """(kind, assistant message) for preference pairs; each kind at most once, each below the right answer's gold.
+    """(kind, assistant message) for preference pairs; each kind at most once, each scored below the right answer.
 
     Kinds where a call is right: "wrong_tool", "wrong_type", "wrong_value", "missing", "invented", "refusal"; where none
     is: "needless_call". `turn` None: the first scored one.
@@ -279,50 +280,53 @@ def wrong_answers(dialogue: Dialogue, seed: int, turn: int | None = None) -> lis
     if not right:
         name = rng.choice(sorted(functions))
         parameters = functions[name].get("parameters", {})
-        properties, spans = parameters.get("properties", {}), _spans(dialogue, turn)
-        arguments = {key: _plausible(properties.get(key, {}), spans, rng) for key in parameters.get("required", [])}
+        properties, words = parameters.get("properties", {}), _user_words(dialogue, turn)
+        arguments = {
+            key: _plausible_value(properties.get(key, {}), words, rng) for key in parameters.get("required", [])
+        }
         return [("needless_call", _message([(name, arguments)]))]
-    place = rng.randrange(len(right))
-    name, arguments = right[place]
+    index = rng.randrange(len(right))
+    name, arguments = right[index]
     parameters = functions[name].get("parameters", {})
     properties = parameters.get("properties", {})
-    made: list[tuple[str, tuple[str, Value]]] = [("wrong_tool", (_other_name(name, sorted(functions), rng), arguments))]
+    other_name = _other_name(name, sorted(functions), rng)
+    wrong: list[tuple[str, tuple[str, Value]]] = [("wrong_tool", (other_name, arguments))]
     if arguments:
         key = rng.choice(list(arguments))
         chosen = list(arguments) if len(right) > 1 else [key]
         changed = {k: _other_value(arguments, k, properties.get(k, {}), rng) for k in chosen}
-        made.append(("wrong_value", (name, {**arguments, **changed})))
-        made.append(("wrong_type", (name, {**arguments, key: _other_type(arguments[key])})))
-    dropped = [key for key in parameters.get("required", []) if key in arguments]
-    if dropped:
-        key = rng.choice(dropped)
-        made.append(("missing", (name, {k: value for k, value in arguments.items() if k != key})))
-    free = [noun for noun in NOUNS if noun not in properties]
-    made.append(("invented", (name, {**arguments, rng.choice(free): rng.choice(NOUNS)})))
-    answers = [(kind, _message([*right[:place], call, *right[place + 1 :]])) for kind, call in made]
+        wrong.append(("wrong_value", (name, {**arguments, **changed})))
+        wrong.append(("wrong_type", (name, {**arguments, key: _other_type(arguments[key])})))
+    required = [key for key in parameters.get("required", []) if key in arguments]
+    if required:
+        key = rng.choice(required)
+        wrong.append(("missing", (name, {k: value for k, value in arguments.items() if k != key})))
+    unused = [noun for noun in NOUNS if noun not in properties]
+    wrong.append(("invented", (name, {**arguments, rng.choice(unused): rng.choice(NOUNS)})))
+    answers = [(kind, _message([*right[:index], call, *right[index + 1 :]])) for kind, call in wrong]
     answers.append(("refusal", {"role": "assistant", "content": rng.choice(REFUSALS)}))
     return [(kind, message) for kind, message in answers if gold(dialogue, message, turn) < 1.0]
 
 
-def _message(made: list[tuple[str, Value]]) -> Message:
+def _message(named_calls: list[tuple[str, Value]]) -> Message:
     tool_calls = [
         {
             "id": f"call_{i}",
             "type": "function",
             "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
         }
-        for i, (name, arguments) in enumerate(made)
+        for i, (name, arguments) in enumerate(named_calls)
     ]
     return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
 def _other_name(name: str, names: list[str], rng: Random) -> str:
-    rest = [other for other in names if other != name]
-    return rng.choice(rest) if rest else f"{name}_{rng.choice(NOUNS)}"
+    others = [other for other in names if other != name]
+    return rng.choice(others) if others else f"{name}_{rng.choice(NOUNS)}"
 
 
-def _other_value(arguments: dict[str, Value], key: str, schema: dict[str, Any], rng: Random) -> Value:
-    """Another value of the same type; a value of another parameter where one fits."""
+def _other_value(arguments: dict[str, Value], key: str, schema: JsonObject, rng: Random) -> Value:
+    """Another value of the same type, that of another parameter where one fits."""
     value = arguments[key]
     options = [option for option in schema.get("enum", ()) if option != value]
     if options:
@@ -336,9 +340,9 @@ def _other_value(arguments: dict[str, Value], key: str, schema: dict[str, Any], 
     if isinstance(value, dict):
         leaf = rng.choice(list(value))
         return {**value, leaf: _other_value(value, leaf, {}, rng)}
-    swaps = [v for k, v in arguments.items() if k != key and isinstance(v, str) and v != value]
-    if swaps and not schema.get("enum"):
-        return rng.choice(swaps)
+    other_texts = [v for k, v in arguments.items() if k != key and isinstance(v, str) and v != value]
+    if other_texts and not schema.get("enum"):
+        return rng.choice(other_texts)
     words = str(value).split(" ")
     return " ".join([*words[:-1], rng.choice([noun for noun in NOUNS if noun != words[-1]])])
 
@@ -349,65 +353,66 @@ def _other_type(value: Value) -> Value:
     return canonical(value) if not isinstance(value, list) else value[0]
 
 
-def _spans(dialogue: Dialogue, turn: int) -> list[str]:
+def _user_words(dialogue: Dialogue, turn: int) -> list[str]:
     text = " ".join(message["content"] for message in dialogue.messages[:turn] if message["role"] == "user")
     return [word.strip(".,?!:'\"") for word in text.split() if word.strip(".,?!:'\"")]
 
 
-def _plausible(schema: dict[str, Any], spans: list[str], rng: Random) -> Value:
-    """A value that fits the schema, of the user's words where it is a string."""
+def _plausible_value(schema: JsonObject, words: list[str], rng: Random) -> Value:
+    """A value that fits the schema; a string is one of the user's words."""
     type_ = schema.get("type", "string")
     type_ = type_[0] if isinstance(type_, list) else type_
     if schema.get("enum"):
         return rng.choice(schema["enum"])
     if type_ == "array":
-        return [_plausible(schema.get("items", {}), spans, rng)]
+        return [_plausible_value(schema.get("items", {}), words, rng)]
     if type_ == "object":
-        return {key: _plausible(item, spans, rng) for key, item in schema.get("properties", {}).items()}
-    return {"string": rng.choice(spans), "boolean": True}.get(type_, rng.randint(1, 99))
+        return {key: _plausible_value(item, words, rng) for key, item in schema.get("properties", {}).items()}
+    return {"string": rng.choice(words), "boolean": True}.get(type_, rng.randint(1, 99))
 
 
-# -- tool_choices ------------------------------------------------------------------------------------------------------
+# -- choices -----------------------------------------------------------------------------------------------------------
 
 
 NUM_TOOLS = (2, 2, 3, 3, 4)
-REAL, SIBLING, RENAMED_CHOICES = (
-    0.1,
-    0.3,
-    0.3,
-)  # shares: of the toolbox, near-duplicate of an offered one, under another name
-REFUSED, SEVERAL, TOGETHER = 0.1, 0.15, 0.3  # shares of the requests: no tool fits, calls of one tool, of two or three
-ANSWERED = 0.1  # share of the calls whose results and closing words are there
-SCHEMA, LENGTH = 240, 1_250  # characters: of a tool at most, and beyond which no request is added: about 500 tokens
+REAL, SIBLING = 0.1, 0.3  # shares of the tools: from the toolbox, near-duplicates of another offered one
+RENAMED_CHOICES = 0.3  # share of the tools under a random name
+REFUSED = 0.1  # share of the requests that no tool fits
+SEVERAL, TOGETHER = 0.15, 0.3  # shares of the requests: several calls of one tool, calls of two or three
+ANSWERED = 0.1  # share of the calls that are followed by results and closing words
+SCHEMA = 240  # most characters of a tool
+LENGTH = 1_250  # characters beyond which no request is added: about 500 tokens
 
 
 def choice_dialogue(split: str, seed: int, number: int) -> Dialogue:
     """Conversation `number` of a split ("train", "val")."""
     id_ = f"choice/{split}/{seed}/{number}"
     for attempt in range(1_000):
-        script = _script(Random(f"{id_}/{attempt}"), split)
+        script = _choice_script(Random(f"{id_}/{attempt}"), split)
         if script is not None:
-            made = script.close(id_, str(len(script.tools)))
-            return Dialogue(id=id_, kind="choice", category=made.category, messages=made.messages, tools=made.tools)
+            return replace(script.close(id_, str(len(script.tools))), kind="choice")
     raise AssertionError(f"{id_}: no conversation in 1,000 draws")
 
 
-def _script(rng: Random, split: str) -> Script | None:
-    """One draw; None where names or values collide or a tool refuses what was asked."""
-    tools = _tools(rng)
+def _choice_script(rng: Random, split: str) -> Script | None:
+    """One draw; None if names or values collide or a tool refuses the request."""
+    tools = _draw_tools(rng)
     size = sum(map(_size, tools))
     if len({tool.name for tool in tools}) < len(tools):
         return None
-    setting, script = Setting(rng, invented=True), Script(tools)
+    options, script = DialogueOptions(rng, invented=True), Script(tools)
     while size + sum(map(_length, script.messages)) < LENGTH:
-        request = _request(setting, tools)
-        text = tool_script.framed(request[0], False, rng) if request else ""
-        if request is None or not belongs(text, split):
+        request = _draw_request(options, tools)
+        if request is None:
+            continue
+        wish, wanted_calls = request
+        text = tool_script.frame_request(wish, False, rng)
+        if not belongs(text, split):
             continue
         script.user(text)
-        if not request[1]:
+        if not wanted_calls:
             script.say(rng.choice(tool_script.REFUSALS))
-        elif any("error" in result for result in script.call(request[1])):
+        elif any("error" in result for result in script.call(wanted_calls)):
             return None
         elif rng.random() < ANSWERED:
             script.answer()
@@ -419,13 +424,13 @@ def _size(tool: Tool) -> int:
 
 
 def _length(message: Message) -> int:
-    """About the characters that the chat format needs for a message."""
+    """Approximate number of characters of a message in the chat format."""
     return 20 + len(message["content"]) + sum(40 + len(name) + len(json.dumps(a)) for name, a in calls(message))
 
 
-def _tools(rng: Random) -> list[Tool]:
-    number, tools = rng.choice(NUM_TOOLS), list[Tool]()
-    while len(tools) < number:
+def _draw_tools(rng: Random) -> list[Tool]:
+    num_tools, tools = rng.choice(NUM_TOOLS), list[Tool]()
+    while len(tools) < num_tools:
         base = rng.choice(tools) if tools and rng.random() < SIBLING else None
         if rng.random() < REAL:
             tool = rng.choice(SEEN)
@@ -437,16 +442,16 @@ def _tools(rng: Random) -> list[Tool]:
     return tools
 
 
-def _request(setting: Setting, tools: list[Tool]) -> Request | None:
-    """What is wished and the calls that serve it; None where the draw has none."""
-    rng, form = setting.rng, setting.rng.random()
+def _draw_request(options: DialogueOptions, tools: list[Tool]) -> Request | None:
+    """A wish and the calls that serve it; None if the draw fails."""
+    rng, form = options.rng, options.rng.random()
     if form < REFUSED:
-        (wanted,) = others(setting, tools, 1, near=False)
-        return one_of_each(setting, [wanted])[0], []
+        (wanted,) = draw_others(options, tools, 1, near=False)
+        return request_each(options, [wanted])[0], []
     if form < REFUSED + SEVERAL:
-        return several_of(setting, rng.choice(tools))
-    number = rng.choice((2, 2, 3)) if form < REFUSED + SEVERAL + TOGETHER else 1
-    return one_of_each(setting, rng.sample(tools, min(len(tools), number)))
+        return request_several(options, rng.choice(tools))
+    num_tools = rng.choice((2, 2, 3)) if form < REFUSED + SEVERAL + TOGETHER else 1
+    return request_each(options, rng.sample(tools, min(len(tools), num_tools)))
 
 
 # -- transcripts -------------------------------------------------------------------------------------------------------

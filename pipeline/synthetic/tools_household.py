@@ -1,4 +1,4 @@
-"""Sixteen tools around a person: contacts, tasks, home, files. All four domains occur in training; most keep state."""
+"""Sixteen tools of a person: contacts, tasks, home, files. All four domains occur in training; most have state."""
 
 from pipeline.synthetic import tool_functions
 from pipeline.synthetic.tool_values import (

@@ -1,6 +1,4 @@
-"""Sixteen tools of services: shop (in training), travel, bank and messages (held out: no training conversation
-offers them).
-"""
+"""Sixteen tools of services: shop (in training), travel, bank and messages (held out: never offered in training)."""
 
 from pipeline.synthetic import tool_functions
 from pipeline.synthetic.tool_values import (

@@ -9,12 +9,10 @@
 appears; a prefix of the messages renders to a prefix of the ids, also with the generation prompt; control tokens come
 from here alone, never from a message's text; the stop token is trained, the line feed after it is not.
 
-Not promised: `parse` cannot tell a control token from text that spells it; it reads text.
+The code of an answer is the one fenced Python block that ends it; for judging, a lone block anywhere counts, else a
+bare answer that parses and defines something. Nothing here runs code.
 
-Code in an answer: finding the fenced block, and whether it parses.
-
-An answer's code is the one fenced Python block that ends it; for judging, a lone block anywhere counts, else a bare
-answer that parses and defines something. Nothing here runs code.
+Not promised: `parse` cannot distinguish a control token from text that spells it; it reads text.
 """
 
 import ast
@@ -23,24 +21,23 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 from pipeline.run.errors import DataError
-from pipeline.text.tokenizer import ADDED, SPECIAL, TEMPLATE, Tokenizer
+from pipeline.run.types import JsonObject
+from pipeline.text.tokenizer import ADDED, SPECIAL, Tokenizer
 
-__all__ = ["TEMPLATE", "Rendered", "Reply", "parse", "render", "render_text", "spoken"]
-
-Message = dict[str, Any]
+Message = JsonObject
 START, END = SPECIAL["turn_start"], SPECIAL["turn_end"]
 CALL, CALL_END = ADDED["tool_call"], ADDED["tool_call_end"]
 RESPONSE, RESPONSE_END = ADDED["tool_response"], ADDED["tool_response_end"]
-HEADER = "assistant\n"  # what opens the assistant's turn, behind START
+HEADER = "assistant\n"  # opens the assistant's turn, after START
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as the model sees it; `trained[i]` says that the assistant must learn to say `ids[i]`."""
+    """A conversation as the model sees it; `trained[i]`: the assistant is trained to say `ids[i]`."""
 
     ids: list[int]  # (T,)
     trained: list[bool]  # (T,)
@@ -48,10 +45,10 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Reply:
-    """One assistant turn taken apart; `error` says why a call could not be read."""
+    """One assistant turn, parsed; `error`: why a call could not be read."""
 
     content: str
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # {"name": str, "arguments": dict}
+    tool_calls: list[JsonObject] = field(default_factory=list)  # {"name": str, "arguments": dict}
     error: str | None = None
 
 
@@ -64,7 +61,7 @@ class _Part(NamedTuple):
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Sequence[JsonObject] = (),
     *,
     generation_prompt: bool = False,
 ) -> Rendered:
@@ -84,33 +81,33 @@ def render(
 
 
 def spoken(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
-    """Which ids of rendered conversations the assistant says, the ends of its turns with them: told from the ids alone.
+    """Which ids of rendered conversations the assistant says, with the ends of its turns: computed from the ids alone.
 
     A second opinion on `Rendered.trained`, for a gate. Every turn must be whole.
     """
-    header, found = tokenizer.encode(HEADER), [False] * len(ids)
-    starts = [place for place, id_ in enumerate(ids) if id_ == tokenizer.turn_start]
-    ends = [place for place, id_ in enumerate(ids) if id_ == tokenizer.turn_end]
+    header, mask = tokenizer.encode(HEADER), [False] * len(ids)
+    starts = [index for index, id_ in enumerate(ids) if id_ == tokenizer.turn_start]
+    ends = [index for index, id_ in enumerate(ids) if id_ == tokenizer.turn_end]
     for start, end in zip(starts, ends, strict=True):
         first = start + 1 + len(header)
         if list(ids[start + 1 : first]) == header:
-            found[first : end + 1] = [True] * (end + 1 - first)
-    return found
+            mask[first : end + 1] = [True] * (end + 1 - first)
+    return mask
 
 
 def render_text(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
+    messages: Sequence[Message], tools: Sequence[JsonObject] = (), *, generation_prompt: bool = False
 ) -> str:
-    """The same conversation as text: what TEMPLATE gives. Raises DataError as `render` does."""
+    """The same conversation as text, equal to what `tokenizer.TEMPLATE` gives. Raises DataError as `render` does."""
     return "".join(part.text for part in _parts(messages, tools, generation_prompt))
 
 
-def _parts(messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> Iterator[_Part]:
-    """The conversation, cut where ids must be cut: at control tokens and where the assistant begins to speak."""
+def _parts(messages: Sequence[Message], tools: Sequence[JsonObject], generation_prompt: bool) -> Iterator[_Part]:
+    """The conversation, cut where the ids must be cut: at control tokens and where the assistant begins to speak."""
     messages = list(messages)
-    opens = bool(messages) and messages[0].get("role") in ("system", "developer")
-    if opens or tools:
-        opening = _content(messages.pop(0)) if opens else ""
+    has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
+    if has_system or tools:
+        opening = _content(messages.pop(0)) if has_system else ""
         yield from _turn("system", "\n\n".join(text for text in (opening, _tool_list(tools)) if text))
     for message in _in_call_order(messages):
         role, content = message.get("role"), _content(message)
@@ -137,7 +134,7 @@ def _turn(role: str, text: str, *body: _Part) -> Iterator[_Part]:
     yield _Part("\n")
 
 
-def _assistant_turn(content: str, calls: list[dict[str, Any]]) -> Iterator[_Part]:
+def _assistant_turn(content: str, calls: list[JsonObject]) -> Iterator[_Part]:
     yield _Part(START, control=True)
     yield _Part(HEADER)  # its own part: stripped content makes the prompt's border a token border
     if content:
@@ -163,15 +160,15 @@ def _content(message: Message) -> str:
     return content
 
 
-def _tool_list(tools: Sequence[dict[str, Any]]) -> str:
+def _tool_list(tools: Sequence[JsonObject]) -> str:
     if not tools:
         return ""
     lines = [_dumps(tool.get("function", tool)) for tool in tools]
     return "\n".join(["Tools you can call:", "<tools>", *lines, "</tools>"])
 
 
-def _call_json(call: dict[str, Any]) -> str:
-    """A call as `{"name": ..., "arguments": {...}}`; arguments on disk are JSON text, here they are written anew."""
+def _call_json(call: JsonObject) -> str:
+    """A call as `{"name": ..., "arguments": {...}}`; arguments given as JSON text are parsed and written again."""
     function = call.get("function", call)
     name, arguments = function.get("name"), function.get("arguments", {})
     if isinstance(arguments, str):
@@ -187,26 +184,26 @@ def _call_json(call: dict[str, Any]) -> str:
 def _in_call_order(messages: list[Message]) -> list[Message]:
     """Results that follow one assistant turn, in the order of its calls; ids are not rendered, so order is the link."""
     ordered: list[Message] = []
-    place: dict[str, int] = {}
-    run: list[Message] = []
+    call_order: dict[str, int] = {}
+    results: list[Message] = []
     for message in messages:
         if message.get("role") == "tool":
-            run.append(message)
+            results.append(message)
             continue
-        ordered += sorted(run, key=lambda m: place.get(str(m.get("tool_call_id")), len(place)))
-        run = []
-        place = {str(call.get("id")): n for n, call in enumerate(message.get("tool_calls") or [])}
+        ordered += sorted(results, key=lambda m: call_order.get(str(m.get("tool_call_id")), len(call_order)))
+        results = []
+        call_order = {str(call.get("id")): n for n, call in enumerate(message.get("tool_calls") or [])}
         ordered.append(message)
-    return ordered + sorted(run, key=lambda m: place.get(str(m.get("tool_call_id")), len(place)))
+    return ordered + sorted(results, key=lambda m: call_order.get(str(m.get("tool_call_id")), len(call_order)))
 
 
 def parse(text: str) -> Reply:
-    """Read one assistant turn back: content outside the call blocks, the calls, and the first thing wrong with them.
+    """Read one assistant turn back: content outside the call blocks, the calls, and the first error among them.
 
     A call is read as JSON from its opening, so a closing marker inside an argument's string does not end it.
     """
     content: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[JsonObject] = []
     error: str | None = None
     rest = text
     while CALL in rest:
@@ -215,43 +212,43 @@ def parse(text: str) -> Reply:
         try:
             call, rest = _read_call(rest)
             calls.append(call)
-        except (ValueError, RecursionError) as problem:
-            error = error or f"a call that cannot be read: {problem}"
+        except (ValueError, RecursionError) as failure:
+            error = error or f"a call that cannot be read: {failure}"
             broken = rest.partition(CALL)[0]
-            _, closed, behind = broken.partition(CALL_END)
-            rest = (behind if closed else "") + rest[len(broken) :]
+            _, closed, after = broken.partition(CALL_END)
+            rest = (after if closed else "") + rest[len(broken) :]
     content.append(rest.strip())
     return Reply("\n".join(piece for piece in content if piece), calls, error)
 
 
-def _read_call(rest: str) -> tuple[dict[str, Any], str]:
+def _read_call(rest: str) -> tuple[JsonObject, str]:
     """The call at the start of `rest`, and what follows its closing marker. Raises ValueError."""
     call, end = _decoder.raw_decode(rest, len(rest) - len(rest.lstrip()))
-    behind = rest[end:].lstrip()
-    if not behind.startswith(CALL_END):
-        raise ValueError(f"expected {CALL_END} after its JSON, found {behind[:20]!r}")
+    after = rest[end:].lstrip()
+    if not after.startswith(CALL_END):
+        raise ValueError(f"expected {CALL_END} after its JSON, found {after[:20]!r}")
     if not isinstance(call, dict) or set(call) != {"name", "arguments"}:
         raise ValueError(f"expected an object with name and arguments, found {call!r:.80}")
     if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
         raise ValueError(f"expected a name and an object of arguments, found {call!r:.80}")
-    return call, behind[len(CALL_END) :]
+    return call, after[len(CALL_END) :]
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-_decoder = json.JSONDecoder(parse_constant=_refuse)
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def _dumps(value: Any) -> str:
+def _dumps(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError) as error:
         raise DataError(f"not strict JSON ({error}): {value!r:.200}") from error
 
 
-# -- fenced ------------------------------------------------------------------------------------------------------------
+# --- code in an answer -----------------------------------------------------------------------------------------------
 
 
 # A fence of three or more backticks on its own line, its language, and the same fence closing it.
@@ -259,13 +256,13 @@ FENCE = re.compile(
     r"^(?P<fence>`{3,})[ \t]*(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE
 )
 PYTHON = ("python", "py", "python3", "")
-MAX_SOURCE = 65_536  # characters; longer answers are not parsed
+MAX_CHARACTERS = 65_536  # characters; longer answers are not parsed
 
 
 def extract(answer: str) -> str | None:
     """The code to judge: the only fenced Python block, else a bare answer that is Python with a definition; or None.
 
-    Bare code is what a model writes before it has learnt to chat; a definition is asked for because "no" parses too.
+    Bare code is what a model writes before it has learned to chat; a definition is required because "no" parses too.
     """
     blocks = [match for match in FENCE.finditer(answer) if match["language"].lower() in PYTHON]
     if len(blocks) == 1:
@@ -276,7 +273,7 @@ def extract(answer: str) -> str | None:
 
 
 def formatted(answer: str) -> bool:
-    """Whether the answer holds exactly one fenced block, Python's, and ends with it."""
+    """Whether the answer has exactly one fenced block, of Python, and ends with it."""
     blocks = list(FENCE.finditer(answer))
     if len(blocks) != 1 or blocks[0]["language"].lower() not in ("python", "py", "python3"):
         return False
@@ -287,7 +284,7 @@ def formatted(answer: str) -> bool:
 
 def tree(source: str) -> ast.Module | None:
     """The syntax tree, or None where the source does not parse (or is too long, or too deep for the parser)."""
-    if len(source) > MAX_SOURCE:
+    if len(source) > MAX_CHARACTERS:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of the candidate's strings, no concern of ours

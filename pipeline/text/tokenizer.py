@@ -1,41 +1,33 @@
-"""Control tokens of published masked-diffusion checkpoints, by what they are for: Dream's and DiffuCoder's name, then
-LLaDA's.
-
-The chat template as Jinja, for the programs that run our models: transformers, llama.cpp, vLLM.
-
-`chat.render` is what we train on; this text must give the same string, and a test holds both equal in transformers, ids
-and assistant masks. `{% generation %}` marks what is trained (transformers' `return_assistant_tokens_mask`).
-
-Not promised: canonical arguments (a call whose `arguments` are JSON text goes through as it is, `chat.render` writes it
-anew with ", " and ": "), and results sorted into call order (`chat.render` sorts them).
-
-Encoding word by word with a memory: three times the speed of the library's pipeline, with the same ids.
-
-The library spends its time in the split pattern's Unicode classes. ASCII text needs none of them: Python's `re` splits
-it by the same pattern with ASCII classes, and a word met before costs a dictionary look-up. The rest goes to the
-library, in stretches that begin at a line's first character, where no match of the pattern can reach across: every
-alternative that holds a line feed ends with it unless only white space follows.
-
-Not promised: anything for another split pattern; `Tokenizer` asks `fits` first.
-
-Byte-level BPE with the Qwen2 split pattern, no normaliser, and every control token in a fixed place.
-
-Merges are learnt in two parts: first words without what stands before them, then the space, underscore or quotation
-mark that joins a word's first piece. So a word falls into the same pieces wherever it stands, and what was said as
-" blanket" can be copied into "merge_blanket"; a model this small never learns that "_b" "lanket" is the same word
-(docs/LOG.md). Spaces apart from words: Gow-Smith et al. 2022, arXiv:2204.04058.
+"""Byte-level BPE with the Qwen2 split pattern, no normalizer, and every control token in a fixed place.
 
     ids 0-8     special, named by role: end_of_text, pad, turn_start, turn_end, fim_*, mask
     ids 9-14    added but not special (decoding keeps them): tool calls, tool responses, thinking (reserved)
     id  15      a spare; then 256 bytes, the merges, spares up to `vocab_size` (a multiple of 64)
 
-`encode` never gives a control token, whatever the text says ("no injection"): it uses a second tokenizer that knows
-none; `chat.render` puts them where they belong. A tokenizer is its `tokenizer.json`: `hash` is the sha256 of those
-bytes, kept byte for byte from stage to stage. Code asks for roles, never for numbers.
+Merges are learned in two parts: first words without the character before them, then the space, underscore or quotation
+mark that joins a word's first piece. So a word splits into the same pieces wherever it stands, and " blanket" in a
+prompt can be copied into "merge_blanket"; a model this small never learns that "_b" "lanket" is the same word
+(docs/LOG.md). Spaces apart from words: Gow-Smith et al. 2022, arXiv:2204.04058.
 
-A pretrained checkpoint's tokenizer is taken in by `adoption.py`.
+`encode` never gives a control token, whatever the text contains ("no injection"): it uses a second tokenizer without
+any; `chat.render` puts them where they belong. A tokenizer is its `tokenizer.json`: `hash` is the sha256 of those
+bytes, which stay the same from stage to stage. Code asks for roles, never for numbers. `adoption.py` adopts the
+tokenizer of a pretrained checkpoint.
 
-Not promised: that lone surrogates survive (they become U+FFFD).
+`WordCache` encodes word by word with a cache: three times the speed of the library's pipeline, with the same ids. The
+library spends its time in the split pattern's Unicode classes. ASCII text needs none of them: Python's `re` splits it
+by the same pattern with ASCII classes, and a known word costs a dictionary look-up. Other text goes to the library, in
+stretches that begin at a line's first character, where no match of the pattern can reach across: every alternative that
+contains a line feed ends with it unless only white space follows.
+
+`TEMPLATE` is the chat template in Jinja, for the programs that run our models: transformers, llama.cpp, vLLM.
+`chat.render` is what we train on; the template must give the same string, and a test compares both in transformers, ids
+and assistant masks. `{% generation %}` marks what is trained (transformers' `return_assistant_tokens_mask`).
+
+Not promised: that lone surrogates survive (they become U+FFFD); word-by-word encoding for another split pattern
+(`Tokenizer` checks `splits_by_pattern` first); in the template, canonical arguments (a call whose `arguments` are JSON
+text goes through as it is, `chat.render` writes it again with ", " and ": ") and results sorted into call order
+(`chat.render` sorts them).
 """
 
 import hashlib
@@ -46,22 +38,317 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from pipeline.run.errors import ModelError
+from pipeline.run.types import JsonObject
 
-MASKS = ("<|mask|>", "<|mdm_mask|>")
-BEGINS = ("<|beginoftext|>", "<|startoftext|>")  # before a text; never predicted
-PADS = ("<|pad|>",)
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
-END_OF_TEXT = "<|endoftext|>"  # fills a canvas
+SPECIAL = {
+    "end_of_text": "<|endoftext|>",
+    "pad": "<|pad|>",
+    "turn_start": "<|im_start|>",
+    "turn_end": "<|im_end|>",
+    "fim_prefix": "<|fim_prefix|>",
+    "fim_middle": "<|fim_middle|>",
+    "fim_suffix": "<|fim_suffix|>",
+    "fim_pad": "<|fim_pad|>",
+    "mask": "<|mask|>",
+}
+ADDED = {
+    "tool_call": "<tool_call>",
+    "tool_call_end": "</tool_call>",
+    "tool_response": "<tool_response>",
+    "tool_response_end": "</tool_response>",
+    "think": "<think>",
+    "think_end": "</think>",
+}
+SPARE = re.compile(r"<\|unused_\d+\|>")
+SURROGATES = re.compile("[\ud800-\udfff]")
+WORD_WITH_LEAD = re.compile(r"[^\r\nA-Za-z0-9][A-Za-z]+", re.ASCII)  # a word with the character before it
+JOINED_SHARE = 0.3  # of the merges: those that join such a character to a first piece
+MAX_COUNTED_WORDS = 500_000  # distinct words that are counted for the joins
 
 
-# -- template ----------------------------------------------------------------------------------------------------------
+class Tokenizer:
+    """Text to ids and back; `vocab_size` ids, of which the spares at the end never occur in text."""
+
+    vocab_size: int
+    serialized: str  # the text of tokenizer.json
+    hash: str  # its sha256
+    source: str  # where it was loaded from, for messages
+    token_bytes: list[bytes]  # exact bytes of each id; b"" for specials and spares
+    end_of_text: int
+    pad: int
+    turn_start: int
+    turn_end: int
+    fim_prefix: int
+    fim_middle: int
+    fim_suffix: int
+    fim_pad: int
+    mask: int
+    tool_call: int
+    tool_call_end: int
+    tool_response: int
+    tool_response_end: int
+    think: int
+    think_end: int
+
+    def __init__(self, serialized: str, source: str = "this tokenizer") -> None:
+        """Build from the text of a tokenizer.json.
+
+        Raises ModelError when it is not byte-level BPE, lacks a role, or gives two control tokens one id.
+        """
+        self.serialized = serialized
+        self.source = source
+        self.hash = hashlib.sha256(serialized.encode()).hexdigest()
+        try:
+            state = json.loads(serialized)
+            added = {entry["content"]: entry for entry in state["added_tokens"]}
+            vocab: dict[str, int] = dict(state["model"]["vocab"])
+            state["added_tokens"] = []
+            self._plain = tokenizers.Tokenizer.from_str(json.dumps(state))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{source}: not a BPE tokenizer.json ({error})") from error
+        self._words = (
+            WordCache(self._plain) if splits_by_pattern(state["pre_tokenizer"]) and not state["normalizer"] else None
+        )
+        if '"ByteLevel"' not in json.dumps(state["decoder"]):
+            raise ModelError(f"{source}: expected byte-level BPE (decoder ByteLevel), found {state['decoder']}")
+        self.control_ids = {content: entry["id"] for content, entry in added.items()}  # every added token by its text
+        for role, content in (SPECIAL | ADDED).items():
+            if content not in self.control_ids:
+                raise ModelError(f"{source}: has no {content} ({role}); take it in with language.start=pretrained")
+            setattr(self, role, self.control_ids[content])
+        self._check_distinct()
+        self.vocab_size = 1 + max(*vocab.values(), *self.control_ids.values())
+        self._fill_bytes(vocab, added)
+
+    def _check_distinct(self) -> None:
+        """Raise ModelError when two control tokens share an id: a padding that ends a turn hides it from others'
+        masks.
+        """
+        content_of = {id_: content for content, id_ in self.control_ids.items()}
+        for content, id_ in self.control_ids.items():
+            if content_of[id_] != content:
+                raise ModelError(
+                    f"{self.source}: {content} and {content_of[id_]} have the same id {id_}; give each its own"
+                )
+
+    def _fill_bytes(self, vocab: dict[str, int], added: dict[str, JsonObject]) -> None:
+        byte_of = byte_of_character()
+        self._literal = [b""] * self.vocab_size  # of specials too
+        for content, id_ in vocab.items():
+            if content not in added:
+                self._literal[id_] = bytes(byte_of[c] for c in content)
+        self.token_bytes = list(self._literal)
+        self.special_ids = frozenset(entry["id"] for entry in added.values() if entry["special"])
+        for content, entry in added.items():
+            self._literal[entry["id"]] = content.encode()
+            self.token_bytes[entry["id"]] = b"" if entry["special"] else content.encode()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; never an added token, also when the text spells one. Lone surrogates become U+FFFD."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """`encode` of each text. With another split pattern than ours, the library encodes, in its threads."""
+        try:
+            return self._encode_valid(texts)
+        except TypeError:  # the library's error for a str that is not UTF-8
+            return self._encode_valid([SURROGATES.sub("\ufffd", text) for text in texts])
+
+    def _encode_valid(self, texts: list[str]) -> list[list[int]]:
+        if self._words is not None:
+            return [self._words.encode(text) for text in texts]
+        return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of the ids: their bytes joined, U+FFFD for what is not UTF-8. Tool-call tokens stay visible."""
+        table = self.token_bytes if skip_special else self._literal
+        return b"".join([table[id_] for id_ in ids]).decode("utf-8", errors="replace")
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Number of UTF-8 bytes of each id, (V,) int64: the divisor of bits per byte."""
+        return np.array([len(b) for b in self.token_bytes], dtype=np.int64)
+
+    @cached_property
+    def byte_ids(self) -> list[int]:
+        """The id of each single byte, (256,): encodes a fragment that is not valid UTF-8."""
+        id_of = {literal: id_ for id_, literal in enumerate(self.token_bytes) if len(literal) == 1}
+        return [id_of[bytes([b])] for b in range(256)]
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read `folder/tokenizer.json`. Raises ModelError when there is none or it does not fit."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path}: expected a tokenizer here, found none; run dvc repro stage_tokenizer")
+        return cls(path.read_bytes().decode(), source=str(path))
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json (the same bytes), tokenizer_config.json and chat_template.jinja for transformers."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_bytes(self.serialized.encode())
+        (folder / "chat_template.jinja").write_bytes(TEMPLATE.encode())
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' Qwen2Tokenizer would put NFC back
+            "clean_up_tokenization_spaces": False,
+            "eos_token": SPECIAL["turn_end"],
+            "pad_token": SPECIAL["pad"],
+            "chat_template": TEMPLATE,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def train(cls, texts: Iterator[str], vocab_size: int) -> "Tokenizer":
+        """Learn the merges from an iterator of texts; spares fill the vocabulary where the text is too short.
+
+        Raises ValueError when `vocab_size` is not a multiple of 64 or leaves no room for a merge.
+        """
+        first = [*SPECIAL.values(), *ADDED.values(), "<|unused_0|>"]
+        if vocab_size % 64 or vocab_size <= len(first) + 256:
+            raise ValueError(f"vocab_size: expected a multiple of 64 of at least 320, found {vocab_size}")
+        joined = round(JOINED_SHARE * (vocab_size - len(first) - 256))
+        split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        words = Counter[str]()
+
+        def counted() -> Iterator[str]:
+            for text in texts:
+                words.update(ASCII_WORDS.findall(text))
+                if len(words) > 2 * MAX_COUNTED_WORDS:  # bounds the memory; a word this rare leads to no merge
+                    frequent = words.most_common(MAX_COUNTED_WORDS)
+                    words.clear()
+                    words.update(dict(frequent))
+                yield SURROGATES.sub("\ufffd", text)
+
+        learner = tokenizers.Tokenizer(models.BPE())
+        bare = pre_tokenizers.Split(Regex(r"\p{L}+"), behavior="isolated")
+        learner.pre_tokenizer = pre_tokenizers.Sequence([split, bare, to_bytes])
+        learner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size - joined,
+            special_tokens=first,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        learner.train_from_iterator(counted(), trainer)
+        learner.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+        state = json.loads(learner.to_str())
+        for entry in state["added_tokens"]:  # the trainer marks all special; parsers would lose the tool calls
+            entry["special"] = entry["content"] not in ADDED.values()
+        for pair in _joins(learner, words, joined):
+            state["model"]["vocab"]["".join(pair)] = len(state["model"]["vocab"])
+            state["model"]["merges"].append(list(pair))
+        fill(state, [], vocab_size)
+        return cls(json.dumps(state, ensure_ascii=False, indent=1))
+
+
+def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[tuple[str, str]]:
+    """The most frequent pairs of the character before a word and the word's first piece; ties by their text."""
+    with_lead = {word: number for word, number in words.items() if WORD_WITH_LEAD.fullmatch(word) and word[0].isascii()}
+    pairs = Counter[tuple[str, str]]()
+    for number, encoding in zip(with_lead.values(), bare.encode_batch(list(with_lead)), strict=True):
+        first, second = encoding.tokens[:2]
+        pairs[first, second] += number
+    return sorted(pairs, key=lambda pair: (-pairs[pair], pair))[:count]
+
+
+def fill(state: JsonObject, contents: list[str], vocab_size: int) -> None:
+    """Append added tokens to a tokenizer.json's content, then spares until `vocab_size` ids exist."""
+    entries = state["added_tokens"]
+    next_id = 1 + max(*state["model"]["vocab"].values(), *(entry["id"] for entry in entries))
+    spare = sum(bool(SPARE.fullmatch(entry["content"])) for entry in entries)
+    spares = (f"<|unused_{spare + n}|>" for n in range(vocab_size - next_id - len(contents)))
+    for content in (*contents, *spares):
+        entries.append(
+            {
+                "id": next_id,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": content not in ADDED.values(),
+            }
+        )
+        next_id += 1
+
+
+def byte_of_character() -> dict[str, int]:
+    """The byte of each GPT-2 character: printable Latin-1 is itself, the other bytes begin at U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(rest)}
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+# The split pattern of Qwen2 (llama.cpp's pre-tokenizer `qwen2`): each digit alone, line feeds end a piece.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+ASCII_WORDS = re.compile(
+    PATTERN.replace(r"[^\s\p{L}\p{N}]", r"[^\sA-Za-z0-9]")
+    .replace(r"[^\r\n\p{L}\p{N}]", r"[^\r\nA-Za-z0-9]")
+    .replace(r"\p{L}", "[A-Za-z]")
+    .replace(r"\p{N}", "[0-9]"),
+    re.ASCII,
+)
+LINE = re.compile(r"(?<=\n)(?=\S)")  # Python's \s includes all of the pattern's, so no white space follows here
+MAX_CACHED_LENGTH, MOST = 64, 1 << 17  # characters of a word, and words: about 30 MB
+
+
+def splits_by_pattern(pre_tokenizer: JsonObject | None) -> bool:
+    """Whether the pre_tokenizer of a tokenizer.json splits by PATTERN, then maps bytes, and does nothing else."""
+    steps = (pre_tokenizer or {}).get("pretokenizers", [])
+    if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
+        return False
+    split, byte_level = steps
+    return (
+        split["pattern"] == {"Regex": PATTERN}
+        and split["behavior"] == "Isolated"
+        and not split["invert"]
+        and not byte_level["add_prefix_space"]
+        and not byte_level["use_regex"]
+    )
+
+
+class WordCache(dict[str, list[int]]):
+    """Word -> ids: a cache, filled on the way."""
+
+    def __init__(self, plain: tokenizers.Tokenizer) -> None:
+        """`plain` must know no added tokens and split by PATTERN."""
+        super().__init__()
+        self._plain = plain
+
+    def __missing__(self, word: str) -> list[int]:
+        ids = self._encode_with_library(word)
+        if len(self) >= MOST:
+            self.clear()
+        if len(word) <= MAX_CACHED_LENGTH:
+            self[word] = ids
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text. Raises TypeError, as the library does, for lone surrogates."""
+        if text.isascii():
+            return list(chain.from_iterable(map(self.__getitem__, ASCII_WORDS.findall(text))))
+        ids: list[int] = []
+        for line in LINE.split(text):
+            ids += self.encode(line) if line.isascii() else self._encode_with_library(line)
+        return ids
+
+    def _encode_with_library(self, text: str) -> list[int]:
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+
+# --- chat template ---------------------------------------------------------------------------------------------------
 
 
 TEMPLATE = """\
@@ -113,304 +400,12 @@ TEMPLATE = """\
 """
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# --- published masked-diffusion checkpoints --------------------------------------------------------------------------
 
 
-# The split pattern of Qwen2 (llama.cpp's pre-tokenizer `qwen2`): each digit alone, line feeds end a piece.
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-ASCII_WORDS = re.compile(
-    PATTERN.replace(r"[^\s\p{L}\p{N}]", r"[^\sA-Za-z0-9]")
-    .replace(r"[^\r\n\p{L}\p{N}]", r"[^\r\nA-Za-z0-9]")
-    .replace(r"\p{L}", "[A-Za-z]")
-    .replace(r"\p{N}", "[0-9]"),
-    re.ASCII,
-)
-LINE = re.compile(r"(?<=\n)(?=\S)")  # Python's \s holds all of the pattern's, so no white space follows here
-LONGEST, MOST = 64, 1 << 17  # characters of a word, and words, that are remembered: about 30 MB
-
-
-def fits(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether a tokenizer.json splits by PATTERN and then maps bytes, and does nothing else."""
-    steps = (pre_tokenizer or {}).get("pretokenizers", [])
-    if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
-        return False
-    split, byte_level = steps
-    return (
-        split["pattern"] == {"Regex": PATTERN}
-        and split["behavior"] == "Isolated"
-        and not split["invert"]
-        and not byte_level["add_prefix_space"]
-        and not byte_level["use_regex"]
-    )
-
-
-class Words(dict[str, list[int]]):
-    """Word -> ids, filled as words are met."""
-
-    def __init__(self, plain: tokenizers.Tokenizer) -> None:
-        """`plain` must know no added tokens and split by PATTERN."""
-        super().__init__()
-        self._plain = plain
-
-    def __missing__(self, word: str) -> list[int]:
-        ids = self._library(word)
-        if len(self) >= MOST:
-            self.clear()
-        if len(word) <= LONGEST:
-            self[word] = ids
-        return ids
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text. Raises TypeError, as the library does, for lone surrogates."""
-        if text.isascii():
-            return list(chain.from_iterable(map(self.__getitem__, ASCII_WORDS.findall(text))))
-        ids: list[int] = []
-        for line in LINE.split(text):
-            ids += self.encode(line) if line.isascii() else self._library(line)
-        return ids
-
-    def _library(self, text: str) -> list[int]:
-        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
-# -- tokenizer ---------------------------------------------------------------------------------------------------------
-
-
-SPECIAL = {
-    "end_of_text": "<|endoftext|>",
-    "pad": "<|pad|>",
-    "turn_start": "<|im_start|>",
-    "turn_end": "<|im_end|>",
-    "fim_prefix": "<|fim_prefix|>",
-    "fim_middle": "<|fim_middle|>",
-    "fim_suffix": "<|fim_suffix|>",
-    "fim_pad": "<|fim_pad|>",
-    "mask": "<|mask|>",
-}
-ADDED = {
-    "tool_call": "<tool_call>",
-    "tool_call_end": "</tool_call>",
-    "tool_response": "<tool_response>",
-    "tool_response_end": "</tool_response>",
-    "think": "<think>",
-    "think_end": "</think>",
-}
-SPARE = re.compile(r"<\|unused_\d+\|>")
-SURROGATES = re.compile("[\ud800-\udfff]")
-LED = re.compile(r"[^\r\nA-Za-z0-9][A-Za-z]+", re.ASCII)  # a word with what stands before it
-JOINED = 0.3  # share of the merges that join such a character to a first piece
-MOST_WORDS = 500_000  # distinct words that are counted for the joins
-
-
-class Tokenizer:
-    """Text to ids and back; `vocab_size` ids, of which the spares at the end never occur in text."""
-
-    vocab_size: int
-    serialized: str  # the text of tokenizer.json
-    hash: str  # its sha256
-    source: str  # where it was loaded from, for messages
-    token_bytes: list[bytes]  # exact bytes of each id; b"" for specials and spares
-    end_of_text: int
-    pad: int
-    turn_start: int
-    turn_end: int
-    fim_prefix: int
-    fim_middle: int
-    fim_suffix: int
-    fim_pad: int
-    mask: int
-    tool_call: int
-    tool_call_end: int
-    tool_response: int
-    tool_response_end: int
-    think: int
-    think_end: int
-
-    def __init__(self, serialized: str, source: str = "this tokenizer") -> None:
-        """Build from the text of a tokenizer.json.
-
-        Raises ModelError when it is not byte-level BPE, lacks a role, or gives two control tokens one id.
-        """
-        self.serialized = serialized
-        self.source = source
-        self.hash = hashlib.sha256(serialized.encode()).hexdigest()
-        try:
-            state = json.loads(serialized)
-            added = {entry["content"]: entry for entry in state["added_tokens"]}
-            vocab: dict[str, int] = dict(state["model"]["vocab"])
-            state["added_tokens"] = []
-            self._plain = tokenizers.Tokenizer.from_str(json.dumps(state))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{source}: not a BPE tokenizer.json ({error})") from error
-        self._words = Words(self._plain) if fits(state["pre_tokenizer"]) and not state["normalizer"] else None
-        if '"ByteLevel"' not in json.dumps(state["decoder"]):
-            raise ModelError(f"{source}: expected byte-level BPE (decoder ByteLevel), found {state['decoder']}")
-        self.control_ids = {content: entry["id"] for content, entry in added.items()}  # every added token by its text
-        for role, content in (SPECIAL | ADDED).items():
-            if content not in self.control_ids:
-                raise ModelError(f"{source}: has no {content} ({role}); take it in with language.start=pretrained")
-            setattr(self, role, self.control_ids[content])
-        self._check_distinct()
-        self.vocab_size = 1 + max(*vocab.values(), *self.control_ids.values())
-        self._fill_bytes(vocab, added)
-
-    def _check_distinct(self) -> None:
-        """Raise ModelError when two control tokens share an id: a padding that ends a turn hides it from others'
-        masks.
-        """
-        content_of = {id_: content for content, id_ in self.control_ids.items()}
-        for content, id_ in self.control_ids.items():
-            if content_of[id_] != content:
-                raise ModelError(
-                    f"{self.source}: {content} and {content_of[id_]} have the same id {id_}; give each its own"
-                )
-
-    def _fill_bytes(self, vocab: dict[str, int], added: dict[str, dict[str, Any]]) -> None:
-        byte_of = byte_of_character()
-        self._literal = [b""] * self.vocab_size  # of specials too
-        for content, id_ in vocab.items():
-            if content not in added:
-                self._literal[id_] = bytes(byte_of[c] for c in content)
-        self.token_bytes = list(self._literal)
-        self.special_ids = frozenset(entry["id"] for entry in added.values() if entry["special"])
-        for content, entry in added.items():
-            self._literal[entry["id"]] = content.encode()
-            self.token_bytes[entry["id"]] = b"" if entry["special"] else content.encode()
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; never an added token, also when the text spells one. Lone surrogates become U+FFFD."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each text. Another split pattern than ours goes through the library, in its threads."""
-        try:
-            return self._encode_valid(texts)
-        except TypeError:  # how the library says that a str is not UTF-8
-            return self._encode_valid([SURROGATES.sub("\ufffd", text) for text in texts])
-
-    def _encode_valid(self, texts: list[str]) -> list[list[int]]:
-        if self._words is not None:
-            return [self._words.encode(text) for text in texts]
-        return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of the ids: their bytes joined, U+FFFD for what is not UTF-8. Tool-call tokens stay visible."""
-        table = self.token_bytes if skip_special else self._literal
-        return b"".join([table[id_] for id_ in ids]).decode("utf-8", errors="replace")
-
-    @cached_property
-    def byte_lengths(self) -> np.ndarray:
-        """UTF-8 bytes that each id stands for, (V,) int64: what bits per byte divides by."""
-        return np.array([len(b) for b in self.token_bytes], dtype=np.int64)
-
-    @cached_property
-    def byte_ids(self) -> list[int]:
-        """The id of each single byte, (256,): spells a fragment that is not valid UTF-8 alone."""
-        known = {literal: id_ for id_, literal in enumerate(self.token_bytes) if len(literal) == 1}
-        return [known[bytes([b])] for b in range(256)]
-
-    @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
-        """Read `folder/tokenizer.json`. Raises ModelError when there is none or it does not fit."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{path}: expected a tokenizer here, found none; run dvc repro stage_tokenizer")
-        return cls(path.read_bytes().decode(), source=str(path))
-
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json (the same bytes), tokenizer_config.json and chat_template.jinja for transformers."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_bytes(self.serialized.encode())
-        (folder / "chat_template.jinja").write_bytes(TEMPLATE.encode())
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' Qwen2Tokenizer would put NFC back
-            "clean_up_tokenization_spaces": False,
-            "eos_token": SPECIAL["turn_end"],
-            "pad_token": SPECIAL["pad"],
-            "chat_template": TEMPLATE,
-        }
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def train(cls, texts: Iterator[str], vocab_size: int) -> "Tokenizer":
-        """Learn the merges from an iterator of texts; spares fill what too little text leaves.
-
-        Raises ValueError when `vocab_size` is not a multiple of 64 or leaves no room for a merge.
-        """
-        first = [*SPECIAL.values(), *ADDED.values(), "<|unused_0|>"]
-        if vocab_size % 64 or vocab_size <= len(first) + 256:
-            raise ValueError(f"vocab_size: expected a multiple of 64 of at least 320, found {vocab_size}")
-        joined = round(JOINED * (vocab_size - len(first) - 256))
-        split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        words = Counter[str]()
-
-        def counted() -> Iterator[str]:
-            for text in texts:
-                words.update(ASCII_WORDS.findall(text))
-                if len(words) > 2 * MOST_WORDS:  # bounds the memory; what is rare so far leads to no merge
-                    kept = words.most_common(MOST_WORDS)
-                    words.clear()
-                    words.update(dict(kept))
-                yield SURROGATES.sub("\ufffd", text)
-
-        learner = tokenizers.Tokenizer(models.BPE())
-        bare = pre_tokenizers.Split(Regex(r"\p{L}+"), behavior="isolated")
-        learner.pre_tokenizer = pre_tokenizers.Sequence([split, bare, to_bytes])
-        learner.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size - joined,
-            special_tokens=first,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        learner.train_from_iterator(counted(), trainer)
-        learner.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-        state = json.loads(learner.to_str())
-        for entry in state["added_tokens"]:  # the trainer marks all special; parsers would lose the tool calls
-            entry["special"] = entry["content"] not in ADDED.values()
-        for pair in _joins(learner, words, joined):
-            state["model"]["vocab"]["".join(pair)] = len(state["model"]["vocab"])
-            state["model"]["merges"].append(list(pair))
-        fill(state, [], vocab_size)
-        return cls(json.dumps(state, ensure_ascii=False, indent=1))
-
-
-def _joins(bare: tokenizers.Tokenizer, words: Counter[str], count: int) -> list[tuple[str, str]]:
-    """The most frequent pairs of the character before a word and the word's first piece; ties by their text."""
-    led = {word: number for word, number in words.items() if LED.fullmatch(word) and word[0].isascii()}
-    pairs = Counter[tuple[str, str]]()
-    for number, encoding in zip(led.values(), bare.encode_batch(list(led)), strict=True):
-        first, second = encoding.tokens[:2]
-        pairs[first, second] += number
-    return sorted(pairs, key=lambda pair: (-pairs[pair], pair))[:count]
-
-
-def fill(state: dict[str, Any], contents: list[str], vocab_size: int) -> None:
-    """Append added tokens to a tokenizer.json's content, then spares until `vocab_size` ids exist."""
-    entries = state["added_tokens"]
-    used = 1 + max(*state["model"]["vocab"].values(), *(entry["id"] for entry in entries))
-    spare = sum(bool(SPARE.fullmatch(entry["content"])) for entry in entries)
-    spares = (f"<|unused_{spare + n}|>" for n in range(vocab_size - used - len(contents)))
-    for content in (*contents, *spares):
-        entries.append(
-            {
-                "id": used,
-                "content": content,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": content not in ADDED.values(),
-            }
-        )
-        used += 1
-
-
-def byte_of_character() -> dict[str, int]:
-    """GPT-2's character for each byte, inverted: printable Latin-1 stands for itself, the rest from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(rest)}
+# Control tokens by purpose: the name in Dream and DiffuCoder, then the one in LLaDA.
+MASKS = ("<|mask|>", "<|mdm_mask|>")
+BEGINS = ("<|beginoftext|>", "<|startoftext|>")  # before a text; never predicted
+PADS = ("<|pad|>",)
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
+END_OF_TEXT = "<|endoftext|>"  # fills a canvas

@@ -1,16 +1,16 @@
 """Attention within documents for training in bf16 on a CPU: few large batched products over tiles of the line.
 
-The line of N tokens is cut into tiles of 128. A tile's queries see the keys from the tile in which its first token's
-document begins up to their own tile: `reach` tiles; a mask hides the rest. Tiles of equal reach are multiplied
-together, so that a batch makes few products of few different shapes, whatever its documents' lengths are (oneDNN
-compiles a kernel for each new shape).
+The line of N tokens is cut into tiles of 128. A tile's queries attend to the keys from the tile in which its first
+token's document begins up to their own tile: `reach` tiles, with a mask. Tiles of equal reach are multiplied together,
+so that a batch needs few products of few different shapes, whatever the lengths of its documents (oneDNN compiles a
+kernel for each new shape).
 
     P = softmax(q k^T + mask)    o = P v    dv = P^T do    dP = do v^T - rowsum(do o)
     dS = P dP    dq = dS k    dk = dS^T q
 
-The row sums go into the product: do and v get more columns, [do, -d_high, -d_low] [v, 1, 1]^T, so the difference is
-taken in float32 before it is rounded to bf16, and no pass over the scores is needed for it. Probabilities of tiles that
-reach over at most 512 tokens are kept for the backward pass, those of others are computed again.
+The row sums are part of the product: do and v get more columns, [do, -d_high, -d_low] [v, 1, 1]^T, so the difference
+is computed in float32 before it is rounded to bf16, without another pass over the scores. Probabilities of tiles that
+reach over at most 512 tokens are stored for the backward pass, those of others are recomputed.
 
 Shapes: N tokens, n tiles, H query heads, K key heads, G = H/K, h head size, R = 128 G rows of a tile, r reach.
 """
@@ -27,36 +27,36 @@ from torch.nn.functional import pad
 from pipeline.model.cpu import primitives
 
 TILE = 128
-MOST_SCORES = 2**19  # of one product: what a core's second-level cache holds in bf16
-KEPT_REACH = 4  # tiles; so many probabilities a token are kept: at most 512 for each head
-MORE = 32  # columns for the row sums: the step in which the products run over columns
+MOST_SCORES = 2**19  # of one product: they fit a core's second-level cache in bf16
+KEPT_REACH = 4  # tiles; up to this reach probabilities are stored: at most 512 a token and head
+SUM_COLUMNS = 32  # columns for the row sums: the products process columns in steps of it
 BF16 = torch.bfloat16
 
 
-Where = slice | Tensor  # tiles of the line: a slice where they are evenly spaced, which copies nothing
+Where = slice | Tensor  # tiles of the line: a slice if they are evenly spaced, which copies nothing
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some tiles of equal reach."""
+    """Tiles of equal reach."""
 
-    tiles: Where  # (m,) whose queries
-    keys: tuple[Where, ...]  # r times (m,): the tiles that they see, from the first to the last
-    # (m, 1, 128, 1, c) bf16 of the last c keys: 0, or -inf where a query does not see one; it sees all others
+    tiles: Where  # (m,) of the queries
+    keys: tuple[Where, ...]  # r times (m,): the tiles of their keys, from the first to the last
+    # (m, 1, 128, 1, c) bf16 for the last c keys: 0, or -inf where a query does not attend to one; no other is masked
     mask: Tensor
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How documents, one after another on a line, are cut into tiles; made once a batch, shared by all layers."""
+    """Documents, one after another on a line, cut into tiles; made once a batch, shared by all layers."""
 
-    tokens: int  # of the line, padding counted: a multiple of 128
+    tokens: int  # of the line with its padding: a multiple of 128
     groups: tuple[Group, ...]
 
 
-@lru_cache(maxsize=2)  # full rows are cut alike batch after batch
+@lru_cache(maxsize=2)  # batches of full rows have equal plans
 def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> Plan:
-    """Cut documents of these lengths, for `heads` query heads. What fills the last tile is a document of its own."""
+    """Cut documents of these lengths, for `heads` query heads. The padding of the last tile is its own document."""
     missing = -sum(lengths) % TILE
     lengths = (*lengths, missing) if missing else lengths
     document = np.repeat(np.arange(len(lengths)), lengths)  # (N,)
@@ -75,20 +75,20 @@ def plan(lengths: tuple[int, ...], causal: bool, heads: int) -> Plan:
 
 
 def _group(tiles: np.ndarray, keys: np.ndarray, document: np.ndarray, causal: bool) -> Group:
-    """The tiles (m,) of one reach, and those that they see, (m, r)."""
+    """A group of tiles (m,) of one reach, whose keys are in the tiles (m, r)."""
     inside = np.arange(TILE)
-    query = tiles[:, None] * TILE + inside  # (m, 128) places in the line
+    query = tiles[:, None] * TILE + inside  # (m, 128) indices in the line
     key = (keys[:, :, None] * TILE + inside).reshape(len(tiles), -1)  # (m, r * 128)
-    unseen = document[query][:, :, None] != document[key][:, None, :]
+    masked = document[query][:, :, None] != document[key][:, None, :]
     if causal:
-        unseen |= key[:, None, :] > query[:, :, None]
-    begin = int(unseen.any((0, 1)).argmax()) // TILE * TILE  # most documents hide keys of their last tile alone
-    unseen = unseen[:, :, begin:]
-    mask = torch.zeros(unseen.shape, dtype=BF16).masked_fill_(torch.from_numpy(unseen), float("-inf"))
-    return Group(_where(tiles), tuple(map(_where, keys.T)), mask[:, None, :, None])
+        masked |= key[:, None, :] > query[:, :, None]
+    begin = int(masked.any((0, 1)).argmax()) // TILE * TILE  # most documents mask keys of their last tile alone
+    masked = masked[:, :, begin:]
+    mask = torch.zeros(masked.shape, dtype=BF16).masked_fill_(torch.from_numpy(masked), float("-inf"))
+    return Group(_tile_index(tiles), tuple(map(_tile_index, keys.T)), mask[:, None, :, None])
 
 
-def _where(tiles: np.ndarray) -> Where:
+def _tile_index(tiles: np.ndarray) -> Where:
     steps = np.unique(np.diff(tiles))
     if len(steps) > 1 or (len(steps) and steps[0] < 1):
         return torch.from_numpy(np.ascontiguousarray(tiles))
@@ -96,87 +96,88 @@ def _where(tiles: np.ndarray) -> Where:
     return slice(int(tiles[0]), int(tiles[-1]) + 1, step)
 
 
-def _tiles(x: Tensor, tokens: int, kv_heads: int) -> Tensor:
+def _split_tiles(x: Tensor, tokens: int, kv_heads: int) -> Tensor:
     """(N, H, h) -> (n, K, 128, G, h), padded to `tokens`."""
     if len(x) < tokens:
         x = pad(x, (0, 0, 0, 0, 0, tokens - len(x)))
     return x.view(-1, TILE, kv_heads, x.shape[1] // kv_heads, x.shape[2]).transpose(1, 2)
 
 
-def _rows(x: Tensor, where: Where) -> Tensor:
-    """Of tiles (n, K, 128, G, h), those asked for: (m * K, R, h)."""
+def _group_rows(x: Tensor, where: Where) -> Tensor:
+    """The tiles of a group's queries from all tiles (n, K, 128, G, h): (m * K, R, h)."""
     return x[where].flatten(2, 3).flatten(0, 1)
 
 
-def _seen(x: Tensor, keys: tuple[Where, ...]) -> Tensor:
-    """Of tiles (n, K, 128, 1, h), the keys that a group sees: (m * K, r * 128, h)."""
+def _group_keys(x: Tensor, keys: tuple[Where, ...]) -> Tensor:
+    """The tiles of a group's keys from all tiles (n, K, 128, 1, h): (m * K, r * 128, h)."""
     return torch.stack([x[where] for where in keys], dim=2).flatten(2, 4).flatten(0, 1)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, list[Tensor]]:
     """Attention of scaled queries (N, H, h) to keys and values (N, K, h), all in bf16.
 
-    Returns the result, which is padded to the plan's tokens, and what the backward pass needs besides it.
+    Returns the result, padded to the plan's tokens, and the tensors that the backward pass needs besides it.
     """
     (_, heads, size), kv_heads = q.shape, k.shape[1]
-    q, k, v = (_tiles(x, plan.tokens, kv_heads) for x in (q, k, v))
+    q, k, v = (_split_tiles(x, plan.tokens, kv_heads) for x in (q, k, v))
     out = q.new_empty(plan.tokens, heads, size)
-    result = _tiles(out, plan.tokens, kv_heads)
-    kept: list[Tensor] = []
+    result = _split_tiles(out, plan.tokens, kv_heads)
+    saved: list[Tensor] = []
     for group in plan.groups:
-        rows, keys, values = _rows(q, group.tiles), _seen(k, group.keys), _seen(v, group.keys)
+        rows, keys, values = _group_rows(q, group.tiles), _group_keys(k, group.keys), _group_keys(v, group.keys)
         probabilities = _probabilities(rows, keys, group, kv_heads)
         result[group.tiles] = torch.bmm(probabilities, values).view(-1, *result.shape[1:])
-        kept += [rows, keys, values, probabilities if len(group.keys) <= KEPT_REACH else probabilities.new_empty(0)]
-    return out, kept
+        saved += [rows, keys, values, probabilities if len(group.keys) <= KEPT_REACH else probabilities.new_empty(0)]
+    return out, saved
 
 
 def _probabilities(rows: Tensor, keys: Tensor, group: Group, kv_heads: int) -> Tensor:
-    """softmax(q k^T + mask) of a group's queries (m * K, R, h) and the keys that they see (m * K, r * 128, h)."""
+    """softmax(q k^T + mask) of a group's queries (m * K, R, h) and keys (m * K, r * 128, h)."""
     scores = torch.bmm(rows, keys.transpose(1, 2))
     masked = scores.view(-1, kv_heads, TILE, rows.shape[1] // TILE, scores.shape[-1])
     return primitives.probabilities(masked, group.mask).view(scores.shape)
 
 
-def backward(grad: Tensor, out: Tensor, kept: Sequence[Tensor], plan: Plan, kv_heads: int) -> Tensor:
+def backward(grad: Tensor, out: Tensor, saved: Sequence[Tensor], plan: Plan, kv_heads: int) -> Tensor:
     """Gradients of queries, keys and values side by side, (N, H + 2K, h) in float32, from that of the result (N, H,
     h).
     """
     tokens, heads, size = grad.shape
     inner = torch.linalg.vecdot(grad.float(), out[:tokens].float()).neg_()[..., None]
-    above, inner = (_tiles(x, plan.tokens, kv_heads) for x in (grad, inner))
+    above, inner = (_split_tiles(x, plan.tokens, kv_heads) for x in (grad, inner))
     grads = torch.empty(plan.tokens, heads + 2 * kv_heads, size)
     grads[:, heads:] = 0
-    grad_q, grad_k, grad_v = (_tiles(x, plan.tokens, kv_heads) for x in grads.split([heads, kv_heads, kv_heads], dim=1))
+    parts = grads.split([heads, kv_heads, kv_heads], dim=1)
+    grad_q, grad_k, grad_v = (_split_tiles(x, plan.tokens, kv_heads) for x in parts)
     for number, group in enumerate(plan.groups):
-        rows, keys, values, probabilities = kept[4 * number : 4 * number + 4]
+        rows, keys, values, probabilities = saved[4 * number : 4 * number + 4]
         if not len(probabilities):
             probabilities = _probabilities(rows, keys, group, kv_heads)
-        upper = _with_sums(_rows(above, group.tiles), _rows(inner, group.tiles))
-        ones = values.new_zeros(*values.shape[:2], size + MORE)
+        upper = _append_sums(_group_rows(above, group.tiles), _group_rows(inner, group.tiles))
+        ones = values.new_zeros(*values.shape[:2], size + SUM_COLUMNS)
         ones[..., :size] = values
         ones[..., size : size + 2] = 1.0
         grad_scores = torch.bmm(upper, ones.transpose(1, 2)).mul_(probabilities)
         grad_q[group.tiles] = torch.bmm(grad_scores, keys).view(-1, *grad_q.shape[1:]).float()
-        _spread(grad_v, group.keys, torch.bmm(probabilities.transpose(1, 2), upper[..., :size]))
-        _spread(grad_k, group.keys, torch.bmm(grad_scores.transpose(1, 2), rows))
+        _add_to_tiles(grad_v, group.keys, torch.bmm(probabilities.transpose(1, 2), upper[..., :size]))
+        _add_to_tiles(grad_k, group.keys, torch.bmm(grad_scores.transpose(1, 2), rows))
     return grads[:tokens]
 
 
-def _with_sums(rows: Tensor, inner: Tensor) -> Tensor:
+def _append_sums(rows: Tensor, inner: Tensor) -> Tensor:
     """[do, -d_high, -d_low, 0] from rows of do in bf16 and of -d (..., 1) in float32."""
-    wider = rows.new_zeros(*rows.shape[:2], rows.shape[2] + MORE)
-    wider[..., :-MORE] = rows
-    wider[..., -MORE] = inner[..., 0]
-    wider[..., 1 - MORE] = inner[..., 0] - wider[..., -MORE]
+    wider = rows.new_zeros(*rows.shape[:2], rows.shape[2] + SUM_COLUMNS)
+    wider[..., :-SUM_COLUMNS] = rows
+    wider[..., -SUM_COLUMNS] = inner[..., 0]
+    wider[..., 1 - SUM_COLUMNS] = inner[..., 0] - wider[..., -SUM_COLUMNS]
     return wider
 
 
-def _spread(total: Tensor, keys: tuple[Where, ...], part: Tensor) -> None:
-    """Add gradients (m * K, r * 128, h) to the tiles (n, K, 128, 1, h) that they are of."""
+def _add_to_tiles(total: Tensor, keys: tuple[Where, ...], part: Tensor) -> None:
+    """Add gradients (m * K, r * 128, h) to their tiles (n, K, 128, 1, h)."""
     part = part.view(-1, total.shape[1], len(keys), TILE, 1, part.shape[-1])
     for number, where in enumerate(keys):
         if isinstance(where, slice):
             total[where] += part[:, :, number]
-        else:  # without causality a tile may be seen by several
+        else:  # without causality several queries' tiles may have the same keys
             total.index_add_(0, where, part[:, :, number].to(total.dtype))

@@ -1,52 +1,63 @@
-"""Training in bf16 on a CPU: the parts of a block with their backward passes written by hand.
+"""Operations of the model that eager PyTorch runs slowly on a CPU, with hand-written backward passes.
 
-PyTorch's own operators, run one by one under autocast, spend most of a small model's step outside of its matrix
-products: in conversions, in norms, and in attention, whose fused kernel has a backward pass several times as long as
-these batched products. Here a part is one autograd function, a product or attention with what stands before it
-(pieces.py):
+**Training in bf16.** PyTorch's own operators, run one by one under autocast, spend most of a small model's step outside
+of its matrix products: in conversions, in norms, and in attention, whose fused kernel has a backward pass several times
+as long as batched products. Here each part of a block is one autograd function, a product or attention together with
+the operations before it (primitives.py):
 
-    normed_product    unit(x) (W diag w)^T    RMSNorm (arXiv:1910.07467), its weight folded into the matrices behind it
+    normed_product    unit(x) (W diag w)^T    RMSNorm (arXiv:1910.07467), its weight folded into the next matrices
     product           x W^T
-    attention         RMSNorm of each head, RoPE (arXiv:2104.09864), attention within documents (tiles.py)
+    attention         RMSNorm of each head, RoPE (arXiv:2104.09864), attention within documents (attention.py)
     gated             silu(g) * u             SwiGLU (arXiv:2002.05202)
 
-Sums, norms and angles are float32; what stands between two products is bf16, as under autocast. Gradients of weights
-are float32. Not for inference: without gradients a model keeps the operations of `kernels.py`. No second derivatives.
+Sums, norms and angles are float32; between two products values are bf16, as under autocast. Gradients of weights are
+float32. Not for inference: without gradients a model uses the operations below.
 
-Shapes: N tokens, D width, F outputs, H query heads, K key heads, h head size.
+**Float32 and float64**: `rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467), `rotate` (RoPE, Su et al. 2021,
+arXiv:2104.09864, in the half-split form of GPT-NeoX) and `ragged_attention`: softmax attention within each document of
+one long line of tokens. Measured on one Zen 3 core, 2,048 tokens of nano, forward and backward, in ms: norm 2.9 -> 1.1,
+heads' norm 5.1 -> 1.6, RoPE 2.0 -> 1.0, attention 46 (dense causal), 26 (a fused kernel call per document) -> 15. Tried
+without gain: a hand-written SwiGLU, one matrix for q, k, v or gate and up, oneDNN's matmul.
 
-Operations that eager PyTorch does slowly on a CPU, with their backward passes written by hand.
+On other devices, in half precision and under `torch.compile`, `rms_norm` and `rotate` are the plain formulas: the
+compiler fuses them better. Without gradients they use the operations of transformers' Qwen3 one by one, so that an
+exported model gives the same bits there.
 
-`rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467), `rotate` (RoPE, Su et al. 2021, arXiv:2104.09864, in the
-half-split form of GPT-NeoX) and `ragged_attention`: softmax attention within each document of one long line of tokens.
-Measured on one Zen 3 core, 2,048 tokens of nano, forward and backward, in ms: norm 2.9 -> 1.1, heads' norm 5.1 -> 1.6,
-RoPE 2.0 -> 1.0, attention 46 (dense causal), 26 (a fused kernel call per document) -> 15. Tried without gain: a
-hand-written SwiGLU, one matrix for q, k, v or gate and up, oneDNN's matmul.
-
-On other devices, in half precision and under `torch.compile` the first two are the plain formulas: there the compiler
-fuses better. Without gradients they are written operation by operation as transformers' Qwen3 writes them, so that an
-exported model gives there the very bits that it gives here. No second derivatives.
+No second derivatives. Shapes: N tokens, D width, F outputs, H query heads, K key heads, h head size.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from pipeline.model.cpu import attention as cpu_attention
 from pipeline.model.cpu import primitives
 
 BF16 = torch.bfloat16
+Block = tuple[int, int, int, int]  # queries [begin, end) attend to keys [first, last)
+
+
+class Context(FunctionCtx):
+    """The context of the functions below, with the values that they store in it."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    dtype: torch.dtype
+    heads: int
+    plan: cpu_attention.Plan
+    normed: bool
+    blocks: list[Block]
 
 
 def trains_in_bf16(x: Tensor) -> bool:
-    """Whether this pass keeps gradients, under autocast to bf16, on a CPU; `torch.compile` fuses plain formulas
-    itself.
+    """Whether this pass needs gradients, under autocast to bf16, on a CPU, and is not compiled: `torch.compile` fuses
+    the plain formulas itself.
     """
     return (
         x.device.type == "cpu"
@@ -64,7 +75,7 @@ def normed_product(x: Tensor, weight: Tensor, eps: float, *matrices: Tensor) -> 
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """x W^T for x (N, D) in bf16 and W (F, D): (N, F) in float32, what is added to the stream."""
+    """x W^T for x (N, D) in bf16 and W (F, D): (N, F) in float32, for the residual stream."""
     return _Product.apply(x, matrix)  # pyright: ignore[reportReturnType]
 
 
@@ -77,7 +88,7 @@ def attention(
     heads: int,
     plan: cpu_attention.Plan,
 ) -> Tensor:
-    """Queries, keys and values side by side, (N, H + 2K, h) in bf16 -> (N, H * h) in bf16.
+    """Attention of queries, keys and values side by side, (N, H + 2K, h) in bf16 -> (N, H * h) in bf16.
 
     `norms` are the weights (h,) of the norms of queries and keys, if there are any; `cos`, `sin` (N, 1, h/2) in
     float32.
@@ -93,14 +104,14 @@ def gated(x: Tensor) -> Tensor:
 
 class _Product(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, matrix: Tensor) -> Tensor:
         half = matrix.to(BF16)
         ctx.save_for_backward(x, half)
         ctx.dtype = matrix.dtype
         return torch.mm(x, half.t()).float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, half = ctx.saved_tensors
         grad = grad.to(BF16)
         if not ctx.needs_input_grad[1]:
@@ -110,14 +121,14 @@ class _Product(Function):
 
 class _NormedProduct(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, *matrices: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float, *matrices: Tensor) -> Tensor:
         unit, scale = primitives.unit(x, eps)
         half = primitives.fold(weight, *matrices)  # (sum F_i, D)
         ctx.save_for_backward(unit, scale, half, weight, *matrices)
         return torch.mm(unit, half.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         unit, scale, half, weight, *matrices = ctx.saved_tensors
         grad_x = primitives.unit_back(torch.mm(grad, half), unit, scale)
         if not any(ctx.needs_input_grad[1:]):
@@ -129,7 +140,7 @@ class _NormedProduct(Function):
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -141,18 +152,18 @@ class _Attention(Function):
     ) -> Tensor:
         both = (x.shape[1] + heads) // 2
         weights = _weights(queries, keys, heads, both, x.shape[2])
-        turned, scale = primitives.heads(x, weights, cos, sin, None if queries is None else eps)
-        out, kept = cpu_attention.forward(turned[:, :heads], turned[:, heads:], x[:, both:], plan)
-        ctx.save_for_backward(x, cos, sin, weights, scale, out, *kept)
+        rotated, scale = primitives.heads(x, weights, cos, sin, None if queries is None else eps)
+        out, saved = cpu_attention.forward(rotated[:, :heads], rotated[:, heads:], x[:, both:], plan)
+        ctx.save_for_backward(x, cos, sin, weights, scale, out, *saved)
         ctx.heads, ctx.plan, ctx.normed = heads, plan, queries is not None
         return out[: len(x)].flatten(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, cos, sin, weights, scale, out, *kept = ctx.saved_tensors
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, cos, sin, weights, scale, out, *saved = ctx.saved_tensors
         heads = ctx.heads
         wide = cpu_attention.backward(
-            grad.view(len(x), heads, x.shape[2]), out, kept, ctx.plan, x.shape[1] - len(weights)
+            grad.view(len(x), heads, x.shape[2]), out, saved, ctx.plan, x.shape[1] - len(weights)
         )
         result, of_weights = primitives.heads_back(wide, x, scale, weights, cos, sin, ctx.normed)
         if not ctx.normed:
@@ -162,9 +173,7 @@ class _Attention(Function):
 
 
 def _weights(queries: Tensor | None, keys: Tensor | None, heads: int, both: int, size: int) -> Tensor:
-    """By what queries and keys are multiplied before they are turned, (H + K, h): the norms' weights, queries by
-    h^-0.5 too.
-    """
+    """Factors of queries and keys before the rotation, (H + K, h): the norms' weights, and h^-0.5 for queries."""
     weights = torch.ones(both, size)
     if queries is not None and keys is not None:
         weights[:heads], weights[heads:] = queries, keys
@@ -174,28 +183,28 @@ def _weights(queries: Tensor | None, keys: Tensor | None, heads: int, both: int,
 
 class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return primitives.gated(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return primitives.gated_back(grad, *ctx.saved_tensors)
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
+# -- float32 and float64 -----------------------------------------------------------------------------------------------
 
 
-QUERY_BLOCK = 64  # of 64, 128, 256 the fastest: a smaller block sees fewer keys that the causal mask would drop
+QUERY_BLOCK = 64  # the fastest of 64, 128, 256: a smaller block computes fewer scores that the causal mask drops
 
 
-def _by_hand(x: Tensor) -> bool:
+def _uses_own_backward(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32 at least; shape and dtype of `x`."""
-    if _by_hand(x):
+    if _uses_own_backward(x):
         if not torch.is_grad_enabled():
             return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
         return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
@@ -204,8 +213,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + h/2) of each head. `x` (N, H, h); `cos`, `sin` (N, 1, h/2) in float32."""
-    if _by_hand(x) and torch.is_grad_enabled():
+    """Rotate the pairs (i, i + h/2) of each head. `x` (N, H, h); `cos`, `sin` (N, 1, h/2) in float32."""
+    if _uses_own_backward(x) and torch.is_grad_enabled():
         return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     first, second = wide.chunk(2, dim=-1)
@@ -214,13 +223,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = ctx.saved_tensors
         unit = x * scale
         product = (grad * unit).view(-1, x.shape[-1])
@@ -229,25 +238,25 @@ class _RMSNorm(Function):
         return grad_x, product.sum(0) if ctx.needs_input_grad[1] else None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Rotation by `sign` times the angle; the backward pass of a rotation is the rotation back."""
-    turned = torch.empty(x.shape, dtype=x.dtype)
-    (first, second), (left, right) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    rotated = torch.empty(x.shape, dtype=x.dtype)
+    (first, second), (left, right) = x.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
     torch.mul(first, cos, out=left).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=right).addcmul_(first, sin, value=sign)
-    return turned
+    return rotated
 
 
 class _Rotate(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1.0)
+        return _rotate_pairs(x, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, -1.0), None, None
+        return _rotate_pairs(grad, cos, sin, -1.0), None, None
 
 
 def ragged_attention(
@@ -256,9 +265,9 @@ def ragged_attention(
     """Attention of each token to the tokens of its own document: the earlier ones and itself if `causal`, else all.
 
     `q` (N, H, h), `k` and `v` (M, K, h) with K dividing H, N = sum of `lengths`: the documents lie one after another. M
-    = N, or, where `before` is given, N + sum(before): so many keys of each document stand before those of its queries.
-    float32 or float64, on a CPU. Returns (N, H, h). Keeps every probability for the backward pass, about H *
-    sum(lengths^2) / 2 numbers, so it is for documents of some hundred tokens.
+    = N, or with `before` N + sum(before): each document has `before` keys before those of its queries. float32 or
+    float64, on a CPU. Returns (N, H, h). Stores every probability for the backward pass, about H * sum(lengths^2) / 2
+    numbers, so it is for documents of some hundred tokens.
     """
     before = before or [0] * len(lengths)
     assert sum(lengths) == q.shape[0], "the documents must cover the line of tokens"
@@ -266,11 +275,8 @@ def ragged_attention(
     return _Ragged.apply(q, k, v, _blocks(lengths, before, causal), causal)  # pyright: ignore[reportReturnType]
 
 
-Block = tuple[int, int, int, int]  # queries [begin, end) see keys [first, last)
-
-
 def _blocks(lengths: Sequence[int], before: Sequence[int], causal: bool) -> list[Block]:
-    """Cut each document's queries into nearly equal blocks; a causal block sees the keys up to its own end."""
+    """Cut each document's queries into nearly equal blocks; a causal block attends to the keys up to its own end."""
     blocks: list[Block] = []
     begin = first = 0
     for length, past in zip(lengths, before, strict=True):
@@ -283,22 +289,24 @@ def _blocks(lengths: Sequence[int], before: Sequence[int], causal: bool) -> list
 
 @lru_cache(maxsize=256)
 def _future(length: int, group: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the last `length` keys of a causal block: -inf above the diagonal. (length * group, length)"""
+    """Added to the scores of the last `length` keys of a causal block: -inf above the diagonal, (length * group,
+    length).
+    """
     mask = torch.full((length, length), float("-inf"), dtype=dtype).triu(1)
     return mask[:, None].expand(length, group, length).reshape(length * group, length)
 
 
 class _Ragged(Function):
-    """Queries of the G heads that share a key head lie as rows of one matrix, so no key is ever copied or expanded."""
+    """Queries of the G heads that share a key head are rows of one matrix, so no key is copied or expanded."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], causal: bool) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], causal: bool) -> Tensor:
         (tokens, heads, size), kv_heads = q.shape, k.shape[1]
         group = heads // kv_heads
         q = (q * size**-0.5).view(tokens, kv_heads, group, size).transpose(0, 1).contiguous()  # (K, N, G, h)
         k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()  # (K, N, h)
         out = torch.empty_like(q)
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
         for begin, end, first, last in blocks:
             rows = (kv_heads, (end - begin) * group, size)
             scores = torch.bmm(q[:, begin:end].view(rows), k[:, first:last].transpose(1, 2))
@@ -306,20 +314,20 @@ class _Ragged(Function):
                 scores[:, :, begin - end :].add_(_future(end - begin, group, q.dtype))
             probabilities = torch.softmax(scores, dim=-1)
             torch.bmm(probabilities, v[:, first:last], out=out[:, begin:end].view(rows))
-            kept.append(probabilities)
+            saved.append(probabilities)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(q, k, v, out, *kept)
+            ctx.save_for_backward(q, k, v, out, *saved)
             ctx.blocks = blocks
         return out.transpose(0, 1).reshape(tokens, heads, size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, *kept = ctx.saved_tensors
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, *saved = ctx.saved_tensors
         kv_heads, tokens, group, size = q.shape
         grad = grad.view(tokens, kv_heads, group, size).transpose(0, 1).contiguous()
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         inner = (grad * out).sum(-1)  # sum_j P_ij dP_ij, which softmax's derivative subtracts
-        for (begin, end, first, last), probabilities in zip(ctx.blocks, kept):
+        for (begin, end, first, last), probabilities in zip(ctx.blocks, saved):
             rows = (kv_heads, (end - begin) * group, size)
             upper = grad[:, begin:end].view(rows)
             grad_v[:, first:last].baddbmm_(probabilities.transpose(1, 2), upper)

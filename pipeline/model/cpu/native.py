@@ -1,8 +1,8 @@
-"""primitives.cpp, built for this processor by the C++ compiler that is here, and called.
+"""Building primitives.cpp for this processor with the local C++ compiler, and calling it.
 
-Nothing relies on it: without a compiler, or until `load` is called, PyTorch's operators do the same (pieces.py).
-Building takes about two seconds; what was built is kept under a name made of the source, the compiler and the
-processor, so another one builds its own.
+It is optional: without a compiler, or until `load` is called, PyTorch's operators do the same (primitives.py). Building
+takes about two seconds; the library's name is a hash of the source, the compiler and the processor, so each of these
+has its own build.
 """
 
 import ctypes
@@ -30,24 +30,24 @@ _library: ctypes.CDLL | None = None
 
 
 def compiler() -> str | None:
-    """The path of a C++ compiler: what $CXX names, g++ or clang++."""
+    """The path of a C++ compiler: $CXX, g++ or clang++."""
     names = (os.environ.get("CXX", "g++"), "clang++")
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def loaded() -> bool:
-    """Whether the pieces run in C++."""
+    """Whether the primitives run in C++."""
     return _library is not None
 
 
 def load(folder: Path) -> None:
-    """From now on the pieces run in C++, built in `folder` if need be. Raises ConfigError where that fails."""
+    """Run the primitives in C++ from now on; builds the library in `folder` if needed. Raises ConfigError."""
     global _library
     _library = _built(folder)
 
 
 def unload() -> None:
-    """From now on PyTorch's operators run again."""
+    """Run the primitives with PyTorch's operators again."""
     global _library
     _library = None
 
@@ -66,14 +66,14 @@ def _built(folder: Path) -> ctypes.CDLL:
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as part:
-            made = Path(part, "pieces.so")
-            run = subprocess.run([*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True)
-            if run.returncode:
+            built = Path(part, "pieces.so")
+            result = subprocess.run([*command, str(SOURCE), "-o", str(built)], capture_output=True, text=True)
+            if result.returncode:
                 raise ConfigError(
                     f"{name} could not build primitives.cpp; set runtime.compile=false to go on"
-                    f" without:\n{run.stderr[-2000:]}"
+                    f" without:\n{result.stderr[-2000:]}"
                 )
-            made.replace(file)
+            built.replace(file)
     try:
         return ctypes.CDLL(str(file))
     except OSError as error:
@@ -83,7 +83,7 @@ def _built(folder: Path) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """What `-march=native` looks at."""
+    """The features of the processor, which determine `-march=native`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -91,13 +91,11 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def call(name: str, *given: Tensor | float) -> None:
-    """One function of primitives.cpp: tensors, which must be contiguous, then sizes (int), numbers (float) and flags
-    (bool).
-    """
+def call(name: str, *values: Tensor | float) -> None:
+    """Call a function of primitives.cpp with contiguous tensors, then sizes (int), numbers (float) and flags (bool)."""
     assert _library is not None
     arguments: list[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float | ctypes.c_int] = []
-    for value in given:
+    for value in values:
         if isinstance(value, Tensor):
             if not value.is_contiguous():
                 raise ValueError(

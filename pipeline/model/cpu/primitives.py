@@ -1,18 +1,17 @@
-"""What stands between two matrix products in training in bf16 on a CPU: norms, rotations, gates, exponentials, and
-back.
+"""The operations between two matrix products in bf16 training on a CPU: norms, rotations, gates, exponentials, and
+their backward passes.
 
-    unit          x / sqrt(mean(x^2) + eps)                       its root's inverse is kept for the way back
-    fold          W diag(w)                                       what stands behind a norm with weights w
+    unit          x / sqrt(mean(x^2) + eps)                       and 1 / rms for the backward pass
+    fold          W diag(w)                                       matrices after a norm with weights w
     heads         queries and keys: norm, weights, rotation       RoPE (arXiv:2104.09864), the half-split form
     gated         silu(g) * u
     exponentials  e = exp(z - max z), s = sum e, losses log s + max z - z_t
     probabilities softmax(scores + mask)
     outer         a^T b, the gradient of a matrix
 
-Each exists twice: in C++ (primitives.cpp), one pass over memory, 2 to 5 times as fast, where native.py has been told to
-load it; and as PyTorch's operators one by one, over pieces of rows that a core's second-level cache holds. Both compute
-in float32 and give bf16, but PyTorch's `gated`, which is in bf16 throughout: there converting costs more than the
-operators do.
+Each exists twice: in C++ (primitives.cpp, if native.py has loaded it), one pass over memory, 2 to 5 times as fast; and
+as PyTorch's operators one by one, over chunks of rows that fit a core's second-level cache. Both compute in float32 and
+return bf16, except PyTorch's `gated`, which is bf16 throughout: there conversions cost more than the operators.
 
 Shapes: N tokens, D width, F outputs of a gate, H query heads, K key heads, J = H + K, h head size, V vocabulary.
 """
@@ -26,17 +25,17 @@ from torch.nn import functional
 from pipeline.model.cpu.native import call, loaded
 
 BF16 = torch.bfloat16
-AT_ONCE = 2**18  # numbers of a piece
-PAYS_TO_TURN = 2**29  # multiplications of a product
+AT_ONCE = 2**18  # numbers of a chunk of rows
+PAYS_TO_TURN = 2**29  # multiplications of a product from which transposing a side is worth it
 
 
-def _rows(x: Tensor) -> Iterator[slice]:
-    """Rows of x (N, ...), so many at once as a core's cache holds."""
+def _chunks(x: Tensor) -> Iterator[slice]:
+    """Chunks of the rows of x (N, ...), which fit a core's cache."""
     size = max(1, AT_ONCE * len(x) // max(1, x.numel()))
     return (slice(begin, begin + size) for begin in range(0, len(x), size))
 
 
-# norms
+# -- norms -------------------------------------------------------------------------------------------------------------
 
 
 def unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -45,19 +44,19 @@ def unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if loaded():
         call("unit", x, whole, scale, *x.shape, eps)
         return whole, scale
-    for rows in _rows(x):
+    for rows in _chunks(x):
         scale[rows] = _inverse_norm(x[rows], eps)
         whole[rows] = x[rows] * scale[rows]
     return whole, scale
 
 
 def unit_back(grad: Tensor, whole: Tensor, scale: Tensor) -> Tensor:
-    """From the gradient of `unit`'s result in bf16 to that of x (N, D) in float32."""
+    """The gradient of x (N, D) in float32 from that of `unit`'s result in bf16."""
     result = torch.empty(grad.shape)
     if loaded():
         call("unit_back", grad, whole, scale, result, *grad.shape)
         return result
-    for rows in _rows(grad):
+    for rows in _chunks(grad):
         result[rows] = _norm_back(grad[rows].float(), whole[rows].float(), scale[rows])
     return result
 
@@ -68,13 +67,13 @@ def _inverse_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def _norm_back(grad: Tensor, whole: Tensor, scale: Tensor) -> Tensor:
-    """The same in the place of `grad`."""
+    """The gradient of a norm's input, in place of `grad`."""
     along = torch.linalg.vecdot(grad, whole).div_(-whole.shape[-1]).unsqueeze(-1)
     return grad.addcmul_(whole, along).mul_(scale)
 
 
 def fold(weight: Tensor, *matrices: Tensor) -> Tensor:
-    """Each matrix (F_i, D) times weight (D,), one below the other in bf16: (sum F_i, D)."""
+    """Each matrix (F_i, D) times weight (D,), concatenated in bf16: (sum F_i, D)."""
     if not loaded():
         return torch.cat([matrix * weight for matrix in matrices]).to(BF16)
     result = torch.empty(sum(map(len, matrices)), len(weight), dtype=BF16)
@@ -86,8 +85,8 @@ def fold(weight: Tensor, *matrices: Tensor) -> Tensor:
 
 
 def unfold(part: Tensor, weight: Tensor, *matrices: Tensor) -> tuple[list[Tensor], Tensor]:
-    """From the gradient (sum F_i, D) of `fold`'s result in bf16 to those of the matrices and of the weight, in
-    float32.
+    """The gradients of the matrices and of the weight, in float32, from that of `fold`'s result (sum F_i, D) in
+    bf16.
     """
     if not loaded():
         folded = list(part.float().split([len(matrix) for matrix in matrices]))
@@ -105,15 +104,15 @@ def unfold(part: Tensor, weight: Tensor, *matrices: Tensor) -> tuple[list[Tensor
     return results, shares.sum((0, 1))
 
 
-# gradients of matrices
+# -- gradients of matrices ---------------------------------------------------------------------------------------------
 
 
 def outer(left: Tensor, right: Tensor) -> Tensor:
     """left^T right of (N, A) and (N, B): (A, B).
 
-    On a CPU in bf16 oneDNN reads a transposed left side two to three times as slowly as a plain one. Where one side is
-    at most half as wide as the other and the product is large, transposing that side first, and the result too if it
-    was the right one, is less work.
+    On a CPU in bf16 oneDNN is two to three times as slow with a transposed left side. If one side is at most half as
+    wide as the other and the product is large, it is faster to transpose that side first, and also the result if it was
+    the right one.
     """
     narrow, broad = sorted((left.shape[1], right.shape[1]))
     slow = left.device.type == "cpu" and left.dtype == BF16
@@ -124,35 +123,34 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(right.t().contiguous(), left).t().contiguous()
 
 
-# queries and keys
+# -- queries and keys --------------------------------------------------------------------------------------------------
 
 
 def heads(x: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
-    """The first J heads of x (N, J + K, h) in bf16, turned: (N, J, h) in bf16, and 1 / rms of each, (N, J, 1).
+    """The first J heads of x (N, J + K, h) in bf16, rotated: (N, J, h) in bf16, and 1 / rms of each, (N, J, 1).
 
-    They are multiplied by `weights` (J, h), and normed before that if there is an `eps`. `cos`, `sin` (N, 1, h/2) in
-    float32.
+    With an `eps` they are normed first, then multiplied by `weights` (J, h). `cos`, `sin` (N, 1, h/2) in float32.
     """
     num = len(weights)
-    turned, scale = torch.empty(len(x), num, x.shape[2], dtype=BF16), torch.ones(len(x), num, 1)
+    rotated, scale = torch.empty(len(x), num, x.shape[2], dtype=BF16), torch.ones(len(x), num, 1)
     if loaded():
         sizes = *x.shape[:2], num, x.shape[2] // 2
-        call("heads", x, weights, cos, sin, turned, scale, *sizes, eps or 0.0, eps is not None)
-        return turned, scale
-    for rows in _rows(turned):
+        call("heads", x, weights, cos, sin, rotated, scale, *sizes, eps or 0.0, eps is not None)
+        return rotated, scale
+    for rows in _chunks(rotated):
         wide = x[rows, :num].float()
         if eps is not None:
             scale[rows] = _inverse_norm(wide, eps)
             wide.mul_(scale[rows])
-        turned[rows] = _turn(wide.mul_(weights), cos[rows], sin[rows], 1.0)
-    return turned, scale
+        rotated[rows] = _rotate(wide.mul_(weights), cos[rows], sin[rows], 1.0)
+    return rotated, scale
 
 
 def heads_back(
     grad: Tensor, x: Tensor, scale: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, normed: bool
 ) -> tuple[Tensor, Tensor]:
-    """From the gradients (N, J + K, h), in float32, of turned heads and of values, to those of x in bf16 and of
-    weights (J, h).
+    """The gradients of x in bf16 and of weights (J, h) from those of rotated heads and values, (N, J + K, h) in
+    float32.
     """
     num, result = len(weights), torch.empty_like(x)
     if loaded():
@@ -161,8 +159,8 @@ def heads_back(
         call("heads_back", grad, x, scale, weights, cos, sin, result, shares, *sizes, normed)
         return result, shares.sum(0)
     of_weights = torch.zeros_like(weights)
-    for rows in _rows(x):
-        back = _turn(grad[rows, :num], cos[rows], sin[rows], -1.0)
+    for rows in _chunks(x):
+        back = _rotate(grad[rows, :num], cos[rows], sin[rows], -1.0)
         whole = x[rows, :num] * scale[rows]
         of_weights += (back * whole).sum(0)
         back.mul_(weights)
@@ -171,16 +169,16 @@ def heads_back(
     return result, of_weights
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Rotation of float32 heads by `sign` times the angle."""
-    turned = torch.empty(x.shape)
-    (first, second), (left, right) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    rotated = torch.empty(x.shape)
+    (first, second), (left, right) = x.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
     torch.mul(first, cos, out=left).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=right).addcmul_(first, sin, value=sign)
-    return turned
+    return rotated
 
 
-# SwiGLU
+# -- SwiGLU ------------------------------------------------------------------------------------------------------------
 
 
 def gated(x: Tensor) -> Tensor:
@@ -194,7 +192,7 @@ def gated(x: Tensor) -> Tensor:
 
 
 def gated_back(grad: Tensor, x: Tensor) -> Tensor:
-    """From the gradient (N, F) of `gated`'s result to that of x (N, 2F), both in bf16."""
+    """The gradient of x (N, 2F) from that of `gated`'s result (N, F), both in bf16."""
     result = torch.empty_like(x)
     if loaded():
         call("gated_back", grad, x, result, *grad.shape)
@@ -205,13 +203,13 @@ def gated_back(grad: Tensor, x: Tensor) -> Tensor:
     return result
 
 
-# the head
+# -- the head ----------------------------------------------------------------------------------------------------------
 
 
 def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e (n, V) like the logits, which are lost, s (n, 1), and the sum of the losses; the last two in float32 at least.
+    """e (n, V) in place of the logits, s (n, 1), and the sum of the losses; the last two at least float32.
 
-    There may be fewer targets than rows: the rows without one get zeros, and 1 as their sum.
+    There may be fewer targets than rows: rows without one get zeros, and 1 as their sum.
     """
     if loaded() and logits.dtype == BF16 and logits.device.type == "cpu":
         if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
@@ -226,31 +224,27 @@ def exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
     total = sums.new_zeros(())
     size = max(1, AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(targets))
     for rows in (slice(begin, begin + size) for begin in range(0, len(targets), size)):
-        aims = targets[rows]
-        wide = logits[rows][: len(aims)].to(wide_type)
-        most, aimed = wide.amax(-1, keepdim=True), wide.gather(1, aims[:, None])
-        own = sums[rows][: len(aims)]
-        torch.sum(wide.sub_(most).exp_(), -1, keepdim=True, out=own)
-        total += (own.log() + most - aimed).sum()
+        chunk = targets[rows]
+        wide = logits[rows][: len(chunk)].to(wide_type)
+        largest, target_logits = wide.amax(-1, keepdim=True), wide.gather(1, chunk[:, None])
+        chunk_sums = sums[rows][: len(chunk)]
+        torch.sum(wide.sub_(largest).exp_(), -1, keepdim=True, out=chunk_sums)
+        total += (chunk_sums.log() + largest - target_logits).sum()
         if wide.dtype != logits.dtype:
-            logits[rows][: len(aims)] = wide
+            logits[rows][: len(chunk)] = wide
     logits[len(targets) :] = 0
     return logits, sums, total
 
 
-# attention
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def probabilities(scores: Tensor, mask: Tensor) -> Tensor:
-    """softmax(scores + mask) in bf16, of scores (m, K, 128, G, S), which are lost, and the mask (m, 1, 128, 1, c) of
-    the last keys.
+    """softmax(scores + mask) in bf16, of scores (m, K, 128, G, S), which are overwritten, and the mask (m, 1, 128, 1,
+    c) of the last keys.
     """
     if loaded():
         call("probabilities", scores, mask, *scores.shape, mask.shape[-1])
         return scores
     scores[..., scores.shape[-1] - mask.shape[-1] :].add_(mask)
     return torch.softmax(scores, dim=-1)
-
-
-def _probabilities(scores: Tensor, mask: Tensor) -> Tensor:
-    return torch.softmax(scores.float() + mask, dim=-1).to(BF16)
