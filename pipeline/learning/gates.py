@@ -1,24 +1,22 @@
-"""Health gates: cheap checks that stop a run which would produce something wrong, with a sentence that says why.
+"""Health gates: cheap checks that stop a run which would go wrong, and name the likely cause.
 
-Each raises GateError (exit 3) or, where it is only suspicious, says a warning.
-
-Gates of alignment, from fine-tuning to reinforcement: what the first step must show before its update.
-
-Each compares a number with what the mathematics says it must be when nothing has been learnt yet. A miss raises
-GateError (exit 3) and names the gate, what was expected, what was found, and the likely cause.
+Each gate compares a number with the value that the mathematics gives before anything is learned, at the start or in the
+first step before its update. A miss raises GateError (exit 3), with what was expected, what was found and the likely
+cause. What is only suspicious gets a warning. The second part has the gates of fine-tuning and alignment.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline.batches.batch import IGNORED, Tokens
 from pipeline.learning import processes
+from pipeline.model.config import ModelConfig
 from pipeline.run.errors import GateError
 from pipeline.run.tracking import say
+from pipeline.run.types import JsonObject
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -26,7 +24,7 @@ MOST_PASSES = 4
 
 
 def trainable_tokens(num_targets: int, name: str) -> None:
-    """The first batch trains at least one token."""
+    """Raise GateError unless the first batch trains at least one token."""
     if num_targets == 0:
         raise GateError(
             f"{name}: the first batch holds no token to train on; look at the data's trained-on masks, and whether the "
@@ -36,13 +34,13 @@ def trainable_tokens(num_targets: int, name: str) -> None:
 
 @torch.no_grad()
 def causal(model: nn.Module, longest: int = 24) -> None:
-    """Changing the last token leaves every earlier logit bit-equal, for a causal model."""
-    config: Any = getattr(model, "config", None)
+    """Raise GateError if changing the last token changes a bit of an earlier logit of a causal model."""
+    config: ModelConfig | None = getattr(model, "config", None)
     if config is None or config.attention != "causal":
         return
     length = min(longest, config.max_context)
-    where = next(model.parameters()).device
-    ids = (torch.arange(length, device=where) * 37 % config.vocab_size)[None]
+    device = next(model.parameters()).device
+    ids = (torch.arange(length, device=device) * 37 % config.vocab_size)[None]
     other = ids.clone()
     other[0, -1] = (other[0, -1] + 1) % config.vocab_size
     model.train(False)
@@ -56,12 +54,11 @@ def causal(model: nn.Module, longest: int = 24) -> None:
 
 
 def repeated(passes: float, model: nn.Module, name: str) -> None:
-    """Warn when a causal model reads its data more often than pays (Muennighoff et al. 2023, arXiv:2305.16264: up to
-    four times).
+    """Warn when a causal model repeats its data more than four times (Muennighoff et al. 2023, arXiv:2305.16264).
 
     Masked diffusion gains from many more passes (Prabhudesai et al. 2025, arXiv:2507.15857).
     """
-    config: Any = getattr(model, "config", None)
+    config: ModelConfig | None = getattr(model, "config", None)
     if passes > MOST_PASSES and (config is None or config.attention != "bidirectional"):
         say(
             f"warning: {name}: the run reads its data {passes:.1f} times; beyond {MOST_PASSES} times repeated text"
@@ -70,8 +67,8 @@ def repeated(passes: float, model: nn.Module, name: str) -> None:
 
 
 def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
-    """From scratch the first loss is ln V within 0.5; a continued model above ln V has learnt nothing of use here."""
-    config: Any = getattr(model, "config", None)
+    """From scratch the first loss must be ln V within 0.5. A continued model above ln V gets a warning."""
+    config: ModelConfig | None = getattr(model, "config", None)
     if config is None:
         return
     uniform = math.log(config.vocab_size)
@@ -87,7 +84,7 @@ def first_loss(nats: float, model: nn.Module, *, from_scratch: bool) -> None:
 
 
 def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> None:
-    """Each group has a finite, non-zero gradient after the first backward; frozen weights have none."""
+    """Raise GateError unless each group has a finite, non-zero first gradient and frozen weights have none."""
     totals = {}
     for group, parameters in members.items():
         norms = [processes.full(p.grad.norm()) for p in parameters.values() if p.grad is not None]
@@ -109,7 +106,7 @@ def gradients(members: dict[str, dict[str, nn.Parameter]], model: nn.Module) -> 
             raise GateError(f"{name} is frozen but has a gradient; freeze it before the first backward pass")
 
 
-def falling(rows: list[dict[str, Any]], steps: int, name: str) -> None:
+def falling(rows: list[JsonObject], steps: int, name: str) -> None:
     """Warn once, at a tenth of the run, when the loss fell by less than 2 %."""
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     step, loss = losses[-1]
@@ -121,14 +118,14 @@ def falling(rows: list[dict[str, Any]], steps: int, name: str) -> None:
         )
 
 
-# -- first_steps -------------------------------------------------------------------------------------------------------
+# -- fine-tuning and alignment -----------------------------------------------------------------------------------------
 
 
-KL = ("objective/kl", "kl/rollout")  # of the first answers from the reference: PPO's, the group methods'
+KL = ("objective/kl", "kl/rollout")  # divergence of the first answers from the reference: PPO's, the group methods'
 
 
 def value(values: dict[str, float], name: str, expected: float, tolerance: float, cause: str) -> None:
-    """Raise GateError unless a number of the first step is what the mathematics says; `cause` is the likely fault."""
+    """Raise GateError unless a number of the first step has its expected value. `cause` is the likely fault."""
     found = values.get(name)
     if found is None or not abs(found - expected) <= tolerance:
         shown = "nothing" if found is None else f"{found:.8g}"
@@ -138,17 +135,16 @@ def value(values: dict[str, float], name: str, expected: float, tolerance: float
 
 
 def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
-    """Raise GateError unless a batch of conversations trains what the assistant says and the ends of its turns, no
-    more.
+    """Raise GateError unless a batch of conversations trains the assistant's text and the ends of its turns, no more.
 
-    What that is is told from the ids alone, so that the mask is compared with something that made it not.
+    The expected mask is computed from the ids alone, so that the check is independent of the code that made the mask.
     """
     for ids, targets in zip(batch.input_ids.tolist(), batch.targets.tolist(), strict=True):
         following = [*ids[1:], targets[-1] if targets[-1] >= 0 else tokenizer.pad]
-        said = chat.spoken(tokenizer, [ids[0], *following])[1:]
-        if [token if mine else IGNORED for token, mine in zip(following, said, strict=True)] != targets:
+        trained = chat.spoken(tokenizer, [ids[0], *following])[1:]
+        if [token if is_trained else IGNORED for token, is_trained in zip(following, trained, strict=True)] != targets:
             expected = tokenizer.decode(
-                [token for token, mine in zip(following, said, strict=True) if mine], skip_special=False
+                [token for token, is_trained in zip(following, trained, strict=True) if is_trained], skip_special=False
             )
             found = tokenizer.decode([token for token in targets if token >= 0], skip_special=False)
             raise GateError(
@@ -158,7 +154,7 @@ def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
 
 
 def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
-    """A fresh head gives 0 to all, so the ranking loss is ln 2 (less with margins)."""
+    """A check that the first ranking loss is `expected`: a fresh head gives 0 to all, so ln 2 (less with margins)."""
 
     def check(values: dict[str, float]) -> None:
         name = "ranking" if "ranking" in values else "loss"
@@ -167,50 +163,49 @@ def first_reward(expected: float) -> Callable[[dict[str, float]], None]:
     return check
 
 
-# nats by which the sums of a batch's answers may differ on average in half precision; another model is off by more than
-# one
+# nats by which the sums of a batch's answers may differ on average in half precision; another model differs by more
+# than one
 ROUNDED = 0.2
 
 
 def first_dpo(expected: float | None, precision: str, beta: float) -> Callable[[dict[str, float]], None]:
-    """The policy equals its reference: the loss is known, and no answer is preferred (strictly).
+    """A check that the policy equals its reference: the loss is known, and all rewards are 0.
 
-    In half precision a pass that keeps gradients rounds otherwise than one that does not, and an answer's sum has many
-    terms: 0.04 nats were seen in a batch of 16 pairs. Rewards are `beta` times these, and the loss moves by a reward,
-    or by its own size.
+    In half precision a pass that keeps gradients rounds differently from one that does not, and the sum of an answer
+    has many terms: 0.04 nats were measured in a batch of 16 pairs. Rewards are `beta` times these, and the loss differs
+    by a reward, or by its own size.
     """
-    near = 1e-4 if precision == "fp32" else ROUNDED * beta
+    tolerance = 1e-4 if precision == "fp32" else ROUNDED * beta
 
     def check(values: dict[str, float]) -> None:
         if expected is None:
             return
         cause = "policy and reference differ: other weights, dropout, another dtype, or stale precomputed sums"
-        loose = near if precision == "fp32" else near + 0.05 * abs(expected)
-        value(values, "preference" if "preference" in values else "loss", expected, loose, cause)
+        loss_tolerance = tolerance if precision == "fp32" else tolerance + 0.05 * abs(expected)
+        value(values, "preference" if "preference" in values else "loss", expected, loss_tolerance, cause)
         for name in ("rewards/chosen", "rewards/rejected"):
-            value(values, name, 0.0, near, cause)
+            value(values, name, 0.0, tolerance, cause)
 
     return check
 
 
 def first_policy(ratio: str, divergence: str, clipped: str, precision: str) -> Callable[[dict[str, float]], None]:
-    """Nothing has moved since the rollout: ratio 1, no divergence, nothing clipped, sampling agrees with teacher
-    forcing.
+    """A check that nothing has moved since the rollout: ratio 1, no divergence, no clipping, equal log-probabilities.
 
-    The names are those of the method's metrics. In float32 the divergence from the reference is 0 too, where one is
-    loaded.
+    `ratio`, `divergence` and `clipped` are the names of the method's metrics. In float32 the divergence from a
+    reference is 0 too.
     """
-    narrow = precision == "fp32"
+    exact = precision == "fp32"
 
     def check(values: dict[str, float]) -> None:
         cause = "the sampler and the training pass score answers differently: temperature, masks, positions, dropout"
         name = "sampling/sampling_logp_difference/"
-        value(values, name + ("max" if narrow else "mean"), 0.0, 1e-4 if narrow else 2e-2, cause)
-        value(values, ratio, 1.0, 1e-4 if narrow else 5e-2, cause)
-        value(values, divergence, 0.0, 1e-6 if narrow else 1e-2, cause)
-        value(values, clipped, 0.0, 0.0 if narrow else 1e-1, cause)
+        value(values, name + ("max" if exact else "mean"), 0.0, 1e-4 if exact else 2e-2, cause)
+        value(values, ratio, 1.0, 1e-4 if exact else 5e-2, cause)
+        value(values, divergence, 0.0, 1e-6 if exact else 1e-2, cause)
+        value(values, clipped, 0.0, 0.0 if exact else 1e-1, cause)
         for name in KL:  # sampled against teacher-forced, summed over an answer: too coarse a number in half precision
-            if narrow and name in values:
+            if exact and name in values:
                 value(values, name, 0.0, 1e-3, "the reference is not what the policy starts from, or scores otherwise")
 
     return check

@@ -88,13 +88,13 @@ class _NextToken(Function):
         size = max(EVEN_ROWS, MOST_LOGITS // len(table))
         for rows in (slice(start, start + size) for start in range(0, len(states), size)):
             logits, row_targets = torch.mm(states[rows], head.t()), targets[rows]
-            exps, sums, losses = exponentials(logits, row_targets)
+            logits, sums, losses = exponentials(logits, row_targets)  # exp(logits - max), in place
             total += losses
             if grad_states is not None:
-                grad_states[rows] = torch.mm(exps, head).to(wide).div_(sums)
+                grad_states[rows] = torch.mm(logits, head).to(wide).div_(sums)
                 grad_states[rows][: len(row_targets)] -= head.index_select(0, row_targets)
             if needs_head:
-                part = outer(exps, (states[rows] / sums).to(half))
+                part = outer(logits, (states[rows] / sums).to(half))
                 grad_head = part.to(wide) if grad_head is None else grad_head.add_(part)
                 grad_head.index_add_(0, row_targets, states[rows][: len(row_targets)].to(wide), alpha=-1)
         if needs_head and grad_head is None:  # nothing to predict

@@ -1,16 +1,16 @@
-"""Look for a learning rate: `python -m stages.language runtime.find_lr=true`. Trains nothing.
+"""The learning-rate finder: `python -m stages.language runtime.find_lr=true`. It trains nothing.
 
     100 steps, the rates multiplied by factors from 1e-4 to 1e3, geometrically
     (Smith 2017, arXiv:1506.01186; fastai's finder)
 
-The ratios between groups are kept, clipping stays on, and the same 8 batches come in rotation, so that the loss changes
-with the rate and not with the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); at four times
-its least the search ends. Suggested are the rate of the steepest fall (against the logarithm of the rate), the middle
-of the longest valley (fastai's), and a tenth of the rate of the least loss; `breaks_at` is where the loss as it is,
-unsmoothed, began to grow for good: 2 / lambda for plain gradient descent on a quadratic of curvature lambda. Weights
-and moments are put back: a hash proves it.
+The ratios between groups and the clipping stay as configured. The same 8 batches rotate, so that the loss changes with
+the rate and not with the data. The loss is averaged over ranks and smoothed (0.98, bias-corrected); the search ends at
+four times its minimum. Suggestions are the rate of the steepest fall (against the logarithm of the rate), the middle of
+the longest valley (fastai's), and a tenth of the rate of the minimum. `breaks_at` is where the unsmoothed loss began to
+grow for good: 2 / lambda for plain gradient descent on a quadratic of curvature lambda. Weights and moments are
+restored, which a hash verifies.
 
-Not promised: the best rate. One hundred steps say where training breaks; which rate ends lowest takes runs.
+Not promised: the best rate. One hundred steps show where training breaks; which rate ends lowest takes runs.
 """
 
 import csv
@@ -19,11 +19,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from pipeline.learning.processes import local
+from pipeline.learning.protocols import TrainingRun
 from pipeline.run.errors import GateError
 from pipeline.run.tracking import progress, say
 
@@ -41,8 +42,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the search says; rates of the group that has `learning_rate`."""
+class Suggestion:
+    """The result of the search. Rates are those of the group with `learning_rate`."""
 
     trials: list[Trial]
     steepest: float
@@ -51,21 +52,21 @@ class Found:
     breaks_at: float | None  # None: it did not
 
 
-def look(run: Any) -> NoReturn:
-    """Search with a fit.Run that has not begun, write csv, plot and suggestion into the work folder, and exit.
+def look(run: TrainingRun) -> NoReturn:
+    """Search with a run that has not begun. Writes csv, plot and suggestion into the work folder, and exits.
 
     Raises SystemExit(0); GateError when the first loss is not finite.
     """
     if run.rolling:
         raise GateError("runtime.find_lr: a policy makes its own data; use dvc exp run -S with several rates")
     before = fingerprint(run)
-    kept = [p.detach().clone() for p in run.plain.parameters()]
+    weights = [p.detach().clone() for p in run.plain.parameters()]
     try:
         with run.job.stop.heeded():
-            found = search(attempts(run), run.config.learning_rate, run.job.name)
+            result = search(attempts(run), run.config.learning_rate, run.job.name)
     finally:
         with torch.no_grad():
-            for parameter, value in zip(run.plain.parameters(), kept, strict=True):
+            for parameter, value in zip(run.plain.parameters(), weights, strict=True):
                 parameter.copy_(value)
         for optimizer in run.optimizers.optimizers:
             optimizer.state.clear()
@@ -73,15 +74,15 @@ def look(run: Any) -> NoReturn:
     if fingerprint(run) != before:
         raise GateError("the learning-rate finder left another state than it found; this is a defect")
     if run.ranks.rank == 0:
-        write(found, run.job.folder / "find_lr", run.job.stage)
+        write(result, run.job.folder / "find_lr", run.job.stage)
     run.ranks.barrier()
     if run.ranks.world > 1:
         run.ranks.leave()
     raise SystemExit(0)
 
 
-def attempts(run: Any) -> Callable[[int, float], float]:
-    """What `search` calls: one update of the run at a factor of its rates; NaN where loss or norm is not finite."""
+def attempts(run: TrainingRun) -> Callable[[int, float], float]:
+    """The function for `search`: one update of the run at a factor of its rates. NaN where loss or norm is not finite."""
     data = [run.batches(index, index)[1] for index in range(BATCHES)]
 
     def attempt(step: int, factor: float) -> float:
@@ -103,8 +104,8 @@ def attempts(run: Any) -> Callable[[int, float], float]:
     return attempt
 
 
-def search(attempt: Callable[[int, float], float], rate: float, name: str) -> Found:
-    """The steps of the search. `attempt` (step, factor) gives the loss before an update at `factor` times the rates.
+def search(attempt: Callable[[int, float], float], rate: float, name: str) -> Suggestion:
+    """Run the steps of the search. `attempt(step, factor)` returns the loss before an update at `factor` times the rates.
 
     Raises GateError when the loss breaks before ten steps.
     """
@@ -129,60 +130,59 @@ def search(attempt: Callable[[int, float], float], rate: float, name: str) -> Fo
     return suggest(trials, broke=len(trials) < STEPS)
 
 
-def suggest(trials: list[Trial], *, broke: bool) -> Found:
-    """The rules on a curve of losses against rates."""
+def suggest(trials: list[Trial], *, broke: bool) -> Suggestion:
+    """Suggestions from a curve of losses against rates."""
     logs, losses = [math.log(t.rate) for t in trials], [t.loss for t in trials]
     slopes = [(b - a) / (y - x) for a, b, x, y in zip(losses, losses[1:], logs, logs[1:], strict=False)]
-    first, last = longest_fall(losses)
+    first, last = _longest_fall(losses)
     least = min(range(len(losses)), key=losses.__getitem__)
-    return Found(
+    return Suggestion(
         trials=trials,
         steepest=trials[min(range(len(slopes)), key=slopes.__getitem__)].rate,
         valley=trials[(first + last) // 2].rate,
         tenth_of_least=trials[least].rate / 10,
-        breaks_at=turn([t.rate for t in trials], [t.raw for t in trials], broke=broke),
+        breaks_at=_breaking_rate([t.rate for t in trials], [t.raw for t in trials], broke=broke),
     )
 
 
-def turn(rates: list[float], losses: list[float], *, broke: bool) -> float | None:
-    """The rate from which on the loss grew at every step, between two trials: the zero of log(next loss / loss) in
-    log(rate).
+def _breaking_rate(rates: list[float], losses: list[float], *, broke: bool) -> float | None:
+    """The rate between two trials from which the loss grew at every step: the zero of log(next / loss) in log(rate).
 
-    With noise no last stretch grows at every step: then the rate from which on the loss stays above its first value;
+    With noise the loss may not grow at each of the last steps: then the rate from which it stays above its first value;
     None where it does not.
     """
 
-    def growth(at: int) -> float:
-        before, after = losses[at], losses[at + 1]
+    def growth(step: int) -> float:
+        before, after = losses[step], losses[step + 1]
         return math.log(after / before) if min(before, after) > 0 else math.copysign(1.0, after - before)
 
-    at = len(losses) - 2
-    if any(growth(at - back) <= 0 for back in range(3)):
+    step = len(losses) - 2
+    if any(growth(step - back) <= 0 for back in range(3)):
         below = [number for number, loss in enumerate(losses) if loss <= losses[0]][-1]
         return rates[min(below + 1, len(rates) - 1)] if broke or below < len(losses) - 1 else None
-    while at > 0 and growth(at) > 0:
-        at -= 1
-    low, high = growth(at), growth(min(at + 1, len(losses) - 2))
+    while step > 0 and growth(step) > 0:
+        step -= 1
+    low, high = growth(step), growth(min(step + 1, len(losses) - 2))
     if not low < 0 < high:
-        return rates[at]
-    return math.exp(math.log(rates[at]) + math.log(rates[at + 1] / rates[at]) * -low / (high - low))
+        return rates[step]
+    return math.exp(math.log(rates[step]) + math.log(rates[step + 1] / rates[step]) * -low / (high - low))
 
 
-def longest_fall(losses: list[float]) -> tuple[int, int]:
-    """First and last place of the longest falling subsequence (fastai's valley)."""
-    lengths, before = [1] * len(losses), [-1] * len(losses)
+def _longest_fall(losses: list[float]) -> tuple[int, int]:
+    """First and last index of the longest falling subsequence (fastai's valley)."""
+    lengths, previous = [1] * len(losses), [-1] * len(losses)
     for i, loss in enumerate(losses):
         for j in range(i):
             if losses[j] > loss and lengths[j] >= lengths[i]:
-                lengths[i], before[i] = lengths[j] + 1, j
+                lengths[i], previous[i] = lengths[j] + 1, j
     last = max(range(len(losses)), key=lengths.__getitem__)
     first = last
-    while before[first] >= 0:
-        first = before[first]
+    while previous[first] >= 0:
+        first = previous[first]
     return first, last
 
 
-def fingerprint(run: Any) -> str:
+def fingerprint(run: TrainingRun) -> str:
     """A hash of all weights and moments."""
     digest = hashlib.sha256()
     tensors = {**dict(run.plain.named_parameters()), **run.optimizers.state_tensors()}
@@ -192,23 +192,23 @@ def fingerprint(run: Any) -> str:
     return digest.hexdigest()
 
 
-def write(found: Found, folder: Path, stage: str) -> None:
-    """`curve.csv`, `curve.svg` and the suggestion, also to the terminal."""
+def write(result: Suggestion, folder: Path, stage: str) -> None:
+    """Write `curve.csv` and `curve.svg`, and print the suggestion."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "curve.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["learning_rate", "loss", "smoothed"])
-        writer.writerows([f"{t.rate:.6g}", f"{t.raw:.6g}", f"{t.loss:.6g}"] for t in found.trials)
-    plot(found, folder / "curve.svg")
-    ends = f"{found.breaks_at:.2g}" if found.breaks_at else f"above {found.trials[-1].rate:.2g}"
+        writer.writerows([f"{t.rate:.6g}", f"{t.raw:.6g}", f"{t.loss:.6g}"] for t in result.trials)
+    plot(result, folder / "curve.svg")
+    ends = f"{result.breaks_at:.2g}" if result.breaks_at else f"above {result.trials[-1].rate:.2g}"
     say(
-        f"learning rates from {found.trials[0].rate:.2g}: steepest fall at {found.steepest:.2g}, valley"
-        f" {found.valley:.2g}, a tenth of the least {found.tenth_of_least:.2g}, broken at {ends}\n  curve and plot:"
-        f" {folder}\n  params.yaml:\n    {stage}:\n      learning_rate: {found.tenth_of_least:.1e}"
+        f"learning rates from {result.trials[0].rate:.2g}: steepest fall at {result.steepest:.2g}, valley"
+        f" {result.valley:.2g}, a tenth of the least {result.tenth_of_least:.2g}, broken at {ends}\n  curve and plot:"
+        f" {folder}\n  params.yaml:\n    {stage}:\n      learning_rate: {result.tenth_of_least:.1e}"
     )
 
 
-def plot(found: Found, path: Path) -> None:
+def plot(result: Suggestion, path: Path) -> None:
     """Smoothed and raw loss against the rate, with the three suggestions."""
     import matplotlib
 
@@ -216,15 +216,17 @@ def plot(found: Found, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    rates = [t.rate for t in found.trials]
-    axes.plot(rates, [t.raw for t in found.trials], color="#bbbbbb", label="loss")
-    axes.plot(rates, [t.loss for t in found.trials], color="#1f4e8c", label="smoothed")
-    marks = (("steepest", found.steepest), ("valley", found.valley), ("least / 10", found.tenth_of_least))
+    rates = [t.rate for t in result.trials]
+    axes.plot(rates, [t.raw for t in result.trials], color="#bbbbbb", label="loss")
+    axes.plot(rates, [t.loss for t in result.trials], color="#1f4e8c", label="smoothed")
+    marks = (("steepest", result.steepest), ("valley", result.valley), ("least / 10", result.tenth_of_least))
     for (label, rate), style in zip(marks, ("--", "-", ":"), strict=True):
         axes.axvline(rate, color="#b3541e", linestyle=style, label=f"{label}: {rate:.1e}")
-    least, first = min(t.raw for t in found.trials), found.trials[0].raw
+    least, first = min(t.raw for t in result.trials), result.trials[0].raw
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", title="Learning-rate finder")
-    axes.set_ylim(least - 0.1 * abs(first - least), first + 0.6 * abs(first - least))  # what breaks goes out at the top
+    axes.set_ylim(
+        least - 0.1 * abs(first - least), first + 0.6 * abs(first - least)
+    )  # a breaking loss leaves the plot at the top
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)

@@ -81,16 +81,16 @@ def group_of(name: str, parameter: nn.Parameter) -> str:
 
 def groups(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     """group -> {name: parameter} over the trainable parameters, each in exactly one group."""
-    groups: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
+    by_group: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[group_of(name, parameter)][name] = parameter
-    if groups["lora"] or any(getattr(module, "added", False) for module in model.modules()):
+            by_group[group_of(name, parameter)][name] = parameter
+    if by_group["lora"] or any(getattr(module, "added", False) for module in model.modules()):
         for group in ("embedding", "head", "norm_bias", "hidden"):
-            base = {name: p for name, p in groups[group].items() if "lora_" not in name}
-            groups["base"] |= base
-            groups[group] = {name: p for name, p in groups[group].items() if name not in base}
-    return {name: members for name, members in groups.items() if members}
+            base = {name: p for name, p in by_group[group].items() if "lora_" not in name}
+            by_group["base"] |= base
+            by_group[group] = {name: p for name, p in by_group[group].items() if name not in base}
+    return {name: members for name, members in by_group.items() if members}
 
 
 def layer_factor(name: str, *, layers: int, tied: bool, gamma: float) -> float:
@@ -249,8 +249,8 @@ class Optimizers:
         """Load a `state_tensors()`. Raises ValueError for a parameter that is not trained here."""
         by_name = {name: p for members in self.members.values() for name, p in members.items()}
         owner = {id(p): o for o in self.optimizers for g in o.param_groups for p in g["params"]}
-        for path, value in tensors.items():
-            name, _, key = path.rpartition("/")
+        for full_name, value in tensors.items():
+            name, _, key = full_name.rpartition("/")
             if name not in by_name:
                 raise ValueError(f"the optimiser state holds {name!r}, which is not trained here")
             parameter = by_name[name]

@@ -1,14 +1,11 @@
 """Losses of pairs, a better answer against a worse one: Bradley-Terry reward models and the DPO family.
 
 Symbols of the papers: beta scales the log-ratio, u = log pi(y) - log ref(y) of a whole answer, d = u_chosen -
-u_rejected, #c and #r are the answers' token counts. Each pair weighs 1; the loop divides by the number of pairs of the
-whole step.
+u_rejected, #c and #r are the token counts of the answers. Each pair weighs 1; the loop divides by the number of pairs
+of the whole step. `pair_logprobs` gives the log-probabilities of whole answers, as sums over exact token
+log-probabilities.
 
-Not here: the log-probabilities (`scoring.py`). Not promised: losses that need more than two answers of a prompt.
-
-How likely are the two answers of a pair? Sums of exact token log-probabilities, of whole answers.
-
-A file of its own, so that a change here retrains no language model.
+Not promised: losses that need more than two answers to a prompt.
 """
 
 import math
@@ -34,7 +31,7 @@ class PairLogprobs:
 
     chosen: Tensor  # (P,) float32
     rejected: Tensor  # (P,)
-    num_chosen: Tensor  # (P,) tokens, the end of the turn included
+    num_chosen: Tensor  # (P,) tokens, with the end of the turn
     num_rejected: Tensor  # (P,)
     metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # of single tokens, name -> (sum, count)
 
@@ -62,7 +59,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = N
 def with_likelihood(loss: Loss, guessed: Tensor, told: Tensor, *, weight: float) -> Loss:
     """The loss and weight * the squared error of guessed log-probabilities (N,), a mean over the answers' tokens.
 
-    What is told (N,), in nats, counts down to -5: from there on a token is a surprise and no more.
+    The true ones, `told` (N,), are in nats and clamped to at least -5: below that a token is a surprise and no more.
     """
     error = (guessed - told.clamp(min=LEAST_LIKELY)).square().sum()
     return replace(loss, terms=[*loss.terms, Term("likelihood", error, "tokens", weight)])
@@ -75,7 +72,7 @@ def untrained_loss(margins: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PairLoss:
-    """Which loss of the family, and its constants. Raises ValueError for a constant that the loss does not read."""
+    """The loss of the family and its constants. Raises ValueError for a constant that the loss does not use."""
 
     loss: str = "sigmoid"
     """sigmoid, cdpo, robust, ipo, hinge, norm, simpo, apo_zero, apo_down."""
@@ -113,9 +110,7 @@ class PairLoss:
 
     @property
     def at_start(self) -> float | None:
-        """The loss of a policy that equals its reference, without the likelihood term; None where it depends on the
-        data.
-        """
+        """The loss of a policy that equals its reference, without the nll term; None if it depends on the data."""
         if self.loss == "simpo" or self.reference_free:
             return None
         if self.loss == "ipo":
@@ -125,7 +120,7 @@ class PairLoss:
 
 @dataclass(frozen=True)
 class _Ratios:
-    """What the losses read: log-ratios against the reference, and log-probabilities per token."""
+    """The inputs of the losses: log-ratios against the reference, and log-probabilities per token."""
 
     chosen: Tensor  # u_c
     rejected: Tensor  # u_r
@@ -181,12 +176,12 @@ def _simpo(x: _Ratios, c: PairLoss) -> Tensor:
 
 
 def _apo_zero(x: _Ratios, c: PairLoss) -> Tensor:
-    """The chosen answer up, the rejected down (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8)."""
+    """Raises the chosen answer, lowers the rejected (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8)."""
     return 1 - torch.sigmoid(c.beta * x.chosen) + torch.sigmoid(c.beta * x.rejected)
 
 
 def _apo_down(x: _Ratios, c: PairLoss) -> Tensor:
-    """Both down, the rejected further: for a policy better than the chosen answers (the same, eq. 9)."""
+    """Lowers both, the rejected further: for a policy better than the chosen answers (same paper, eq. 9)."""
     return torch.sigmoid(c.beta * x.chosen) + 1 - torch.sigmoid(c.beta * x.difference)
 
 
@@ -204,7 +199,7 @@ LOSSES: dict[str, Callable[[_Ratios, PairLoss], Tensor]] = {
 
 
 def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) -> Loss:
-    """The configured loss of each pair, and TRL's metrics. `reference` is None where the loss does not use one."""
+    """The configured loss over pairs, and TRL's metrics. `reference` is None where the loss does not use one."""
     assert (reference is not None) == config.uses_reference, "a reference is given exactly where the loss reads it"
     zero = torch.zeros_like(policy.chosen)
     chosen = policy.chosen - (reference.chosen if reference else zero)
@@ -235,42 +230,42 @@ def dpo(policy: PairLogprobs, reference: PairLogprobs | None, config: PairLoss) 
     return Loss(terms, metrics | policy.metrics)
 
 
-# -- scoring_pairs -----------------------------------------------------------------------------------------------------
+# -- log-probabilities of pairs ----------------------------------------------------------------------------------------
 
 
 def pair_logprobs(model: nn.Module, batch: Tokens) -> PairLogprobs:
-    """Summed log-probabilities of the answers of P pairs, whose rows are the P chosen, then the P rejected ones.
+    """Log-probabilities of the answers of P pairs, whose rows are the P chosen, then the P rejected ones.
 
-    With TRL's metrics of the single tokens: mean logits of both sides, entropy of both, accuracy over the chosen
-    answers.
+    With TRL's metrics over tokens: mean logits and entropy of both sides, accuracy over the chosen answers.
     """
     logits, targets = trained_logits(model, batch)
     logprobs, entropy = target_logprobs(logits, targets)
     chosen = batch.targets >= 0
-    num = int(chosen.chunk(2)[0].sum())  # tokens of the chosen answers, which stand first
-    still = logits.detach()
-    means, right = still.float().mean(-1), still[:num].argmax(-1) == targets[:num]
+    num = int(chosen.chunk(2)[0].sum())  # tokens of the chosen answers, which come first
+    detached = logits.detach()
+    means, correct = detached.float().mean(-1), detached[:num].argmax(-1) == targets[:num]
     metrics = {
         "logits/chosen": (means[:num].sum(), num),
         "logits/rejected": (means[num:].sum(), len(means) - num),
         "entropy": (entropy.sum(), len(entropy)),
-        "mean_token_accuracy": (right.sum(), num),
+        "mean_token_accuracy": (correct.sum(), num),
     }
     return replace(pairs_of(sum_by_row(logprobs, chosen), chosen), metrics=metrics)
 
 
 def pairs_of(sums: Tensor, chosen: Tensor) -> PairLogprobs:
     """Sums (2P,) of the answers marked by `chosen` (2P, T) as pairs."""
-    (better, worse), (longer, other) = sums.chunk(2), chosen.sum(1).chunk(2)
-    return PairLogprobs(better, worse, longer, other)
+    (better, worse), (num_better, num_worse) = sums.chunk(2), chosen.sum(1).chunk(2)
+    return PairLogprobs(better, worse, num_better, num_worse)
 
 
 @torch.no_grad()
 def reference_sums(model: nn.Module, stream: PairStream, where: torch.device) -> dict[str, np.ndarray]:
-    """Sums (n, 2) of the chosen and rejected answers of each split's pairs, in their order: computed once, the
-    reference goes.
+    """Reference log-probabilities (n, 2) of the chosen and rejected answers of each split, in the order of its pairs.
+
+    Computed once, so that the reference can be released.
     """
-    found = {}
+    sums = {}
     with progress(total=len(stream.train.pairs) + len(stream.val.pairs), desc="reference", unit="pair") as bar:
         for name in ("train", "val"):
             parts = []
@@ -278,5 +273,5 @@ def reference_sums(model: nn.Module, stream: PairStream, where: torch.device) ->
                 pairs = pair_logprobs(model, batch.to(where))
                 parts.append(torch.stack([pairs.chosen, pairs.rejected], 1).cpu().numpy())
                 bar.update(len(parts[-1]))
-            found[name] = np.concatenate(parts)
-    return found
+            sums[name] = np.concatenate(parts)
+    return sums

@@ -4,18 +4,18 @@
     fit(model, ..., phases.begin("adapt"), last=False)      steps 0 .. n of the stage's curve
     fit(model, ..., phases.begin("sft"))                    steps n .. of it
 
-A killed stage resumes in the phase that it was in: a phase that has ended is found ended, and gives the weights that it
-published. The stage's curve holds the phases one after another, their steps counted on, so that they are one run in DVC
-and MLflow. A phase that is given a prefix logs under it (`control/loss`), beside the others.
+A killed stage resumes in its last phase: `fit` loads the final state of a phase that has ended, with the published
+weights. The stage's curve has the phases one after another with continuous steps, so that they are one run in DVC and
+MLflow. A phase with a prefix logs under it (`control/loss`), beside the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from pipeline.run.tracking import Number, Tracker
+from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 
 
@@ -27,7 +27,7 @@ class Phases:
         self._curves: list[PhaseTracker] = []
 
     def begin(self, name: str, *, prefix: str = "") -> Job:
-        """The job of the next phase. The one before must have ended."""
+        """The job of the next phase. The previous one must have ended."""
         offset = self._curves[-1].end if self._curves else 0
         tracker = PhaseTracker(self._job.tracker, name, offset, prefix)
         self._curves.append(tracker)
@@ -38,16 +38,14 @@ class Phases:
 
 
 class PhaseTracker:
-    """A `Tracker` for `fit`: it keeps the phase's own rows, and gives them to the stage's with their steps counted
-    on.
-    """
+    """A `Tracker` for `fit` with the rows of one phase. It adds them to the stage's curve, with the stage's steps."""
 
-    def __init__(self, whole: Tracker, name: str, offset: int, prefix: str) -> None:
-        self._whole, self._name, self._offset, self._prefix = whole, name, offset, prefix
-        self._before = list(whole.rows)  # of the phases before
+    def __init__(self, stage: Tracker, name: str, offset: int, prefix: str) -> None:
+        self._stage, self._name, self._offset, self._prefix = stage, name, offset, prefix
+        self._earlier_rows = list(stage.rows)  # of the phases before
         self.rows: list[dict[str, Number]] = []
-        self._counted = 0  # tokens that the stage's number holds of this phase
-        self.speed: dict[str, Any] = whole.speed.setdefault(name, {})
+        self._reported_tokens = 0  # of this phase, within the stage's number
+        self.speed: JsonObject = stage.speed.setdefault(name, {})
 
     @property
     def end(self) -> int:
@@ -55,50 +53,49 @@ class PhaseTracker:
         return self._offset + int(self.rows[-1]["step"] if self.rows else 0)
 
     def log(self, step: int, values: Mapping[str, Number]) -> None:
-        """As `Tracker.log`, with the phase's own steps."""
+        """As `Tracker.log`, with the steps of the phase."""
         if self.rows and self.rows[-1]["step"] == step:
             self.rows[-1].update(values)
         else:
             self.rows.append({"step": step, **values})
-        self._give()
+        self._update_stage()
 
     def restore(self, rows: list[dict[str, Number]]) -> None:
         """Continue the curve of a resumed state."""
         self.rows = list(rows)
-        self._whole.restore(self._before)
-        self._give()
+        self._stage.restore(self._earlier_rows)
+        self._update_stage()
 
-    def _give(self) -> None:
-        """The stage's curve: the phases before, then this one."""
-        named = [
+    def _update_stage(self) -> None:
+        """Set the stage's curve: the phases before, then this one."""
+        rows: list[dict[str, Number]] = [
             {"step": self._offset + int(row["step"]), "phase": self._name}
             | {self._prefix + name: value for name, value in row.items() if name != "step"}
             for row in self.rows
         ]
-        if self._before and named and named[0]["step"] == self._before[-1]["step"]:  # where the phases meet
-            named[0] = self._before[-1] | {k: v for k, v in named[0].items() if k not in self._before[-1]}
-            self._whole.rows = self._before[:-1] + named
-        else:
-            self._whole.rows = self._before + named
+        earlier = self._earlier_rows
+        if earlier and rows and rows[0]["step"] == earlier[-1]["step"]:  # the step where the phases meet
+            rows[0] = earlier[-1] | {k: v for k, v in rows[0].items() if k not in earlier[-1]}
+            earlier = earlier[:-1]
+        self._stage.rows = earlier + rows
 
-    def report(self, **numbers: Any) -> None:
-        """Final numbers of this phase, under its name; those of phases without a prefix are the stage's headlines too.
+    def report(self, **numbers: object) -> None:
+        """Report final numbers under the name of this phase.
 
-        Of these the last one's best evaluation counts, and the tokens of all.
+        Phases without a prefix also make the stage's headlines: the best evaluation of the last, the tokens of all.
         """
-        own = self._whole.final.setdefault(self._name, {})
+        own = self._stage.final.setdefault(self._name, {})
         own.update(numbers)
         if self._prefix:
             return
-        before = self._whole.final.get("tokens", 0) - self._counted
-        self._counted = int(own.get("tokens", 0))
-        said = {"tokens": before + self._counted} if "tokens" in own else {}
-        self._whole.final |= said | ({"best": own["best"]} if "best" in own else {})
+        others = self._stage.final.get("tokens", 0) - self._reported_tokens
+        self._reported_tokens = int(own.get("tokens", 0))
+        tokens = {"tokens": others + self._reported_tokens} if "tokens" in own else {}
+        self._stage.final |= tokens | ({"best": own["best"]} if "best" in own else {})
 
     def flush(self) -> None:
-        """As the stage's."""
-        self._whole.flush()
+        self._stage.flush()
 
     def back_to(self, step: int) -> None:
-        """As the stage's, from this phase's step."""
-        self._whole.back_to(self._offset + step)
+        """As `Tracker.back_to`, with a step of the phase."""
+        self._stage.back_to(self._offset + step)

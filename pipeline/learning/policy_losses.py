@@ -1,11 +1,10 @@
-"""Policy gradients: PPO with a critic, and the group methods GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++.
+"""Policy gradients: PPO with a critic, and the group methods GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++.
 
 Symbols: l, o, f are log-probabilities of a token under the policy, at rollout time, under the reference (nats, float32,
 all at the sampling temperature); m is 1 where the policy chose the token; A its advantage; rho = exp(l - o). Tensors
 are (B, T) with a mask where order matters (GAE), else (N,): the policy's tokens, row by row.
 
-Not here: sampling (`generation/`), scores (`rl/rewards.py`). Not promised: off-policy data more than one rollout
-old.
+Not here: sampling (`generation/`), scores (`rl/rewards.py`). Not promised: off-policy data more than one rollout old.
 """
 
 import math
@@ -17,10 +16,10 @@ from torch import Tensor
 from pipeline.learning.losses import Loss, Term
 
 LIMIT = 20.0  # of log-ratios before exp, in nats
-MAX_RATIO = 10.0  # a step whose mean ratio is above it is not trained on
+MAX_RATIO = 10.0  # a step with a higher mean ratio makes no update
 
 
-# Kullback-Leibler divergence
+# -- Kullback-Leibler divergence ---------------------------------------------------------------------------------------
 
 
 def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -35,17 +34,15 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def adapted(beta: float, kl: float, *, target: float, num: int, horizon: int) -> float:
-    """The next KL coefficient after `num` episodes whose mean KL is `kl` (Ziegler et al. 2019, arXiv:1909.08593,
-    2.2).
-    """
+    """The next KL coefficient after `num` episodes of mean KL `kl` (Ziegler et al. 2019, arXiv:1909.08593, 2.2)."""
     return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * num / horizon)
 
 
-# advantages
+# -- advantages --------------------------------------------------------------------------------------------------------
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the masked places, unbiased; 0 elsewhere. One value alone stays as it is."""
+    """(x - mean) / sqrt(var + 1e-8) over the masked positions, unbiased; 0 elsewhere. A single value is unchanged."""
     chosen = values[mask]
     if len(chosen) < 2:
         return values * mask
@@ -55,16 +52,16 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def ppo_rewards(old: Tensor, reference: Tensor, mask: Tensor, scores: Tensor, beta: float) -> Tensor:
-    """-beta * (o - f) at each policy token, the score added at the last one. (B, T), scores (B,)."""
+    """-beta * (o - f) at each policy token, plus the score at the last one: (B, T), with scores (B,)."""
     rewards = -beta * (old - reference) * mask
     column = torch.arange(mask.shape[1], device=mask.device)
     last = (column * mask).amax(1)  # (B,)
-    some = mask.any(1)
-    return rewards + (column == last[:, None]) * (scores * some)[:, None]
+    nonempty = mask.any(1)
+    return rewards + (column == last[:, None]) * (scores * nonempty)[:, None]
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T), 0 where the mask is; masked tokens are passed over as if they were not there.
+    """Advantages and returns (B, T), 0 where the mask is 0. Tokens outside the mask are skipped, as if absent.
 
     Schulman et al. 2015 (arXiv:1506.02438), eq. 16: delta = r + gamma V+ - V; A = delta + gamma lam A+.
     """
@@ -74,9 +71,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     for t in range(rewards.shape[1] - 1, -1, -1):
         m = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        here = delta + gamma * lam * next_advantage
-        advantages[:, t] = here * m
-        next_advantage = torch.where(m, here, next_advantage)
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = advantage * m
+        next_advantage = torch.where(m, advantage, next_advantage)
         next_value = torch.where(m, values[:, t], next_value)
     return advantages, (advantages + values) * mask
 
@@ -85,12 +82,12 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
     """R - mean of the group, over its standard deviation (unbiased) + 1e-4 where `scaled`. (P, G) -> (P, G).
 
     Shao et al. 2024 (GRPO, arXiv:2402.03300), eq. 3; unscaled: Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783). Answers
-    that are not `valid` (P, G) get 0 and leave mean and deviation.
+    that are not `valid` (P, G) get 0 and do not enter mean and deviation.
     """
     num = valid.sum(1, keepdim=True)
-    kept = rewards.where(valid, 0.0)
-    mean = kept.sum(1, keepdim=True) / num.clamp(min=1)
-    centred = (kept - mean).where(valid, 0.0)
+    known = rewards.where(valid, 0.0)
+    mean = known.sum(1, keepdim=True) / num.clamp(min=1)
+    centred = (known - mean).where(valid, 0.0)
     if not scaled:
         return centred
     deviation = (centred.square().sum(1, keepdim=True) / (num - 1).clamp(min=1)).sqrt()
@@ -100,22 +97,20 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, scaled: bool) -> Tensor:
 def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
     """R - mean of the group's others (Ahmadian et al. 2024, RLOO, arXiv:2402.14740, eq. 10). (P, G) -> (P, G).
 
-    Answers that are not `valid` get 0 and count for nobody; so does one without others.
+    Answers that are not `valid` get 0 and enter no mean. So does a valid one without others.
     """
     num = valid.sum(1, keepdim=True)
-    kept = rewards.where(valid, 0.0)
-    others = (kept.sum(1, keepdim=True) - kept) / (num - 1).clamp(min=1)
-    return (kept - others).where(valid & (num > 1), 0.0)
+    known = rewards.where(valid, 0.0)
+    others = (known.sum(1, keepdim=True) - known) / (num - 1).clamp(min=1)
+    return (known - others).where(valid & (num > 1), 0.0)
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the rewards from each policy token to the end, 0 where the mask is (Hu 2025, REINFORCE++,
-    arXiv:2501.03262).
-    """
+    """Sum of rewards from each policy token to the end, 0 outside the mask (Hu 2025, REINFORCE++, arXiv:2501.03262)."""
     return (rewards * mask).flip(1).cumsum(1).flip(1) * mask
 
 
-# losses
+# -- losses ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,8 +129,8 @@ def surrogate(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> 
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """0.5 * max((V - R)^2, (V clipped around its old self - R)^2), and where the clipped one is larger; elementwise."""
-    near = values.clamp(old - clip, old + clip)  # bit-equal inside, so rounding counts nothing as clipped
+    """0.5 * max((V - R)^2, (V clipped around its old value - R)^2), and where the second is larger; elementwise."""
+    near = values.clamp(old - clip, old + clip)  # bit-equal inside the range, so rounding never counts as clipped
     free, bound = (values - returns).square(), (near - returns).square()
     return 0.5 * torch.maximum(free, bound), bound > free
 
@@ -156,14 +151,14 @@ def ppo(
     """PPO's loss over the policy's tokens, all (N,): clipped policy term + `value_weight` * clipped value term."""
     policy, ratio = surrogate(logprobs, old, advantages, clip)
     value, value_clipped = value_loss(values, old_values, returns, value_clip)
-    num, still = len(ratio), ratio.detach()
+    num, detached = len(ratio), ratio.detach()
     metrics = {
         "policy/approxkl_avg": (0.5 * (logprobs.detach() - old).square().sum(), num),
-        "policy/clipfrac_avg": ((policy.detach() > -advantages * still).sum(), num),
+        "policy/clipfrac_avg": ((policy.detach() > -advantages * detached).sum(), num),
         "policy/entropy_avg": (entropy.sum(), num),
         "val/clipfrac_avg": (value_clipped.sum(), num),
-        "val/ratio": (still.sum(), num),
-        "val/ratio_var": ((still - 1).square().sum(), num),
+        "val/ratio": (detached.sum(), num),
+        "val/ratio_var": ((detached - 1).square().sum(), num),
     }
     terms = [Term("loss/policy_avg", policy.sum()), Term("loss/value_avg", value.sum(), "tokens", value_weight)]
     return Loss(terms, metrics, limits={"val/ratio": MAX_RATIO})
@@ -171,7 +166,7 @@ def ppo(
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMethod:
-    """What tells the group methods apart (alignment spec, section 6)."""
+    """The differences between the group methods."""
 
     advantage: str  # scaled, centred, others, to_go
     # sequences: own length, then sequences; max_tokens; tokens; ratio, mean_ratio: one ratio a sequence, of the whole
@@ -218,21 +213,21 @@ def group_policy(
     method: GroupMethod,
     max_tokens: int,
 ) -> Loss:
-    """The loss of a group method over the policy's tokens (N,); `row_of` (N,) says whose of `num_rows` answers each is.
+    """The loss of a group method over the policy's tokens (N,); `row_of` (N,) is the answer of each, of `num_rows`.
 
-    `reference` is f where the method's KL is in the loss, else None. The sums stand by their counts, so a batch may be
-    cut anywhere between answers.
+    `reference` is f where the method's KL is in the loss, else None. Each sum goes with its count, so a batch may be
+    split anywhere between answers.
     """
     num = len(logprobs)
     lengths = torch.bincount(row_of, minlength=num_rows)
     if method.normaliser in ("ratio", "mean_ratio"):  # one ratio and one advantage a sequence
-        zero, some = old.new_zeros(num_rows), lengths > 0  # a row of padding is no sequence
-        whole, before, first = (zero.index_add(0, row_of, x)[some] for x in (logprobs, old, advantages))
-        first = first / lengths[some]
+        zero, nonempty = old.new_zeros(num_rows), lengths > 0  # a row of padding is no sequence
+        new_sums, old_sums, advantage = (zero.index_add(0, row_of, x)[nonempty] for x in (logprobs, old, advantages))
+        advantage = advantage / lengths[nonempty]
         if method.normaliser == "mean_ratio":
-            whole, before = whole / lengths[some], before / lengths[some]
-        loss, ratio = surrogate(whole, before, first, method.clip)
-        weight, signs = torch.ones_like(loss), first
+            new_sums, old_sums = new_sums / lengths[nonempty], old_sums / lengths[nonempty]
+        loss, ratio = surrogate(new_sums, old_sums, advantage, method.clip)
+        weight, signs = torch.ones_like(loss), advantage
     else:
         loss, ratio = surrogate(logprobs, old, advantages, method.clip)
         weight, signs = torch.ones_like(loss), advantages
@@ -254,7 +249,7 @@ def group_policy(
 
 
 def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[Tensor, int]]:
-    """Shares of elements where the clip holds the update back, and the mean ratio."""
+    """Shares of elements whose update the clip stops, and the mean ratio."""
     low = (ratio < 1 - clip.low) & (signs < 0)
     high = (ratio > 1 + clip.high) & (signs > 0)
     num = len(ratio)
@@ -268,21 +263,16 @@ def _clip_metrics(ratio: Tensor, signs: Tensor, clip: Clip) -> dict[str, tuple[T
 
 
 def with_agreement(loss: Loss, logprobs: Tensor, old: Tensor) -> Loss:
-    """The loss with the difference between teacher forcing and sampling, where the policy has not moved since it
-    sampled.
-    """
+    """The loss with metrics of teacher forcing against sampling, for a policy that has not moved since it sampled."""
     difference = (logprobs.detach() - old).abs()
     name = "sampling/sampling_logp_difference"
     metrics = loss.metrics | {f"{name}/mean": (difference.sum(), len(difference))}
-    extremes = {
-        f"{name}/max": difference.max() if len(difference) else difference.sum()
-    }  # a process may hold padding alone
+    # a process may have nothing but padding
+    extremes = {f"{name}/max": difference.max() if len(difference) else difference.sum()}
     return replace(loss, metrics=metrics, extremes=loss.extremes | extremes)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - mean (R - V)^2 / Var(R), so a critic that is off by a constant explains less; 0 where all returns are
-    equal.
-    """
+    """1 - mean (R - V)^2 / Var(R), so a constant error of the critic explains less; 0 where all returns are equal."""
     spread = float(returns.var()) if len(returns) > 1 else 0.0
     return 1 - float((returns - values).square().mean()) / spread if spread > 0 and math.isfinite(spread) else 0.0

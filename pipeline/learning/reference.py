@@ -1,21 +1,18 @@
-"""A policy to be trained and the reference that it starts from: a frozen copy, or the policy with its adapter off.
+"""A policy to train and its reference: a frozen copy of the start, or the policy with its adapter off.
 
     start = begin(base, adapter, seed)      start.policy trains, start.reference never moves
-    finish(start)                           the reference is as it was; an adapter is merged under its gate
+    finish(start)                           checks that the reference is unchanged, and merges an adapter under its gate
 
-The copy is made in memory from the weights that were loaded, never read again by name, and stored as `frozen.py` says.
+The copy is made in memory from the loaded weights, and never read again by name.
+
+Frozen models (the reference, the reward model) are stored in bf16 where that changes no output: under bf16 autocast
+every pass rounds the weight of a linear layer to bf16 anyhow. So on a GPU with bf16 passes these layers take 2 bytes
+instead of 4. Weights that autocast does not round stay float32: embeddings (they are looked up, also where the head is
+tied to them), norms, the reward's row. A narrowed model runs under that autocast only. The base below an adapter is not
+narrowed: the health gates and the evaluation of pairs run it without autocast, and the published model is the base plus
+its update, so the rounding would be in every published model.
+
 Not promised: that a copy fits beside the policy; with an adapter there is none.
-
-How the weights of models that only compute are stored: the reference of preference and reinforcement learning, the
-reward model.
-
-Under bf16 autocast a linear layer's weight is rounded to bf16 in every pass anyhow. Where that is so on a GPU, these
-layers are stored rounded, 2 bytes for 4, and every output keeps its bits. What autocast does not round stays float32:
-embeddings (they are looked up, also where the head is tied to them), norms, the reward's row. A narrowed model runs
-under that autocast only.
-
-Not narrowed: the base below an adapter. The health gates and the evaluation of pairs run it without autocast, and what
-is published is the base plus its update: rounding it would be in every model that leaves the stage.
 """
 
 import copy
@@ -30,6 +27,7 @@ from torch import nn
 
 from pipeline.learning import gates
 from pipeline.model import checkpoint, lora
+from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
@@ -38,61 +36,36 @@ from pipeline.run.errors import ConfigError
 from pipeline.text.tokenizer import Tokenizer
 
 Model = TypeVar("Model", bound=nn.Module)
-KEPT = "score"  # of the reward model: computed in float32 also under autocast
-
-
-def narrows(kind: str, precision: str) -> bool:
-    """Whether frozen linear layers are stored in bf16: on a GPU whose passes are. On a CPU memory is seldom what is
-    short.
-    """
-    return kind == "cuda" and precision == "bf16"
-
-
-def narrowed(model: Model, hardware: Hardware) -> Model:
-    """The model itself, frozen, its linear layers in bf16 where `narrows` says so."""
-    model.requires_grad_(False)
-    return narrow(model) if narrows(hardware.device.type, hardware.precision) else model
-
-
-def narrow(model: Model) -> Model:
-    """The model itself, with the weights (and biases) of its linear layers in bf16."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] != KEPT:
-            layer.to(torch.bfloat16)
-    return model
-
-
-# -- reference ---------------------------------------------------------------------------------------------------------
-
-
-GATE_TOKENS = 32  # of each row that the merge gate looks at
+UNROUNDED = "score"  # the reward model's row: computed in float32 also under autocast
+GATE_TOKENS = 32  # of each row of the merge gate
 
 
 class Reference:
-    """The frozen weights. `model()` gives something to run them with, `release()` lets them go.
+    """The frozen weights of the start. `model()` is a context that runs them, `release()` frees them.
 
-    `parked`: between uses they lie in the machine's memory, not on the device (where training itself reads no
-    reference).
+    `parked`: between uses they lie in the machine's memory, not on the device (for training that reads no reference).
     """
 
     def __init__(self, policy: Transformer, *, adapted: bool, hardware: device.Hardware | None = None) -> None:
-        """`hardware`: what runs it, always in its autocast; None: the copy has the policy's dtype whatever runs it."""
+        """`hardware` runs the reference, always in its autocast. None: the copy keeps the policy's dtype."""
         self.adapted, self.parked = adapted, False
-        self._held: Transformer | None = policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
-        self.digest = self._stored = self._now()  # of the weights that were loaded, on any hardware
+        self._weights: Transformer | None = (
+            policy if adapted else copy.deepcopy(policy).train(False).requires_grad_(False)
+        )
+        self.digest = self._stored_digest = self._compute_digest()  # of the loaded weights, equal on any hardware
         if hardware is not None and not adapted:
             narrowed(self._model, hardware)
-            self._stored = self._now()
+            self._stored_digest = self._compute_digest()
 
     @property
     def _model(self) -> Transformer:
-        assert self._held is not None, "the reference was released"
-        return self._held
+        assert self._weights is not None, "the reference was released"
+        return self._weights
 
     @contextmanager
-    def model(self, where: torch.device | None = None) -> Iterator[Transformer]:
+    def model(self, device: torch.device | None = None) -> Iterator[Transformer]:
         """The reference in evaluation mode, without gradients, on a device."""
-        model = self._model if where is None or self.adapted else self._model.to(where)
+        model = self._model if device is None or self.adapted else self._model.to(device)
         was_training = model.training
         model.train(False)
         with torch.no_grad(), lora.disabled(model):
@@ -102,18 +75,17 @@ class Reference:
             model.to("cpu")
 
     def release(self) -> None:
-        """Check it a last time and free its copy: all that was wanted of it is known. Raises GateError."""
+        """Check the weights a last time and free the copy. Raises GateError."""
         self.check()
         if not self.adapted:
-            self._held = None
+            self._weights = None
 
     def check(self) -> None:
-        """Raise GateError when its weights are not those of the start."""
-        if self._held is None:
-            return
-        gates.unmoved(self._stored, self._now(), "the reference")
+        """Raise GateError when the weights have changed since the start."""
+        if self._weights is not None:
+            gates.unmoved(self._stored_digest, self._compute_digest(), "the reference")
 
-    def _now(self) -> str:
+    def _compute_digest(self) -> str:
         if not self.adapted:
             return checkpoint.weights_digest(self._model)
         return checkpoint.weights_digest(self._model, leave_out="lora_")
@@ -121,7 +93,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Start:
-    """What a stage of preference or reinforcement learning begins with."""
+    """The models at the start of preference or reinforcement learning."""
 
     policy: Transformer
     tokenizer: Tokenizer
@@ -130,7 +102,7 @@ class Start:
 
 
 def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device.Hardware | None = None) -> Start:
-    """Load a policy, attach its adapter if there is to be one, and freeze the reference, as `hardware` runs it.
+    """Load a policy, attach the adapter if there is one, and freeze the reference for `hardware`.
 
     Raises ModelError, ConfigError.
     """
@@ -146,7 +118,7 @@ def begin(base: Path, adapter: AdapterConfig | None, seed: int, hardware: device
 
 
 def finish(start: Start) -> dict[str, float | str]:
-    """Check the reference, merge the adapter; what is to be reported. Raises GateError."""
+    """Check the reference and merge the adapter. Returns numbers to report. Raises GateError."""
     start.reference.check()
     report: dict[str, float | str] = {"reference": start.reference.digest[:16]}
     if start.adapter is not None:
@@ -156,7 +128,7 @@ def finish(start: Start) -> dict[str, float | str]:
 
 
 def gate_rows(model: nn.Module) -> torch.Tensor:
-    """Rows of ids for the merge gate, (64, T), on the model's device."""
+    """Random ids for the merge gate, (64, T), on the model's device."""
     config: object = model.config
     drawn = torch.randint(
         config.vocab_size,  # type: ignore[attr-defined]
@@ -164,3 +136,25 @@ def gate_rows(model: nn.Module) -> torch.Tensor:
         generator=device.generator("merge gate"),
     )
     return drawn.to(next(model.parameters()).device)
+
+
+# -- storage of frozen weights -----------------------------------------------------------------------------------------
+
+
+def narrows(kind: str, precision: str) -> bool:
+    """Whether frozen linear layers are stored in bf16: on a GPU with bf16 passes. On a CPU memory is seldom short."""
+    return kind == "cuda" and precision == "bf16"
+
+
+def narrowed(model: Model, hardware: Hardware) -> Model:
+    """Freeze the model in place, with its linear layers in bf16 where `narrows` allows it. Returns the model."""
+    model.requires_grad_(False)
+    return narrow(model) if narrows(hardware.device.type, hardware.precision) else model
+
+
+def narrow(model: Model) -> Model:
+    """Convert the linear layers of a model in place to bf16, weights and biases. Returns the model."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] != UNROUNDED:
+            layer.to(torch.bfloat16)
+    return model

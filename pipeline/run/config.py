@@ -41,7 +41,7 @@ from pipeline.run.types import JsonObject
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 GROUPS = ("model", "scale", "data")
 SEEDS = ("seed", "data_seed")  # of training; of the data and the measurements
 TOP_KEYS = (*SEEDS, *GROUPS, "runtime")
@@ -346,7 +346,7 @@ def build(kind: type[T], values: dict[str, Value], where: str, settings: Setting
             valid = listing(known) or "(none)"
             raise ConfigError(f"{value.origin}: {where}: unknown key {key!r}{suggest(key, known)}; valid keys: {valid}")
     arguments: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for field in dataclasses.fields(kind):
         source = field.metadata.get("from")
         if source is not None:
             assert settings is not None, f"{where}.{field.name}: group and block fields belong to a stage's Params"

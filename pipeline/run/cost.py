@@ -92,7 +92,7 @@ class Usage:
             "seconds": time.monotonic() - self.began,
             "cpu_seconds": self._cpu - self._cpu_start,
             "tries": 1.0,
-            "host_memory_gb": max(self._peak, peak_memory()) / 1e9,
+            "host_memory_gb": max(self._peak, own_peak_memory()) / 1e9,
             "joules": self._joules,
             "gpu_seconds": self._busy,
         }
@@ -129,7 +129,7 @@ def proportional_memory(process: psutil.Process) -> int:
     return process.memory_info().rss
 
 
-def peak_memory() -> int:
+def own_peak_memory() -> int:
     """This process's own peak of resident memory, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -16,15 +16,20 @@ import functools
 import hashlib
 import os
 import platform
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from pipeline.run.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+
+ASKED = "STAGECOACH_DEVICE"  # `runtime.device` of this process and its children
+TOP_PAD = 64 << 20  # bytes by which the heap grows beyond a request
+# Dense bf16 FLOP/s of tensor cores, from NVIDIA's data sheets (SXM modules; without sparsity).
+DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 
 
 def stable_hash(*parts: int | str) -> int:
@@ -36,86 +41,85 @@ def stable_hash(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """A CPU generator seeded by the parts, so that what it draws is a function of their values alone."""
+    """A CPU generator seeded by the parts, so that its draws are a function of their values alone."""
     import torch
 
     return torch.Generator().manual_seed(stable_hash(*parts) % 2**63)
 
 
 def seed_step(seed: int, step: int, micro: int, rank: int) -> None:
-    """Seed the global generators for one micro-batch (dropout): no generator state outlives a step, none is saved."""
+    """Seed the global generators for one micro-batch (dropout): no state of them outlives a step, none is saved."""
     import torch
 
     torch.manual_seed(stable_hash("step", seed, step, micro, rank) % 2**63)
 
 
 def rank() -> int:
-    """This process's rank among the workers of a stage; 0 when there is one."""
+    """This process's rank among the processes of a stage; 0 if there is one."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """How many processes work on this stage."""
+    """The number of processes of this stage."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def num_gpus() -> int:
-    """CUDA devices of this machine."""
+    """The number of CUDA devices that may be used."""
     import torch
 
-    return torch.cuda.device_count() if asked() in ("auto", "cuda") else 0
+    return torch.cuda.device_count() if requested_kind() in ("auto", "cuda") else 0
 
 
-ASKED = "STAGECOACH_DEVICE"  # `runtime.device` of this process and those below it
-
-
-def ask(kind: str) -> None:
-    """Have this process, and those that it starts, compute on `kind`: auto, cpu, cuda or mps."""
+def request_kind(kind: str) -> None:
+    """Have this process and its children compute on `kind`: auto, cpu, cuda or mps."""
     os.environ[ASKED] = kind
 
 
-def asked() -> str:
-    """What `ask` was told, here or in the process that started this one."""
+def requested_kind() -> str:
+    """The kind that `request_kind` set, here or in a parent process."""
     return os.environ.get(ASKED, "auto")
 
 
-def kind() -> str:
-    """The type of the device to compute on: cuda, mps or cpu. Raises ConfigError for one that this machine lacks."""
+def device_kind() -> str:
+    """The kind of device to compute on: cuda, mps or cpu. Raises ConfigError if this machine lacks it."""
     import torch
 
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if asked() == "auto":
-        return "cuda" if found["cuda"] else "cpu"
-    if not found.get(asked(), False):
-        here = ", ".join(name for name, there in found.items() if there)
-        raise ConfigError(f"runtime.device: expected one of this machine's devices ({here}) or auto, got {asked()!r}")
-    return asked()
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if requested_kind() == "auto":
+        return "cuda" if available["cuda"] else "cpu"
+    if not available.get(requested_kind(), False):
+        devices = ", ".join(name for name, is_available in available.items() if is_available)
+        raise ConfigError(
+            f"runtime.device: expected one of this machine's devices ({devices}) or auto, got {requested_kind()!r}"
+        )
+    return requested_kind()
 
 
-def lost_peer(error: RuntimeError) -> bool:
+def is_lost_peer(error: RuntimeError) -> bool:
     """Whether a collective failed because another process of this run is gone."""
     import torch.distributed as dist
 
-    told = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
-    return world_size() > 1 and (isinstance(error, dist.DistError) or any(text in str(error) for text in told))
+    messages = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
+    return world_size() > 1 and (isinstance(error, dist.DistError) or any(text in str(error) for text in messages))
 
 
-def workers(asked: int | str) -> int:
-    """Worker processes for data preparation: what the runtime block asks, else one per usable core."""
-    if asked == "auto":
+def workers(setting: int | str) -> int:
+    """Worker processes for data preparation: `runtime.workers`, or one per usable core for `auto`."""
+    if setting == "auto":
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(asked))
+    return max(1, int(setting))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What was chosen for a stage that trains or generates."""
+    """Device, precision and threads of a stage that trains or generates."""
 
     device: torch.device
     precision: str  # "fp32", "bf16", "fp16": the dtype of autocast; weights stay fp32
     threads: int
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The context for a forward pass in `precision`; a null context for fp32."""
         import torch
 
@@ -124,12 +128,9 @@ class Hardware:
         return torch.autocast(self.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision])
 
 
-TOP_PAD = 64 << 20  # bytes by which the heap grows beyond what is asked
-
-
 @functools.cache
 def keep_freed_memory() -> None:
-    """Tell glibc not to give large blocks back to the system: the 33 MB of logits would be mapped afresh every step."""
+    """Keep glibc from returning large blocks to the system: else the 33 MB of logits are mapped afresh every step."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
@@ -138,17 +139,17 @@ def keep_freed_memory() -> None:
 
 
 def hardware(precision: str = "auto") -> Hardware:
-    """Choose device and precision (`auto`: CUDA bf16 or fp16; CPU bf16 only where the CPU computes in it, else
-    fp32).
+    """Device and precision of this process. `auto`: on CUDA bf16 or fp16; on a CPU bf16 if it has bf16 instructions,
+    else fp32.
     """
     import torch
 
     keep_freed_memory()
-    if kind() == "cuda":
+    if device_kind() == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         best = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
         torch.set_float32_matmul_precision("high")
-    elif kind() == "mps":
+    elif device_kind() == "mps":
         device, best = torch.device("mps"), "fp32"
     else:
         device, best = torch.device("cpu"), "bf16" if has_fast_bf16() else "fp32"
@@ -169,33 +170,31 @@ def has_fast_bf16() -> bool:
 
 
 def accelerator(precision: str, folder: str) -> Accelerator:
-    """Accelerate with everything that could change the mathematics switched off (specs: process groups and
-    wrapping).
-    """
+    """Accelerate, with everything that could change the mathematics switched off."""
     from accelerate import Accelerator
 
-    chosen = hardware(precision)
-    mixed = "no" if chosen.precision == "fp32" else chosen.precision
-    return Accelerator(mixed_precision=mixed, cpu=chosen.device.type == "cpu", project_dir=folder, log_with=None)
+    config = hardware(precision)
+    mixed = "no" if config.precision == "fp32" else config.precision
+    return Accelerator(mixed_precision=mixed, cpu=config.device.type == "cpu", project_dir=folder, log_with=None)
 
 
 def describe(precision: str = "auto") -> dict[str, str]:
-    """Versions and device for the tracker: facts about the run that never enter an out."""
+    """Versions and device, for the tracker: facts about the run that never enter an out."""
     import torch
 
-    chosen = hardware(precision)
-    name = torch.cuda.get_device_name() if chosen.device.type == "cuda" else cpu_name()
+    config = hardware(precision)
+    name = torch.cuda.get_device_name() if config.device.type == "cuda" else cpu_name()
     return {
-        "device": f"{name} ({chosen.device.type})",
-        "precision": chosen.precision,
-        "threads": str(chosen.threads),
+        "device": f"{name} ({config.device.type})",
+        "precision": config.precision,
+        "threads": str(config.threads),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name according to the system."""
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
         for line in file:
             if line.startswith("model name"):
@@ -203,12 +202,8 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-# Dense bf16 FLOP/s of tensor cores, from NVIDIA's data sheets (SXM modules; without sparsity).
-DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
-
-
 def data_sheet_flops(where: torch.device) -> float | None:
-    """What the maker says the device computes in bf16, FLOP/s; None where it is not in DATA_SHEET."""
+    """The device's bf16 FLOP/s according to its manufacturer; None if it is not in DATA_SHEET."""
     import torch
 
     if where.type != "cuda":
@@ -218,29 +213,36 @@ def data_sheet_flops(where: torch.device) -> float | None:
 
 
 def gpu_utilisation(where: torch.device) -> float | None:
-    """The share of the last second in which a GPU worked, by its driver; None on a CPU or without nvidia-ml-py."""
+    """The share of the last second in which a GPU was busy; None on a CPU, or without nvidia-ml-py."""
     import torch
 
     if where.type != "cuda":
         return None
     try:
         return torch.cuda.utilization(where) / 100
-    except (ModuleNotFoundError, RuntimeError):  # the extra `gpu` is not installed, or the driver does not tell
+    except (ModuleNotFoundError, RuntimeError):  # the extra `gpu` is not installed, or the driver does not report it
         return None
 
 
-def pins(asked: bool | str, where: torch.device) -> bool:
-    """Whether batches go through page-locked memory. Raises ConfigError where it is asked for without a GPU."""
-    if asked is True and where.type != "cuda":
+def pins(setting: bool | str, where: torch.device) -> bool:
+    """Whether batches go through page-locked memory. Raises ConfigError for `true` without a GPU."""
+    if setting is True and where.type != "cuda":
         raise ConfigError(f"runtime.pin_memory: true needs a CUDA device, this run is on {where.type}; set it to auto")
-    return where.type == "cuda" and asked is not False
+    return where.type == "cuda" and setting is not False
 
 
-def move(batch: Any, where: torch.device, *, pin: bool) -> Any:
-    """A batch (a dataclass of tensors with `to`) on the device; through page-locked memory the copy does not wait."""
+class Movable(Protocol):
+    """A batch: a dataclass of tensors."""
+
+    def to(self, device: torch.device) -> Movable: ...
+
+
+def move(batch: Movable, where: torch.device, *, pin: bool) -> Movable:
+    """A batch on the device. With `pin` it goes through page-locked memory, and the copy is asynchronous."""
     import torch
 
     if pin:
+        assert is_dataclass(batch) and not isinstance(batch, type)
         locked = {
             f.name: v.pin_memory() for f in fields(batch) if isinstance(v := getattr(batch, f.name), torch.Tensor)
         }
@@ -249,7 +251,7 @@ def move(batch: Any, where: torch.device, *, pin: bool) -> Any:
 
 
 def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -> float:
-    """Measured speed of a square matrix product in GFLOP/s: the yardstick beside every reported time."""
+    """Measured speed of a square matrix product in GFLOP/s: the yardstick for every reported time."""
     import time
 
     import torch
@@ -268,7 +270,7 @@ def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -
 
 
 def total_memory(where: torch.device) -> int:
-    """Bytes of the device's or the cgroup's memory: the total, not what is free, so that equal runs choose alike."""
+    """Bytes of the device's or the cgroup's memory: the total, not the free part, so that equal runs choose alike."""
     import psutil
     import torch
 
@@ -282,7 +284,7 @@ def total_memory(where: torch.device) -> int:
 
 
 def peak_memory(where: torch.device) -> int:
-    """The most bytes this process has held: allocated on the GPU, resident on a CPU."""
+    """This process's peak of memory, bytes: allocated on the GPU, resident on a CPU."""
     import resource
 
     import torch
@@ -293,14 +295,14 @@ def peak_memory(where: torch.device) -> int:
 
 
 def held_memory(where: torch.device) -> int:
-    """Bytes of tensors that this process has on a GPU now; 0 on a CPU, where nobody counts them."""
+    """Bytes of this process's tensors on a GPU; 0 on a CPU, where torch does not count them."""
     import torch
 
     return torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
 
 
 def give_back(where: torch.device) -> None:
-    """Give what the allocator keeps of a GPU's memory back, after a try that needed too much of it in other pieces."""
+    """Release the GPU memory that the allocator caches, after an attempt that needed too much, in other block sizes."""
     import gc
 
     import torch
@@ -311,11 +313,11 @@ def give_back(where: torch.device) -> None:
 
 
 def need_memory(num_bytes: int, what: str) -> None:
-    """Raise ConfigError for more than this machine has in all; `what` takes it."""
+    """Raise ConfigError if `what` needs more memory than this machine has in total."""
     import psutil
 
-    room = psutil.virtual_memory().total + psutil.swap_memory().total
-    if num_bytes > room:
+    total = psutil.virtual_memory().total + psutil.swap_memory().total
+    if num_bytes > total:
         raise ConfigError(
-            f"{what}: {num_bytes / 1e9:,.1f} GB needed, this machine has {room / 1e9:,.1f} GB; take a smaller model"
+            f"{what}: {num_bytes / 1e9:,.1f} GB needed, this machine has {total / 1e9:,.1f} GB; take a smaller model"
         )

@@ -1,14 +1,14 @@
-"""The errors that a person can do something about, and the exit code each one becomes.
+"""The errors that a person can act on, and the exit code of each.
 
     StagecoachError                 exit 1
-    ├── InputError (ValueError)     exit 2  what a person wrote is wrong: configuration, data, a model that does not fit
+    ├── InputError (ValueError)     exit 2  an input is wrong: configuration, data, a model that does not fit
     │   ├── ConfigError                      params.yaml, conf/, the command line
     │   ├── DataError                        a data file or a record
     │   └── ModelError                       a checkpoint, a tokenizer, or two that do not belong together
     └── GateError (RuntimeError)    exit 3   a health gate failed: the run would produce something wrong
 
-The message of each states what was expected, what was found, where, and what to do. `pipeline.run.config.main` prints
-it without a traceback. Everything else that is raised is a defect of ours and keeps its traceback (exit 1).
+Each message states what was expected, what was found, where, and what to do. `pipeline.run.stage.main` prints it
+without a traceback. Any other exception is a defect of ours and keeps its traceback (exit 1).
 """
 
 
@@ -37,6 +37,6 @@ class ModelError(InputError):
 
 
 class GateError(StagecoachError, RuntimeError):
-    """A health gate failed: going on would produce something wrong. Exit code 3."""
+    """A health gate failed: the run would produce something wrong. Exit code 3."""
 
     exit_code = 3

@@ -2,17 +2,19 @@
 
     pool_map(function, items, workers)          ordered results from worker processes
     beside(module, arguments, log)              one of our modules while a block runs
-    plan()                                      in how many processes a stage trains: STAGECOACH_LAUNCH
-    run_workers(plan, module, argv)             these processes, and the exit code that they agree on
+    plan()                                      the processes that a stage trains in: STAGECOACH_LAUNCH
+    run_workers(plan, module, argv)             runs them; their common exit code
 
 STAGECOACH_LAUNCH is empty or 1 (one process), `4` (processes of this machine, each with the whole model: DDP),
-`fsdp2:4` (each with its rows of it) or an Accelerate config file (conf/launch/*.yaml), the only form for several
-machines; MACHINE_RANK says which one this is. Workers find their settings in the variables that `accelerate launch`
-sets, so that works by hand too. It starts them where there are GPUs. On a CPU it would turn FSDP into DDP and start one
-process, in silence, so there torch.distributed.run starts them.
+`fsdp2:4` (each with a shard of it) or an Accelerate config file (conf/launch/*.yaml), the only form for several
+machines; MACHINE_RANK is the number of this one. Workers read their settings from the variables that `accelerate
+launch` sets, so starting them with it by hand works too. Where there are GPUs, Accelerate starts them. On a CPU it
+would silently turn FSDP into DDP and start one process, so there torch.distributed.run starts them.
 
-Not promised: restarts of a worker that failed (the same command resumes), elastic numbers of machines.
+Not promised: restarts of a failed worker (the same command resumes), elastic numbers of machines.
 """
+
+from __future__ import annotations
 
 import collections
 import concurrent.futures
@@ -26,19 +28,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pipeline.run import device
 from pipeline.run.errors import ConfigError
+from pipeline.run.types import JsonObject
+
+if TYPE_CHECKING:
+    from accelerate.commands.config.config_args import ClusterConfig
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Process: TypeAlias = "subprocess.Popen[bytes]"
 PR_SET_PDEATHSIG = 1
 END_SECONDS = 30
-SAVE_SECONDS = 300  # that workers have to save a state when they are told to end
+SAVE_SECONDS = 300  # the time that workers have to save a state after a signal to end
 KINDS = ("MULTI_GPU", "MULTI_CPU", "FSDP")
-FSDP_KEYS: dict[str, tuple[Any, ...]] = {  # what may stand in fsdp_config, and which values we mean what we say by
+FSDP_KEYS: dict[str, tuple[object, ...]] = {  # the keys of fsdp_config, and the values that we implement
     "fsdp_version": (2,),
     "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
     "fsdp_transformer_layer_cls_to_wrap": ("Block",),
@@ -46,7 +52,7 @@ FSDP_KEYS: dict[str, tuple[Any, ...]] = {  # what may stand in fsdp_config, and 
     "fsdp_offload_params": (True, False),
     "fsdp_state_dict_type": ("SHARDED_STATE_DICT",),
 }
-# what `beside` starts: `python -m MODULE ARGUMENTS`, bound to the process that asked
+# What `beside` runs: `python -m MODULE ARGUMENTS`, bound to its parent process
 BESIDE = (
     "import runpy, sys; from pipeline.run.processes import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -54,9 +60,9 @@ BESIDE = (
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGTERM when the parent dies, so that killing DVC leaves no orphan that trains on.
+    """Have the kernel send SIGTERM when the parent dies, so that killing DVC leaves no orphan that keeps training.
 
-    Raises SystemExit when the parent is gone already (it died between fork and here).
+    Raises SystemExit if the parent is gone already (it died between the fork and this call).
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -72,7 +78,7 @@ def _start_worker(parent: int) -> None:
 def pool_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
     """Apply `function` (module level) to the items in worker processes; yield results in the items' order.
 
-    At most 3 items a worker are in flight, so memory stays flat however many items there are. An exception in a worker
+    At most 3 items per worker are in flight, so memory does not grow with the number of items. An exception in a worker
     is raised here; a killed worker raises concurrent.futures.process.BrokenProcessPool.
     """
     if workers <= 1:
@@ -80,14 +86,14 @@ def pool_map(function: Callable[[Item], Result], items: Iterable[Item], workers:
         return
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),))
-    waiting: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
+    futures: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
     try:
         for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) >= 3 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            futures.append(pool.submit(function, item))
+            if len(futures) >= 3 * workers:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -98,7 +104,7 @@ class Plan:
 
     processes: int  # of each machine
     machines: int = 1
-    machine: int = 0  # which of them this is; 0 has rank 0, which writes
+    machine: int = 0  # the number of this one; 0 has rank 0, which writes
     address: str = ""  # of machine 0
     port: int = 0
     on_cpu: bool
@@ -108,46 +114,46 @@ class Plan:
     file: Path | None = None
 
     def environment(self) -> dict[str, str]:
-        """What the workers are told, in Accelerate's variables."""
-        told = {"ACCELERATE_USE_FSDP": str(self.sharded).lower()}
+        """The settings of the workers, in Accelerate's variables."""
+        variables = {"ACCELERATE_USE_FSDP": str(self.sharded).lower()}
         if self.sharded:
-            told |= {
+            variables |= {
                 "FSDP_VERSION": "2",
                 "FSDP_RESHARD_AFTER_FORWARD": str(self.reshard).lower(),
                 "FSDP_OFFLOAD_PARAMS": str(self.offload).lower(),
             }
         if self.on_cpu:
-            told |= {"ACCELERATE_USE_CPU": "true"}
+            variables |= {"ACCELERATE_USE_CPU": "true"}
         cores = device.workers("auto") if self.on_cpu else 1
-        return told | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // self.processes)))}
+        return variables | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // self.processes)))}
 
 
 def plan() -> Plan | None:
-    """What STAGECOACH_LAUNCH asks for; None for one process, and inside a worker. Raises ConfigError."""
-    asked = "" if "LOCAL_RANK" in os.environ else os.environ.get("STAGECOACH_LAUNCH", "")
-    kind, _, count = asked.rpartition(":")
-    if asked == "":
+    """The plan of STAGECOACH_LAUNCH; None for one process, and inside a worker. Raises ConfigError."""
+    launch = "" if "LOCAL_RANK" in os.environ else os.environ.get("STAGECOACH_LAUNCH", "")
+    kind, _, count = launch.rpartition(":")
+    if launch == "":
         return None
     if kind in ("", "fsdp2") and count.isdecimal() and int(count) > 0:
-        found = Plan(processes=int(count), on_cpu=not device.num_gpus(), sharded=kind == "fsdp2")
-    elif Path(asked).is_file():
-        found = _read(Path(asked))
+        workers = Plan(processes=int(count), on_cpu=not device.num_gpus(), sharded=kind == "fsdp2")
+    elif Path(launch).is_file():
+        workers = _read_plan(Path(launch))
     else:
-        have = ", ".join(sorted(str(p) for p in Path("conf/launch").glob("*.yaml"))) or "none"
+        files = ", ".join(sorted(str(p) for p in Path("conf/launch").glob("*.yaml"))) or "none"
         raise ConfigError(
             "STAGECOACH_LAUNCH: expected a number of processes (4), fsdp2 and a number (fsdp2:4), or an Accelerate"
-            f" config file, got {asked!r}; files: {have}"
+            f" config file, got {launch!r}; files: {files}"
         )
-    return found if found.processes * found.machines > 1 else None
+    return workers if workers.processes * workers.machines > 1 else None
 
 
-def _read(path: Path) -> Plan:
-    """The plan of an Accelerate config file. Raises ConfigError for what it cannot be, or what we would not do."""
-    from accelerate.commands.config.config_args import load_config_from_file
+def _read_plan(path: Path) -> Plan:
+    """The plan of an Accelerate config file. Raises ConfigError for one that is invalid or not supported."""
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
     from yaml import YAMLError
 
     try:
-        config: Any = load_config_from_file(str(path))
+        config = load_config_from_file(str(path))
         kind = str(config.distributed_type.value)
         sections = {name: value for name, value in vars(config).items() if isinstance(value, dict) and value}
     except (ValueError, TypeError, AttributeError, KeyError, YAMLError) as error:
@@ -173,10 +179,11 @@ def _read(path: Path) -> Plan:
         if value not in allowed:
             why = " (precision is runtime.precision)" if name == "mixed_precision" else ""
             raise ConfigError(f"{path}: {name}: expected {' or '.join(map(str, allowed))}, got {value}{why}")
+    assert isinstance(config, ClusterConfig)  # the kinds of Amazon SageMaker are not among KINDS
     return _plan_of(path, config, sections.get("fsdp_config", {}), sharded=kind == "FSDP")
 
 
-def _plan_of(path: Path, config: Any, fsdp: dict[str, Any], *, sharded: bool) -> Plan:
+def _plan_of(path: Path, config: ClusterConfig, fsdp: JsonObject, *, sharded: bool) -> Plan:
     gpus = 0 if config.use_cpu else device.num_gpus()
     machines, rank = config.num_machines, os.environ.get("MACHINE_RANK", str(config.machine_rank))
     if not rank.isdecimal() or int(rank) >= machines:
@@ -205,10 +212,10 @@ def _plan_of(path: Path, config: Any, fsdp: dict[str, Any], *, sharded: bool) ->
     )
 
 
-def run_workers(asked: Plan, module: str, argv: list[str]) -> int:
-    """Run `python -m module argv` in all processes of this machine; the exit code of the one that failed first, or 0.
+def run_workers(workers: Plan, module: str, argv: list[str]) -> int:
+    """Run `python -m module argv` in all processes of this machine; 0, or the `exit_code` of those that failed.
 
-    They die with this process (running.py), get what signals it gets, and have SAVE_SECONDS to save a state.
+    They die with this process, receive its signals, and have SAVE_SECONDS to save a state.
     """
     import logging
 
@@ -217,15 +224,15 @@ def run_workers(asked: Plan, module: str, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in logging.root.manager.loggerDict:
-        if name.startswith(launcher.__name__.rpartition(".")[0]):  # what went wrong is said once, by who knows it
+        if name.startswith(launcher.__name__.rpartition(".")[0]):  # the worker itself reports its error, once
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.update(asked.environment())
+    os.environ.update(workers.environment())
     sys.stdout.flush()
     try:
-        if asked.on_cpu or asked.file is None:
-            _torch_workers(asked, module, argv)
+        if workers.on_cpu or workers.file is None:
+            _torch_workers(workers, module, argv)
         else:
-            _accelerate_workers(asked, module, argv)
+            _accelerate_workers(workers, module, argv)
     except ChildFailedError as error:
         return exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:
@@ -233,27 +240,27 @@ def run_workers(asked: Plan, module: str, argv: list[str]) -> int:
     return 0
 
 
-def _torch_workers(asked: Plan, module: str, argv: list[str]) -> None:
+def _torch_workers(workers: Plan, module: str, argv: list[str]) -> None:
     from torch.distributed import run
 
-    meeting = ["--standalone"]
-    if asked.machines > 1:
-        meeting = [
+    rendezvous = ["--standalone"]
+    if workers.machines > 1:
+        rendezvous = [
             "--nnodes",
-            str(asked.machines),
+            str(workers.machines),
             "--node_rank",
-            str(asked.machine),
+            str(workers.machine),
             "--master_addr",
-            asked.address,
+            workers.address,
             "--master_port",
-            str(asked.port),
+            str(workers.port),
         ]
     run.run(
         run.parse_args(
             [
-                *meeting,
+                *rendezvous,
                 "--nproc_per_node",
-                str(asked.processes),
+                str(workers.processes),
                 "--shutdown_timeout",
                 str(SAVE_SECONDS),
                 "-m",
@@ -264,17 +271,17 @@ def _torch_workers(asked: Plan, module: str, argv: list[str]) -> None:
     )
 
 
-def _accelerate_workers(asked: Plan, module: str, argv: list[str]) -> None:
+def _accelerate_workers(workers: Plan, module: str, argv: list[str]) -> None:
     """On GPUs, by an Accelerate config file. Untested: no machine with GPUs was at hand."""
     from accelerate.commands import launch
 
     arguments = [
         "--config_file",
-        str(asked.file),
+        str(workers.file),
         "--num_processes",
-        str(asked.processes * asked.machines),
+        str(workers.processes * workers.machines),
         "--machine_rank",
-        str(asked.machine),
+        str(workers.machine),
         "--module",
         module,
         *argv,
@@ -285,14 +292,13 @@ def _accelerate_workers(asked: Plan, module: str, argv: list[str]) -> None:
 
 
 def exit_code(codes: dict[int, int]) -> int:
-    """What processes that failed (rank -> code, below 0 for a signal) say together; a killed one is told of.
+    """The common exit code of processes that failed (rank -> code, below 0 for a signal); reports a killed one.
 
-    A gate or a wrong input is the cause of what else happens, then a killed process, then an error; who only stopped
-    was told to.
+    A failed gate or a wrong input is taken as the cause of everything else, then a killed process, then an error.
     """
     killed = {rank: -code for rank, code in codes.items() if code < 0}
-    known = sorted(code for code in codes.values() if code in (2, 3))
-    if killed and not known:
+    causes = sorted(code for code in codes.values() if code in (2, 3))
+    if killed and not causes:
         rank, number = min(killed.items())
         sys.stderr.write(
             f"process {rank} was killed by {signal.Signals(number).name}"
@@ -300,17 +306,17 @@ def exit_code(codes: dict[int, int]) -> int:
             + "; the others were ended. The same command resumes from the newest state\n"
         )
         return 128 + number
-    rest = sorted(code for code in codes.values() if code > 0)
-    return (known or rest)[0]
+    others = sorted(code for code in codes.values() if code > 0)
+    return (causes or others)[0]
 
 
 @contextmanager
 def beside(module: str, arguments: list[str], log: Path, handed: Sequence[int] = ()) -> Iterator[Process]:
-    """One of our modules as a process of its own, output into `log`, until the block ends: SIGTERM, and SIGKILL if that
-    does not help.
+    """Run one of our modules in its own process while the block runs, with its output in `log`.
 
-    It gets SIGTERM too when this process dies, however it dies, or the thread that began the block ends. `handed` are
-    descriptors that it inherits.
+    At the end of the block it gets SIGTERM, and SIGKILL if it has not ended within END_SECONDS. It gets SIGTERM too
+    when this process dies, however it dies, or the thread that entered the block ends. It inherits the descriptors
+    `handed`.
     """
     command = [sys.executable, "-c", BESIDE, str(os.getpid()), module, *arguments]
     with log.open("wb") as file:

@@ -69,7 +69,7 @@ def main(run: Callable[..., None], **wiring: Any) -> None:
         sys.stderr.flush()
         _exit(error.exit_code)
     except RuntimeError as error:
-        if not device.lost_peer(error):
+        if not device.is_lost_peer(error):
             raise
         first = str(error).splitlines()[0][:200]
         sys.stderr.write(
@@ -126,7 +126,7 @@ def _run(
     settings = Settings(Path(), overrides)
     parameters, runtime = resolve(module.Params, settings, stage)
     if runtime.device != "auto":
-        device.ask(runtime.device)
+        device.request_kind(runtime.device)
     names = {key: value for key, value in vars(parameters).items() if isinstance(value, str)}  # {model} of deploy
     names |= {"item": item or "", "name": f"{stage}_{item}" if item else stage}
     extra_inputs = wiring.chosen(parameters) if wiring.chosen else {}

@@ -230,7 +230,7 @@ class MlflowRun:
         except Exception as error:  # as in _start
             self._fail(error)
 
-    def _send(self, client: MlflowClient, values: list[tuple[str, object, int, int]]) -> None:
+    def _send(self, client: MlflowClient, values: Sequence[tuple[str, object, int, int]]) -> None:
         """Log (name, value, milliseconds, step) tuples, without values that are not finite numbers."""
         from mlflow.entities import Metric
 

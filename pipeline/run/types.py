@@ -1,5 +1,5 @@
-"""The one name for free-form JSON, so that an annotation says what it is and not that anything goes."""
+"""The type of free-form JSON, so that `Any` stands for nothing else."""
 
 from typing import Any
 
-JsonObject = dict[str, Any]  # an object whose keys and values a file or a client decides
+JsonObject = dict[str, Any]  # an object whose keys and values come from a file or a client

@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxConfig:
-    """Block `sandbox` of params.yaml; the keys of `limits` stand flat in it."""
+    """Block `sandbox` of params.yaml; the keys of `limits` are not nested in it."""
 
     limits: Limits = field(default_factory=Limits)
     preload: tuple[str, ...] = ()

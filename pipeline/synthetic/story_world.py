@@ -18,7 +18,7 @@ collected for this project; all words of a list are equally likely.
 
 `COMMON` has common English words for names and values that no list of the toolbox contains. What a model must copy has
 to be drawn from far more words than a toolbox has: a token that is never an answer in training is never an answer
-afterwards (docs/LOG.md). It has everyday words, and the thousand most frequent in docstrings of Python's standard
+afterwards (docs/LOG.md). It has everyday words, and the thousand that occur in the most docstrings of Python's standard
 library, without the words in names and parameters of the held-out tools.
 
 Not promised: English beyond the given wordings, which are in the past tense and so need no agreement; a natural
