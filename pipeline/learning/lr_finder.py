@@ -82,7 +82,7 @@ def look(run: TrainingRun) -> NoReturn:
 
 
 def attempts(run: TrainingRun) -> Callable[[int, float], float]:
-    """The function for `search`: one update of the run at a factor of its rates. NaN where loss or norm is not finite."""
+    """The step function for `search`: one update at a factor of the rates. NaN where loss or norm is not finite."""
     data = [run.batches(index, index)[1] for index in range(BATCHES)]
 
     def attempt(step: int, factor: float) -> float:
@@ -105,7 +105,7 @@ def attempts(run: TrainingRun) -> Callable[[int, float], float]:
 
 
 def search(attempt: Callable[[int, float], float], rate: float, name: str) -> Suggestion:
-    """Run the steps of the search. `attempt(step, factor)` returns the loss before an update at `factor` times the rates.
+    """Run the search. `attempt(step, factor)` returns the loss before an update at `factor` times the rates.
 
     Raises GateError when the loss breaks before ten steps.
     """
@@ -224,9 +224,8 @@ def plot(result: Suggestion, path: Path) -> None:
         axes.axvline(rate, color="#b3541e", linestyle=style, label=f"{label}: {rate:.1e}")
     least, first = min(t.raw for t in result.trials), result.trials[0].raw
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", title="Learning-rate finder")
-    axes.set_ylim(
-        least - 0.1 * abs(first - least), first + 0.6 * abs(first - least)
-    )  # a breaking loss leaves the plot at the top
+    # a breaking loss leaves the plot at the top
+    axes.set_ylim(least - 0.1 * abs(first - least), first + 0.6 * abs(first - least))
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)

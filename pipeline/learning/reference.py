@@ -27,7 +27,6 @@ from torch import nn
 
 from pipeline.learning import gates
 from pipeline.model import checkpoint, lora
-from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
@@ -63,9 +62,9 @@ class Reference:
         return self._weights
 
     @contextmanager
-    def model(self, device: torch.device | None = None) -> Iterator[Transformer]:
+    def model(self, where: torch.device | None = None) -> Iterator[Transformer]:
         """The reference in evaluation mode, without gradients, on a device."""
-        model = self._model if device is None or self.adapted else self._model.to(device)
+        model = self._model if where is None or self.adapted else self._model.to(where)
         was_training = model.training
         model.train(False)
         with torch.no_grad(), lora.disabled(model):
@@ -127,15 +126,11 @@ def finish(start: Start) -> dict[str, float | str]:
     return report
 
 
-def gate_rows(model: nn.Module) -> torch.Tensor:
+def gate_rows(model: Transformer) -> torch.Tensor:
     """Random ids for the merge gate, (64, T), on the model's device."""
-    config: object = model.config
-    drawn = torch.randint(
-        config.vocab_size,  # type: ignore[attr-defined]
-        (lora.MERGE_ROWS, min(GATE_TOKENS, config.max_context)),  # type: ignore[attr-defined]
-        generator=device.generator("merge gate"),
-    )
-    return drawn.to(next(model.parameters()).device)
+    shape = (lora.MERGE_ROWS, min(GATE_TOKENS, model.config.max_context))
+    ids = torch.randint(model.config.vocab_size, shape, generator=device.generator("merge gate"))
+    return ids.to(next(model.parameters()).device)
 
 
 # -- storage of frozen weights -----------------------------------------------------------------------------------------
