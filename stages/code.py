@@ -2,8 +2,8 @@
 
     models/language + data/tokens/code (+ data/tokens/text) -> models/code      (Bavarian et al. 2022, arXiv:2207.14255)
 
-A share of the code pieces is cut in three and reordered so that the model learns to fill a gap from both sides; a share
-of the batches is the language stage's text, so that the stories are not forgotten.
+A share of the code pieces is cut in three and reordered, so that the model learns to fill a gap from both sides. A
+share of the batches is the language stage's text, so that the stories are not forgotten.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,6 @@ class Params:
     fit: FitConfig
 
     def __post_init__(self) -> None:
-        """Refuse shares and weights that cannot be."""
         if not 0 <= self.fim_rate <= 1 or self.code_weight < 1 or self.text_weight < 0:
             raise ValueError("expected fim_rate in [0, 1], code_weight >= 1, text_weight >= 0")
 
@@ -58,8 +57,8 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
     stream = corpus(code, params.fim_rate)
     if params.text_weight:
         stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, 0.0))])
-    learnt, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)
-    fit(model, learnt, loss, params.fit, job, watchers=watchers)
+    batches, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)
+    fit(model, batches, loss, params.fit, job, watchers=watchers)
     checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)
 
 

@@ -1,12 +1,12 @@
-"""Stage deploy: export the chosen model and prove that every export is the model.
+"""Stage deploy: export the chosen model and prove that every export is the same model.
 
     models/<deploy.model>, manifests of data/raw -> models/deploy
 
-A Hugging Face directory with card and checksums; of a causal model in it GGUF files for llama.cpp and its relatives,
-Ollama's Modelfile and, if asked for, ONNX. Each is read back and compared on a probe text; a difference beyond what its
-number format explains fails the stage, so what is published always answers as the model that was evaluated. At the end
-a real server is asked six times. A reward model and a masked-diffusion one are exported as directories alone: no other
-program runs the latter.
+A Hugging Face directory with card and checksums; for a causal model also GGUF files for llama.cpp and its relatives,
+Ollama's Modelfile and, if requested, ONNX. Each export is read back and compared with the model on a probe text. A
+difference beyond what its number format explains fails the stage, so a published model always answers like the one that
+was evaluated. At the end a real server answers six requests. A reward model and a masked-diffusion one are exported as
+directories alone: no other program runs the latter.
 """
 
 import json
@@ -49,9 +49,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Path) -> None:
-    """Export `base` into `out` and compare the two; `text` and `code` are the manifests of the corpora, for the
-    card.
-    """
+    """Export `base` into `out` and compare the two. `text` and `code` are manifests of the corpora, for the card."""
     if params.onnx is not None:
         onnx.need()
     model, tokenizer = huggingface.load(base)
@@ -65,14 +63,14 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     lineage = job.lineage | {"model": params.model, "made_by": made_by.get("key", "elsewhere")}
     huggingface.export(model, tokenizer, lineage, out)
     proofs: Proofs = {"huggingface": huggingface.verify(model, tokenizer, out)}
-    shown = None
+    gguf_file = None
     if isinstance(model, Transformer) and model.memory is None:
-        proofs |= write_others(params, model, tokenizer, out, name)
-        shown = f"gguf/{name}-{params.gguf[-1]}.gguf" if params.gguf else None
+        proofs |= _write_other_formats(params, model, tokenizer, out, name)
+        gguf_file = f"gguf/{name}-{params.gguf[-1]}.gguf" if params.gguf else None
     elif params.gguf or params.onnx:
-        say(f"stage_deploy: {params.model} {reason(model)}: no GGUF, no ONNX and no Modelfile is made")
-    if shown is not None:
-        gguf.write_modelfile(out / "ollama/Modelfile", f"../{shown}", model.config.max_context, temperature=0.7)
+        say(f"stage_deploy: {params.model} {_reason_for_no_export(model)}: no GGUF, no ONNX and no Modelfile is made")
+    if gguf_file is not None:
+        gguf.write_modelfile(out / "ollama/Modelfile", f"../{gguf_file}", model.config.max_context, temperature=0.7)
     data = {
         corpus: json.loads(path.read_text(encoding="utf-8")) for corpus, path in {"text": text, "code": code}.items()
     }
@@ -87,34 +85,34 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
             lineage=lineage,
             made_by=made_by,
             data=data,
-            gguf=shown,
+            gguf=gguf_file,
             onnx=(out / "onnx").is_dir(),
         ),
     )
-    huggingface.seal(out)  # last: the sums are of everything
+    huggingface.seal(out)  # last: the checksums cover all files
     calls = smoke.check(out, trunk, tokenizer)
     job.register(out, model=params.model)
     job.report(model=params.model, parameters=trunk.num_parameters(), parity=proofs, smoke_calls=calls)
 
 
-def reason(model: huggingface.Exportable) -> str:
-    """Why no other program can run a model."""
+def _reason_for_no_export(model: huggingface.Exportable) -> str:
+    """The reason that no other program can run a model, for a message."""
     if isinstance(model, Transformer):
         return "has a memory beside its layers, which only our engine reads"
     return "writes no text from left to right"
 
 
-def write_others(params: Params, model: Transformer, tokenizer: Tokenizer, out: Path, name: str) -> Proofs:
-    """What other programs read of a causal model, each proved."""
-    proofs = {kind: write_gguf(model, tokenizer, out, kind=kind, name=name) for kind in params.gguf}
+def _write_other_formats(params: Params, model: Transformer, tokenizer: Tokenizer, out: Path, name: str) -> Proofs:
+    """Write a causal model in the formats of other programs, and compare each with the model."""
+    proofs = {kind: _write_gguf(model, tokenizer, out, kind=kind, name=name) for kind in params.gguf}
     if params.onnx is not None:
         onnx.build(out, out / "onnx", kind=params.onnx)
         proofs[f"onnx {params.onnx}"] = onnx.verify(out / "onnx", model, tokenizer, kind=params.onnx)
     return proofs
 
 
-def write_gguf(model: Transformer, tokenizer: Tokenizer, out: Path, *, kind: str, name: str) -> dict[str, float | int]:
-    """Write a GGUF file into the export `out`, and prove it."""
+def _write_gguf(model: Transformer, tokenizer: Tokenizer, out: Path, *, kind: str, name: str) -> dict[str, float | int]:
+    """Write a GGUF file into the export `out`, and compare it with the model."""
     path = out / "gguf" / f"{name}-{kind}.gguf"
     path.parent.mkdir(exist_ok=True)
     serialized = (out / "tokenizer.json").read_text(encoding="utf-8")

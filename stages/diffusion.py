@@ -4,13 +4,13 @@ control.
     models/code + data/tokens/code + data/problems -> models/diffusion, models/diffusion_control
         (Gong et al. 2024, arXiv:2410.17891; Nie et al. 2025, arXiv:2502.09992)
 
-First windows of code under masks, while attention grows from causal to full; then problems, of which only the answers
-are masked. The control is the causal model on the same windows and examples, in the same order, under cross-entropy. A
-causal model learns this data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so each of its runs ends
-after `control_steps` steps with the weights of its lowest validation loss: the comparison is between what each of the
-two can make of the data, not one at equal compute. `init: scratch` starts from fresh weights, `block_size` makes a
-block-diffusion model of them (arXiv:2503.09573); `init: pretrained` takes a published checkpoint (Dream, DiffuCoder,
-LLaDA) with its own tokenizer.
+The model first trains on windows of code under masks, while attention grows from causal to full; then on problems, of
+which only the answers are masked. The control is the causal model on the same windows and examples, in the same order,
+under cross-entropy. A causal model learns this data in far fewer passes (Prabhudesai et al. 2025, arXiv:2507.15857), so
+each of its runs ends after `control_steps` steps with the weights of its lowest validation loss: the comparison is
+between the best that each of the two can make of the data, not at equal compute. `init: scratch` starts from fresh
+weights, and `block_size` turns them into a block-diffusion model (arXiv:2503.09573); `init: pretrained` takes a
+published checkpoint (Dream, DiffuCoder, LLaDA) with its own tokenizer.
 """
 
 from dataclasses import dataclass, field
@@ -47,14 +47,14 @@ class Params:
     """The block `diffusion`; its training keys are those of DiffusionConfig."""
 
     init: str = "code"
-    """The causal model; scratch: fresh weights in its shape; pretrained: the checkpoint below."""
+    """code: the causal model; scratch: fresh weights in its shape; pretrained: the checkpoint below."""
     pretrained: str = "data/pretrained"
     """A directory with Dream's, DiffuCoder's or LLaDA's weights and tokenizer.json."""
     noise: Noise = field(default_factory=Noise)
     fit: DiffusionConfig
 
     def __post_init__(self) -> None:
-        """Refuse an unknown start, and blocks of a model that was causal."""
+        """Raises ValueError for an unknown start, and for blocks of a model that was causal."""
         if self.init not in INITS:
             raise ValueError(f"init: expected one of {', '.join(INITS)}, got {self.init!r}")
         if self.noise.block_size and self.init != "scratch":
@@ -82,13 +82,13 @@ def run(
 ) -> None:
     """Train both models and save the directories `out` and `control`."""
     config = params.fit
-    causal, theirs = checkpoint.load(base)
-    model, tokenizer = begin(params, causal, theirs, published, job.seed)
+    causal, causal_tokenizer = checkpoint.load(base)
+    model, tokenizer = _build_model(params, causal, causal_tokenizer, published, job.seed)
     streams = Streams.of(params, job, code, problems, tokenizer, model.traits)
-    same = (
+    control_streams = (
         streams
-        if theirs.hash == tokenizer.hash
-        else Streams.of(params, job, code, problems, theirs, files.traits(theirs, shift=True))
+        if causal_tokenizer.hash == tokenizer.hash
+        else Streams.of(params, job, code, problems, causal_tokenizer, files.traits(causal_tokenizer, shift=True))
     )
     per = "tokens" if config.sft_norm == "tokens" else "rows"
     phases = Phases(job)
@@ -105,38 +105,45 @@ def run(
         )
     if streams.examples:
         fit(model, streams.examples, partial(masked_loss, per=per), config.tuning, phases.begin("sft"), last=False)
-    if same.corpus:
-        fit(
-            causal,
-            same.corpus,
-            causal_loss,
-            config.control_adapting,
-            phases.begin("control_adapt", prefix="control/"),
-            last=not same.examples,
-        )
-    if same.examples:
-        fit(
-            causal,
-            PlainExamples(same.examples, theirs),
-            causal_loss,
-            config.control_tuning,
-            phases.begin("control_sft", prefix="control/"),
-        )
+    train_control(causal, causal_tokenizer, control_streams, config, phases)
     files.save(out, model, tokenizer, job.lineage)
     sampling.write(
         [out / "trace.json", trace],
         model,
         tokenizer,
-        held_out(problems, tokenizer),
-        length=traced(params),
+        _validation_prompts(problems, tokenizer),
+        length=_trace_length(params),
         block=params.noise.block_size or None,
     )
-    checkpoint.save(control, causal, theirs, job.lineage)
+    checkpoint.save(control, causal, causal_tokenizer, job.lineage)
+
+
+def train_control(
+    model: Transformer, tokenizer: Tokenizer, streams: "Streams", config: DiffusionConfig, phases: Phases
+) -> None:
+    """Train the causal control on the same windows and examples."""
+    if streams.corpus:
+        fit(
+            model,
+            streams.corpus,
+            causal_loss,
+            config.control_adapting,
+            phases.begin("control_adapt", prefix="control/"),
+            last=not streams.examples,
+        )
+    if streams.examples:
+        fit(
+            model,
+            PlainExamples(streams.examples, tokenizer),
+            causal_loss,
+            config.control_tuning,
+            phases.begin("control_sft", prefix="control/"),
+        )
 
 
 @dataclass(frozen=True)
 class Streams:
-    """What a model of a tokenizer reads; a part that is left out is None."""
+    """The training data, encoded with one tokenizer; None for a phase without steps."""
 
     corpus: CorpusStream | None
     windows: WindowStream | None
@@ -146,7 +153,7 @@ class Streams:
     def of(
         cls, params: Params, job: Job, code: Path, problems: Path, tokenizer: Tokenizer, traits: Traits
     ) -> "Streams":
-        """Raises ModelError where the tokens of code are another tokenizer's, DataError."""
+        """Raises ModelError if the tokens of code are from another tokenizer, and DataError."""
         config, corpus, windows, examples = params.fit, None, None, None
         if config.adapt_steps:
             corpus = CorpusStream(
@@ -181,10 +188,10 @@ class Streams:
         return cls(corpus, windows, examples)
 
 
-def begin(
+def _build_model(
     params: Params, causal: Transformer, tokenizer: Tokenizer, published: Path | None, seed: int
 ) -> tuple[Denoiser, Tokenizer]:
-    """The model that is trained, and its tokenizer."""
+    """The model to train, and its tokenizer."""
     if published is not None:
         return diffusion_model.load(published)
     if params.init == "scratch":
@@ -197,16 +204,14 @@ def begin(
     return files.from_causal(causal, tokenizer), tokenizer
 
 
-def held_out(problems: Path, tokenizer: Tokenizer) -> list[Asked]:
+def _validation_prompts(problems: Path, tokenizer: Tokenizer) -> list[Asked]:
     """The problems of the validation split, as prompts."""
-    found = records.read(problems / "val.jsonl", Problem)
-    return [
-        Asked(problem.id, problem.question, encoded(problem, tokenizer).prompt) for problem in found if problem.answer
-    ]
+    validation = records.read(problems / "val.jsonl", Problem)
+    return [Asked(p.id, p.question, encoded(p, tokenizer).prompt) for p in validation if p.answer]
 
 
-def traced(params: Params) -> int:
-    """The canvas of the trace: a short one, of whole blocks."""
+def _trace_length(params: Params) -> int:
+    """The length of the trace's canvas: short, in whole blocks."""
     size = params.noise.block_size or 1
     return max(size, min(sampling.CANVAS, params.fit.max_new_tokens) // size * size)
 
@@ -219,12 +224,12 @@ def masked_loss(model: Denoiser, batch: NoisedBatch, *, per: str) -> Loss:
 
 
 def adapt_loss(model: Denoiser, batch: NoisedBatch) -> Loss:
-    """The same, a mean over all tokens that might have been masked."""
+    """Cross-entropy under the masks, as a mean over all tokens that might have been masked."""
     return masked_loss(model, batch, per="tokens")
 
 
 def causal_loss(model: Transformer, batch: TokenBatch) -> Loss:
-    """The control's: next tokens."""
+    """Next-token cross-entropy, of the control."""
     return Loss([Term("loss", learning_losses.read_out(model, batch, learning_losses.next_token))])
 
 

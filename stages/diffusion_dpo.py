@@ -2,8 +2,9 @@
 
     models/diffusion + data/preferences -> models/diffusion_dpo        (LLaDA 1.5, Zhu et al. 2025, arXiv:2505.19223)
 
-An answer's likelihood is estimated by the mean of `diffusion_steps` masked forward passes, whose masks policy and
-reference share (the VRPO estimator). The reference's estimates come first, for every pair and pass; then it goes.
+The likelihood of an answer is estimated as the mean over `diffusion_steps` masked forward passes, with the same masks
+for policy and reference (the VRPO estimator). The reference's estimates are computed first, for every pair and pass;
+then the reference is released.
 """
 
 from dataclasses import dataclass, field
@@ -38,13 +39,13 @@ class Params:
     beta: float
     """Larger stays closer to the reference."""
     sft_weight: float
-    """Of the chosen answer's mean negative likelihood, added to the loss."""
+    """Weight of the chosen answer's mean negative likelihood, added to the loss."""
     timesteps: str = "stratified"
-    """Numbers of masks spread evenly over the passes; or independent."""
+    """stratified: numbers of masks spread evenly over the passes; or independent."""
     dpo_reduction: str = "sum"
-    """Of an answer's tokens; or mean."""
+    """Over an answer's tokens: sum or mean."""
     kinds: list[str] = field(default_factory=list)
-    """Of pairs, for example [code]; []: all."""
+    """Kinds of pairs, for example [code]; []: all."""
     eval_draws: int = 8
     """Masked passes over which the likelihood of a held-out answer is the mean."""
     adapter: AdapterConfig | None = None
@@ -52,7 +53,6 @@ class Params:
     fit: PairConfig
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         for name in ("diffusion_steps", "eval_draws"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1 masked pass, got {getattr(self, name)}")
@@ -91,8 +91,10 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
         draws=params.diffusion_steps,
         stratified=params.timesteps == "stratified",
     )
-    with start.reference.model(hardware.device) as frozen, hardware.autocast():
-        stored(stream, frozen, job, config.resolve_steps(stream.tokens_per_epoch) * config.pairs, hardware.device)
+    with start.reference.model(hardware.device) as reference_model, hardware.autocast():
+        _add_reference_estimates(
+            stream, reference_model, job, config.resolve_steps(stream.tokens_per_epoch) * config.pairs, hardware.device
+        )
     before = measure.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
     start.reference.release()
     gate = gates.first_dpo(float(np.log(2)), hardware.precision, params.beta)
@@ -101,7 +103,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
     after = measure.elbos(model, splits["test"], tokenizer.pad, params.eval_draws, hardware)
     job.report(test=measure.measure(splits["test"], before, after, job.seed, beta=params.beta))
     files.save(out, model, tokenizer, job.lineage)
-    asked = [
+    traced = [
         Asked(
             e.pair.id,
             str(e.pair.prompt[-1].get("content", "")),
@@ -109,30 +111,36 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path, trace: 
         )
         for e in splits["test"].pairs
     ]
-    sampling.write([out / "trace.json", trace], model, tokenizer, asked)
+    sampling.write([out / "trace.json", trace], model, tokenizer, traced)
 
 
-def stored(stream: NoisedPairs, frozen: torch.nn.Module, job: Job, places: int, where: torch.device) -> None:
-    """The reference's estimates for a run over so many `places`, pass by pass; a killed run finds what it had."""
+def _add_reference_estimates(
+    stream: NoisedPairs, reference_model: torch.nn.Module, job: Job, num_pairs: int, target: torch.device
+) -> None:
+    """Add the reference's estimates for a run over `num_pairs` pairs to the stream, pass by pass. They are stored
+    in the work folder, so that a resumed run does not compute them again.
+    """
     folder = job.folder / "parts"
     folder.mkdir(exist_ok=True)
-    passes = -(-places // len(stream.train.pairs))
+    passes = -(-num_pairs // len(stream.train.pairs))
     for name, turn in [*(("train", turn) for turn in range(passes)), ("val", 0)]:
-        path = folder / f"reference-{stream.fingerprint}-{places}-{name}-{turn}.npy"
+        path = folder / f"reference-{stream.fingerprint}-{num_pairs}-{name}-{turn}.npy"
         if path.is_file():
             stream.references[name, turn] = np.load(path)
             continue
-        found = losses.reference_elbos(frozen, stream, name, turn, stream.read(name, turn, places), where)
-        stream.references[name, turn] = found
+        estimates = losses.reference_elbos(
+            reference_model, stream, name, turn, stream.read(name, turn, num_pairs), target
+        )
+        stream.references[name, turn] = estimates
         if device.rank() == 0:
             part = path.with_suffix(".part")
             with part.open("wb") as file:
-                np.save(file, found)
+                np.save(file, estimates)
             part.replace(path)
 
 
 def loss(model: Denoiser, batch: Drawn, *, params: Params) -> Loss:
-    """The loss of some pairs."""
+    """The DPO loss of a batch of pairs."""
     assert batch.reference is not None
     policy = losses.pair_elbos(model, batch)
     return losses.diffusion_dpo(

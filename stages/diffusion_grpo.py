@@ -3,9 +3,9 @@
     models/diffusion + data/problems (prompts, hidden tests) -> models/diffusion_grpo
         (coupled-GRPO; Gong et al. 2025, DiffuCoder, arXiv:2506.20639)
 
-Groups of completions on canvases of one length; a completion's log-probabilities are estimated under pairs of masks of
-which each token is under exactly one, so every token is scored with a part of the others in sight. Answers run in the
-sandbox and nowhere else.
+Groups of completions on canvases of one length. The log-probabilities of a completion are estimated under pairs of
+complementary masks: each token is masked in exactly one of the two, so every token is scored with a part of the others
+visible. Answers run only in the sandbox.
 """
 
 from dataclasses import dataclass, field
@@ -47,33 +47,33 @@ class Params:
     difficulty: str = "frontier"
     """Of the problems: frontier (solved by 20 to 80 % of 8 samples, the first 4 not all alike), all, or a group."""
     frontier_problems: int = 1000
-    """That are tried for it."""
+    """Problems that are sampled to find the frontier."""
     denoising_steps: int
     """Forward passes of a completion, at most its length."""
     threshold: float | None = None
-    """Uncover all tokens of at least this probability at once: fewer passes than steps."""
+    """Unmask all tokens of at least this probability at once: fewer passes than steps."""
     top_p: float = 1.0
     """Sample from the most likely tokens that hold this share; 1: from all."""
     order: str = "entropy"
-    """Which tokens are uncovered first."""
+    """Which tokens are unmasked first."""
     denoising_schedule: str = "balanced"
-    """How many a step: balanced, or dream."""
+    """How many tokens a step unmasks: balanced, or dream."""
     confidence: str = "raw"
-    """Or tempered."""
+    """raw: the model's probabilities; tempered: after temperature and top_p."""
     estimator: str = "normalised"
-    """released: as published, whose mean is 1.5 log p."""
+    """normalised, or released: as published, whose mean is 1.5 log p."""
     advantage: str = "loo"
-    """Over the other completions of a group; or mean: over all."""
+    """Baseline of a completion: loo, over the other completions of its group; or mean, over all."""
     t_scope: str = "sample"
-    """A time for each completion, or one for the batch."""
+    """sample: a time for each completion; batch: one for all."""
     clip_low: float = 0.5
-    """Ratios are held above 1 - clip_low."""
+    """Ratios are clipped to at least 1 - clip_low."""
     clip_high: float = 0.5
-    """And below 1 + clip_high."""
+    """Ratios are clipped to at most 1 + clip_high."""
     beta: float = 0.01
     """Weight of the divergence from the reference."""
     ref_sync: int = 0
-    """Every so many steps the reference becomes 0.6 policy + 0.4 reference; 0: it stays."""
+    """Steps after which the reference becomes 0.6 policy + 0.4 reference; 0: never."""
     held_out: solving.SolvingConfig = field(default_factory=solving.SolvingConfig)
     adapter: AdapterConfig | None = None
     """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
@@ -81,15 +81,14 @@ class Params:
     fit: RolloutConfig
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         options = {
             "estimator": ("normalised", "released"),
             "advantage": tuple(ADVANTAGES),
             "t_scope": ("sample", "batch"),
         }
-        for name, known in options.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name, values in options.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: expected one of {', '.join(values)}, got {getattr(self, name)!r}")
         if self.fit.samples < 2:
             raise ValueError(
                 f"samples: completions of a problem are compared; expected at least 2, got {self.fit.samples}"
@@ -121,7 +120,7 @@ class Params:
 
     @property
     def method(self) -> GroupMethod:
-        """The group method that it is an instance of: every counted token of the step weighs the same."""
+        """The stage's policy loss as a group method: every counted token of a step has the same weight."""
         return GroupMethod(
             advantage=ADVANTAGES[self.advantage],
             normaliser="tokens",
@@ -132,7 +131,7 @@ class Params:
 
 
 def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path, trace: Path) -> None:
-    """Train the policy on what its code does, save the model directory `out`."""
+    """Train the policy on the results of its code and save the model directory `out`."""
     config, method = params.fit, params.method
     hardware = device.hardware(job.runtime.precision)
     model, start = training.begin(base, params.adapter, job.seed, hardware)
@@ -146,7 +145,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         shared_time=params.t_scope == "batch",
     )
     setting = CanvasSetting(model, start, params.sampling, coupling, job)
-    prompts, held = (
+    prompts, validation_prompts = (
         answers.problem_prompts(
             list(records.read(problems / f"{split}.jsonl", Problem)), start.tokenizer, config.max_prompt
         )
@@ -176,18 +175,20 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
         )
         stream.coupling = coupling
         whole: Any = setting  # it samples and compares as a Setting does
-        held_out = solving.HeldOut(held, whole, judge, params.held_out, more=whole.variances)
+        held_out = solving.HeldOut(validation_prompts, whole, judge, params.held_out, more=whole.variances)
         if params.ref_sync:
             stream.following = setting.follow(every=params.ref_sync, folder=job.folder)
         gate = training.first_policy(setting.precision)
         watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
         fit(model, stream, partial(loss, method=method, params=params), config, job, watchers=watchers)
-        told = held_out.report()  # first: an adapter that is merged is in the reference too
+        solving_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
-        job.report(**reference.finish(start), **told, prompts=len(prompts), alarms=alarms.of(job.tracker.rows))
+        job.report(
+            **reference.finish(start), **solving_report, prompts=len(prompts), alarms=alarms.of(job.tracker.rows)
+        )
     files.save(out, model, start.tokenizer, job.lineage)
-    shown = [Asked(prompt.id, getattr(prompt.record, "question", ""), prompt.ids) for prompt in held]
-    sampling.write([out / "trace.json", trace], model, start.tokenizer, shown, length=config.max_new_tokens)
+    traced = [Asked(prompt.id, getattr(prompt.record, "question", ""), prompt.ids) for prompt in validation_prompts]
+    sampling.write([out / "trace.json", trace], model, start.tokenizer, traced, length=config.max_new_tokens)
 
 
 def loss(model: Denoiser, batch: CoupledBatch, *, method: GroupMethod, params: Params) -> Loss:

@@ -2,9 +2,9 @@
 
     models/tools + data/preferences -> models/dpo        (Rafailov et al. 2023, arXiv:2305.18290, eq. 7)
 
-`dpo.loss` chooses among nine losses of the family. The reference is the model that training starts from; its
-log-probabilities may be computed once and kept (`precompute_reference`), and with an adapter it is the model with the
-adapter off.
+`dpo.loss` chooses among nine losses of the family. The reference is the model that training starts from. Its
+log-probabilities may be computed once and stored (`precompute_reference`); with an adapter it is the model with the
+adapter switched off.
 """
 
 from dataclasses import dataclass, field
@@ -51,10 +51,10 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         pairs=config.pairs,
         seed=job.seed,
     )
-    where = hardware.device
     if losses.uses_reference and params.precompute_reference:
-        with start.reference.model(where) as frozen, hardware.autocast():  # as the policy computes
-            stream.references = pair_losses.reference_sums(frozen, stream, where)
+        # In the precision of the policy.
+        with start.reference.model(hardware.device) as reference_model, hardware.autocast():
+            stream.references = pair_losses.reference_sums(reference_model, stream, hardware.device)
         start.reference.release()
 
     def loss(model: Transformer, batch: PairBatch) -> Loss:
@@ -63,16 +63,16 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
             return pair_losses.dpo(policy, None, losses)
         if batch.reference is not None:
             return pair_losses.dpo(policy, pair_losses.pairs_of(batch.reference, batch.targets >= 0), losses)
-        with start.reference.model(batch.input_ids.device) as frozen:  # no gradient is recorded within
-            theirs = pair_losses.pair_logprobs(frozen, batch)
-        return pair_losses.dpo(policy, theirs, losses)
+        with start.reference.model(batch.input_ids.device) as reference_model:  # no gradient is recorded within
+            reference_logprobs = pair_losses.pair_logprobs(reference_model, batch)
+        return pair_losses.dpo(policy, reference_logprobs, losses)
 
     test = PairSplit(pairs / "test.jsonl", start.tokenizer, config.max_prompt, config.max_length)
-    before = preferences.likelihoods(start.policy, test, start.tokenizer.pad, where)
+    before = preferences.likelihoods(start.policy, test, start.tokenizer.pad, hardware.device)
     gate = gates.first_dpo(losses.at_start, hardware.precision, losses.beta)
     fit(start.policy, stream, loss, config, job, watchers=Watchers(first=gate))
     job.report(**reference.finish(start), dropped={"train": dict(stream.train.dropped), "test": dict(test.dropped)})
-    after = preferences.likelihoods(start.policy, test, start.tokenizer.pad, where)
+    after = preferences.likelihoods(start.policy, test, start.tokenizer.pad, hardware.device)
     job.report(test=preferences.measure_pairs(test, before, after, job.seed))
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 

@@ -2,8 +2,8 @@
 
     data/tokenizer + data/raw/{text,code} -> data/tokens/{text,code}
 
-One worker process per parquet file; a killed run goes on with the files that are left. No knobs: the result is a
-function of the corpus and the tokenizer.
+One worker process per parquet file; a killed run resumes with the remaining files. The stage has no keys: the result is
+a function of the corpus and the tokenizer.
 """
 
 import shutil
@@ -20,7 +20,7 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """No knobs."""
+    """The stage has no keys."""
 
 
 def run(params: Params, job: Job, *, tokenizer: Path, corpus: Path, out: Path) -> None:
@@ -32,10 +32,10 @@ def run(params: Params, job: Job, *, tokenizer: Path, corpus: Path, out: Path) -
         for split in shards.SPLITS
     }
     counts: dict[str, list[shards.Counts]] = {split: [] for split in shards.SPLITS}
-    everything = [(split, task) for split, listed in tasks.items() for task in listed]
-    with progress(total=len(everything), desc=f"encode {corpus.name}", unit="file") as bar:
-        encoded = pool_map(shards.encode_file, [task for _, task in everything], job.workers)
-        for (split, _), result in zip(everything, encoded, strict=True):
+    all_tasks = [(split, task) for split, split_tasks in tasks.items() for task in split_tasks]
+    with progress(total=len(all_tasks), desc=f"encode {corpus.name}", unit="file") as bar:
+        encoded = pool_map(shards.encode_file, [task for _, task in all_tasks], job.workers)
+        for (split, _), result in zip(all_tasks, encoded, strict=True):
             counts[split].append(result)
             bar.update(1)
     splits = {split: shards.join(split, tasks[split], counts[split], out) for split in shards.SPLITS}

@@ -1,21 +1,20 @@
 """Stage evaluate: the same measurements for every checkpoint, on held-out data, with intervals.
 
     models/<model>, data/{raw,dialogues,problems,facts,benchmarks} -> metrics/eval/<model>.{json,jsonl,csv}
-    models/reward, data/preferences                              -> the same
+    models/reward, data/preferences                                -> the same
 
-json: the numbers. jsonl: a row per item with what the model answered. csv: curves. Generated code runs in the sandbox
-and nowhere else; where there is none, the problems say "skipped: no sandbox". Test sets that `benchmarks` names
-(HumanEval, MBPP, BFCL) are read before anything is measured, so that a wrong file stops the stage at once.
+json: the numbers. jsonl: a row for each item, with the model's answer. csv: curves. Generated code runs only in the
+sandbox; without one the problems are "skipped: no sandbox". Test sets named in `benchmarks` (HumanEval, MBPP, BFCL) are
+read before anything is measured, so that a wrong file stops the stage at once.
 
-A causal model is measured by the suites that its work asks for (evaluation/suites.py), or with `every_suite` by all of
-them.
+A causal model is measured by the suites of its purpose (evaluation/suites.py), or with `every_suite` by all of them. A
+masked-diffusion model answers the same problems on canvases, and has measurements of its own (diffusion/measure.py);
+suites that need decoding from the left (stories, tool calls, gaps, the named test sets) are left out. A canvas takes
+many forward passes over all its positions, so this model is measured in the precision of training, which `settings`
+records.
 
-A suite that is done is kept in the work folder under a digest of what it read: a killed evaluation goes on after it,
-and another file in `benchmarks` costs only itself.
-
-A masked-diffusion model answers the same problems on canvases, and has measurements of its own (diffusion/measure.py);
-what only decoding from the left can do (stories, tool calls, gaps, the named test sets) it is not asked. A canvas takes
-many forward passes over all its places, so this is done in the precision of training, which `settings` tells.
+The result of each suite is cached in the work folder under a digest of its inputs: a killed evaluation resumes after
+the last suite, and another file in `benchmarks` costs only its own time.
 """
 
 import json
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pyarrow.parquet
 
@@ -43,12 +42,15 @@ from pipeline.run import device
 from pipeline.run.config import block, main
 from pipeline.run.errors import ConfigError
 from pipeline.run.stage import ANY
-from pipeline.run.tracking import progress, say, write_curve, write_json
+from pipeline.run.tracking import Number, progress, say, write_curve, write_json
+from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.synthetic import drills, stories
 from pipeline.synthetic import tools as synthetic_tools
 
+S = TypeVar("S", bound=Subject)
+Plan = dict[str, Callable[[], SuiteResult]]  # numbers of suites with the same first word are merged
 FAMILIES = frozenset(stories.FAMILIES)
 BENCHMARKS = Path("data/benchmarks")
 DATA = {
@@ -68,7 +70,7 @@ class Params:
     settings: Settings
     canvas: CanvasSettings = field(default_factory=CanvasSettings)
     every_suite: bool = False
-    """Measure each causal model by all suites, also those that its work does not ask for."""
+    """Measure each causal model by all suites, also those that are not for its purpose."""
     benchmarks: list[str] = field(default_factory=list)
     """Files of data/benchmarks/ to score: HumanEval, MBPP, BFCL."""
     sandbox: SandboxConfig = block("sandbox")
@@ -99,13 +101,13 @@ def run(
     """Measure `model` and write the three files."""
     if preferences is not None:  # a reward model reads pairs and nothing else
         pairs = preferences / "test.jsonl"
-        plan: dict[str, Callable[[], SuiteResult]] = {"reward": lambda: evaluation_preferences.pairs_told(model, pairs)}
-        said, hardware = dict[str, Any](), device.hardware("fp32")
+        plan: Plan = {"reward": lambda: evaluation_preferences.pairs_told(model, pairs)}
+        settings_used, hardware = JsonObject(), device.hardware("fp32")
     else:
-        plan, said, hardware = measurements(params, job, model, **data)
-    limits = said | {"sandbox": asdict(params.sandbox)}
-    numbers: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
+        plan, settings_used, hardware = measurements(params, job, model, **data)
+    limits = settings_used | {"sandbox": asdict(params.sandbox)}
+    numbers: JsonObject = {}
+    rows: list[JsonObject] = []
     with progress(total=len(plan), desc=job.name, unit="suite") as bar:
         for name, suite in plan.items():
             bar.note(name)
@@ -114,7 +116,7 @@ def run(
             numbers[name.split()[0]] = numbers.get(name.split()[0], {}) | result.numbers
             rows += result.rows
             bar.update()
-    write_json(summary, {**numbers, "settings": said | {"data_seed": job.seed}, "lineage": job.lineage})
+    write_json(summary, {**numbers, "settings": settings_used | {"data_seed": job.seed}, "lineage": job.lineage})
     items.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     write_curve(curves, curve_rows(numbers))
 
@@ -130,37 +132,37 @@ def measurements(
     problems: Path,
     facts: Path,
     benchmarks: Path,
-) -> tuple[dict[str, Callable[[], SuiteResult]], dict[str, Any], device.Hardware]:
-    """The suites of a model that writes, by name; the settings they are taken at; and what on."""
+) -> tuple[Plan, JsonObject, device.Hardware]:
+    """The suites of a model that generates text, their settings, and the hardware they run on."""
     settings = params.settings
     sets = [evaluation_benchmarks.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
     masked = read_config(model).attention != "causal"
     subject = canvas_subject(model, params, job.seed) if masked else causal_subject(model, settings, job.seed)
     texts, sources = held_out(text), held_out(code)
-    talks = list(read(dialogues / "test.jsonl", Dialogue))
-    asked = list(read(problems / "test.jsonl", Problem))
+    dialogue_records = list(read(dialogues / "test.jsonl", Dialogue))
+    problem_records = list(read(problems / "test.jsonl", Problem))
     sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
     if isinstance(subject, CanvasSubject):
         hardware = device.hardware(job.runtime.precision)
         subject.denoiser.to(hardware.device)
-        said = asdict(subject.settings) | asdict(params.canvas) | {"precision": hardware.precision}
+        settings_used = asdict(subject.settings) | asdict(params.canvas) | {"precision": hardware.precision}
         if sets:
             say(
                 f"{model.name}: {', '.join(params.benchmarks)} not scored: their prompts are for a model that decodes"
                 " from the left"
             )
-        plan = canvas_plan(subject, sources, asked[: params.canvas.canvas_problems], sandbox)
+        plan = canvas_plan(subject, sources, problem_records[: params.canvas.canvas_problems], sandbox)
         if model.name not in params.canvas.canvas_curve:
             del plan["quality"]
-        return plan, said, hardware
-    plan = causal_plan(subject, texts, sources, talks, asked, sandbox)
+        return plan, settings_used, hardware
+    plan = causal_plan(subject, texts, sources, dialogue_records, problem_records, sandbox)
     plan["facts"] = lambda: memory_measure.known(subject, facts)
     if not params.every_suite:
         plan = suites.of(model.name, plan)
     completes = model.name in evaluation_benchmarks.COMPLETES
-    for one in sets:  # each for itself: another file costs no more than itself
-        plan[f"benchmarks {one.name}"] = partial(
-            evaluation_benchmarks.score, subject, [one], completes=completes, sandbox=sandbox
+    for test_set in sets:  # a suite each: another file costs only its own time
+        plan[f"benchmarks {test_set.name}"] = partial(
+            evaluation_benchmarks.score, subject, [test_set], completes=completes, sandbox=sandbox
         )
     return plan, asdict(settings), device.hardware("fp32")
 
@@ -169,63 +171,63 @@ def causal_plan(
     subject: Subject,
     texts: list[Text],
     sources: list[Text],
-    talks: list[Dialogue],
-    asked: list[Problem],
+    dialogues: list[Dialogue],
+    problems: list[Problem],
     sandbox: Callable[[], Judge],
-) -> dict[str, Callable[[], SuiteResult]]:
-    """What a causal model is measured by. Numbers of suites whose names begin alike stand together."""
-    most = subject.settings.documents
-    prose, told, unseen = split_texts(texts)
+) -> Plan:
+    """The suites of a causal model."""
+    num_documents = subject.settings.documents
+    prose, seen, unseen = split_texts(texts)
     return {
-        "text": lambda: suites.documents(subject, "text", prose[:most]),
-        "stories": lambda: suites.documents(subject, "stories", told[:most]),
-        "stories_held_out": lambda: suites.documents(subject, "stories_held_out", unseen[:most]),
-        "drills": lambda: suites.documents(subject, "drills", of_source(texts, drills.SOURCE)[:most]),
+        "text": lambda: suites.documents(subject, "text", prose[:num_documents]),
+        "stories": lambda: suites.documents(subject, "stories", seen[:num_documents]),
+        "stories_held_out": lambda: suites.documents(subject, "stories_held_out", unseen[:num_documents]),
+        "drills": lambda: suites.documents(subject, "drills", of_source(texts, drills.SOURCE)[:num_documents]),
         "transcripts": lambda: suites.documents(
-            subject, "transcripts", of_source(texts, synthetic_tools.SOURCE)[:most]
+            subject, "transcripts", of_source(texts, synthetic_tools.SOURCE)[:num_documents]
         ),
-        "stories sampled": lambda: suites.sampled_stories(subject, told),
-        "code": lambda: suites.documents(subject, "code", sources[:most]),
+        "stories sampled": lambda: suites.sampled_stories(subject, seen),
+        "code": lambda: suites.documents(subject, "code", sources[:num_documents]),
         "code gaps": lambda: suites.gaps(subject, sources),
-        "problems": lambda: solve(subject, asked, sandbox),
-        "tools": lambda: evaluation_tools.called(subject, [d for d in talks if d.kind == "tools"]),
-        "answers": lambda: suites.answered(subject, talks),
+        "problems": lambda: solve(subject, problems, sandbox),
+        "tools": lambda: evaluation_tools.called(subject, [d for d in dialogues if d.kind == "tools"]),
+        "answers": lambda: suites.answered(subject, dialogues),
     }
 
 
 def canvas_plan(
-    subject: CanvasSubject, sources: list[Text], asked: list[Problem], sandbox: Callable[[], Judge]
-) -> dict[str, Callable[[], SuiteResult]]:
-    """What a masked-diffusion model is measured by."""
+    subject: CanvasSubject, sources: list[Text], problems: list[Problem], sandbox: Callable[[], Judge]
+) -> Plan:
+    """The suites of a masked-diffusion model."""
     return {
         "code": lambda: diffusion_measure.documents(subject, sources[: subject.settings.documents]),
-        "problems": lambda: diffusion_measure.with_orders(solve(subject, asked, sandbox), subject, asked),
+        "problems": lambda: diffusion_measure.with_orders(solve(subject, problems, sandbox), subject, problems),
         "quality": lambda: solve(
-            subject, asked, sandbox, partial(diffusion_measure.quality, only=diffusion_measure.CURVE)
+            subject, problems, sandbox, partial(diffusion_measure.quality, only=diffusion_measure.CURVE)
         ),
     }
 
 
 def causal_subject(model: Path, settings: Settings, seed: int) -> Subject:
-    """A causal model, to be measured."""
+    """A causal model as the subject of suites."""
     loaded, tokenizer = checkpoint.load(model)
     return Subject(loaded.train(False), tokenizer, settings, seed)
 
 
 def canvas_subject(model: Path, params: Params, seed: int) -> CanvasSubject:
-    """A masked-diffusion model, to be measured."""
+    """A masked-diffusion model as the subject of suites."""
     loaded, tokenizer = files.load(model)
     settings = replace(params.settings, samples=params.canvas.canvas_samples)
     return CanvasSubject(loaded.train(False).trunk, tokenizer, settings, seed, denoiser=loaded, canvas=params.canvas)
 
 
 def solve(
-    subject: Any,
+    subject: S,
     problems: list[Problem],
     sandbox: Callable[[], Judge],
-    suite: Callable[[Any, list[Problem], Judge], SuiteResult] | None = None,
+    suite: Callable[[S, list[Problem], Judge], SuiteResult] | None = None,
 ) -> SuiteResult:
-    """A suite of problems (none: `suites.solved`), or why it was skipped."""
+    """The result of a suite of problems (None: `suites.solved`), or the reason it was skipped."""
     try:
         with sandbox() as judge:
             return (suite or suites.solved)(subject, problems, judge)
@@ -236,10 +238,10 @@ def solve(
 
 def held_out(corpus: Path) -> list[Text]:
     """The validation documents of a corpus, in file order."""
-    found = []
+    documents = []
     for path in sorted(corpus.glob("val-*.parquet")):
-        found += [Text(**row) for row in pyarrow.parquet.read_table(path).to_pylist()]
-    return found
+        documents += [Text(**row) for row in pyarrow.parquet.read_table(path).to_pylist()]
+    return documents
 
 
 def of_source(texts: list[Text], source: str) -> list[Text]:
@@ -248,19 +250,19 @@ def of_source(texts: list[Text], source: str) -> list[Text]:
 
 
 def split_texts(texts: list[Text]) -> tuple[list[Text], list[Text], list[Text]]:
-    """Prose, stories of families that were trained on, stories of families that were not."""
+    """Prose, stories of families in the training data, stories of families that are held out."""
     prose = [t for t in texts if t.source not in FAMILIES and t.source not in (drills.SOURCE, synthetic_tools.SOURCE)]
-    told = [t for t in texts if t.source in FAMILIES and t.source not in stories.HELD_OUT]
-    return prose, told, [t for t in texts if t.source in stories.HELD_OUT]
+    seen = [t for t in texts if t.source in FAMILIES and t.source not in stories.HELD_OUT]
+    return prose, seen, [t for t in texts if t.source in stories.HELD_OUT]
 
 
-def curve_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    """pass@k against k, where there are samples; of a masked-diffusion model pass@1 against forward passes."""
-    found = []
+def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
+    """pass@k against k, where there are samples; for a masked-diffusion model pass@1 against forward passes."""
+    rows: list[dict[str, Number]] = []
     for k in suites.PASS_AT:
         value = numbers.get("problems", {}).get(f"pass_at_{k}")
         if value is not None:
-            found.append(
+            rows.append(
                 {
                     "step": k,
                     "curve": "pass_at_k",
@@ -269,22 +271,22 @@ def curve_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
                     "high": numbers["problems"][f"pass_at_{k}_high"],
                 }
             )
-    for name, one in numbers.get("quality", {}).items():
-        if isinstance(one, dict):
-            found.append(
+    for name, values in numbers.get("quality", {}).items():
+        if isinstance(values, dict):
+            rows.append(
                 {
-                    "step": one["forwards"],
+                    "step": values["forwards"],
                     "curve": f"quality: {name}",
-                    "value": one["pass_at_1"],
-                    "low": one["pass_at_1_low"],
-                    "high": one["pass_at_1_high"],
+                    "value": values["pass_at_1"],
+                    "low": values["pass_at_1_low"],
+                    "high": values["pass_at_1_high"],
                 }
             )
-    return found
+    return rows
 
 
 def inputs_of(model: str) -> tuple[str, ...]:
-    """What a model of this name is measured on."""
+    """The inputs that a model of this name is measured on."""
     return ("model", "preferences") if model == "reward" else ("model", *DATA)
 
 

@@ -1,10 +1,9 @@
-"""Stage grpo: reinforcement learning from executed code, in groups of answers instead of a critic.
+"""Stage grpo: reinforcement learning from executed code, with groups of answers instead of a critic.
 
     models/tools + data/problems (prompts, hidden tests) -> models/grpo     (Shao et al. 2024, arXiv:2402.03300)
 
-`grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/objectives_policy.METHODS); a key that
-is null there has the method's own value. Answers run in the sandbox and nowhere else; without one the stage refuses to
-start.
+`grpo.method` is one of GRPO, Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ (learning/policy_losses.METHODS); a key that is
+null has the method's own value. Answers run only in the sandbox; without one the stage refuses to start.
 """
 
 from dataclasses import dataclass, field, replace
@@ -40,9 +39,9 @@ class Params:
     rewards: dict[str, float]
     """name: weight; code, code_format, length."""
     clip_low: float | None = None
-    """Ratios are held above 1 - clip_low; none: the method's."""
+    """Ratios are clipped to at least 1 - clip_low; none: the method's own value."""
     clip_high: float | None = None
-    """And below 1 + clip_high."""
+    """Ratios are clipped to at most 1 + clip_high."""
     beta: float | None = None
     """Weight of the divergence from the reference."""
     dynamic: bool | None = None
@@ -54,7 +53,7 @@ class Params:
     fit: RolloutConfig
 
     def __post_init__(self) -> None:
-        """Refuse an unknown method, and groups of one."""
+        """Raises ValueError for an unknown method, and for groups of one."""
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.fit.samples < 2 and self.method != "reinforce_pp":
@@ -69,38 +68,40 @@ class Params:
 
     @property
     def resolved(self) -> GroupMethod:
-        """The method with what this block says otherwise."""
-        found = METHODS[self.method]
+        """The method with the values of this block that override its own."""
+        method = METHODS[self.method]
         low, high = (
-            own if given is None else given
-            for own, given in ((found.clip.low, self.clip_low), (found.clip.high, self.clip_high))
+            default if override is None else override
+            for default, override in ((method.clip.low, self.clip_low), (method.clip.high, self.clip_high))
         )
         return replace(
-            found,
+            method,
             clip=Clip(low, high),
-            beta=found.beta if self.beta is None else self.beta,
-            dynamic=found.dynamic if self.dynamic is None else self.dynamic,
+            beta=method.beta if self.beta is None else self.beta,
+            dynamic=method.dynamic if self.dynamic is None else self.dynamic,
         )
 
 
 def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samples: Path) -> None:
-    """Train the policy on what its code does, save the model directory `out`."""
+    """Train the policy on the results of its code and save the model directory `out`."""
     config, method = params.fit, params.resolved
     start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
-    start.reference.parked = not method.beta  # then only evaluations read it
+    start.reference.parked = not method.beta  # with beta 0 only evaluations read it
     setting = Setting(start, config, job)
-    asked, kept = (list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val"))
-    prompts = answers.problem_prompts(asked, start.tokenizer, config.max_prompt)
+    train_problems, validation_problems = (
+        list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val")
+    )
+    prompts = answers.problem_prompts(train_problems, start.tokenizer, config.max_prompt)
     with setting.judge(params.sandbox, wanted=params.rewards) as judge:
         scorer = Scorer(params.rewards, setting.resources(judge))
-        frozen = setting.reference if method.beta else None
+        reference_logprobs = setting.reference if method.beta else None
         stream = RolloutStream(
             prompts,
             config,
             Method(
                 sample=setting.sample,
                 score=scorer,
-                annotate=partial(advantages.annotate_group, reference=frozen),
+                annotate=partial(advantages.annotate_group, reference=reference_logprobs),
                 estimate=partial(advantages.estimate_group, method=method, samples=config.samples),
                 dynamic=method.dynamic,
             ),
@@ -109,21 +110,26 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             ranks=setting.ranks,
         )
         held_out = solving.HeldOut(
-            answers.problem_prompts(kept, start.tokenizer, config.max_prompt), setting, judge, params.held_out
+            answers.problem_prompts(validation_problems, start.tokenizer, config.max_prompt),
+            setting,
+            judge,
+            params.held_out,
         )
         gate = gates.first_policy("ratio", "approxkl", "clip_ratio/region_mean", setting.precision)
         watchers = Watchers(first=gate, evaluate=held_out.row, logged=alarms.watch(job.name), gradients_at=None)
         fit(start.policy, stream, partial(loss, method=method, config=config), config, job, watchers=watchers)
-        told = held_out.report()  # first: an adapter that is merged is in the reference too
+        held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
-        job.report(**reference.finish(start), **told, prompts=len(prompts), alarms=alarms.of(job.tracker.rows))
+        job.report(
+            **reference.finish(start), **held_out_report, prompts=len(prompts), alarms=alarms.of(job.tracker.rows)
+        )
     checkpoint.save(out, start.policy, start.tokenizer, job.lineage)
 
 
 def loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, config: RolloutConfig) -> Loss:
     """The method's loss of a minibatch."""
     logprobs, entropy = losses.token_logprobs(model, batch, config.temperature)
-    found = policy_losses.group_policy(
+    result = policy_losses.group_policy(
         logprobs,
         entropy,
         old=batch.old,
@@ -134,7 +140,7 @@ def loss(model: Transformer, batch: RolloutBatch, *, method: GroupMethod, config
         method=method,
         max_tokens=config.max_new_tokens,
     )
-    return policy_losses.with_agreement(found, logprobs, batch.old) if batch.fresh else found
+    return policy_losses.with_agreement(result, logprobs, batch.old) if batch.fresh else result
 
 
 if __name__ == "__main__":

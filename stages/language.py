@@ -1,11 +1,11 @@
-"""Stage language: pre-train a transformer from scratch on running text, or continue a pretrained checkpoint.
+"""Stage language: pretrain a transformer from scratch on running text, or continue a pretrained checkpoint.
 
     data/tokenizer + data/tokens/text (+ a checkpoint) -> models/language
 
-Next-token cross-entropy over documents packed into rows; nothing is predicted across a document border. From scratch
+Next-token cross-entropy over documents packed into rows; nothing is predicted across a document border. From scratch,
 the model's size is a file of conf/model/ (`model: nano` in params.yaml). `start: pretrained` (a folder) or `hub` takes
-architecture and weights from a Qwen3, Qwen2 or LLaMA checkpoint, whose tokenizer stage tokenizer has taken in; rates
-for such a model are those of scale `full`.
+architecture and weights from a Qwen3, Qwen2 or LLaMA checkpoint, whose tokenizer stage tokenizer has adopted; learning
+rates for such a model are those of scale `full`.
 """
 
 from dataclasses import dataclass, field
@@ -42,13 +42,13 @@ class Params:
 
 
 def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, checkpoint: Path | None = None) -> None:
-    """Train from random weights, those of `checkpoint` or of the hub, and save the model directory `out`."""
+    """Train random weights, or those of `checkpoint` or the hub, and save the model directory `out`."""
     text, commit = Tokenizer.load(tokenizer), None
     if params.base.scratch:
         model = fresh(params, text, job.seed)
     else:
-        found = source.located(params.base, checkpoint, weights=True, tokenizer=tokenizer)
-        model, commit = initialization.load(found.folder, text), found.commit
+        located = source.located(params.base, checkpoint, weights=True, tokenizer=tokenizer)
+        model, commit = initialization.load(located.folder, text), located.commit
     stream = CorpusStream(
         tokens,
         text,
@@ -57,15 +57,15 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
         seed=job.seed,
         cache=job.folder.parent,
     )
-    learnt, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)
-    fit(model, learnt, loss, params.fit, job, from_scratch=params.base.scratch, watchers=watchers)
+    batches, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)
+    fit(model, batches, loss, params.fit, job, from_scratch=params.base.scratch, watchers=watchers)
     job.report(parameters=model.num_parameters())
     lineage = job.lineage | source.lineage(params.base, commit)
     save(out, model, text, lineage, precision=params.fit.save_precision)
 
 
 def fresh(params: Params, text: Tokenizer, seed: int) -> Transformer:
-    """Random weights of the selected size."""
+    """A model of the selected size with random weights. Raises ConfigError if the machine's memory is too small."""
     need_memory(4 * params.model.num_parameters, f"a model of {params.model.num_parameters:,} weights in float32")
     weights = generator("language", "weights", seed)
     model = Transformer(params.model, weights)

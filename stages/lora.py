@@ -1,8 +1,8 @@
-"""Stage lora: the fine-tuning of stage tools with low-rank adapters on a frozen model.
+"""Stage lora: the fine-tuning of stage tools, with low-rank adapters on a frozen model.
 
     models/code + data/dialogues -> models/lora        (Hu et al. 2021, arXiv:2106.09685; rsLoRA, DoRA)
 
-The adapter is published as peft reads it (`models/lora/adapter/`) and merged into the weights of `models/lora`, if the
+The adapter is published in peft's format (`models/lora/adapter/`), and merged into the weights of `models/lora` if the
 merged model's logits equal those of the model with its adapter.
 """
 

@@ -1,18 +1,17 @@
-"""Stage memory: a memory beside a frozen model, and a wider model of as many weights to compare it with.
+"""Stage memory: a memory beside a frozen model, and a wider model with as many weights for comparison.
 
     models/code + data/facts + data/tokens/code -> models/memory, models/memory_baseline, metrics/routing/memory.json
     (memory/measure.py)
 
-Both learn the same batches: invented facts, with a loss on the answers, and code. Half of what a memory gains may be
-its weights and not its form, so `baseline` has a parallel SwiGLU at the same layers instead, its way out zero at the
-start as the memory's. Asked at the end are facts in a wording that was not trained, facts that nobody has seen, and
-code. The memory: `memory/model.py`.
+Both learn from the same batches: invented facts, with a loss on the answers, and code. Half of what a memory gains may
+come from its weights and not from its form. So `baseline` has a parallel SwiGLU at the same layers instead, whose
+output projection starts at zero as the memory's does. At the end both are measured on facts in a wording that was not
+trained, on facts that occur nowhere in the training data, and on code. The memory itself: `memory/model.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.batches.batch import TokenBatch
 from pipeline.batches.corpus import CorpusStream
@@ -24,9 +23,10 @@ from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.phases import Phases
 from pipeline.learning.settings import FitConfig
 from pipeline.memory import files, measure, training
-from pipeline.memory.baseline import WiderConfig
+from pipeline.memory.baseline import Wider, WiderConfig
 from pipeline.memory.config import LEAK, MemoryConfig
 from pipeline.memory.losses import RouterWeights
+from pipeline.memory.measure import Recall
 from pipeline.memory.model import Memory, Reading
 from pipeline.memory.training import UnitBatch, UnitStream
 from pipeline.model import checkpoint, lora
@@ -36,11 +36,12 @@ from pipeline.run import device
 from pipeline.run.config import main
 from pipeline.run.errors import ConfigError, GateError
 from pipeline.run.tracking import say, write_json
+from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
 from pipeline.text.tokenizer import Tokenizer
 
 BITS = {"none": 0, "int8": 8, "int4": 4}
-MOST_LOST = 0.005  # of the bits per byte, by a bank in few bits
+MAX_LOSS = 0.005  # of the bits per byte of code, by a quantised bank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,9 @@ class Params:
     """The block `memory`; its keys are also those of MemoryConfig, RouterWeights and FitConfig."""
 
     facts_weight: int = 1
-    """Batches of facts."""
+    """Batches of facts in the mixture."""
     code_weight: int = 1
-    """For so many of code."""
+    """For so many batches of code."""
     adapter: AdapterConfig | None = None
     """{rank, ...}: adapters in the base train too, and are merged at the end."""
     train_base: bool = False
@@ -58,7 +59,7 @@ class Params:
     quantise: str = "none"
     """The bank after training: none, int8, int4."""
     questions: int = 400
-    """Of each kind that are asked at the end."""
+    """Facts of each kind that are measured at the end."""
     baseline_learning_rate: float | None = None
     """Of the wider model; None: learning_rate."""
     memory: MemoryConfig
@@ -66,7 +67,6 @@ class Params:
     fit: FitConfig
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         if self.memory.leaky and not self.memory.allow_leak:
             raise ValueError(LEAK)
         if min(self.facts_weight, self.code_weight, self.questions) < 1:
@@ -82,90 +82,95 @@ class Params:
 def run(
     params: Params, job: Job, *, base: Path, facts: Path, code: Path, out: Path, baseline: Path, routes: Path
 ) -> None:
-    """Train both, save the model directories `out` and `baseline`, and write what chooses what into `routes`."""
+    """Train both, save the model directories `out` and `baseline`, and write which texts read what into `routes`."""
     config = params.fit
     model, tokenizer = checkpoint.load(base)
     try:
         config.check_context(model)
-        shape = params.memory.placed(model.config.layers)
+        layers = params.memory.placed(model.config.layers)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     stream = streams(params, job, facts, code, tokenizer)
     slices = {"facts": stream.facts, "code": stream.code}
-    asked = {
+    questions = {
         kind: measure.questions(facts / f"{kind}.jsonl", tokenizer, params.questions) for kind in ("test", "control")
     }
-    before = examined(model, tokenizer, slices, asked, params)
+    base_measurement = _measure(model, tokenizer, stream.code, questions)
     digest, phases = checkpoint.weights_digest(model), Phases(job)
-    beside = begun(model, params.memory, params, job.seed)
+    memory = _attach(model, params.memory, params, job.seed)
     wider, _ = checkpoint.load(base)
-    assert isinstance(beside, Memory)
-    begun(wider, WiderConfig.like(params.memory, beside.num_parameters(), wider.config), params, job.seed)
-    trained = {
-        name: sum(p.numel() for p in one.parameters() if p.requires_grad)
-        for name, one in (("memory", model), ("baseline", wider))
-    }
+    assert isinstance(memory, Memory)
+    _attach(wider, WiderConfig.like(params.memory, memory.num_parameters(), wider.config), params, job.seed)
+    models = {"memory": model, "baseline": wider}
+    trained = {name: sum(p.numel() for p in m.parameters() if p.requires_grad) for name, m in models.items()}
     loss, watchers = training.watched_loss(model, [*stream.facts, *stream.code], params.router, job)
     fit(model, stream.both, loss, config, phases.begin("memory"), watchers=watchers, last=False)
-    rates = {
-        name: rate for name, rate in config.learning_rates.items() if name not in ("bank", "router")
-    }  # it has none
-    own = replace(config, learning_rate=params.baseline_learning_rate or config.learning_rate, learning_rates=rates)
+    # The baseline has no bank and no router.
+    baseline_config = replace(
+        config,
+        learning_rate=params.baseline_learning_rate or config.learning_rate,
+        learning_rates={k: rate for k, rate in config.learning_rates.items() if k not in ("bank", "router")},
+    )
     fit(
         wider,
         stream.both,
         training.plain_loss,
-        own,
+        baseline_config,
         phases.begin("baseline", prefix="baseline/"),
         watchers=Watchers(gradients_at=1),
     )
-    settled(model, params, digest)
-    settled(wider, params, digest)
-    told = training.diagnostics(
+    _merge_or_check(model, params, digest)
+    _merge_or_check(wider, params, digest)
+    diagnostics = training.diagnostics(
         model, [*stream.facts, *stream.code], device.hardware(job.runtime.precision), seed=job.seed
     )
-    for complaint in training.verdicts(told, params.memory.chapters):
-        say(f"warning: {complaint}")
-    after = {
-        name: examined(one, tokenizer, slices, asked, params) for name, one in (("memory", model), ("baseline", wider))
-    }
-    job.report(router=training.summary(told), leaky=int(params.memory.leaky), layers=shape, trained_parameters=trained)
-    job.report(**compared({"base": before} | after))
+    for warning in training.verdicts(diagnostics, params.memory.chapters):
+        say(f"warning: {warning}")
+    measurements = {name: _measure(m, tokenizer, stream.code, questions) for name, m in models.items()}
+    job.report(
+        router=training.summary(diagnostics),
+        leaky=int(params.memory.leaky),
+        layers=layers,
+        trained_parameters=trained,
+    )
+    job.report(**_compare({"base": base_measurement} | measurements))
     write_json(routes, measure.routing(model, tokenizer, slices))
     if params.quantise != "none":
-        job.report(quantised=narrowed(model, stream.code, params))
+        job.report(quantised=_quantise_bank(model, stream.code, params))
     checkpoint.save(out, model, tokenizer, job.lineage)
     checkpoint.save(baseline, wider, tokenizer, job.lineage)
 
 
 @dataclass(frozen=True)
-class Read:
-    """What is read: the mixture, and fixed slices of the validation splits."""
+class Streams:
+    """The mixture to train on, and fixed slices of the validation splits."""
 
     both: UnitStream
     facts: Sequence[UnitBatch]
     code: Sequence[UnitBatch]
 
 
-def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokenizer) -> Read:
-    """Raises DataError."""
+def streams(params: Params, job: Job, facts: Path, code: Path, tokenizer: Tokenizer) -> Streams:
+    """The streams of facts and code. Raises DataError."""
     config = params.fit
-    sizes: dict[str, Any] = {"context": config.context, "tokens_per_step": config.tokens_per_step, "seed": job.seed}
-    known = FactStream(facts, tokenizer, **sizes)
-    text = CorpusStream(code, tokenizer, cache=job.folder.parent, **sizes)
-    both = UnitStream(MixtureStream([(params.facts_weight, known), (params.code_weight, text)]), params.memory)
-    slices = (list(UnitStream(one, params.memory).evaluation(config.eval_tokens)) for one in (known, text))
-    return Read(both, *slices)
+    sizes: JsonObject = {"context": config.context, "tokens_per_step": config.tokens_per_step, "seed": job.seed}
+    fact_stream = FactStream(facts, tokenizer, **sizes)
+    code_stream = CorpusStream(code, tokenizer, cache=job.folder.parent, **sizes)
+    mixture = UnitStream(
+        MixtureStream([(params.facts_weight, fact_stream), (params.code_weight, code_stream)]), params.memory
+    )
+    slices = (list(UnitStream(s, params.memory).evaluation(config.eval_tokens)) for s in (fact_stream, code_stream))
+    return Streams(mixture, *slices)
 
 
-def begun(model: Transformer, config: MemoryConfig | WiderConfig, params: Params, seed: int) -> Any:
-    """Put a memory, or what it is compared with, beside the model; freeze what is not to be trained. Raises
-    ConfigError where it does not fit.
+def _attach(model: Transformer, config: MemoryConfig | WiderConfig, params: Params, seed: int) -> Memory | Wider:
+    """Add a memory, or its baseline, to the model, and freeze what does not train. Raises ConfigError if it does not
+    fit.
     """
     if params.adapter is not None:
         lora.attach(model, params.adapter, device.generator("adapter", seed))
     try:
-        beside = files.attach(model, config, device.generator("memory", seed))
+        module = files.attach(model, config, device.generator("memory", seed))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if params.adapter is not None:
@@ -173,11 +178,11 @@ def begun(model: Transformer, config: MemoryConfig | WiderConfig, params: Params
             parameter.requires_grad_("lora_" in name or name.startswith(files.PREFIX))
     elif params.train_base:
         model.requires_grad_(True)
-    return beside
+    return module
 
 
-def settled(model: Transformer, params: Params, digest: str) -> None:
-    """Merge what was adapted. Raises GateError where a frozen base has moved."""
+def _merge_or_check(model: Transformer, params: Params, digest: str) -> None:
+    """Merge the adapter. Raises GateError if the merge is not exact, or if a frozen base has changed."""
     if params.adapter is not None:
         lora.merged_with_gate(model, reference.gate_rows(model))
     elif not params.train_base and checkpoint.weights_digest(model, leave_out=files.PREFIX) != digest:
@@ -187,51 +192,60 @@ def settled(model: Transformer, params: Params, digest: str) -> None:
         )
 
 
-def examined(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    slices: dict[str, Sequence[UnitBatch]],
-    asked: dict[str, list[Asked]],
-    params: Params,
-) -> dict[str, Any]:
-    """Facts, and bits per byte of code."""
+@dataclass(frozen=True)
+class Measurement:
+    """What a model is measured by at the end."""
+
+    code_bpb: float  # bits per byte of code
+    test: Recall  # of facts that were trained in another wording
+    control: Recall  # of facts that were not trained
+
+
+def _measure(
+    model: Transformer, tokenizer: Tokenizer, code: Sequence[UnitBatch], questions: dict[str, list[Asked]]
+) -> Measurement:
     model.train(False)
-    bpb = training.bits_per_byte(model, slices["code"], lambda batch: Reading(trained=batch.targets >= 0))
-    known = {kind: measure.recall(model, tokenizer, questions) for kind, questions in asked.items()}
+    bpb = training.bits_per_byte(model, code, plain_reading)
+    recalls = {kind: measure.recall(model, tokenizer, facts) for kind, facts in questions.items()}
     model.train(True)
-    return {"code_bpb": bpb, **known}
+    return Measurement(bpb, **recalls)
 
 
-def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of all, and the memory beside each of the others with the interval of the paired difference."""
-    told: dict[str, Any] = {}
-    for name, one in found.items():
-        told[name] = {"code_bpb": one["code_bpb"], "facts": one["test"].measure(), "control": one["control"].measure()}
+def plain_reading(batch: TokenBatch) -> Reading:
+    """A reading of the memory without further options."""
+    return Reading(trained=batch.targets >= 0)
+
+
+def _compare(measurements: dict[str, Measurement]) -> JsonObject:
+    """The numbers of each model, and the paired difference of the memory from each of the others, with its interval."""
+    comparison: JsonObject = {}
+    for name, m in measurements.items():
+        comparison[name] = {"code_bpb": m.code_bpb, "facts": m.test.measure(), "control": m.control.measure()}
     for name in ("base", "baseline"):
-        rights = ((found[one]["test"].right.astype(float).tolist(), None) for one in (name, "memory"))
-        moved = paired_difference(*rights, generator=device.generator("facts", 0))
-        told[f"over_{name}"] = {"facts": moved.value, "facts_low": moved.low, "facts_high": moved.high}
-        told[f"over_{name}"]["says"] = (
-            "more facts" if moved.low > 0 else "fewer facts" if moved.high < 0 else "no advantage found"
+        correct = ((measurements[n].test.right.astype(float).tolist(), None) for n in (name, "memory"))
+        difference = paired_difference(*correct, generator=device.generator("facts", 0))
+        comparison[f"over_{name}"] = {
+            "facts": difference.value,
+            "facts_low": difference.low,
+            "facts_high": difference.high,
+        }
+        comparison[f"over_{name}"]["says"] = (
+            "more facts" if difference.low > 0 else "fewer facts" if difference.high < 0 else "no advantage found"
         )
-    return told
+    return comparison
 
 
-def narrowed(model: Transformer, batches: Sequence[UnitBatch], params: Params) -> dict[str, float]:
-    """Put the bank into few bits. Raises GateError where code costs more than half a hundredth more bits."""
+def _quantise_bank(model: Transformer, batches: Sequence[UnitBatch], params: Params) -> dict[str, float]:
+    """Quantise the bank. Raises GateError if that costs more than MAX_LOSS of the bits per byte of code."""
     assert isinstance(model.memory, Memory)
-
-    def told(batch: TokenBatch) -> Reading:
-        return Reading(trained=batch.targets >= 0)
-
     model.train(False)
-    before = training.bits_per_byte(model, batches, told)
+    before = training.bits_per_byte(model, batches, plain_reading)
     files.quantised(model.memory, BITS[params.quantise])
-    after = training.bits_per_byte(model, batches, told)
-    if after > before * (1 + MOST_LOST):
+    after = training.bits_per_byte(model, batches, plain_reading)
+    if after > before * (1 + MAX_LOSS):
         raise GateError(
             f"gate quantise: the bank in {params.quantise} costs {after / before - 1:.2%} more bits per byte of code,"
-            f" more than {MOST_LOST:.1%}; use int8 or none"
+            f" more than {MAX_LOSS:.1%}; use int8 or none"
         )
     return {"bpb_before": before, "bpb_after": after}
 

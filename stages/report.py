@@ -2,9 +2,9 @@
 
     metrics/ -> reports/index.html, reports/headlines/<model>.json, reports/plots/*.svg
 
-The page holds results with intervals, claims, curves, samples, lineage, time and cost, and beside the run that
-`baseline` names what changed. It opens offline, on a phone and on paper. A model's headlines are its line in `dvc
-metrics show`. The charts are for `dvc plots show`, which draws curves with a library from the web, and pictures without
+The page shows results with intervals, claims, curves, samples, lineage, time and cost, and the changes from the run
+that `baseline` names. It opens offline, on a phone and on paper. A model's headlines are its line in `dvc metrics
+show`. The charts are for `dvc plots show`, which draws curves with a library from the web, but shows pictures without
 it.
 """
 
@@ -28,7 +28,7 @@ class Params:
     baseline: str | None = None
     """Full hash of a commit to compare with; python -m pipeline.report.baseline pin sets it."""
     prices: Prices | None = None
-    """What an hour costs: {core: 0.04, gpu: 2.5, currency: EUR}."""
+    """Price of an hour: {core: 0.04, gpu: 2.5, currency: EUR}."""
     gate: dict[str, float] = field(default_factory=dict)
     """measure: what the deployed model must reach to be the next champion."""
 
@@ -47,8 +47,10 @@ class Params:
 
 def run(params: Params, job: Job, *, metrics: Path, out: Path, plots: Path, headlines: Path) -> None:
     """Write the page `out`, the folder `plots`, and each model's headlines into the folder `headlines`."""
-    before = None if params.baseline is None else (params.baseline[:10], baseline.at(params.baseline))
-    page = card.render(metrics, samples_each=params.samples, prices=params.prices, gate=params.gate, baseline=before)
+    baseline_run = None if params.baseline is None else (params.baseline[:10], baseline.at(params.baseline))
+    page = card.render(
+        metrics, samples_each=params.samples, prices=params.prices, gate=params.gate, baseline=baseline_run
+    )
     out.write_text(page, encoding="utf-8")
     measured = card.read(metrics)
     headlines.mkdir()

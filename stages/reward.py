@@ -1,11 +1,11 @@
-"""Stage reward: a model that says which of two answers is better.
+"""Stage reward: a model that predicts which of two answers is better.
 
     models/tools + data/preferences -> models/reward        (Bradley-Terry; Ouyang et al. 2022, eq. 1)
 
-One linear head on the last token of an answer, starting at zero. What it gives over answers of the base model decides
-mean and spread, by which later stages normalise it. Beside the pairs of data/preferences it learns from pairs of the
-base model's own answers, ordered by truth, and from how likely the base model found each token (`model/heads.py`).
-Accuracy is measured per kind of pair on pairs that nothing was chosen by.
+One linear head on the last token of an answer, initialized to zero. The mean and spread of its scores over answers of
+the base model are stored with it; later stages normalize rewards by them. Besides the pairs of data/preferences it
+learns from pairs of the base model's own answers, ordered by truth, and from the likelihood of each token under the
+base model (`model/heads.py`). Accuracy is measured for each kind of pair, on pairs that nothing was chosen by.
 """
 
 from dataclasses import dataclass
@@ -42,20 +42,19 @@ class Params:
     label_flip: float
     """Share of the training pairs whose labels are swapped, to measure what noise costs."""
     extra_layers: int = 0
-    """Put on top of the base model's, to compare what it expects with what was said."""
+    """Layers on top of the base model's, to compare the answer with what the base model expects."""
     likelihood_weight: float = 0.0
-    """Of guessing how likely the base model finds each token of an answer."""
+    """Weight of predicting the likelihood of each token of an answer under the base model."""
     own_prompts: int
-    """Prompts that the base model answers itself, for pairs of its own answers; 0: none."""
+    """Prompts for pairs of the base model's own answers; 0: none."""
     calibration_answers: int
-    """Answers of the base model over which mean and spread are taken."""
+    """Answers of the base model that mean and spread are measured on."""
     answer_tokens: int
-    """Of each of its answers at most."""
+    """Maximum length of each of these answers."""
     sandbox: SandboxConfig = block("sandbox")
     fit: PairConfig
 
     def __post_init__(self) -> None:
-        """Refuse shares and counts that cannot be."""
         if (
             not 0 <= self.label_flip < 0.5
             or self.centring < 0
@@ -71,19 +70,22 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     """Train a reward model on `base` and save the model directory `out`."""
     trunk, tokenizer = checkpoint.load(base)
     policy, model = checkpoint.load_frozen(base), RewardModel(deepened(trunk, params.extra_layers))
-    where = device.hardware(job.runtime.precision).device
     config = params.fit
-    generate = sampler(policy.to(where), Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})
+    policy.to(device.hardware(job.runtime.precision).device)
+    generate = sampler(policy, Sampling(params.answer_tokens, temperature=1.0), {tokenizer.turn_end})
     splits = {
         name: PairSplit(pairs / f"{name}.jsonl", tokenizer, config.max_prompt, config.max_length)
         for name in ("train", "test")
     }
-    own = {
-        name: own_answers.prompts(split, params.answer_tokens, most)
-        for (name, split), most in zip(splits.items(), (params.own_prompts, params.own_prompts // 4), strict=True)
+    own_prompts = {
+        name: own_answers.prompts(split, params.answer_tokens, limit)
+        for (name, split), limit in zip(splits.items(), (params.own_prompts, params.own_prompts // 4), strict=True)
     }
     with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url) as judge:
-        more = {name: own_answers.pairs(generate, prompts, tokenizer, judge, job.seed) for name, prompts in own.items()}
+        own_pairs = {
+            name: own_answers.pairs(generate, prompts, tokenizer, judge, job.seed)
+            for name, prompts in own_prompts.items()
+        }
     stream = PairStream(
         pairs,
         tokenizer,
@@ -92,7 +94,7 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         pairs=config.pairs,
         seed=job.seed,
         label_flip=params.label_flip,
-        more=more["train"],
+        more=own_pairs["train"],
     )
 
     learner = GuessingModel(model) if params.likelihood_weight else model
@@ -103,38 +105,43 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
     ranked = partial(loss, policy=policy, centring=params.centring, likelihood_weight=params.likelihood_weight)
     fit(learner, stream, ranked, config, job, watchers=Watchers(first=gate, gradients_at=1))
 
-    asked = answers.repeated(answers.pair_prompts(splits["train"], params.answer_tokens), params.calibration_answers)
-    model.calibrate(answers.raw_rewards(model, answers.sample(generate, asked, tokenizer, job.seed), tokenizer.pad))
+    calibration_prompts = answers.repeated(
+        answers.pair_prompts(splits["train"], params.answer_tokens), params.calibration_answers
+    )
+    model.calibrate(
+        answers.raw_rewards(model, answers.sample(generate, calibration_prompts, tokenizer, job.seed), tokenizer.pad)
+    )
     job.report(
         dropped={name: dict(split.dropped) for name, split in splits.items()},
-        own_pairs=len(more["train"]),
+        own_pairs=len(own_pairs["train"]),
         reward_mean=model.reward_mean,
         reward_std=model.reward_std,
         test=preferences.measure_ranking(model, splits["test"].pairs, tokenizer.pad),
     )
-    if more["test"]:
-        job.report(own_answers=preferences.measure_ranking(model, more["test"], tokenizer.pad))
+    if own_pairs["test"]:
+        job.report(own_answers=preferences.measure_ranking(model, own_pairs["test"], tokenizer.pad))
     checkpoint.save_reward(out, model, tokenizer, job.lineage)
 
 
 def loss(model: nn.Module, batch: PairBatch, *, policy: Transformer, centring: float, likelihood_weight: float) -> Loss:
-    """The loss of some pairs under a RewardModel, or with a likelihood_weight a GuessingModel, which `policy` tells.
+    """The loss of a batch of pairs for a RewardModel; with a `likelihood_weight` for a GuessingModel, whose targets are
+    the log-probabilities of `policy`.
 
-    In evaluations it is the ranking alone: the best step is the one that ranks best.
+    In evaluation it is the ranking loss alone: the best step is the one that ranks best.
     """
-    guessing = model.training and likelihood_weight > 0
-    read = batch.said if guessing else batch.ends
-    found = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=read)
-    told = found.view(len(found), -1)  # (n, 1), or (n, 2) with guesses
-    chosen, rejected = told[batch.ends[read], 0].chunk(2)
+    with_likelihood = model.training and likelihood_weight > 0
+    selected = batch.said if with_likelihood else batch.ends
+    outputs = model(batch.input_ids, positions=batch.positions, documents=batch.documents, select=selected)
+    scores = outputs.view(len(outputs), -1)  # (n, 1), or (n, 2) with guesses
+    chosen, rejected = scores[batch.ends[selected], 0].chunk(2)
     ranking = pair_losses.bradley_terry(
         chosen, rejected, margin=batch.margins, centring=centring if model.training else 0.0
     )
-    if not guessing:
+    if not with_likelihood:
         return ranking
     with torch.no_grad():
-        likely, _ = losses.token_logprobs(policy, batch)
-    return pair_losses.with_likelihood(ranking, told[:, 1], likely, weight=likelihood_weight)
+        logprobs, _ = losses.token_logprobs(policy, batch)
+    return pair_losses.with_likelihood(ranking, scores[:, 1], logprobs, weight=likelihood_weight)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Stage rlhf: PPO against the reward model, held back by the divergence from where it began.
+"""Stage rlhf: PPO against the reward model, held back by the divergence from the initial policy.
 
     models/tools + models/reward + data/preferences (prompts) -> models/rlhf   (Ziegler et al. 2019; Ouyang et al. 2022)
 
-The actor starts as models/tools, the critic as models/reward; only the actor is published. At every evaluation the same
-held-out prompts are answered: `proxy` is what training is paid by (`rlhf.rewards`), `gold` the true score, which
-training never sees.
+The actor starts as models/tools, the critic as models/reward; only the actor is published. At every evaluation it
+answers the same held-out prompts. `proxy` is the reward of training (`rlhf.rewards`), `gold` the true score, which
+training never uses.
 """
 
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Params:
     """The block `rlhf`; its training keys are those of RolloutConfig, PPO's those of PPOConfig."""
 
     kinds: tuple[str, ...] = ()
-    """Of prompts to train on; empty: all whose better answer has room."""
+    """Kinds of prompts to train on; empty: all whose better answer has room."""
     rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
     """name: weight; tool_call with kinds: [tools], code with [code]."""
     held_out: own_answers.HeldOutConfig = field(default_factory=own_answers.HeldOutConfig)
@@ -50,7 +50,7 @@ class Params:
     fit: RolloutConfig
 
     def __post_init__(self) -> None:
-        """Refuse a horizon over which beta could change its sign within one iteration."""
+        """Raises ValueError for a horizon over which beta could change its sign within one iteration."""
         if self.fit.prompts * self.fit.samples > 5 * self.ppo.horizon:
             raise ValueError(
                 f"horizon: expected at least a fifth of the {self.fit.prompts * self.fit.samples} answers of an"
@@ -62,26 +62,26 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
     """Train the actor, measure gold against proxy on the way, save the model directory `out`."""
     config = params.fit
     start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
-    judge_model, theirs = checkpoint.load_reward(reward)
-    checkpoint.same_tokenizer(start.tokenizer, theirs, str(base), str(reward))
+    reward_model, reward_tokenizer = checkpoint.load_reward(reward)
+    checkpoint.same_tokenizer(start.tokenizer, reward_tokenizer, str(base), str(reward))
     critic, _ = checkpoint.load_reward(reward)
     model = ActorCritic(start.policy, critic)
-    # Only the prompts are asked, so a pair's answers may be as long as they like: those that have no room are passed
-    # over.
+    # Only the prompts of the pairs are used, so their answers may have any length: prompts without room for an answer
+    # are skipped.
     splits = {
         name: PairSplit(pairs / f"{name}.jsonl", start.tokenizer, config.max_prompt, start.policy.config.max_context)
         for name in ("train", "test")
     }
     prompts = {name: answers.pair_prompts(split, config.max_new_tokens, params.kinds) for name, split in splits.items()}
-    setting = Setting(start, config, job, judge_model.train(False).requires_grad_(False))
-    compared = None
+    setting = Setting(start, config, job, reward_model.train(False).requires_grad_(False))
+    preferred = None
     if "preferred" in params.rewards:
-        compared = setting.preferred([*prompts["train"], *prompts["test"]])
-    if "learned" not in params.rewards:  # then what the reward model says is no value to begin with
+        preferred = setting.preferred([*prompts["train"], *prompts["test"]])
+    if "learned" not in params.rewards:  # then the reward model's scores are no initial values
         nn.init.zeros_(critic.score.weight)
         critic.reward_mean, critic.reward_std = 0.0, 1.0
     with setting.judge(params.sandbox, wanted=params.rewards) as judge:
-        scorer = Scorer(params.rewards, setting.resources(judge, call_reward, compared))
+        scorer = Scorer(params.rewards, setting.resources(judge, call_reward, preferred))
         carried = {"beta": params.ppo.beta}
         method = Method(
             sample=setting.sample,
@@ -105,11 +105,11 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
         fit(
             model, stream, partial(loss, temperature=config.temperature, ppo=params.ppo), config, job, watchers=watchers
         )
-        told = held_out.report()  # first: an adapter that is merged is in the reference too
+        held_out_report = held_out.report()  # before `finish`, which merges an adapter into the reference too
         held_out.write_samples(samples)
         job.report(
             **reference.finish(start),
-            **told,
+            **held_out_report,
             prompts=len(prompts["train"]),
             dropped={name: dict(split.dropped) for name, split in splits.items()},
             alarms=alarms.of(job.tracker.rows, target_kl=params.ppo.target_kl),
@@ -118,9 +118,9 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
 
 
 def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PPOConfig) -> Loss:
-    """PPO's loss of a minibatch."""
+    """The PPO loss of a minibatch."""
     logprobs, entropy, values = losses.actor_critic(model, batch, temperature)
-    found = policy_losses.ppo(
+    result = policy_losses.ppo(
         logprobs,
         entropy,
         values,
@@ -132,7 +132,7 @@ def loss(model: ActorCritic, batch: RolloutBatch, *, temperature: float, ppo: PP
         value_clip=ppo.value_clip,
         value_weight=ppo.value_weight,
     )
-    return policy_losses.with_agreement(found, logprobs, batch.old) if batch.fresh else found
+    return policy_losses.with_agreement(result, logprobs, batch.old) if batch.fresh else result
 
 
 if __name__ == "__main__":

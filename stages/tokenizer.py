@@ -1,13 +1,13 @@
-"""Stage tokenizer: learn a byte-level BPE from the code and text that the models will read, or take one in.
+"""Stage tokenizer: train a byte-level BPE on the code and text that the models will read, or adopt a checkpoint's.
 
     data/raw/{text,code} -> data/tokenizer        (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2)
 
 A model that is continued from a pretrained checkpoint (`language.start`) keeps the checkpoint's tokenizer, with the
-control tokens that it lacks (`pipeline/text/adoption.py`); then nothing is learnt here and `vocab_size` is the
+control tokens that it lacks added (`pipeline/text/adoption.py`). Then nothing is trained here, and `vocab_size` is the
 checkpoint's.
 
-Reports bytes per token on held-out documents of each corpus: more bytes, fewer tokens to read and to write. Of the
-model file only `vocab_size` is tracked, so another width or depth trains no new tokenizer.
+The stage reports bytes per token on held-out documents of each corpus: the more bytes, the fewer tokens to read and to
+write. Of the model file only `vocab_size` is tracked, so another width or depth does not retrain the tokenizer.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from pipeline.run.workdir import Job
 from pipeline.text.adoption import adopt
 from pipeline.text.tokenizer import Tokenizer
 
-CHARACTERS = 10_000  # of a document: a few giant files must not choose the vocabulary
+CHARACTERS = 10_000  # of a document: a few giant files must not decide the vocabulary
 HELD_OUT_BYTES = 2_000_000  # of each corpus's val split, for the report
 
 
@@ -33,15 +33,15 @@ class Params:
     """Block `tokenizer` of params.yaml."""
 
     vocab_size: int = field(metadata={"from": "model.vocab_size"})
-    """ids, a multiple of 64; a key of the model file."""
+    """Number of ids, a multiple of 64; a key of the model file."""
     sample_mb: float
     """Text that the merges are counted on, in 10^6 bytes."""
     text_share: float
-    """Of the sample from the text corpus; the rest is code."""
+    """Share of the sample from the text corpus; the rest is code."""
     base: Start = block("language")
 
     def __post_init__(self) -> None:
-        """Refuse an empty sample."""
+        """Raises ValueError for an empty sample."""
         if self.sample_mb <= 0:
             raise ValueError(f"sample_mb: expected more than 0, found {self.sample_mb}")
         if not 0 <= self.text_share <= 1:
@@ -49,8 +49,8 @@ class Params:
 
 
 def run(params: Params, job: Job, *, text: Path, code: Path, out: Path, checkpoint: Path | None = None) -> None:
-    """Train on a sample of both corpora, or take in the `checkpoint`'s or the hub's; write the tokenizer's folder."""
-    tokenizer = learnt(params, text, code) if params.base.scratch else taken_in(params.base, checkpoint, out)
+    """Train on a sample of both corpora, or adopt the tokenizer of `checkpoint` or the hub; write the folder `out`."""
+    tokenizer = learnt(params, text, code) if params.base.scratch else _adopt_tokenizer(params.base, checkpoint, out)
     tokenizer.save(out)
     job.report(
         vocab_size=tokenizer.vocab_size,
@@ -60,7 +60,7 @@ def run(params: Params, job: Job, *, text: Path, code: Path, out: Path, checkpoi
 
 
 def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
-    """A tokenizer of our own, from a sample of both corpora."""
+    """A new tokenizer, from a sample of both corpora."""
     size = params.sample_mb * 1e6
     sample = itertools.chain(
         shards.texts(text, "train", int(size * params.text_share), CHARACTERS),
@@ -69,17 +69,17 @@ def learnt(params: Params, text: Path, code: Path) -> Tokenizer:
     return Tokenizer.train(sample, params.vocab_size)
 
 
-def taken_in(base: Start, checkpoint: Path | None, out: Path) -> Tokenizer:
-    """The tokenizer of a pretrained checkpoint; the commit of one from the hub is written down beside it."""
-    found = source.located(base, checkpoint, weights=False)
-    adopted = adopt(found.folder, read_config(found.folder).vocab_size)
-    say(f"tokenizer: taken from {found.folder}; {len(adopted.fresh)} control tokens added")
-    source.record(out, base, found.commit)
+def _adopt_tokenizer(base: Start, checkpoint: Path | None, out: Path) -> Tokenizer:
+    """The tokenizer of a pretrained checkpoint; the commit of one from the hub is recorded beside it."""
+    located = source.located(base, checkpoint, weights=False)
+    adopted = adopt(located.folder, read_config(located.folder).vocab_size)
+    say(f"tokenizer: taken from {located.folder}; {len(adopted.fresh)} control tokens added")
+    source.record(out, base, located.commit)
     return adopted.tokenizer
 
 
 def bytes_per_token(tokenizer: Tokenizer, corpus: Path) -> float:
-    """UTF-8 bytes per token over (a sample of) the corpus's val split."""
+    """UTF-8 bytes per token over (the beginning of) the corpus's val split."""
     num_bytes = num_tokens = 0
     for text in shards.texts(corpus, "val", HELD_OUT_BYTES, CHARACTERS):
         num_bytes += len(text.encode())

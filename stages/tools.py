@@ -2,7 +2,7 @@
 
     models/code + data/dialogues -> models/tools
 
-The loss runs over what the assistant says (text, calls, end of turn) and over nothing else.
+The loss covers only the assistant's tokens: text, calls, end of turn.
 """
 
 from dataclasses import dataclass

@@ -467,14 +467,14 @@ def attention_bytes(config: ModelConfig, work: Work) -> float:
     d, q, k = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
     half, cpu = work.precision != "fp32", work.kind == "cpu"
     if _uses_cpu_operators(config, work, ATTENTION):  # normed input; its products; the result; queries in tiles
-        reach, kept = reaches(work)
-        return 2 * d + 2 * (q + 2 * k) + 2 * q + 2 * q + 4 * k * reach + 2 * TILE * config.heads * kept
-    kept = 4 * d + input_bytes(config, work, ATTENTION)
+        key_tiles, probability_tiles = reaches(work)
+        return 2 * d + 2 * (q + 2 * k) + 2 * q + 2 * q + 4 * k * key_tiles + 2 * TILE * config.heads * probability_tiles
+    saved = 4 * d + input_bytes(config, work, ATTENTION)
     if not cpu:
         mask = 0 if not work.packed else (2 if half else 4) * work.context
-        return kept + ((8 * q + 8 * k) if half else (12 * q + 12 * k)) + mask
+        return saved + ((8 * q + 8 * k) if half else (12 * q + 12 * k)) + mask
     # inputs of the head norms, then q, k, v, out: float32 also under autocast
-    return kept + 12 * q + 12 * k + score_bytes(config, work)
+    return saved + 12 * q + 12 * k + score_bytes(config, work)
 
 
 def mlp_bytes(config: ModelConfig, work: Work) -> float:
@@ -497,18 +497,18 @@ def _uses_cpu_operators(config: ModelConfig, work: Work, names: Sequence[str]) -
 def input_bytes(config: ModelConfig, work: Work, names: Sequence[str]) -> float:
     """Bytes of inputs that projections keep, if they train or have an adapter."""
     cpu, size = work.kind == "cpu", 4 if work.precision == "fp32" else 2
-    kept = 0
+    saved = 0
     for index, name in enumerate(names if work.adapted is None else [x for x in names if x in work.adapted]):
         out, width = projections(config)[name]
         if work.adapted is not None and cpu:
-            kept += LEFT[work.precision] * out
+            saved += LEFT[work.precision] * out
         if work.dropped:
-            kept += width * (size + (4 if cpu else 1))  # the input after dropout, and a mask
+            saved += width * (size + (4 if cpu else 1))  # the input after dropout, and a mask
         elif name == "o_proj":
-            kept += width * size if cpu else 0  # on a GPU attention keeps it
+            saved += width * size if cpu else 0  # on a GPU attention keeps it
         elif size == 2 or index == 0 or name == "down_proj":  # autocast casts for each; float32 is shared
-            kept += width * size
-    return kept
+            saved += width * size
+    return saved
 
 
 def reaches(work: Work) -> tuple[float, float]:
@@ -538,11 +538,11 @@ def recomputed_layers(config: ModelConfig, work: Work) -> int:
 
 def token_bytes(config: ModelConfig, work: Work) -> float:
     """Bytes per token of all layers, of embedding and last norm, and of the layer at work."""
-    kept, entry, again = layer_bytes(config, work), 4 * config.width, recomputed_layers(config, work)
+    saved, layer_input, num_recomputed = layer_bytes(config, work), 4 * config.width, recomputed_layers(config, work)
     products = product_bytes(config, work) if work.checkpointing == "selective" else 0
-    lost = LOST[work.precision] * again * max(0, kept - products) if work.kind == "cpu" else 0
-    within = kept * (config.layers - again) + (entry + products) * again
-    return within + lost + kept + 8 * config.width + 4 * config.head_dim + reading_bytes(config, work)
+    lost = LOST[work.precision] * num_recomputed * max(0, saved - products) if work.kind == "cpu" else 0
+    layers = saved * (config.layers - num_recomputed) + (layer_input + products) * num_recomputed
+    return layers + lost + saved + 8 * config.width + 4 * config.head_dim + reading_bytes(config, work)
 
 
 def reading_bytes(config: ModelConfig, work: Work) -> float:

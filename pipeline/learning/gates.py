@@ -126,9 +126,9 @@ KL = ("objective/kl", "kl/rollout")  # divergence of the first answers from the 
 
 def value(values: dict[str, float], name: str, expected: float, tolerance: float, cause: str) -> None:
     """Raise GateError unless a number of the first step has its expected value. `cause` is the likely fault."""
-    found = values.get(name)
-    if found is None or not abs(found - expected) <= tolerance:
-        shown = "nothing" if found is None else f"{found:.8g}"
+    number = values.get(name)
+    if number is None or not abs(number - expected) <= tolerance:
+        shown = "nothing" if number is None else f"{number:.8g}"
         raise GateError(
             f"gate {name}: expected {expected:.8g} within {tolerance:g}, found {shown}. Likely cause: {cause}"
         )
@@ -146,10 +146,10 @@ def first_mask(batch: Tokens, tokenizer: Tokenizer) -> None:
             expected = tokenizer.decode(
                 [token for token, is_trained in zip(following, trained, strict=True) if is_trained], skip_special=False
             )
-            found = tokenizer.decode([token for token in targets if token >= 0], skip_special=False)
+            actual = tokenizer.decode([token for token in targets if token >= 0], skip_special=False)
             raise GateError(
                 f"gate mask: expected the first batch to train what the assistant says: {expected!r:.200}; found"
-                f" {found!r:.200}. Likely cause: the trained-on mask of text/chat.py, or the shift of batches/batch.py"
+                f" {actual!r:.200}. Likely cause: the trained-on mask of text/chat.py, or the shift of batches/batch.py"
             )
 
 

@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from pipeline.learning.protocols import TrainingRun
 from pipeline.model.cpu import native
+from pipeline.model.layers import Block
 from pipeline.run import device as run_device
 from pipeline.run import workdir
 from pipeline.run.device import Hardware
@@ -49,12 +50,11 @@ SHAPES = 64  # compilations of a block: forward and backward, training and evalu
 def compiled(model: nn.Module, asked: bool | str, *, flops: float, hardware: Hardware, name: str) -> bool:
     """Compile the layers if `wanted`. Returns whether they were compiled. Raises ConfigError as `wanted`."""
     native.unload()  # an earlier run in this process may have loaded it
-    layers = _blocks(model)
-    by_hand = hardware.device.type == "cpu" and hardware.precision == "bf16" and bool(layers)
-    if by_hand and all(getattr(layer, "plain", False) for layer in layers):
-        return wanted(asked, flops=float("inf"), device=hardware.device) and _load_native(
-            required=asked is True, name=name
-        )
+    layers = _layers(model)
+    hand_written = all(isinstance(layer, Block) and layer.self_attn.plain and layer.mlp.plain for layer in layers)
+    if hardware.device.type == "cpu" and hardware.precision == "bf16" and layers and hand_written:
+        loads = wanted(asked, flops=float("inf"), device=hardware.device)
+        return loads and _load_native(required=asked is True, name=name)
     if not wanted(asked, flops=flops, device=hardware.device):
         return False
     _prepare_inductor(name)
@@ -97,7 +97,7 @@ def lacking(device: torch.device) -> str:
     return "" if device.type in PAYS else f"a CPU or a CUDA device, not {device.type}"
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def _layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model, or of both models of an actor and its critic."""
     return [
         layer for name, stack in model.named_modules() if name.split(".")[-1] == "layers" for layer in stack.children()

@@ -1,14 +1,13 @@
-"""From scored answers to a number for each token: PPO's advantages and returns, the advantages of the group methods.
+"""From scored answers to numbers per token: PPO's advantages and returns, and the advantages of the group methods.
 
-Both give a `rollout.Method`: `annotate` runs the forward passes (reference, critic) over this process's answers,
-`estimate` works on all of them with the pure functions of `learning/policy_losses.py`. The reference is any function
+Both make a `rollout.Method`: `annotate` runs the forward passes (reference, critic) over the answers of this process,
+`estimate` works on all answers with the pure functions of `learning/policy_losses.py`. The reference is any function
 from answers to log-probabilities: a frozen copy, or the policy with its adapter off.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +17,10 @@ from pipeline.learning import policy_losses
 from pipeline.learning.policy_losses import GroupMethod
 from pipeline.rl.answers import Answer
 from pipeline.rl.rollout import Rollout, grouped
+from pipeline.run.types import JsonObject
 
 PerToken = Callable[[Sequence[Answer]], list[np.ndarray]]  # answers -> a value for each of their tokens
-UNFINISHED = -1.0  # the most that an answer without its end can score in PPO: not ending never pays
+UNFINISHED = -1.0  # the highest score in PPO of an answer without an end, so that not ending never pays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,10 @@ def annotate_ppo(rollouts: list[Rollout], *, reference: PerToken, values: PerTok
         rollout.arrays |= {"reference": f, "values": v}
 
 
-def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: dict[str, Any]) -> dict[str, float]:
-    """Fill `advantages` and `returns`; move `carried["beta"]` for the next iteration. Returns what TRL logs as
-    objective/*.
+def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: JsonObject) -> dict[str, float]:
+    """Fill `advantages` and `returns`, and adapt `carried["beta"]` for the next iteration.
+
+    Returns numbers to log, as TRL's objective/*.
     """
     beta = float(carried["beta"])
     mask = _mask(rollouts)
@@ -73,8 +74,8 @@ def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: dict[str, 
     usable = ~scores.isnan()
     rewards = policy_losses.ppo_rewards(old, reference, mask, scores.nan_to_num(0.0), beta)
     advantages, returns = policy_losses.gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
-    counted = mask & usable[:, None]  # an answer without a score teaches the policy nothing
-    advantages = policy_losses.whiten(advantages, counted)
+    trained = mask & usable[:, None]  # an answer without a score does not train the policy
+    advantages = policy_losses.whiten(advantages, trained)
     returns = torch.where(usable[:, None], returns, values)
     _store(rollouts, mask, advantages=advantages, returns=returns, old_values=values)
     divergence = policy_losses.kl_k1(old, reference) * mask
@@ -83,14 +84,14 @@ def estimate_ppo(rollouts: list[Rollout], config: PPOConfig, carried: dict[str, 
         beta, kl, target=config.target_kl, num=len(rollouts), horizon=config.horizon
     )
     penalty = float((-beta * (old - reference) * mask).sum(1).mean())
-    known = float(scores[usable].mean()) if bool(usable.any()) else math.nan
+    mean_score = float(scores[usable].mean()) if bool(usable.any()) else math.nan
     return {
         "objective/kl": kl,
         "objective/kl_max": float(divergence.sum(1).max()),
         "objective/entropy": float((-old * mask).sum(1).mean()),
         "objective/non_score_reward": penalty,
-        "objective/scores": known,
-        "objective/rlhf_reward": known + penalty,
+        "objective/scores": mean_score,
+        "objective/rlhf_reward": mean_score + penalty,
         "objective/kl_coef": beta,
         "val/num_eos_tokens": float(ended.sum()),
         "val/var_explained": policy_losses.explained_variance(values[mask], returns[mask]),
@@ -106,7 +107,7 @@ def annotate_group(rollouts: list[Rollout], *, reference: PerToken | None) -> No
 
 
 def estimate_group(rollouts: list[Rollout], method: GroupMethod, samples: int) -> dict[str, float]:
-    """Fill `advantages` of groups of `samples` neighbours; what is to be logged of them."""
+    """Fill `advantages` of groups of `samples` neighbors. Returns numbers to log."""
     mask = _mask(rollouts)
     rewards = torch.tensor([rollout.total for rollout in rollouts], dtype=torch.float64)
     valid = ~rewards.isnan()
@@ -120,18 +121,18 @@ def estimate_group(rollouts: list[Rollout], method: GroupMethod, samples: int) -
         assert method.kl_in == "loss" or not method.beta, "the reward holds a divergence: annotate with a reference"
     if method.advantage == "to_go":
         per_token = policy_losses.ppo_rewards(divergence, torch.zeros_like(divergence), mask, known, method.beta)
-        counted = mask & valid[:, None]
-        advantages = policy_losses.whiten(policy_losses.rewards_to_go(per_token, mask), counted)
+        trained = mask & valid[:, None]
+        advantages = policy_losses.whiten(policy_losses.rewards_to_go(per_token, mask), trained)
     else:
         if method.kl_in == "reward":
             known = known - method.beta * (divergence * mask).sum(1)
-        table, ok = known.view(-1, samples), valid.view(-1, samples)
-        whole = (
-            policy_losses.leave_one_out(table, ok)
+        table, valid_table = known.view(-1, samples), valid.view(-1, samples)  # (P, G)
+        per_answer = (
+            policy_losses.leave_one_out(table, valid_table)
             if method.advantage == "others"
-            else policy_losses.group_advantages(table, ok, scaled=method.advantage == "scaled")
+            else policy_losses.group_advantages(table, valid_table, scaled=method.advantage == "scaled")
         )
-        advantages = whole.reshape(-1, 1) * mask
+        advantages = per_answer.reshape(-1, 1) * mask
     _store(rollouts, mask, advantages=advantages)
     return numbers | {"groups": float(len(grouped(rollouts, samples)))}
 
@@ -143,13 +144,13 @@ def _mask(rollouts: list[Rollout]) -> Tensor:
 
 
 def _padded(rollouts: list[Rollout], name: str, mask: Tensor) -> Tensor:
-    """An array of every answer as (B, T) float64, 0 in the padding; "old" are the log-probabilities when sampled."""
+    """An array of all answers as (B, T) float64, 0 in the padding. "old" are the log-probabilities when sampled."""
     flat = np.concatenate([r.answer.logprobs if name == "old" else r.arrays[name] for r in rollouts])
     return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, torch.from_numpy(flat.astype(np.float64)))
 
 
 def _store(rollouts: list[Rollout], mask: Tensor, **padded: Tensor) -> None:
-    """Put (B, T) values back to the answers."""
+    """Store (B, T) values with their answers."""
     for name, values in padded.items():
         for rollout, row, inside in zip(rollouts, values, mask, strict=True):
             rollout.arrays[name] = row[inside].numpy()

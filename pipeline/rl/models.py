@@ -1,7 +1,6 @@
-"""The models of a reinforcement-learning run on their device: sampling, reference, values, rewards, all in one
-precision.
+"""The models of a reinforcement-learning run on their device, all in one precision: policy, reference, critic, rewards.
 
-What a rollout needs, as functions of answers, so that `rollout.py` and `estimators.py` know no model.
+`Setting` offers what a rollout needs as functions of answers, so that `rollout.py` and `advantages.py` need no model.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,7 +31,7 @@ from pipeline.sandbox.judge import Judge, SandboxConfig
 
 
 class Setting:
-    """Policy, reference and reward model of a run, and how it samples."""
+    """Policy, reference and reward model of a run, and how the run samples."""
 
     def __init__(self, start: Start, config: RolloutConfig, job: Job, reward_model: RewardModel | None = None) -> None:
         self.start, self.config, self.seed, self.workers = start, config, job.seed, job.workers
@@ -50,58 +49,58 @@ class Setting:
         """fp32, bf16 or fp16."""
         return self.hardware.precision
 
-    def sample(self, asked: Sequence[tuple[Prompt, int]]) -> list[Answer]:
+    def sample(self, requests: Sequence[tuple[Prompt, int]]) -> list[Answer]:
         """The policy's answers."""
-        return self._answers(self.policy, asked, self.config.temperature, self.seed)
+        return self._answers(self.policy, requests, self.config.temperature, self.seed)
 
-    def held_out(self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
-        """Answers to held-out prompts by their own seeds: the policy's, or the reference's."""
+    def held_out(self, requests: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
+        """Answers to held-out prompts, with seeds of their own: the policy's, or the reference's."""
         seed = device.stable_hash("held out", self.seed) % 2**62
         if not of_reference:
-            return self._answers(self.policy, asked, self.config.temperature, seed)
+            return self._answers(self.policy, requests, self.config.temperature, seed)
         with self.start.reference.model(self.hardware.device) as frozen:
-            return self._answers(frozen, asked, self.config.temperature, seed)
+            return self._answers(frozen, requests, self.config.temperature, seed)
 
     def _answers(
-        self, model: Transformer, asked: Sequence[tuple[Prompt, int]], temperature: float, seed: int
+        self, model: Transformer, requests: Sequence[tuple[Prompt, int]], temperature: float, seed: int
     ) -> list[Answer]:
         sampling = Sampling(self.config.max_new_tokens, temperature=temperature)
         with self.hardware.autocast(), lora.folded_in(model):
             generate = sampler(model, sampling, {self.start.tokenizer.turn_end})
-            return answers.sample(generate, asked, self.start.tokenizer, seed)
+            return answers.sample(generate, requests, self.start.tokenizer, seed)
 
-    def reference(self, given: Sequence[Answer]) -> list[np.ndarray]:
+    def reference(self, batch: Sequence[Answer]) -> list[np.ndarray]:
         """The reference's log-probabilities of each answer's tokens."""
         with self.start.reference.model(self.hardware.device) as frozen, self.hardware.autocast():
-            return answers.logprobs_of(frozen, given, self.pad, self.config.temperature)
+            return answers.logprobs_of(frozen, batch, self.pad, self.config.temperature)
 
-    def divergence(self, given: Sequence[Answer]) -> tuple[float, float]:
+    def divergence(self, batch: Sequence[Answer]) -> tuple[float, float]:
         """The mean divergence from the reference over answers, nats an answer: by k1 and by k3."""
-        pairs = zip(given, self.reference(given), strict=True)
-        gaps = [torch.from_numpy(np.array(answer.logprobs) - frozen) for answer, frozen in pairs]
-        k3 = [float(kl_k3(gap, torch.zeros_like(gap)).sum()) for gap in gaps]
-        return float(np.mean([float(gap.sum()) for gap in gaps])), float(np.mean(k3))
+        pairs = zip(batch, self.reference(batch), strict=True)
+        ratios = [torch.from_numpy(np.array(answer.logprobs) - frozen) for answer, frozen in pairs]
+        k3 = [float(kl_k3(ratio, torch.zeros_like(ratio)).sum()) for ratio in ratios]
+        return float(np.mean([float(ratio.sum()) for ratio in ratios])), float(np.mean(k3))
 
-    def values(self, critic: RewardModel, given: Sequence[Answer]) -> list[np.ndarray]:
-        """The critic's values."""
+    def values(self, critic: RewardModel, batch: Sequence[Answer]) -> list[np.ndarray]:
+        """The critic's value before each token of each answer."""
         with self.hardware.autocast():
-            return answers.values_of(critic, given, self.pad)
+            return answers.values_of(critic, batch, self.pad)
 
-    def learned(self, given: Sequence[Answer]) -> np.ndarray:
-        """The reward model's normalised scores, (n,)."""
+    def learned(self, batch: Sequence[Answer]) -> np.ndarray:
+        """The reward model's normalized scores, (n,)."""
         assert self.reward_model is not None
         with self.hardware.autocast():
-            return self.reward_model.normalised(answers.raw_rewards(self.reward_model, given, self.pad)).numpy()
+            return self.reward_model.normalised(answers.raw_rewards(self.reward_model, batch, self.pad)).numpy()
 
     def preferred(self, prompts: Sequence[Prompt]) -> Preferred:
-        """What compares answers to these prompts with the reference's own."""
+        """The comparison of answers to these prompts with the reference's own."""
         assert self.reward_model is not None
         std = self.reward_model.reward_std
-        found = Preferred(lambda given: self.learned(given) * std)
+        comparison = Preferred(lambda batch: self.learned(batch) * std)
         seed = device.stable_hash("preferred", self.seed) % 2**62
         with self.start.reference.model(self.hardware.device) as frozen:
-            found.ask(prompts, lambda asked: self._answers(frozen, asked, self.config.temperature, seed))
-        return found
+            comparison.ask(prompts, lambda requests: self._answers(frozen, requests, self.config.temperature, seed))
+        return comparison
 
     def resources(
         self,
@@ -109,7 +108,7 @@ class Setting:
         call_score: Callable[[Pair, str], float] | None = None,
         preferred: Preferred | None = None,
     ) -> Resources:
-        """What the rewards may use."""
+        """The resources of the rewards."""
         return Resources(
             max_new_tokens=self.config.max_new_tokens,
             judge=judge,
@@ -127,8 +126,11 @@ class Setting:
 def judge_or_none(
     sandbox: SandboxConfig, workers: int, url: str | None, *, wanted: Collection[str] = ()
 ) -> Iterator[Judge | None]:
-    """The sandbox, which runs an answer once however often a policy repeats it; without one, None (true scores of
-    code stay empty) unless a reward runs code. Raises ConfigError."""
+    """The sandbox, which runs an answer once however often a policy repeats it.
+
+    Without a sandbox None, so that true scores of code stay empty. Raises ConfigError if a reward runs code ("code" in
+    `wanted`).
+    """
     judge = RememberingJudge(sandbox, workers, url=url)
     try:
         judge.__enter__()

@@ -1,26 +1,25 @@
-"""Rewards: what an answer is worth, in parts that are known by name.
+"""Rewards: the score of an answer, as a weighted sum of named parts.
 
 | part          | value                                                                                                |
-|---------------|---------------------------------------------------------------------------------------------------------|
+|---------------|------------------------------------------------------------------------------------------------------|
 | `code_format` | 1: one closed Python block that parses; 0.5: it does not parse; else 0                               |
 | `code`        | 0 unless `code_format` is 1; else hidden tests passed / all, by the sandbox                          |
 | `tool_call`   | 1: right by BFCL's rules; else 0.1 * parses + 0.4 * (name right) * (argument F1)                     |
 | `length`      | 0 up to max_new - c, then (max_new - c - length) / c; -1 unfinished; c = max_new / 4                 |
-| `learned`     | the reward model, normalised                                                                         |
-| `preferred`   | its chance to be preferred to the reference's answers, less one half (`preferred.py`)                |
+| `learned`     | the reward model, normalized                                                                         |
+| `preferred`   | probability to be preferred to the reference's answers, less one half (`Preferred`)                  |
 
-A part maps answers to numbers or None: None where it cannot be told, which never counts as 0 (the whole answer is then
-unscorable). The total is the sum of weight * part, clipped to +-10. Not promised: that a reward cannot be gamed; the
-rewards that run code cannot be forged (`sandbox/`), but tests may be weak.
+A part maps answers to numbers. None means unknown, which never counts as 0: the whole answer is then unscorable. The
+total is the sum of weight * part, clipped to +-10.
 
-How often an answer would be preferred to the reference's own: a reward that means the same for every prompt.
+`Preferred` is a reward that means the same for every prompt. Rewards of a Bradley-Terry model are comparable within a
+prompt alone, so in PPO their offset from prompt to prompt is noise that the critic has to learn first. Against rewards
+of the reference's answers to the same prompt the offset cancels. The rest is a probability, so it is bounded: no answer
+is worth more than a sure win (Fu et al. 2025, arXiv:2502.18770, "preference as reward"). The reference answers every
+prompt once, before training, in a fixed order, so that a resumed run has the same rewards.
 
-Rewards of a Bradley-Terry model are comparable within a prompt alone, so in PPO their offset from prompt to prompt is
-noise that the critic has to learn away first. Against rewards of the reference's answers to the same prompt it cancels,
-and what is left is a probability: bounded, so no answer is worth more than being sure to win (Fu et al. 2025,
-arXiv:2502.18770, "preference as reward").
-
-The reference answers every prompt once, before training, in a fixed order: a resumed run has the same rewards.
+Not promised: that a reward cannot be gamed. The rewards that run code cannot be forged (`sandbox/`), but tests may be
+weak.
 """
 
 import math
@@ -38,12 +37,17 @@ from pipeline.sandbox.judge import Judge, Program, Verdict
 from pipeline.text import chat
 
 LIMIT = 10.0
+OWN = 2  # answers of the reference to each prompt
+PROMPTS = 256  # that the reference answers at a time
+
 Part = Callable[[Sequence[Answer]], list[float | None]]
+Generate = Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]  # (prompt, sample number) -> an answer to each
+Rewards = Callable[[Sequence[Answer]], np.ndarray]  # in the units of the ranking loss, (n,)
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one answer is worth; `total` is None where a part could not be told."""
+    """The score of an answer; `total` is None where a part is unknown."""
 
     total: float | None
     parts: dict[str, float | None]
@@ -52,12 +56,12 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What the parts need; a part whose resource is missing is refused when the scorer is made."""
+    """What the parts need. The scorer refuses a part whose resource is missing."""
 
     max_new_tokens: int
     judge: Judge | None = None
-    learned: Callable[[Sequence[Answer]], np.ndarray] | None = None  # a reward model's normalised scores, (n,)
-    preferred: Part | None = None  # preferred.Preferred, where prompts were asked
+    learned: Rewards | None = None  # a reward model's normalized scores, (n,)
+    preferred: Part | None = None  # a `Preferred`, whose `ask` has run
     call_score: Callable[[Pair, str], float] | None = None  # evaluation/tools.call_reward
 
 
@@ -67,7 +71,7 @@ class Scorer:
 
     weights: dict[str, float]
     resources: Resources
-    verdicts: dict[int, str] = field(default_factory=dict)  # by place in the batch, of the last call
+    verdicts: dict[int, str] = field(default_factory=dict)  # of the last call, by the index of the answer
 
     def __post_init__(self) -> None:
         if not self.weights:
@@ -88,17 +92,17 @@ class Scorer:
         """A score for each answer."""
         self.verdicts = {}
         parts = {name: PARTS[name](self, answers) for name in self.weights}
-        found = []
-        for place in range(len(answers)):
-            mine = {name: _finite(values[place]) for name, values in parts.items()}
-            known = [self.weights[name] * value for name, value in mine.items() if value is not None]
-            total = max(-LIMIT, min(LIMIT, sum(known))) if len(known) == len(mine) else None
-            found.append(Score(total, mine, self.verdicts.get(place, "")))
-        return found
+        scores = []
+        for index in range(len(answers)):
+            values = {name: _finite(part[index]) for name, part in parts.items()}
+            weighted = [self.weights[name] * value for name, value in values.items() if value is not None]
+            total = max(-LIMIT, min(LIMIT, sum(weighted))) if len(weighted) == len(values) else None
+            scores.append(Score(total, values, self.verdicts.get(index, "")))
+        return scores
 
 
 def _finite(value: float | None) -> float | None:
-    """None for what is not a number: clipping would make the best score of it."""
+    """None for a value that is not finite: clipping would turn it into the best score."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -108,7 +112,7 @@ def code_format(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]
 
 
 def format_of(answer: Answer) -> float:
-    """1, 0.5 or 0, as in the table above."""
+    """1, 0.5 or 0, as in the table of the module."""
     if not chat.formatted(answer.text):
         return 0.0
     return 1.0 if chat.tree(chat.extract(answer.text) or "") is not None else 0.5
@@ -119,21 +123,21 @@ def code(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
     judge = scorer.resources.judge
     assert judge is not None
     verdicts = judged(judge, answers)
-    scorer.verdicts |= {place: "no_code" if v is None else v.verdict for place, v in enumerate(verdicts)}
+    scorer.verdicts |= {index: "no_code" if v is None else v.verdict for index, v in enumerate(verdicts)}
     return [0.0 if verdict is None else verdict.score for verdict in verdicts]
 
 
 def judged(judge: Judge, answers: Sequence[Answer]) -> list[Verdict | None]:
-    """What the sandbox says of each answer; None where it is not one block of code that parses."""
-    found: list[Verdict | None] = [None] * len(answers)
-    asked = [place for place, answer in enumerate(answers) if format_of(answer) == 1.0]
-    for place, verdict in zip(asked, judge.judge([program_of(answers[n]) for n in asked]), strict=True):
-        found[place] = verdict
-    return found
+    """The sandbox's verdict on each answer; None where it is not one block of code that parses."""
+    verdicts: list[Verdict | None] = [None] * len(answers)
+    parsed = [index for index, answer in enumerate(answers) if format_of(answer) == 1.0]
+    for index, verdict in zip(parsed, judge.judge([program_of(answers[n]) for n in parsed]), strict=True):
+        verdicts[index] = verdict
+    return verdicts
 
 
 def program_of(answer: Answer) -> Program:
-    """The answer's code with the hidden tests of its problem (all of them where none is hidden)."""
+    """The answer's code with the hidden tests of its problem (with all tests where none is hidden)."""
     record = answer.prompt.record
     if isinstance(record, Problem):
         entry_point, tests = record.entry_point, record.tests
@@ -146,41 +150,39 @@ def program_of(answer: Answer) -> Program:
 
 
 def length(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """Nothing lost while the answer is short; a slope in the last quarter; -1 where it did not end (Yu et al. 2025,
-    eq. 13).
-    """
+    """0 for a short answer, a slope in the last quarter, -1 unfinished (Yu et al. 2025, arXiv:2503.14476, eq. 13)."""
     most = scorer.resources.max_new_tokens
     slope = most / 4
     return [min(0.0, (most - slope - len(answer.ids)) / slope) if answer.finished else -1.0 for answer in answers]
 
 
 def learned(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """The reward model's score, normalised by its mean and spread over the base model's answers."""
+    """The reward model's score, normalized by its mean and deviation over the base model's answers."""
     score = scorer.resources.learned
     assert score is not None
     return [float(value) for value in score(answers)]
 
 
 def preferred(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """How often the answer would be preferred to the reference's."""
+    """The probability that the answer is preferred to the reference's, less one half."""
     score = scorer.resources.preferred
     assert score is not None
     return score(answers)
 
 
 def tool_call(scorer: Scorer, answers: Sequence[Answer]) -> list[float | None]:
-    """How right the calls of an answer are. Raises DataError for a prompt whose right answer nobody knows."""
+    """How right the calls of an answer are. Raises DataError for a prompt without a right call."""
     score = scorer.resources.call_score
     assert score is not None
-    found: list[float | None] = []
+    values: list[float | None] = []
     for answer in answers:
         record = answer.prompt.record
         if not isinstance(record, Pair) or not record.truth or "right" not in record.truth:
             raise DataError(
                 f"prompt {answer.prompt.id} of kind {answer.prompt.kind!r} has no right call, which `tool_call` needs"
             )
-        found.append(score(record, answer.text))
-    return found
+        values.append(score(record, answer.text))
+    return values
 
 
 PARTS: dict[str, Callable[[Scorer, Sequence[Answer]], list[float | None]]] = {
@@ -193,41 +195,34 @@ PARTS: dict[str, Callable[[Scorer, Sequence[Answer]], list[float | None]]] = {
 }
 
 
-# -- preferred ---------------------------------------------------------------------------------------------------------
-
-
-OWN = 2  # answers of the reference to each prompt
-PROMPTS = 256  # answered at a time
-
-Generate = Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]
-Rewards = Callable[[Sequence[Answer]], np.ndarray]  # in the units of the ranking loss, (n,)
+# -- preference to the reference ---------------------------------------------------------------------------------------
 
 
 class Preferred:
-    """The mean chance of an answer to win against the reference's, less one half: -0.5 to 0.5."""
+    """The mean probability of an answer to win against the reference's, less one half: -0.5 to 0.5."""
 
     def __init__(self, rewards: Rewards) -> None:
         self.rewards = rewards
         self.theirs: dict[str, np.ndarray] = {}  # prompt -> rewards of the reference's answers, (OWN,)
 
     def ask(self, prompts: Sequence[Prompt], generate: Generate) -> None:
-        """Let the reference answer these prompts."""
+        """Sample the reference's answers to these prompts, and store their rewards."""
         with progress(total=len(prompts), desc="the reference's answers", unit="prompt") as bar:
             for first in range(0, len(prompts), PROMPTS):
-                some = prompts[first : first + PROMPTS]
-                given = generate([(prompt, number) for prompt in some for number in range(OWN)])
-                table = self.rewards(given).reshape(len(some), OWN)
-                self.theirs |= {prompt.id: row for prompt, row in zip(some, table, strict=True)}
-                bar.update(len(some))
+                batch = prompts[first : first + PROMPTS]
+                answers = generate([(prompt, number) for prompt in batch for number in range(OWN)])
+                table = self.rewards(answers).reshape(len(batch), OWN)
+                self.theirs |= {prompt.id: row for prompt, row in zip(batch, table, strict=True)}
+                bar.update(len(batch))
 
     def __call__(self, answers: Sequence[Answer]) -> list[float | None]:
-        """A number for each answer; its prompt must have been asked."""
-        mine = self.rewards(answers)
+        """The value of each answer, to a prompt of an earlier `ask`."""
+        rewards = self.rewards(answers)
         return [
-            chance(reward, self.theirs[answer.prompt.id]) - 0.5 for reward, answer in zip(mine, answers, strict=True)
+            chance(reward, self.theirs[answer.prompt.id]) - 0.5 for reward, answer in zip(rewards, answers, strict=True)
         ]
 
 
 def chance(reward: float, theirs: np.ndarray) -> float:
-    """Mean of sigmoid(reward - r) over their rewards r: how often Bradley and Terry expect it to be preferred."""
+    """Mean of sigmoid(reward - r) over their rewards r: the probability to be preferred, by Bradley and Terry."""
     return float(torch.from_numpy(float(reward) - theirs.astype(np.float64)).sigmoid().mean())

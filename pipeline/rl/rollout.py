@@ -2,12 +2,12 @@
 
     prompts --sample--> answers --score--> scores --annotate, estimate--> arrays per token --rows--> RolloutBatch
 
-`RolloutStream` is what `fit` trains on (learning/protocols.Rolling). How answers are sampled, scored and turned into
-advantages is handed in, so PPO and the group methods differ in two functions. Each process samples its share of the
-prompts; then all know all answers, so what is global (whitening, groups) needs no further word between them.
+`RolloutStream` is what `fit` trains on (learning/protocols.Rolling). A `Method` has the functions that sample, score
+and estimate advantages, so PPO and the group methods differ in two functions. Each process samples its share of the
+prompts; then all processes have all answers, so that what is global (whitening, groups) needs no further communication.
 
-States are saved between fills, and a fill is a function of (weights, seed, iteration): a killed run goes on with the
-bits of an uninterrupted one. Answers are one turn; tool results inside an answer are not sampled here.
+States are saved between fills, and a fill is a function of (weights, seed, iteration): a killed run resumes with the
+bits of an uninterrupted one. Not promised: more than one turn; tool results inside an answer are not sampled here.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,17 +29,18 @@ from pipeline.rl.answers import Answer, Prompt, piece_of
 from pipeline.rl.rewards import Score
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import GateError
+from pipeline.run.types import JsonObject
 
 Array = np.ndarray
 EXTRA_ROUNDS = 3  # of dynamic sampling
-EMPTY_ITERATIONS = 10  # in a row, and the run stops
-ALL_EQUAL = 1e-6  # a group whose scores spread less teaches nothing
+EMPTY_ITERATIONS = 10  # in a row that end a run
+ALL_EQUAL = 1e-6  # a group with a smaller spread of scores has no learning signal
 UNSCORABLE_STOPS = 0.05  # the share of answers without a score that ends a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(TrainingConfig):
-    """A run over answers that the policy gives itself. Exactly one of iterations and passes says how long it is."""
+    """A run over the policy's own answers. Exactly one of iterations and passes sets its length."""
 
     prompts: int
     """Of an iteration."""
@@ -109,7 +110,7 @@ class RolloutConfig(TrainingConfig):
 
 @dataclass
 class Rollout:
-    """An answer with its score, and what the method computes for each of its tokens, (L,) each."""
+    """An answer with its score, and the arrays of the method over its tokens, (L,) each."""
 
     answer: Answer
     score: Score
@@ -117,7 +118,7 @@ class Rollout:
 
     @property
     def total(self) -> float:
-        """The score; NaN where it could not be told."""
+        """The score; NaN for an unscorable answer."""
         return math.nan if self.score.total is None else self.score.total
 
 
@@ -131,7 +132,7 @@ class RolloutBatch:
     positions: Tensor  # (B, T) int64
     row_of: Tensor  # (N,) int64, the row of each policy token
     old: Tensor  # (N,) float32, log-probabilities when sampled
-    arrays: dict[str, Tensor]  # (N,) float32 each: advantages and what else the method made
+    arrays: dict[str, Tensor]  # (N,) float32 each: advantages and others of the method
     counts: dict[str, int]  # tokens, sequences, positions
     fresh: bool  # the policy has not moved since it sampled
 
@@ -144,13 +145,13 @@ class RolloutBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What a method does with answers; see stages/rlhf.py and stages/grpo.py."""
+    """The functions of a method; see stages/rlhf.py and stages/grpo.py."""
 
     sample: Callable[[Sequence[tuple[Prompt, int]]], list[Answer]]
     score: Callable[[Sequence[Answer]], list[Score]]
     annotate: Callable[[list[Rollout]], None]  # forward passes, on this process's share: fills `arrays`
-    estimate: Callable[[list[Rollout]], dict[str, float]]  # "advantages" of all rollouts; numbers to log
-    dynamic: bool = False  # draw again for groups whose scores are all equal
+    estimate: Callable[[list[Rollout]], dict[str, float]]  # fills "advantages" of all rollouts; numbers to log
+    dynamic: bool = False  # replace groups whose scores are all equal
 
 
 class RolloutStream:
@@ -165,11 +166,9 @@ class RolloutStream:
         pad: int,
         seed: int,
         ranks: Ranks,
-        state: dict[str, Any] | None = None,
+        state: JsonObject | None = None,
     ) -> None:
-        """`state` is what the method carries from iteration to iteration (a KL coefficient); it travels in the
-        states.
-        """
+        """`state` is what the method carries from iteration to iteration (a KL coefficient). States include it."""
         self.prompts, self.config, self.method = list(prompts), config, method
         self.steps_per_rollout = config.steps_per_rollout
         self.tokens_per_epoch = len(self.prompts) * config.row_length
@@ -180,28 +179,27 @@ class RolloutStream:
         self.rollouts: list[Rollout] = []
         self._pad, self._seed, self._ranks = pad, seed, ranks
 
-    # -- filling -------------------------------------------------------------------------------------------------------
-
     def fill(self, step: int) -> dict[str, float]:
-        """Sample and score the iteration that begins at `step`. Raises GateError when too little can be scored or
-        learnt.
+        """Sample and score the iteration that starts at `step`. Returns numbers to log.
+
+        Raises GateError when too few answers can be scored, or too many iterations have nothing to learn from.
         """
         iteration = step // self.steps_per_rollout
-        found = self._drawn(self._asked(iteration, 0, self.config.prompts))
-        drawn = list(found)
+        sampled = self._sample(self._requests(iteration, 0, self.config.prompts))
+        used = list(sampled)
         if self.method.dynamic:
-            found = informative(found, self.config.samples)
+            used = informative(used, self.config.samples)
             for extra in range(1, EXTRA_ROUNDS + 1):
-                missing = self.config.prompts - len(found) // self.config.samples
+                missing = self.config.prompts - len(used) // self.config.samples
                 if not missing:
                     break
-                more = self._drawn(self._asked(iteration, extra, missing))
-                drawn += more
-                found += informative(more, self.config.samples)
-        self._check_scores(drawn, iteration)
-        self.rollouts = found
-        numbers = numbers_of(drawn, self.config.samples) | (self.method.estimate(found) if found else {})
-        self.empty_in_row = 0 if found else self.empty_in_row + 1
+                more = self._sample(self._requests(iteration, extra, missing))
+                sampled += more
+                used += informative(more, self.config.samples)
+        self._check_scores(sampled, iteration)
+        self.rollouts = used
+        numbers = numbers_of(sampled, self.config.samples) | (self.method.estimate(used) if used else {})
+        self.empty_in_row = 0 if used else self.empty_in_row + 1
         if self.empty_in_row >= EMPTY_ITERATIONS:
             raise GateError(
                 f"iteration {iteration}: {EMPTY_ITERATIONS} iterations in a row drew no group whose scores differ, so"
@@ -210,123 +208,115 @@ class RolloutStream:
             )
         return numbers
 
-    def _asked(self, iteration: int, extra: int, num: int) -> list[tuple[Prompt, int]]:
-        """The requests of a round: the next `num` prompts in an order shuffled per pass, each with its sample
-        numbers.
-        """
+    def _requests(self, iteration: int, extra: int, num: int) -> list[tuple[Prompt, int]]:
+        """(prompt, sample number) of a round: the next `num` prompts, in an order shuffled per pass, `samples` each."""
         count, config = len(self.prompts), self.config
         start = iteration * config.prompts + extra * config.prompts  # an extra round looks at the prompts to come
-        asked = []
-        for place in range(start, start + num):
-            turn, within = divmod(place, count)
-            order = np.random.default_rng(stable_hash("prompts", self._seed, turn) % 2**63).permutation(count)
+        requests = []
+        for position in range(start, start + num):
+            epoch, within = divmod(position, count)
+            order = np.random.default_rng(stable_hash("prompts", self._seed, epoch) % 2**63).permutation(count)
             prompt = self.prompts[int(order[within])]
-            group = (
-                (iteration * (EXTRA_ROUNDS + 1) + extra) * config.prompts + place - start
-            )  # no two groups share a number
-            first = group * config.samples if config.samples > 1 else turn
-            asked += [(prompt, first + n) for n in range(config.samples)]
-        return asked
+            # no two groups share a number
+            group = (iteration * (EXTRA_ROUNDS + 1) + extra) * config.prompts + position - start
+            first = group * config.samples if config.samples > 1 else epoch
+            requests += [(prompt, first + n) for n in range(config.samples)]
+        return requests
 
-    def _drawn(self, asked: list[tuple[Prompt, int]]) -> list[Rollout]:
-        """Rollouts of all requests; this process samples, scores and annotates its share of the prompts."""
-        groups = [asked[first : first + self.config.samples] for first in range(0, len(asked), self.config.samples)]
+    def _sample(self, requests: list[tuple[Prompt, int]]) -> list[Rollout]:
+        """Rollouts of all requests. This process samples, scores and annotates its share of the prompts."""
+        size = self.config.samples
+        groups = [requests[first : first + size] for first in range(0, len(requests), size)]
         share = [request for group in groups[self._ranks.rank :: self._ranks.world] for request in group]
         answers = self.method.sample(share)
         mine = [Rollout(answer, score) for answer, score in zip(answers, self.method.score(answers), strict=True)]
         self.method.annotate(mine)
-        shares = self._ranks.gather(mine)
-        place = {(prompt.id, number): n for n, (prompt, number) in enumerate(asked)}
-        return sorted((r for one in shares for r in one), key=lambda r: place[r.answer.prompt.id, r.answer.sample])
+        rollouts = [rollout for rank_rollouts in self._ranks.gather(mine) for rollout in rank_rollouts]
+        position = {(prompt.id, number): n for n, (prompt, number) in enumerate(requests)}
+        return sorted(rollouts, key=lambda r: position[r.answer.prompt.id, r.answer.sample])
 
-    def _check_scores(self, drawn: list[Rollout], iteration: int) -> None:
-        lost = sum(r.score.total is None for r in drawn)
-        if lost > UNSCORABLE_STOPS * len(drawn) and lost > 1:
+    def _check_scores(self, rollouts: list[Rollout], iteration: int) -> None:
+        unscorable = sum(r.score.total is None for r in rollouts)
+        if unscorable > UNSCORABLE_STOPS * len(rollouts) and unscorable > 1:
             raise GateError(
-                f"iteration {iteration}: {lost} of {len(drawn)} answers could not be scored (at most 5 %); the sandbox"
-                " or the reward model fails, so going on would learn from what is left by chance"
+                f"iteration {iteration}: {unscorable} of {len(rollouts)} answers could not be scored (at most 5 %); the"
+                " sandbox or the reward model fails, so going on would learn from what is left by chance"
             )
 
-    # -- batches -------------------------------------------------------------------------------------------------------
-
     def rows(self, step: int, context: int) -> Array:
-        """Places of this update's rollouts; -1 pads, so that each process has as many.
+        """Indices of this update's rollouts. -1 pads, so that each process has as many.
 
-        An epoch shuffles prompts, not rows: answers to one prompt lie side by side, so that where a batch's rows share
-        their beginnings (`attention.Branches`) the prompt is computed once. Only a border between minibatches may part
-        them.
+        An epoch shuffles prompts, not rows: answers to one prompt are neighbors, so that where the rows of a batch
+        share a beginning (`attention.Branches`) the prompt is computed once. Only the border of two minibatches may
+        separate them.
         """
-        within = step % self.steps_per_rollout
-        iteration = step // self.steps_per_rollout
-        epoch, part = divmod(within, self.config.minibatches)
-        draws = np.random.default_rng(stable_hash("minibatches", self._seed, iteration, epoch) % 2**63)
+        iteration, within = divmod(step, self.steps_per_rollout)
+        epoch, minibatch = divmod(within, self.config.minibatches)
+        rng = np.random.default_rng(stable_hash("minibatches", self._seed, iteration, epoch) % 2**63)
         groups = np.arange(len(self.rollouts)).reshape(-1, self.config.samples)  # (P, G)
-        order = groups[draws.permutation(len(groups))].reshape(-1)
-        chosen = np.array_split(order, self.config.minibatches)[part]
-        missing = -len(chosen) % self._ranks.world
-        return np.concatenate([chosen, np.full(missing, -1, dtype=chosen.dtype)])
+        order = groups[rng.permutation(len(groups))].reshape(-1)
+        rows = np.array_split(order, self.config.minibatches)[minibatch]
+        missing = -len(rows) % self._ranks.world
+        return np.concatenate([rows, np.full(missing, -1, dtype=rows.dtype)])
 
     def batch(self, step: int, context: int, rows: Array) -> RolloutBatch:
-        """Those rollouts."""
-        chosen = [self.rollouts[int(row)] for row in rows if row >= 0]
-        pieces = [piece_of(rollout.answer) for rollout in chosen]
-        pieces += [Piece(np.array([self._pad, self._pad]), False)] * (len(rows) - len(chosen))
-        laid = answered(pieces, self._pad)
-        lengths = [len(rollout.answer.ids) for rollout in chosen]
-        names = sorted(chosen[0].arrays) if chosen else sorted(self.rollouts[0].arrays) if self.rollouts else []
-        arrays = {name: _line([rollout.arrays[name] for rollout in chosen]) for name in names}
+        """The batch of these rollouts."""
+        rollouts = [self.rollouts[int(row)] for row in rows if row >= 0]
+        pieces = [piece_of(rollout.answer) for rollout in rollouts]
+        pieces += [Piece(np.array([self._pad, self._pad]), False)] * (len(rows) - len(rollouts))
+        padded = answered(pieces, self._pad)
+        lengths = [len(rollout.answer.ids) for rollout in rollouts]
+        names = sorted((rollouts or self.rollouts)[0].arrays) if self.rollouts else []
         return RolloutBatch(
-            *laid,
-            row_of=torch.repeat_interleave(torch.arange(len(chosen)), torch.tensor(lengths, dtype=torch.int64)),
-            old=_line([np.array(rollout.answer.logprobs) for rollout in chosen]),
-            arrays=arrays,
+            *padded,
+            row_of=torch.repeat_interleave(torch.arange(len(rollouts)), torch.tensor(lengths, dtype=torch.int64)),
+            old=_concatenate([np.array(rollout.answer.logprobs) for rollout in rollouts]),
+            arrays={name: _concatenate([rollout.arrays[name] for rollout in rollouts]) for name in names},
             counts={
                 "tokens": sum(lengths),
-                "sequences": len(chosen),
-                "positions": int((laid.documents >= 0).sum()),
+                "sequences": len(rollouts),
+                "positions": int((padded.documents >= 0).sum()),
             },
             fresh=step % self.steps_per_rollout == 0,
         )
 
     def evaluation(self, tokens: int) -> Iterator[RolloutBatch]:
-        """Nothing: what a policy is worth is measured by its answers, see `Watchers.evaluate`."""
+        """Nothing: a policy is evaluated by its answers, see `Watchers.evaluate`."""
         return iter(())
 
-    # -- states --------------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights."""
+    def state(self) -> JsonObject:
+        """The state for a resume, besides the weights."""
         return {"carried": self.carried, "empty_in_row": self.empty_in_row}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` gave."""
+    def load_state(self, state: JsonObject) -> None:
+        """Load a `state()`."""
         self.carried.update(state["carried"])
         self.empty_in_row = state["empty_in_row"]
 
 
-def _line(arrays: Sequence[Array]) -> Tensor:
-    """Arrays one after another, float32."""
+def _concatenate(arrays: Sequence[Array]) -> Tensor:
+    """Arrays one after another, float32; there may be none."""
     return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(np.float32))
 
 
 def grouped(rollouts: Sequence[Rollout], samples: int) -> list[Sequence[Rollout]]:
-    """The answers to each prompt: `samples` neighbours."""
+    """The rollouts of each group: `samples` neighbors."""
     return [rollouts[first : first + samples] for first in range(0, len(rollouts), samples)]
 
 
 def spread(group: Sequence[Rollout]) -> float:
-    """The standard deviation of a group's known scores; NaN below two of them: neither equal nor different."""
+    """The standard deviation of a group's known scores; NaN below two, which are neither equal nor different."""
     known = [rollout.total for rollout in group if rollout.score.total is not None]
     return _deviation(known) if len(known) > 1 else math.nan
 
 
 def informative(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:
-    """The groups whose scores differ."""
+    """The rollouts of groups whose scores differ."""
     return [rollout for group in grouped(rollouts, samples) if spread(group) > ALL_EQUAL for rollout in group]
 
 
 def numbers_of(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
-    """What is logged of an iteration, by TRL's names: rewards, lengths, verdicts."""
+    """The numbers to log of an iteration, by TRL's names: rewards, lengths, verdicts."""
     totals = [r.total for r in rollouts if r.score.total is not None]
     lengths = [len(r.answer.ids) for r in rollouts]
     groups = grouped(rollouts, samples)

@@ -55,7 +55,7 @@ class SandboxAddress:
     """`runtime.sandbox`: where generated code runs."""
 
     url: str | None = None
-    """Of a sandbox service (python -m pipeline.sandbox.service); none: this machine."""
+    """Address of a sandbox service (python -m pipeline.sandbox.service); none: this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +77,23 @@ class Runtime:
     pin_memory: bool | str = "auto"
     """Batches in page-locked memory on their way to a GPU; auto: where there is one."""
     logging_steps: int = 10
-    """A row of the curve every so many steps."""
+    """Steps between rows of the curve."""
     save_steps: int = 500
-    """A resumable state every so many steps."""
+    """Steps between resumable states."""
     save_minutes: float = 2.0
-    """A resumable state every so many minutes, too."""
+    """Minutes after which a resumable state is saved in any case."""
     keep: int = 3
-    """How many states are kept besides the best."""
+    """Number of states to keep besides the best."""
     async_save: bool = False
     """Write states in a thread, from a copy in memory, while training goes on."""
     profile: bool = False
     """Record some steps with torch.profiler (learning/performance.py)."""
     find_lr: bool = False
-    """Train nothing: look for a learning rate, write a plot and a line for params.yaml."""
+    """Train nothing: search for a learning rate, write a plot and a line for params.yaml."""
     trackers: tuple[str, ...] = ()
     """Besides DVC and MLflow: tensorboard, wandb (the extra `trackers`)."""
     fresh: bool = False
-    """Throw away the state and the finished result of this key first."""
+    """Delete the state and the finished result of this key first."""
     sandbox: SandboxAddress | None = None
     """{url: http://machine:8801}: judge generated code on another machine."""
 

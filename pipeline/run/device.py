@@ -202,33 +202,33 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def data_sheet_flops(where: torch.device) -> float | None:
+def data_sheet_flops(device: torch.device) -> float | None:
     """The device's bf16 FLOP/s according to its manufacturer; None if it is not in DATA_SHEET."""
     import torch
 
-    if where.type != "cuda":
+    if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(where)
+    name = torch.cuda.get_device_name(device)
     return next((flops for part, flops in DATA_SHEET.items() if part in name and "PCIe" not in name), None)
 
 
-def gpu_utilisation(where: torch.device) -> float | None:
+def gpu_utilisation(device: torch.device) -> float | None:
     """The share of the last second in which a GPU was busy; None on a CPU, or without nvidia-ml-py."""
     import torch
 
-    if where.type != "cuda":
+    if device.type != "cuda":
         return None
     try:
-        return torch.cuda.utilization(where) / 100
+        return torch.cuda.utilization(device) / 100
     except (ModuleNotFoundError, RuntimeError):  # the extra `gpu` is not installed, or the driver does not report it
         return None
 
 
-def pins(setting: bool | str, where: torch.device) -> bool:
+def pins(setting: bool | str, device: torch.device) -> bool:
     """Whether batches go through page-locked memory. Raises ConfigError for `true` without a GPU."""
-    if setting is True and where.type != "cuda":
-        raise ConfigError(f"runtime.pin_memory: true needs a CUDA device, this run is on {where.type}; set it to auto")
-    return where.type == "cuda" and setting is not False
+    if setting is True and device.type != "cuda":
+        raise ConfigError(f"runtime.pin_memory: true needs a CUDA device, this run is on {device.type}; set it to auto")
+    return device.type == "cuda" and setting is not False
 
 
 class Movable(Protocol):
@@ -237,7 +237,7 @@ class Movable(Protocol):
     def to(self, device: torch.device) -> Movable: ...
 
 
-def move(batch: Movable, where: torch.device, *, pin: bool) -> Movable:
+def move(batch: Movable, device: torch.device, *, pin: bool) -> Movable:
     """A batch on the device. With `pin` it goes through page-locked memory, and the copy is asynchronous."""
     import torch
 
@@ -247,7 +247,7 @@ def move(batch: Movable, where: torch.device, *, pin: bool) -> Movable:
             f.name: v.pin_memory() for f in fields(batch) if isinstance(v := getattr(batch, f.name), torch.Tensor)
         }
         batch = replace(batch, **locked)
-    return batch.to(where)
+    return batch.to(device)
 
 
 def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -> float:
@@ -269,13 +269,13 @@ def matmul_gflops(precision: str = "fp32", size: int = 1024, repeats: int = 8) -
     return 2 * size**3 / best / 1e9
 
 
-def total_memory(where: torch.device) -> int:
+def total_memory(device: torch.device) -> int:
     """Bytes of the device's or the cgroup's memory: the total, not the free part, so that equal runs choose alike."""
     import psutil
     import torch
 
-    if where.type == "cuda":
-        return torch.cuda.get_device_properties(where).total_memory
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     limits = [psutil.virtual_memory().total]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         with contextlib.suppress(OSError, ValueError):
@@ -283,32 +283,32 @@ def total_memory(where: torch.device) -> int:
     return min(limits)
 
 
-def peak_memory(where: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
     """This process's peak of memory, bytes: allocated on the GPU, resident on a CPU."""
     import resource
 
     import torch
 
-    if where.type == "cuda":
-        return torch.cuda.max_memory_allocated(where)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def held_memory(where: torch.device) -> int:
+def held_memory(device: torch.device) -> int:
     """Bytes of this process's tensors on a GPU; 0 on a CPU, where torch does not count them."""
     import torch
 
-    return torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def give_back(where: torch.device) -> None:
+def give_back(device: torch.device) -> None:
     """Release the GPU memory that the allocator caches, after an attempt that needed too much, in other block sizes."""
     import gc
 
     import torch
 
     gc.collect()
-    if where.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 

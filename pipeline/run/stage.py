@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ANY = ("*",)
-SECOND = {"diffusion_control": "stage_diffusion", "memory_baseline": "stage_memory"}  # models beside their stage's own
+# Models that a stage makes beside its own
+SECOND_MODELS = {"diffusion_control": "stage_diffusion", "memory_baseline": "stage_memory"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,8 +282,8 @@ def remedy(path: Path) -> str:
     if top == "data" and rest and rest[0] in made_by:
         return f"make it with: dvc repro stage_{made_by[rest[0]]}"
     if top == "models":
-        if rest[0] in SECOND:
-            return f"make it with: dvc repro {SECOND[rest[0]]}"
+        if rest[0] in SECOND_MODELS:
+            return f"make it with: dvc repro {SECOND_MODELS[rest[0]]}"
         if Path(f"stages/{rest[0]}.py").is_file():
             return f"make it with: dvc repro stage_{rest[0]}"
         return f"models/ holds: {', '.join(sorted(p.name for p in path.parent.glob('*'))) or 'nothing'}"

@@ -1,16 +1,16 @@
 """What this machine and this checkout have, what they lack, and what to do about it.
 
-    python -m pipeline.tools.doctor      a line per check: ok, note or problem; below the last two, what to do
+    python -m pipeline.tools.doctor      a line for each check: ok, note or problem; below the last two, what to do
 
 In: the machine, `pyproject.toml`, `.dvc/config` with `config.local` over it, `params.yaml` and `conf/`, locks, the work
-directory. Out: text, and exit code 1 where there is a problem: something that stops `dvc repro` or makes its results
-wrong. A note costs time or disk, or only some runs need it. Nothing is repaired. To find out, it links files of its own
-between the cache and the working tree and removes them, asks for locks and gives them back at once, and starts the
-sandbox's servers.
+directory. Out: text, and exit code 1 if there is a problem: something that stops `dvc repro` or makes its results
+wrong. A note costs time or disk, or concerns only some runs. Nothing is repaired. The checks link files of their own
+between the cache and the working tree and remove them, take locks and release them at once, and start the sandbox's
+servers.
 
 Not promised: that a remote or a sandbox service answers (neither is contacted); DVC's settings outside the repository,
-and its `core.hardlink_lock`; processes of other machines that share the disk (they look dead). On macOS some of it is
-"not known".
+and its `core.hardlink_lock`; processes of other machines that share the disk (they look dead). On macOS some results
+are "not known".
 """
 
 import argparse
@@ -44,17 +44,27 @@ from pipeline.sandbox import servers
 from pipeline.sandbox.config import SandboxConfig
 
 State = Literal["ok", "note", "problem"]
-CANNOT = (OSError, ValueError, KeyError, ImportError, RuntimeError, psutil.Error, configparser.Error, yaml.YAMLError)
-PROBLEM_BYTES, NOTE_BYTES, MEMORY_BYTES = 2e9, 10e9, 2e9  # free on a disk, the same, available memory
-LEFTOVER = re.compile(r"\..+?\.(\d+)(\.old|\.\d+)?\.part")  # as work.publish and work.write_atomically name them
-NAMED = ("torch", "dvc", "hydra-core", "mlflow", "accelerate")  # packages whose versions are shown
+CHECK_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    ImportError,
+    RuntimeError,
+    psutil.Error,
+    configparser.Error,
+    yaml.YAMLError,
+)
+PROBLEM_BYTES, NOTE_BYTES = 2e9, 10e9  # of free disk space, below which it is a problem, or a note
+MEMORY_BYTES = 2e9  # of available memory, below which it is a note
+LEFTOVER = re.compile(r"\..+?\.(\d+)(\.old|\.\d+)?\.part")  # the names of workdir.publish and workdir.write_atomically
+SHOWN_PACKAGES = ("torch", "dvc", "hydra-core", "mlflow", "accelerate")  # packages whose versions are shown
 EXTRAS = {
     "onnx": "deploy.onnx",
     "s3": "a DVC remote on S3",
     "gpu": "how busy a GPU is, in speed.json",
     "trackers": "runtime.trackers: TensorBoard, Weights & Biases",
 }
-SWITCHES: dict[str, tuple[State, str]] = {  # of DVC, that must be off: how bad it is, and why
+SWITCHES: dict[str, tuple[State, str]] = {  # settings of DVC that must be off: state if one is on, reason
     "hydra.enabled": ("problem", "dvc repro then ignores edits of conf/, and dvc exp run reverts edits by hand"),
     "core.autostage": ("note", "git checkout . then keeps the staged dvc.lock"),
 }
@@ -62,113 +72,129 @@ SWITCHES: dict[str, tuple[State, str]] = {  # of DVC, that must be off: how bad 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check saw."""
+    """The result of a check."""
 
     subject: str
     state: State
     found: str
-    remedy: str | None = None  # what to do; None where all is well
+    remedy: str | None = None  # what to do; None if all is well
 
     def render(self) -> str:
-        """The line, and below it the remedy."""
+        """The finding as a line, with the remedy below it."""
         line = f"{self.state:<8} {self.subject:<12} {' '.join(self.found.split())}"
         return line if self.remedy is None else f"{line}\n{'':21} -> {' '.join(self.remedy.split())}"
 
 
 def examine(root: Path) -> Iterator[Finding]:
     """All findings about this machine and the checkout in `root`; a check that cannot run is a note."""
-    of_machine = (cores, memory, gpus)
-    of_checkout = (disk, cache_links, rwlock, dvc_lock, unfinished, leftovers, sandbox, packages, checkout, parameters)
-    for check in (*of_machine, *of_checkout, switches, remote):
+    machine_checks = (cores, memory, gpus)
+    checkout_checks = (
+        disk,
+        cache_links,
+        rwlock,
+        dvc_lock,
+        unfinished,
+        leftovers,
+        sandbox,
+        packages,
+        checkout,
+        parameters,
+    )
+    for check in (*machine_checks, *checkout_checks, switches, remote):
         try:
-            yield from check(Path("/") if check in of_machine else root)
-        except CANNOT as error:
+            yield from check(Path("/") if check in machine_checks else root)
+        except CHECK_ERRORS as error:
             state = "problem" if isinstance(error, configparser.Error) else "note"  # DVC cannot read it either
-            found = f"could not be checked: {type(error).__name__}: {error}"
-            yield Finding(check.__name__, state, found, "see to that, then run python -m pipeline.tools.doctor again")
+            text = f"could not be checked: {type(error).__name__}: {error}"
+            yield Finding(check.__name__, state, text, "see to that, then run python -m pipeline.tools.doctor again")
 
 
 def cores(system: Path) -> Iterator[Finding]:
-    """Cores that this process may use, by its affinity and the time that its control groups give it; whether they
-    have bf16.
+    """Cores that this process may use, by its affinity and the CPU quota of its control groups, and whether they have
+    bf16.
     """
     usable, on_linux = device.workers("auto"), sys.platform == "linux"
-    limits = [text.split() for text in group_files(system, "cpu.max")]
+    limits = [text.split() for text in _cgroup_files(system, "cpu.max")]
     quota = min((int(time) / int(period) for time, period in limits if time != "max"), default=usable)
     time = f"time for {quota:g}" if on_linux else "a limit on their time is not known"
-    fewer, remedy = max(1, int(quota)), None
+    num_threads, remedy = max(1, int(quota)), None
     if quota < min(usable, int(os.environ.get("OMP_NUM_THREADS", usable))):
-        remedy = f"threads wait: export OMP_NUM_THREADS={fewer}, and set runtime.workers: {fewer} in params.yaml"
+        remedy = (
+            f"threads wait: export OMP_NUM_THREADS={num_threads}, and set runtime.workers: {num_threads} in params.yaml"
+        )
     yield Finding("cores", "note" if remedy else "ok", f"{usable} of {os.cpu_count()} usable, {time}", remedy)
     fast = "in hardware" if device.has_fast_bf16() else "would be emulated, slowly: the CPU computes in fp32"
     yield Finding("bf16", "ok", fast if on_linux else "not known on this system")
 
 
-def group_files(system: Path, name: str) -> list[str]:
-    """A file of the control groups (version 2) that this process is in, innermost first, where they have it."""
-    own, groups = system / "proc/self/cgroup", system / "sys/fs/cgroup"
-    lines = own.read_text().splitlines() if own.exists() else []
-    place = groups / next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
-    files = [folder / name for folder in (place, *place.parents) if folder.is_relative_to(groups)]
+def _cgroup_files(system: Path, name: str) -> list[str]:
+    """The text of a file in each control group (version 2) of this process, innermost first, where it exists."""
+    membership, groups = system / "proc/self/cgroup", system / "sys/fs/cgroup"
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    group = groups / next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
+    files = [folder / name for folder in (group, *group.parents) if folder.is_relative_to(groups)]
     return [file.read_text().strip() for file in files if file.is_file()]
 
 
 def memory(system: Path) -> list[Finding]:
-    """Memory of the machine or of its control group, and what of it a run may take."""
+    """Memory of the machine or of its control group, total and available."""
     import torch
 
-    room, names = psutil.virtual_memory().available, ("memory.max", "memory.current", "memory.stat")
-    for most, held, stat in zip(*(group_files(system, name) for name in names)):  # the outermost group has stat alone
-        cached = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)  # files' pages: given back when it runs short
-        if most != "max":
-            room = min(room, max(0, int(most) - int(held) + int(cached[1] if cached else 0)))
-    found = f"{amount(device.total_memory(torch.device('cpu')))}, {amount(room)} of it available"
+    available = psutil.virtual_memory().available
+    names = ("memory.max", "memory.current", "memory.stat")  # the outermost group has only the last
+    for limit, current, stat in zip(*(_cgroup_files(system, name) for name in names)):
+        cache_size = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)  # page cache, which can be reclaimed
+        if limit != "max":
+            available = min(available, max(0, int(limit) - int(current) + int(cache_size[1] if cache_size else 0)))
+    text = f"{_format_bytes(device.total_memory(torch.device('cpu')))}, {_format_bytes(available)} of it available"
     remedy = "end other programs, or take a smaller model: python -m pipeline.tools.plan says what each one holds"
-    return [Finding("memory", "ok", found) if room >= MEMORY_BYTES else Finding("memory", "note", found, remedy)]
+    return [Finding("memory", "ok", text) if available >= MEMORY_BYTES else Finding("memory", "note", text, remedy)]
 
 
 def gpus(system: Path) -> list[Finding]:
-    """The GPUs that torch sees; a note where there is NVIDIA's driver and torch sees none."""
+    """The GPUs that torch sees; a note if NVIDIA's driver is loaded and torch sees none."""
     import torch
 
-    count, chosen = device.num_gpus(), device.describe()
+    count, described = device.num_gpus(), device.describe()
     if count:
-        sizes = ", ".join(amount(device.total_memory(torch.device("cuda", index))) for index in range(count))
-        return [Finding("GPU", "ok", f"{count}: {chosen['device']}, {chosen['precision']}; memory: {sizes}")]
+        sizes = ", ".join(_format_bytes(device.total_memory(torch.device("cuda", index))) for index in range(count))
+        return [Finding("GPU", "ok", f"{count}: {described['device']}, {described['precision']}; memory: {sizes}")]
     if not (system / "proc/driver/nvidia/version").exists():
-        return [Finding("GPU", "ok", f"none for CUDA: stages run on {chosen['device']}")]
-    found = f"NVIDIA's driver is loaded, but torch {chosen['torch']} sees no GPU"
-    return [Finding("GPU", "note", found, "nvidia-smi lists them; install the CUDA build of the same version of torch")]
+        return [Finding("GPU", "ok", f"none for CUDA: stages run on {described['device']}")]
+    text = f"NVIDIA's driver is loaded, but torch {described['torch']} sees no GPU"
+    return [Finding("GPU", "note", text, "nvidia-smi lists them; install the CUDA build of the same version of torch")]
 
 
-def amount(size: float) -> str:
-    """Bytes for a person."""
+def _format_bytes(size: float) -> str:
+    """Bytes as GB or MB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
 def disk(root: Path) -> Iterator[Finding]:
-    """Free space where outs, states and the cache go."""
-    collect = "dvc gc --workspace --all-experiments --dry says what of the cache no experiment needs"
-    places = {
-        "tree": (root, collect),
+    """Free space for outs, states and the cache."""
+    gc_hint = "dvc gc --workspace --all-experiments --dry says what of the cache no experiment needs"
+    folders = {
+        "tree": (root, gc_hint),
         "work folder": (
             workdir.root(),
             "python -m pipeline.run.workdir prune, or let STAGECOACH_WORK name another disk",
         ),
-        "DVC cache": (cache_folder(root), f"{collect}; or dvc cache dir --local FOLDER on another disk"),
+        "DVC cache": (_cache_folder(root), f"{gc_hint}; or dvc cache dir --local FOLDER on another disk"),
     }
-    for subject, (folder, remedy) in places.items():
-        free = shutil.disk_usage(standing(folder)).free
+    for subject, (folder, remedy) in folders.items():
+        free = shutil.disk_usage(_existing_folder(folder)).free
         state = "problem" if free < PROBLEM_BYTES else "note" if free < NOTE_BYTES else "ok"
-        yield Finding(subject, state, f"{amount(free)} free in {folder.resolve()}", None if state == "ok" else remedy)
+        yield Finding(
+            subject, state, f"{_format_bytes(free)} free in {folder.resolve()}", None if state == "ok" else remedy
+        )
 
 
-def standing(path: Path) -> Path:
-    """The path, or the innermost folder above it that exists."""
-    return next(place for place in (path.resolve(), *path.resolve().parents) if place.exists())
+def _existing_folder(path: Path) -> Path:
+    """The path itself, or its nearest parent that exists."""
+    return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())
 
 
-def dvc_options(root: Path) -> dict[str, str]:
+def _dvc_options(root: Path) -> dict[str, str]:
     """`section.key` -> value of `.dvc/config` with `config.local` over it. Raises configparser.Error."""
     parser = configparser.ConfigParser(interpolation=None, strict=False, inline_comment_prefixes=("#",))
     for path in filter(Path.exists, (root / ".dvc/config", root / ".dvc/config.local")):
@@ -176,47 +202,50 @@ def dvc_options(root: Path) -> dict[str, str]:
     return {f"{name}.{key}": value.strip("\"'") for name in parser.sections() for key, value in parser[name].items()}
 
 
-def cache_folder(root: Path) -> Path:
-    """Where DVC keeps its cache."""
-    return root / ".dvc" / Path(dvc_options(root).get("cache.dir", "cache")).expanduser()
+def _cache_folder(root: Path) -> Path:
+    """The folder of DVC's cache."""
+    return root / ".dvc" / Path(_dvc_options(root).get("cache.dir", "cache")).expanduser()
 
 
 def cache_links(root: Path) -> list[Finding]:
-    """How a file of the cache comes into the working tree: which ways work is tried with a file of our own."""
-    works, folder, cache = ["copy"], tempfile.TemporaryDirectory, standing(cache_folder(root))
-    with folder(prefix=".doctor-", dir=cache) as here, folder(prefix=".doctor-", dir=root) as there:
-        (source := Path(here) / "file").write_bytes(b"stagecoach")
+    """How DVC links files of its cache into the working tree; tries each link type with a file of our own."""
+    works, folder, cache = ["copy"], tempfile.TemporaryDirectory, _existing_folder(_cache_folder(root))
+    with folder(prefix=".doctor-", dir=cache) as cache_folder, folder(prefix=".doctor-", dir=root) as tree_folder:
+        (source := Path(cache_folder) / "file").write_bytes(b"stagecoach")
         for kind, link in {"reflink": reflink, "hardlink": os.link, "symlink": os.symlink}.items():
             with contextlib.suppress(OSError):
-                link(source, Path(there) / kind)
+                link(source, Path(tree_folder) / kind)
                 works.append(kind)
-    asked = [kind.strip() for kind in dvc_options(root).get("cache.type", "reflink,copy").split(",")]
-    chosen = next((kind for kind in asked if kind in works), None)
-    found = f"{chosen or 'none'} (cache.type: {', '.join(asked)}; works here: {', '.join(works)})"
-    if chosen not in (None, "copy"):
-        return [Finding("cache links", "ok", found)]
+    link_types = [kind.strip() for kind in _dvc_options(root).get("cache.type", "reflink,copy").split(",")]
+    selected = next((kind for kind in link_types if kind in works), None)
+    text = f"{selected or 'none'} (cache.type: {', '.join(link_types)}; works here: {', '.join(works)})"
+    if selected not in (None, "copy"):
+        return [Finding("cache links", "ok", text)]
     move = "every out takes twice its size: put the cache on the working tree's disk, dvc cache dir --local FOLDER"
-    remedy = "dvc config cache.type reflink,hardlink,copy" if "hardlink" in works or chosen is None else move
-    return [Finding("cache links", "note" if chosen else "problem", found, remedy)]
+    remedy = "dvc config cache.type reflink,hardlink,copy" if "hardlink" in works or selected is None else move
+    return [Finding("cache links", "note" if selected else "problem", text, remedy)]
 
 
 def reflink(source: Path, target: Path) -> None:
-    """A second file over the same blocks. Raises OSError where that cannot be had; on macOS always, though DVC has
-    it there.
+    """A second file that shares the blocks of the first. Raises OSError if the file system cannot do that, and always
+    on macOS, though DVC can do it there.
     """
     with source.open("rb") as old, target.open("wb") as new:
         fcntl.ioctl(new, 0x40049409, old.fileno())  # FICLONE of linux/fs.h
 
 
 def rwlock(root: Path) -> Iterator[Finding]:
-    """Who holds files for DVC, by `.dvc/tmp/rwlock`: an entry of a killed command can name another program's pid by
-    now.
+    """The processes that lock files for DVC, by `.dvc/tmp/rwlock`. The pid in an entry of a killed command may belong
+    to another program by now.
     """
     path = root / ".dvc/tmp/rwlock"
     remedy = f"when no dvc command runs: rm {path}"
     try:
         lock = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        entries = [*lock.get("write", {}).values(), *(each for all_ in lock.get("read", {}).values() for each in all_)]
+        entries = [
+            *lock.get("write", {}).values(),
+            *(entry for many in lock.get("read", {}).values() for entry in many),
+        ]
         holders = {int(entry["pid"]): str(entry["cmd"]) for entry in entries}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         yield Finding("DVC rwlock", "problem", f"damaged, and dvc commands stop at it: {error}", remedy)
@@ -225,33 +254,33 @@ def rwlock(root: Path) -> Iterator[Finding]:
     for pid, command in holders.items():
         if not psutil.pid_exists(pid):
             yield Finding("DVC rwlock", "note", f"left by process {pid}, which is gone: {command}", remedy)
-        elif is_another(pid, command, path.stat().st_mtime):
-            found = f"left by `{command}`; its pid {pid} is another program now, and dvc commands stop at it"
-            yield Finding("DVC rwlock", "problem", found, remedy)
+        elif _is_other_process(pid, command, path.stat().st_mtime):
+            text = f"left by `{command}`; its pid {pid} is another program now, and dvc commands stop at it"
+            yield Finding("DVC rwlock", "problem", text, remedy)
         else:
             yield Finding("DVC rwlock", "ok", f"process {pid} runs: {command}")
 
 
-def is_another(pid: int, command: str, written: float) -> bool:
-    """Whether a pid is not the process that wrote `command` into the lock: it began later, or runs something else."""
+def _is_other_process(pid: int, command: str, written: float) -> bool:
+    """Whether a pid is not the process that wrote `command` into the lock: it started later, or is another program."""
     process = psutil.Process(pid)
     programs = ("dvc", Path(command.split(" ")[0]).name)
     is_known = any(Path(word).name in programs for word in process.cmdline())
-    return not is_known or process.create_time() > written + 2  # the two clocks differ by parts of a second
+    return not is_known or process.create_time() > written + 2  # the two clocks differ by fractions of a second
 
 
 def dvc_lock(root: Path) -> list[Finding]:
-    """Whether a dvc command holds the repository; the file alone, which DVC never removes, says nothing."""
+    """Whether a dvc command locks the repository. The file alone means nothing: DVC never removes it."""
     path = root / ".dvc/tmp/lock"
-    pid = path.read_text().strip() if path.exists() and is_held(path) else None
+    pid = path.read_text().strip() if path.exists() and _is_locked(path) else None
     if pid is None or not pid.isdecimal() or psutil.pid_exists(int(pid)):
         return [Finding("DVC lock", "ok", "free" if pid is None else f"a dvc command runs (process {pid})")]
-    found = f"process {pid} took it and is gone, but a child of it holds it: dvc commands stop at it"
-    return [Finding("DVC lock", "problem", found, f"fuser -v {path} names the holder: end it")]
+    text = f"process {pid} took it and is gone, but a child of it holds it: dvc commands stop at it"
+    return [Finding("DVC lock", "problem", text, f"fuser -v {path} names the holder: end it")]
 
 
-def is_held(lock: Path) -> bool:
-    """Whether a process holds a flock on the file."""
+def _is_locked(lock: Path) -> bool:
+    """Whether a process has a flock on the file."""
     with lock.open() as file, contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
@@ -259,21 +288,23 @@ def is_held(lock: Path) -> bool:
 
 
 def unfinished(_root: Path) -> Iterator[Finding]:
-    """Keys of the work directory that run now, and those that were begun and are held by nobody."""
+    """Keys of the work directory that run now, and unfinished ones that do not."""
     idle = {}
     for lock in sorted(workdir.root().glob("*/*/lock")):
         key, name = lock.parent, f"{lock.parent.parent.name}/{lock.parent.name}"
-        if is_held(lock):
+        if _is_locked(lock):
             yield Finding("work", "ok", f"running: {name} (process {lock.read_text().strip() or 'not known'})")
         elif not (key / "finished.json").exists() and {path.name for path in key.iterdir()} - {"lock", "speed.json"}:
             idle[name] = sum(path.stat().st_size for path in key.rglob("*") if path.is_file())
-    found = f"{len(idle)} unfinished, {amount(sum(idle.values()))} {', '.join([*idle][:3])}" + ", ..." * (len(idle) > 3)
+    text = f"{len(idle)} unfinished, {_format_bytes(sum(idle.values()))} {', '.join([*idle][:3])}" + ", ..." * (
+        len(idle) > 3
+    )
     remedy = "the same dvc repro resumes what it still needs; python -m pipeline.run.workdir prune removes all of it"
-    yield Finding("work", "note" if idle else "ok", found, remedy if idle else None)
+    yield Finding("work", "note" if idle else "ok", text, remedy if idle else None)
 
 
 def leftovers(root: Path) -> list[Finding]:
-    """Parts beside the outs of dvc.yaml, and in the work directory, whose writer is dead."""
+    """`.part`s of dead processes, beside the outs of dvc.yaml and in the work directory."""
     stages = yaml.safe_load((root / "dvc.yaml").read_text(encoding="utf-8"))["stages"].values()
     entries = [entry for stage in stages for kind in ("outs", "metrics", "plots") for entry in stage.get(kind, ())]
     outs = [root / (next(iter(entry)) if isinstance(entry, dict) else entry) for entry in entries]
@@ -287,7 +318,7 @@ def leftovers(root: Path) -> list[Finding]:
 
 
 def sandbox(root: Path) -> Iterator[Finding]:
-    """Whether there is a sandbox for generated code here, proved by a server."""
+    """Whether this machine can sandbox generated code, by starting a server."""
     settings = Settings(root, [])
     config = build(SandboxConfig, settings.layers("sandbox"), "sandbox")
     if url := build(Runtime, settings.layers("runtime"), "runtime").sandbox_url:
@@ -307,29 +338,29 @@ def sandbox(root: Path) -> Iterator[Finding]:
 
 
 def packages(root: Path) -> Iterator[Finding]:
-    """Python and the packages against pyproject.toml: the ranges of what is needed, and which extras are there."""
+    """Python and the packages against the ranges of pyproject.toml, and which extras are installed."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    python, asked = platform.python_version(), project["requires-python"]
-    if not SpecifierSet(asked).contains(python, prereleases=True):
+    python, required = platform.python_version(), project["requires-python"]
+    if not SpecifierSet(required).contains(python, prereleases=True):
         remedy = "install one that fits; then make clean && make PYTHON=<its command>"
-        yield Finding("packages", "problem", f"Python is {python}, pyproject.toml asks for {asked}", remedy)
+        yield Finding("packages", "problem", f"Python is {python}, pyproject.toml asks for {required}", remedy)
     needed = [Requirement(text) for text in project["dependencies"]]
-    faults = {requirement: fault for requirement in needed if (fault := lack(requirement))}
+    faults = {requirement: fault for requirement in needed if (fault := _fault_of_requirement(requirement))}
     for requirement, fault in faults.items():
         yield Finding("packages", "problem", fault, f"python -m pip install '{requirement}'")
     fit = [requirement.name for requirement in needed if requirement not in faults]
-    shown = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in NAMED if name in fit)
-    found = f"Python {python}; {len(fit)} of {len(needed)} packages within pyproject.toml's ranges: {shown}"
-    yield Finding("packages", "ok", found)
+    shown = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN_PACKAGES if name in fit)
+    text = f"Python {python}; {len(fit)} of {len(needed)} packages within pyproject.toml's ranges: {shown}"
+    yield Finding("packages", "ok", text)
     for extra, texts in project.get("optional-dependencies", {}).items():
         if extra in EXTRAS:
-            lacking = next((fault for text in texts if (fault := lack(Requirement(text)))), None)
+            lacking = next((fault for text in texts if (fault := _fault_of_requirement(Requirement(text)))), None)
             state = f"absent ({lacking}); python -m pip install -e '.[{extra}]'" if lacking else "present"
             yield Finding("extra", "ok", f"{extra} ({EXTRAS[extra]}): {state}")
 
 
-def lack(requirement: Requirement) -> str | None:
-    """What is wrong with the installed version of a package; None where it fits."""
+def _fault_of_requirement(requirement: Requirement) -> str | None:
+    """What is wrong with the installed version of a package; None if it fits."""
     try:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
@@ -339,14 +370,14 @@ def lack(requirement: Requirement) -> str | None:
 
 
 def checkout(root: Path) -> Iterator[Finding]:
-    """This is a DVC repository in a git checkout, and there is git."""
-    place = root.resolve()
+    """Whether this is a DVC repository in a git checkout, and git is installed."""
+    location = root.resolve()
     for name in (".dvc", "dvc.yaml"):
         if not (root / name).exists():
-            yield Finding("checkout", "problem", f"no {name} in {place}", f"run where it is, or git checkout {name}")
+            yield Finding("checkout", "problem", f"no {name} in {location}", f"run where it is, or git checkout {name}")
     if shutil.which("git") is None:
         yield Finding("checkout", "problem", "git is not installed: DVC needs it", "apt install git")
-    elif any((folder / ".git").exists() for folder in (place, *place.parents)):
+    elif any((folder / ".git").exists() for folder in (location, *location.parents)):
         yield Finding("checkout", "ok", "git is installed, and this is a checkout")
     else:
         remedy = "git clone the project; or, to go on without experiments, dvc config --local core.no_scm true"
@@ -354,8 +385,8 @@ def checkout(root: Path) -> Iterator[Finding]:
 
 
 def switches(root: Path) -> Iterator[Finding]:
-    """What must be off in DVC's settings is."""
-    options = dvc_options(root)
+    """Whether the settings of DVC that must be off are off."""
+    options = _dvc_options(root)
     for name, (state, why) in SWITCHES.items():
         if options.get(name, "false").lower() in ("true", "yes", "on", "1"):
             remedy = f"dvc config {name} false (with --local if config.local has it)"
@@ -380,13 +411,13 @@ def parameters(root: Path) -> list[Finding]:
 
 
 def remote(root: Path) -> list[Finding]:
-    """Where `dvc push` goes."""
-    options = dvc_options(root)
+    """The remote of `dvc push`."""
+    options = _dvc_options(root)
     name = options.get("core.remote")
     url = options.get(f"'remote \"{name}\"'.url")
     if url is None:
-        found = f"no url for core.remote ({name or 'none'}): dvc push and pull go nowhere"
-        return [Finding("remote", "note", found, f"dvc remote add --default {name or 'store'} FOLDER")]
+        text = f"no url for core.remote ({name or 'none'}): dvc push and pull go nowhere"
+        return [Finding("remote", "note", text, f"dvc remote add --default {name or 'store'} FOLDER")]
     if "://" in url:
         return [Finding("remote", "ok", f"{name}: {without_password(url)} (not contacted)")]
     folder = (root / ".dvc" / Path(url).expanduser()).resolve()
@@ -395,7 +426,7 @@ def remote(root: Path) -> list[Finding]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the findings; 1 where one of them is a problem."""
+    """Print the findings; exit code 1 if one of them is a problem."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.tools.doctor", description="Check machine and checkout.")
     parser.parse_args(argv)
     states = []

@@ -1,13 +1,13 @@
-"""What a training run of a model would hold in memory, before anything is allocated.
+"""The memory that a training run of a model would take, before anything is allocated.
 
     python -m pipeline.tools.plan                                         the model of params.yaml
     python -m pipeline.tools.plan model=7b gradient_checkpointing=full    any file of conf/model/, any key below
     python -m pipeline.tools.plan model=large model.layers=24 strategy=fsdp2 processes=4 micro_batch=2
 
-Bytes per device by strategy and part, whether that fits, and the largest micro-batch (a power of two) within 30 % of
-this machine's memory (80 % of its GPU's) and within 80 % of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns
-are always those of CUDA). The arithmetic, and what it does not count, is `learning/footprint.py`; `runtime.micro_batch:
-auto` decides by the same.
+Prints bytes per device by strategy and part, and the largest micro-batch (a power of two) that fits: within 30 % of
+this machine's memory (80 % of its GPU's), and within 80 % of cards of 16, 24, 40 and 80 GB (10^9 bytes; their columns
+are always for CUDA). The arithmetic, and what it leaves out, is in `learning/footprint.py`; `runtime.micro_batch: auto`
+uses the same.
 """
 
 import sys
@@ -32,20 +32,20 @@ STRATEGIES = {
     "ppo": "PPO, four models",
 }
 CARDS = (16, 24, 40, 80)  # GB
-MOST = 4096  # rows; more at once nobody asks for
+MAX_ROWS = 4096  # of a micro-batch
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What a person may ask of a plan. Raises ValueError."""
+    """The keys of a plan. Raises ValueError."""
 
     model: ModelConfig = group("model")
     strategy: str | None = None  # one, ddp, fsdp2, lora, dpo, ppo; none: all
     context: int | None = None  # tokens of a row; none: 2,048, or the model's context where that is shorter
     micro_batch: int = 1  # rows of one pass
     processes: int = 8  # of ddp and fsdp2
-    device: str = "auto"  # whose parts are shown: cpu, cuda; auto: this machine's
+    device: str = "auto"  # of the table of parts: cpu, cuda; auto: this machine's
     precision: str = "auto"  # fp32, bf16, fp16; auto: this machine's, and bf16 on cards
     optimizer: str = "adamw"  # adamw, muon
     gradient_checkpointing: str = "none"  # none, full, every_2, selective
@@ -78,18 +78,18 @@ class PlanConfig:
 
     @property
     def adapter(self) -> AdapterConfig:
-        """LoRA's shape."""
+        """The configuration of LoRA."""
         return AdapterConfig(rank=self.rank, alpha=2 * self.rank, targets=self.targets)
 
 
 def configured(argv: list[str]) -> PlanConfig:
-    """The plan that a command line asks for. Raises ConfigError for an unknown key, file or value."""
+    """The plan of a command line. Raises ConfigError for an unknown key, file or value."""
     known = sorted(field.name for field in fields(PlanConfig))
-    of_model, values = [], {}
+    model_overrides, values = [], {}
     for text in argv:
         key, raw = parse_override(text)
         if key.split(".")[0] == "model":
-            of_model.append(text)
+            model_overrides.append(text)
         elif key in known:
             values[key] = Value(raw, "command line")
         else:
@@ -97,11 +97,11 @@ def configured(argv: list[str]) -> PlanConfig:
                 f"command line: unknown key {key!r}{suggest(key, known)}; valid keys: {listing(known)}, model.<key of"
                 " its file>"
             )
-    return build(PlanConfig, values, "plan", Settings(Path(), of_model))
+    return build(PlanConfig, values, "plan", Settings(Path(), model_overrides))
 
 
 def work_of(config: PlanConfig, kind: str, precision: str) -> Work:
-    """A plan's training step on a kind of device. Several micro-batches an update: the greater of the two cases."""
+    """A plan's training step on a kind of device, with several micro-batches per update: the case that takes more."""
     return Work(
         row=config.tokens,
         context=config.tokens,
@@ -130,58 +130,56 @@ def plan(config: PlanConfig, strategy: str, work: Work, micro_batch: int) -> Foo
         weights: Weights = whole + footprint.full(model, head=False)
         weights += footprint.frozen(model, narrow=narrow) + footprint.frozen(model, head=False, narrow=narrow)
         return footprint.footprint(weights, [model, model], work, micro_batch)
-    one = footprint.footprint(whole, [model], work, micro_batch)
+    single = footprint.footprint(whole, [model], work, micro_batch)
     if strategy == "ddp":
-        return footprint.data_parallel(one, whole)
-    return footprint.sharded(one, model, work, config.processes) if strategy == "fsdp2" else one
+        return footprint.data_parallel(single, whole)
+    return footprint.sharded(single, model, work, config.processes) if strategy == "fsdp2" else single
 
 
-def render(config: PlanConfig, here: device.Hardware) -> str:
-    """The two tables, and what they are about."""
-    kind = here.device.type if config.device == "auto" else config.device
-    precision = config.precision if config.precision != "auto" else here.precision
-    on_cards = config.precision if config.precision != "auto" else "bf16"
-    shown = work_of(config, kind, precision if kind == here.device.type else on_cards)
-    memory = device.total_memory(here.device)
-    asked = [config.strategy] if config.strategy else list(STRATEGIES)
-    names = {s: f"{STRATEGIES[s]} ({config.processes})" if s in ("ddp", "fsdp2") else STRATEGIES[s] for s in asked}
-    plans = {s: plan(config, s, shown, config.micro_batch) for s in asked}
+def render(config: PlanConfig, hardware: device.Hardware) -> str:
+    """The title and the two tables."""
+    kind = hardware.device.type if config.device == "auto" else config.device
+    precision = config.precision if config.precision != "auto" else hardware.precision
+    card_precision = config.precision if config.precision != "auto" else "bf16"
+    shown_work = work_of(config, kind, precision if kind == hardware.device.type else card_precision)
+    memory = device.total_memory(hardware.device)
+    strategies = [config.strategy] if config.strategy else list(STRATEGIES)
+    names = {s: f"{STRATEGIES[s]} ({config.processes})" if s in ("ddp", "fsdp2") else STRATEGIES[s] for s in strategies}
+    plans = {s: plan(config, s, shown_work, config.micro_batch) for s in strategies}
     parts = [[names[s], *(gigabytes(getattr(p, part)) for part in PARTS), gigabytes(p.total)] for s, p in plans.items()]
-    machines = [(memory, work_of(config, here.device.type, precision))]
-    machines += [(card * 10**9, work_of(config, "cuda", on_cards)) for card in CARDS]
-    room = [[names[s], *(rows_in(config, s, work, total) for total, work in machines)] for s in asked]
+    machines = [(memory, work_of(config, hardware.device.type, precision))]
+    machines += [(card * 10**9, work_of(config, "cuda", card_precision)) for card in CARDS]
+    limits = [[names[s], *(rows_in(config, s, work, total) for total, work in machines)] for s in strategies]
     title = (
         f"{footprint.full(config.model).trained:,} parameters; rows of {config.tokens:,} tokens, micro-batch"
         f" {config.micro_batch}, {config.optimizer}, gradient checkpointing {config.gradient_checkpointing}"
     )
-    return (
-        "\n\n".join(
-            [
-                title,
-                f"GB per device ({shown.kind}, {shown.precision})\n" + table(["strategy", *PARTS, "total"], parts),
-                f"largest micro-batch within {SHARE:.0%} of a card's memory, {CPU_SHARE:.0%} of a machine's (-: not"
-                f" even one row; this machine: {here.device.type}, {precision}; cards: cuda, {on_cards})\n"
-                + table(["strategy", f"this machine, {memory / 1e9:.0f} GB", *(f"{card} GB" for card in CARDS)], room),
-            ]
-        )
-        + "\n"
+    part_table = f"GB per device ({shown_work.kind}, {shown_work.precision})\n" + table(
+        ["strategy", *PARTS, "total"], parts
     )
+    columns = ["strategy", f"this machine, {memory / 1e9:.0f} GB", *(f"{card} GB" for card in CARDS)]
+    limit_table = (
+        f"largest micro-batch within {SHARE:.0%} of a card's memory, {CPU_SHARE:.0%} of a machine's (-: not"
+        f" even one row; this machine: {hardware.device.type}, {precision}; cards: cuda, {card_precision})\n"
+        + table(columns, limits)
+    )
+    return "\n\n".join([title, part_table, limit_table]) + "\n"
 
 
 def rows_in(config: PlanConfig, strategy: str, work: Work, memory: float) -> str:
-    """The largest micro-batch that a memory has room for; `-` where there is none for a row."""
+    """The largest micro-batch that fits a memory; `-` if not even one row does."""
     share = CPU_SHARE if work.kind == "cpu" else SHARE
-    found = footprint.largest(share * memory, lambda rows: plan(config, strategy, work, rows).total, MOST)
-    return f"{found:,}" if found else "-"
+    num_rows = footprint.largest(share * memory, lambda rows: plan(config, strategy, work, rows).total, MAX_ROWS)
+    return f"{num_rows:,}" if num_rows else "-"
 
 
 def gigabytes(size: float) -> str:
-    """10^9 bytes, to a tenth; small models to a thousandth."""
+    """Bytes as GB: to a tenth, small sizes to a thousandth."""
     return f"{size / 1e9:,.1f}" if size >= 5e7 or not size else f"{size / 1e9:.3f}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be, the first one left, the others right."""
+    """Aligned columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows)]
     return "\n".join(
@@ -190,7 +188,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan; the exit code of `errors.py`."""
+    """Print the plan; returns an exit code of `errors.py`."""
     try:
         config = configured(argv)
     except ConfigError as error:

@@ -1,16 +1,17 @@
-"""docs/reference.md: every key that a person may set, written from the dataclasses that own them.
+"""docs/reference.md: every key that a person may set, generated from the dataclasses that own them.
 
     stages/*.py (Params), params.yaml (the order of its blocks), conf/ -> docs/reference.md
-    (python -m pipeline.tools.reference)
-    python -m pipeline.tools.reference --check      writes nothing; ends with 1 and says what differs when the file is
-                                                    out of date
 
-A key's meaning is the docstring under its field (`running.meanings`); a field without one is refused by name. Values are
-those of the scale files, or the field's default. A new stage, model file or preset appears by itself; the environment
-variables are the table below.
+    python -m pipeline.tools.reference              writes the file
+    python -m pipeline.tools.reference --check      writes nothing; exits with 1 and prints the first difference if the
+                                                    file is out of date
 
-Not promised: what params.yaml and the presets set (python -m stages.<s> --help shows the values that hold), or which
-values of two keys exclude each other (`__post_init__` of the class says so).
+A key's meaning is the docstring under its field (`stage.meanings`); a field without one is an error that names it.
+Values are those of the scale files, or the field's default. New stages, model files and presets are found by
+themselves; the environment variables are the table ENVIRONMENT below.
+
+Not promised: the values of params.yaml and the presets (python -m stages.<s> --help shows the effective values), or
+which values of two keys exclude each other (see `__post_init__` of the class).
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +33,9 @@ from pipeline.run.config import GROUPS, Runtime, Value, build, is_flat, read_yam
 from pipeline.run.errors import InputError
 from pipeline.run.stage import meanings
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 OUT = Path("docs/reference.md")
 SCALES = ("smoke", "demo", "full")
 NOT_GIVEN = "–"
@@ -40,23 +44,15 @@ SIZES = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff
 HEAD = """\
 # Reference: every key
 
-Written by `python -m pipeline.tools.reference` from the code: a meaning is the docstring under the key's field.
-Change it there, then run
-the
-command again.
+Written by `python -m pipeline.tools.reference` from the code: a meaning is the docstring under the key's field. Change
+it there, then run the command again.
 
-**The tables.** Under `smoke`, `demo` and `full` stands what `conf/scale/` says, in *italics* the default where it
-says nothing,
-and – where a
-value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that the scale file, or a
-default, sets some of these.
-A block
-that no scale file mentions has one column, the default.
+**The tables.** Under `smoke`, `demo` and `full` stands what `conf/scale/` says, in *italics* the default where it says
+nothing, and – where a value is required and not given. `adapter.rank` is a key inside `adapter`; "below" says that the
+scale file, or a default, sets some of these. A block that no scale file mentions has one column, the default.
 
 **Which value holds.** The first that is found: the command line, `params.yaml` where it is not null, the block's
-preset, the scale file,
-the
-default. An unknown key, or a value of the wrong type, is an error.
+preset, the scale file, the default. An unknown key, or a value of the wrong type, is an error.
 
 **How to set a key.** `dvc repro` after an edit of `params.yaml`, or:
 
@@ -69,7 +65,7 @@ python -m stages.language --help                       # its keys, the values th
 ```
 """
 
-# What a person sets, or another program for us: name -> meaning
+# Variables that a person sets, or another program for us: name -> meaning
 ENVIRONMENT = {
     "STAGECOACH_LAUNCH": (
         "in how many processes a stage trains: `4` (DDP), `fsdp2:4`, or a file of `conf/launch/`; empty or 1: one"
@@ -100,20 +96,24 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "PyTorch's own; not set: ERROR",
     "OMP_WAIT_POLICY": "OpenMP's own; not set: PASSIVE",
 }
-# Set by DVC, by the launcher or by us, for our own processes: no knobs
+# Set by DVC, by the launcher or by us for our own processes: not to be set by hand
 INTERNAL = (
-    *(
-        "STAGECOACH_LOCKED",
-        "DVC_ROOT",
-        "DVC_STAGE",
-        "DVC_EXP_NAME",
-        "DVC_EXP_BASELINE_REV",
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-    ),
-    *("ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU", "FSDP_VERSION", "FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS"),
-    *("TOKENIZERS_PARALLELISM", "STAGECOACH_ENDED", "MAKELEVEL"),
+    "STAGECOACH_LOCKED",
+    "DVC_ROOT",
+    "DVC_STAGE",
+    "DVC_EXP_NAME",
+    "DVC_EXP_BASELINE_REV",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_CPU",
+    "FSDP_VERSION",
+    "FSDP_RESHARD_AFTER_FORWARD",
+    "FSDP_OFFLOAD_PARAMS",
+    "TOKENIZERS_PARALLELISM",
+    "STAGECOACH_ENDED",
+    "MAKELEVEL",
 )
 
 
@@ -122,54 +122,48 @@ class Block:
     """A block of keys: a section of the document."""
 
     name: str
-    kind: Any  # the dataclass
-    says: str = ""  # what it is, a sentence
-    also: tuple[str, ...] = ()  # what the stage reads besides, as links
+    kind: "type[DataclassInstance]"
+    says: str = ""  # a sentence about it
+    also: tuple[str, ...] = ()  # links to what else the stage reads
     presets: tuple[str, ...] = ()  # names of files in conf/preset/<block>/
 
 
 def document(root: Path) -> str:
-    """The whole text. Raises InputError for a field without a meaning, ConfigError for a file of conf/ that cannot
-    be read.
-    """
-    found = blocks(root)
+    """The whole text. Raises InputError for a field without a meaning, ConfigError for an invalid file of conf/."""
+    all_blocks = blocks(root)
     scales = [read_yaml(root / "conf" / "scale" / f"{name}.yaml") for name in SCALES]
-    told = [block for block in found if dataclasses.fields(block.kind)]
-    silent = [f"`{block.name}`" for block in found if block not in told]
-    links = [f"[{block.name}](#{block.name})" for block in told]
+    with_keys = [block for block in all_blocks if dataclasses.fields(block.kind)]
+    without_keys = [f"`{block.name}`" for block in all_blocks if block not in with_keys]
+    links = [f"[{block.name}](#{block.name})" for block in with_keys]
     links += [
-        "[model files](#model-files)",
-        "[data files](#data-files)",
-        "[presets](#presets)",
-        "[environment](#environment)",
+        f"[{title}](#{title.replace(' ', '-')})" for title in ("model files", "data files", "presets", "environment")
     ]
-    parts = [
-        HEAD,
-        " · ".join(links) + ("" if not silent else f". Without keys: {', '.join(silent)}.") + "\n",
-        top(root),
-    ]
-    parts += [section(block, scales) for block in told]
+    no_keys = f". Without keys: {', '.join(without_keys)}." if without_keys else ""
+    parts = [HEAD, " · ".join(links) + no_keys + "\n", top_level_keys(root)]
+    parts += [section(block, scales) for block in with_keys]
     parts += [model_files(root), data_files(), presets(root), environment()]
     return "\n".join(parts)
 
 
 def blocks(root: Path) -> list[Block]:
-    """The blocks of params.yaml and those that could stand there, in its order; `runtime` last."""
-    stages, found = stage_names(root), []
-    shared: dict[str, Any] = {}  # blocks that are no stage's
+    """The blocks of params.yaml in its order, then those that are not in it, then `runtime`."""
+    stages, result = stage_names(root), []
+    shared: dict[str, Any] = {}  # blocks that belong to no stage
     for stage in stages:
         module = importlib.import_module(f"stages.{stage}")
-        files = tuple(sorted(path.stem for path in (root / "conf" / "preset" / stage).glob("*.yaml")))
+        preset_names = tuple(sorted(path.stem for path in (root / "conf" / "preset" / stage).glob("*.yaml")))
         sources = _sources(module.Params)
-        also = tuple(text for name, kind in sources for text in _links(name, kind, stages))
+        links = tuple(text for name, kind in sources for text in _links(name, kind, stages))
         shared |= {name: kind for name, kind in sources if name.partition(".")[0] not in (*GROUPS, *stages)}
-        found.append(
-            Block(name=stage, kind=module.Params, says=_sentence(module.__doc__ or ""), also=also, presets=files)
+        result.append(
+            Block(
+                name=stage, kind=module.Params, says=_sentence(module.__doc__ or ""), also=links, presets=preset_names
+            )
         )
     for name, kind in shared.items():
-        readers = [f"`{block.name}`" for block in found if name in dict(_sources(block.kind))]
-        found.append(Block(name=name, kind=kind, says=f"Read by {', '.join(readers)}."))
-    found.append(
+        readers = [f"`{block.name}`" for block in result if name in dict(_sources(block.kind))]
+        result.append(Block(name=name, kind=kind, says=f"Read by {', '.join(readers)}."))
+    result.append(
         Block(
             name="runtime",
             kind=Runtime,
@@ -180,21 +174,19 @@ def blocks(root: Path) -> list[Block]:
         )
     )
     order = [name for name in read_yaml(root / "params.yaml") if name != "runtime"]
-    places = {name: place for place, name in enumerate(order)} | {"runtime": len(order) + 1}
-    return sorted(found, key=lambda block: places.get(block.name, len(order)))
+    positions = {name: position for position, name in enumerate(order)} | {"runtime": len(order) + 1}
+    return sorted(result, key=lambda block: positions.get(block.name, len(order)))
 
 
-def _sources(kind: Any) -> list[tuple[str, Any]]:
-    """The fields that come from elsewhere: from where, and their type."""
+def _sources(kind: "type[DataclassInstance]") -> list[tuple[str, Any]]:
+    """(source, type) of the fields that come from a group or another block."""
     hints = typing.get_type_hints(kind)
     fields = [(field.metadata.get("from"), hints[field.name]) for field in dataclasses.fields(kind)]
     return [(source, hint) for source, hint in fields if source is not None]
 
 
 def _links(source: str, kind: Any, stages: Sequence[str]) -> list[str]:
-    """How a section names what its stage takes from a group, from some keys of another stage, or from a shared
-    block.
-    """
+    """Links to what a stage reads from a group, from the keys of another stage, or from a shared block."""
     if source in GROUPS:
         return [f"the [{source} file](#{source}-files)"]
     if source in stages:
@@ -209,8 +201,8 @@ def _sentence(docstring: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def top(root: Path) -> str:
-    """The keys beside the blocks."""
+def top_level_keys(root: Path) -> str:
+    """The table of the keys beside the blocks."""
     rows = [
         ["`seed`", "int", "every draw of training begins from it: weights, order, noise, sampled answers"],
         [
@@ -219,57 +211,60 @@ def top(root: Path) -> str:
             "every draw that makes data or measures: corpus, tasks, items, resamples; another one rebuilds all",
         ],
     ]
-    for group, what in zip(
+    for group, meaning in zip(
         GROUPS, ("the size of the model", "how long and how big", "where the data come from"), strict=True
     ):
         names = ", ".join(sorted(path.stem for path in (root / "conf" / group).glob("*.yaml")))
-        rows.append([f"`{group}`", "str", f"{what}, a file of `conf/{group}/`: {names}"])
+        rows.append([f"`{group}`", "str", f"{meaning}, a file of `conf/{group}/`: {names}"])
     return table(["key", "type", "meaning"], rows)
 
 
 def section(block: Block, scales: Sequence[Mapping[str, Any]]) -> str:
-    """A block: what it is, what else it reads, a row for each key."""
-    given = [scale.get(block.name) or {} for scale in scales]
-    heads = SCALES if any(given) else ("default",)
-    rows = list(rows_of(block.kind, given if any(given) else None))
+    """The section of a block: a sentence, what else its stage reads, a row for each key."""
+    layers = [scale.get(block.name) or {} for scale in scales]
+    columns = SCALES if any(layers) else ("default",)
+    rows = list(rows_of(block.kind, layers if any(layers) else None))
     if block.presets:
         meaning = f"a file of `conf/preset/{block.name}/`: {', '.join(block.presets)}"
-        rows.insert(0, ["`preset`", "str or none", *("*none*" for _ in heads), meaning])
+        rows.insert(0, ["`preset`", "str or none", *("*none*" for _ in columns), meaning])
     lines = [f"## {block.name}\n"] + ([f"{block.says}\n"] if block.says else [])
     if block.also:
         lines.append(f"Also reads: {', '.join(block.also)}.\n")
-    return "\n".join(lines + ([table(["key", "type", *heads, "meaning"], rows)] if rows else []))
+    return "\n".join(lines + ([table(["key", "type", *columns, "meaning"], rows)] if rows else []))
 
 
-def rows_of(kind: Any, given: Sequence[Mapping[str, Any]] | None, prefix: str = "") -> Iterator[list[str]]:
-    """A row for each key of a dataclass, those of nested ones below their parent. `given` None: the default alone.
+def rows_of(
+    kind: "type[DataclassInstance]", layers: Sequence[Mapping[str, Any]] | None, prefix: str = ""
+) -> Iterator[list[str]]:
+    """A row for each key of a dataclass, those of nested ones below their parent, with a column for each of the layers
+    (None: for the default alone).
 
-    Raises InputError for a field whose source has no comment.
+    Raises InputError for a field without a meaning.
     """
-    hints, said = typing.get_type_hints(kind), meanings(kind)
+    hints, texts = typing.get_type_hints(kind), meanings(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         if field.metadata.get("from") is not None:
             continue
         if is_flat(hint):
-            yield from rows_of(hint, given, prefix)
+            yield from rows_of(hint, layers, prefix)
             continue
-        if field.name not in said:
+        if field.name not in texts:
             raise InputError(
                 f"{kind.__module__}.{kind.__qualname__}.{field.name} has no meaning; write it as a docstring under the"
                 " field"
             )
-        raws = [] if given is None else [layer.get(field.name) for layer in given]
-        inner = nested(hint)
-        values = [default(field)] if given is None else [cell(field, raw, has_rows=bool(inner)) for raw in raws]
-        yield [f"`{prefix}{field.name}`", type_of(hint), *values, escaped(said[field.name])]
-        for path, other in inner:
-            below = [raw if isinstance(raw, Mapping) and not path else {} for raw in raws]
-            yield from rows_of(other, below or None, f"{prefix}{field.name}{path}.")
+        raws = [] if layers is None else [layer.get(field.name) for layer in layers]
+        nested_kinds = nested(hint)
+        values = [default(field)] if layers is None else [cell(field, raw, has_rows=bool(nested_kinds)) for raw in raws]
+        yield [f"`{prefix}{field.name}`", type_of(hint), *values, escaped(texts[field.name])]
+        for path, inner_kind in nested_kinds:
+            inner_layers = [raw if isinstance(raw, Mapping) and not path else {} for raw in raws]
+            yield from rows_of(inner_kind, inner_layers or None, f"{prefix}{field.name}{path}.")
 
 
 def nested(hint: Any) -> list[tuple[str, Any]]:
-    """The dataclasses in a type, each with the way to it: `.*` any key of a mapping, `[]` any entry of a list."""
+    """The dataclasses in a type, each with its path: `.*` any key of a mapping, `[]` any entry of a list."""
     if dataclasses.is_dataclass(hint):
         return [("", hint)]
     step = {dict: ".*", list: "[]", tuple: "[]"}.get(typing.get_origin(hint) or hint, "")
@@ -277,7 +272,7 @@ def nested(hint: Any) -> list[tuple[str, Any]]:
 
 
 def type_of(hint: Any) -> str:
-    """A type as a person reads it in a table: `int or none`, `list of str`, `block` for keys of its own."""
+    """A type for a table: `int or none`, `list of str`, `block` for one with keys of its own."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return "block"
@@ -291,13 +286,11 @@ def type_of(hint: Any) -> str:
 
 
 def cell(field: dataclasses.Field[Any], raw: object, *, has_rows: bool) -> str:
-    """The cell of a scale: what its file says, else the default in italics. `has_rows`: a block inside stands in
-    rows below.
-    """
+    """The cell of a scale: the value of its file, or the default in italics. `has_rows`: nested keys are rows below."""
     if raw is not None:
         return "below" if has_rows and not isinstance(raw, str) else escaped(shown(raw))
-    found = default(field)
-    return found if found == NOT_GIVEN else f"*{found}*"
+    text = default(field)
+    return text if text == NOT_GIVEN else f"*{text}*"
 
 
 def default(field: dataclasses.Field[Any]) -> str:
@@ -306,18 +299,18 @@ def default(field: dataclasses.Field[Any]) -> str:
         return escaped(shown(field.default))
     if field.default_factory is dataclasses.MISSING:
         return NOT_GIVEN
-    made = field.default_factory()
-    return "below" if dataclasses.is_dataclass(made) else escaped(shown(made))
+    value = field.default_factory()
+    return "below" if dataclasses.is_dataclass(value) else escaped(shown(value))
 
 
-def shown(raw: Any) -> str:
-    """A value as YAML writes it in a line."""
+def shown(raw: object) -> str:
+    """A value as YAML on one line."""
     if raw is None:
         return "none"
     if isinstance(raw, bool):
         return str(raw).lower()
     if isinstance(raw, float):
-        return re.sub(r"e([+-])0*", lambda found: f"e{found[1].strip('+')}", repr(raw))
+        return re.sub(r"e([+-])0*", lambda match: f"e{match[1].strip('+')}", repr(raw))
     if isinstance(raw, Mapping):
         return "{" + ", ".join(f"{key}: {shown(entry)}" for key, entry in raw.items()) + "}"
     if isinstance(raw, list | tuple):
@@ -326,9 +319,7 @@ def shown(raw: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text for a cell: pipes escaped everywhere, and outside of backticks what Markdown or HTML would take for a
-    mark.
-    """
+    """Text for a cell: pipes escaped everywhere, and the marks of Markdown and HTML outside backticks."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*<\\]|(?<!\w)_|_(?!\w))", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts).replace("|", r"\|")
@@ -341,12 +332,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def model_files(root: Path) -> str:
-    """The keys of a file of conf/model/, and the files with the sizes of their models."""
+    """The keys of the files of conf/model/, and the sizes of their models."""
     sizes = []
     for path in sorted((root / "conf" / "model").glob("*.yaml")):
         origin = str(path.relative_to(root))
         config = build(ModelConfig, {key: Value(raw, origin) for key, raw in read_yaml(path).items()}, "model")
-        with torch.device("meta"):  # shapes alone: nothing is allocated
+        with torch.device("meta"):  # shapes only: nothing is allocated
             total = Transformer(config).num_parameters()
         sizes.append([f"`{path.stem}`", *(shown(getattr(config, name)) for name in SIZES), f"{total:,}"])
     return (
@@ -359,7 +350,7 @@ def model_files(root: Path) -> str:
 
 
 def data_files() -> str:
-    """The keys of a file of conf/data/."""
+    """The keys of the files of conf/data/."""
     kind = typing.get_type_hints(importlib.import_module("stages.corpus").Params)["data"]
     return (
         "## data files\n\nA file of `conf/data/`, chosen by `data`. The first word of some meanings is the `source`"
@@ -368,7 +359,7 @@ def data_files() -> str:
 
 
 def presets(root: Path) -> str:
-    """The presets, each with the first line of its file."""
+    """The presets, each with the first line of its file. Raises InputError if that is no comment."""
     rows = []
     for path in sorted((root / "conf" / "preset").glob("*/*.yaml")):
         first = path.read_text(encoding="utf-8").splitlines()[0]
@@ -395,7 +386,7 @@ def environment() -> str:
 
 
 def difference(old: str, new: str) -> str:
-    """Where two texts that differ first part, in words for a message."""
+    """The first difference of two texts, for a message."""
     lines = itertools.zip_longest(old.split("\n"), new.split("\n"), fillvalue="(the end)")
     number, (found, expected) = next((n, pair) for n, pair in enumerate(lines, start=1) if pair[0] != pair[1])
     return f"line {number}: expected {expected[:100]!r}, found {found[:100]!r}"
