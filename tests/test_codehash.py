@@ -211,6 +211,30 @@ def test_globals_takes_the_module_and_a_file_that_is_started_by_its_place_comes_
     assert {"pipeline.letters.child", "pipeline.letters.chat"} <= reached(repository).keys()
 
 
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ('return [offer(x) for offer in wings.each("report")]', ["report"]),
+        ('from pipeline.wings import each; return each("engine")', ["engine"]),
+        ('return wings.each("what nobody offers")', []),
+        ("return wings.each(x)", ["engine", "report"]),
+        ("return [*map(wings.each, x)]", ["engine", "report"]),
+        ("return wings.names()", []),
+    ],
+)
+def test_what_the_wings_offer_is_followed_by_its_name(repository: Path, statement: str, names: list[str]) -> None:
+    (repository / "pipeline/wings.py").write_text("def each(offer): return names()\ndef names(): return ()\n")
+    (repository / "pipeline/letters/wing.py").write_text(
+        "def report(x):\n    from pipeline.letters import words\n    return words.count(x)\n\ndef engine(): return 1\n"
+    )
+    stage = repository / "stages/tools.py"
+    stage.write_text(f"from pipeline import wings\n\ndef f(x): {statement}\n")
+    found = reached(repository)
+    assert found.get("pipeline.letters.wing", []) == names
+    assert found.get("pipeline.letters.words", []) == (["count"] if "report" in names else [])
+    assert ("each" in found["pipeline.wings"]) == ("each" in statement)
+
+
 def test_a_template_beside_a_module_counts(repository: Path) -> None:
     before = closure(repository)
     (repository / "pipeline/letters/card.html").write_text("<p>")

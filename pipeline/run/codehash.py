@@ -12,7 +12,8 @@ Top-level statements that may have effects count wherever their module is import
 call our own code, functions under decorators that are not in PLAIN_DECORATORS. A module counts whole where names cannot
 be followed: a module used as a value (`getattr(module, name)`), a name that it does not define, star imports,
 `globals()`, `__getattr__`. Code that uses `__file__` brings in the Python files of its folder; the other files of a
-folder (templates) count with every definition beside them.
+folder (templates) count with every definition beside them. `wings.each("x")` uses the definition `x` of every
+`pipeline/*/wing.py` that has one; with another argument than a text, all of those modules.
 
 The modules of IGNORED are left out: they change no result, so no default of a stage may live in them. What was read
 from a module's text is cached in `.work/code.json`. Not covered: modules that are named in a string, and changes in
@@ -38,6 +39,7 @@ IGNORED = frozenset(
 )
 PLAIN_DECORATORS = frozenset({"cache", "contextmanager", "dataclass", "lru_cache", "no_grad", "overload"})  # no effects
 FILE, GLOBALS = "*file", "*globals"  # uses of `__file__` and `globals()`
+WINGS = "pipeline.wings.each"  # its uses with a text as its argument are `pipeline.wings.each:text`
 ALWAYS, MAIN = "*always", "*main"  # names for a module's statements with effects, and for `if __name__ == "__main__"`
 MAX_CACHED = 2_000  # versions of modules
 
@@ -87,7 +89,7 @@ class Reach:
     """What a stage reaches in our packages: `reached[module]` are the names of its definitions."""
 
     def __init__(self, modules: Modules) -> None:
-        self.summary, self.file = modules.summary, modules.file
+        self.summary, self.file, self.wings = modules.summary, modules.file, modules.wings
         self.reached: dict[str, set[str]] = {}
         self._queue: list[tuple[str, str]] = []  # (module, name of a definition) still to follow
 
@@ -123,6 +125,8 @@ class Reach:
             for use in self.summary(module)["names"][name][1]:
                 if use == GLOBALS:
                     self.add_module(module)
+                elif use.startswith(WINGS):
+                    self._add_offers(use.partition(":")[2])
                 elif use.startswith("+"):
                     self.load(use[1:])
                 elif use.startswith("*") and use != FILE:
@@ -138,6 +142,16 @@ class Reach:
         for file in sorted(path.parent.glob("*.py")):
             if name in (".py", file.name) and file.stem != "__init__":
                 self.add_module(f"{package}.{file.stem}", started=True)
+
+    def _add_offers(self, offer: str) -> None:
+        """Add what the wings offer under a name; everything that they offer for an unknown one."""
+        self._add_use("pipeline.wings.each")
+        for wing in self.wings:
+            self.load(wing)
+            if not offer:
+                self.add_module(wing)
+            elif offer in self.summary(wing)["names"]:
+                self._queue.append((wing, offer))
 
     def _add_use(self, dotted: str) -> None:
         """Follow a name of ours to the definition that it refers to."""
@@ -171,6 +185,7 @@ class Modules:
     def __init__(self, root: Path) -> None:
         self.cache = workdir.JsonCache("code.json", MAX_CACHED)
         self.file = cache(partial(module_file, root))
+        self.wings = sorted(f"pipeline.{path.parent.name}.wing" for path in root.glob("pipeline/*/wing.py"))
         self._summaries: dict[str, Summary] = {}
 
     def summary(self, name: str) -> Summary:
@@ -370,6 +385,10 @@ class NameUses:
                     self._visit(part, scopes)
             case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
                 self._visit_all(ast.iter_child_nodes(node), [*scopes, _local_names(node, self.package)])
+            case ast.Call(func=ast.Attribute() | ast.Name() as func, args=[ast.Constant(value=str(offer))]) if (
+                self._is_offers(func, scopes)
+            ):
+                self.uses.add(f"{WINGS}:{offer}")
             case ast.Attribute():
                 self._visit_attribute(node, scopes)
             case ast.Name():
@@ -383,6 +402,12 @@ class NameUses:
                 self.uses |= {f"+{name}" for name in imported_modules(node, self.package)}
             case _:
                 self._visit_all(ast.iter_child_nodes(node), scopes)
+
+    def _is_offers(self, func: ast.expr, scopes: list[dict[str, str]]) -> bool:
+        """Whether an expression is `wings.each`."""
+        inner = NameUses(self.known, self.package)
+        inner._visit(func, scopes)
+        return inner.uses == {WINGS}
 
     def _visit_all(self, nodes: Iterable[ast.AST], scopes: list[dict[str, str]]) -> None:
         for node in nodes:

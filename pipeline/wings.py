@@ -1,0 +1,26 @@
+"""The wings: the packages of `pipeline/` that have a `wing.py`. Nothing but their own stages imports one by name.
+
+`pipeline/<name>/wing.py` defines what a wing offers, as functions that import its other modules only when called. Code
+that has a place for an offer asks for it by name, and works without one:
+
+    for offer in wings.each("report"): ...
+
+So a wing goes by deleting its folder, its stages and its tests. The code hash knows this rule (run/codehash.py).
+"""
+
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+def each(offer: str) -> list[Any]:
+    """The offers of this name, in the order of the wings' names. Which type they have says who asks."""
+    modules = [importlib.import_module(f"pipeline.{name}.wing") for name in names()]
+    return [getattr(module, offer) for module in modules if hasattr(module, offer)]
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """The packages that are wings, sorted."""
+    return tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/wing.py")))
