@@ -55,6 +55,11 @@ def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: JsonObjec
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def opens(folder: Path) -> bool:
+    """Whether a directory is a masked-diffusion model's. Raises ModelError without a valid config.json."""
+    return read_config(folder).attention != "causal"
+
+
 def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
     """The model (float32, training mode) and its tokenizer.
 

@@ -1,0 +1,20 @@
+"""What masked diffusion offers to the rest of the house; see `pipeline.wings`."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.suites import OwnSuites
+
+
+def evaluation_keys() -> type:
+    """The keys of the block `evaluate` for masked-diffusion models."""
+    from pipeline.diffusion import measure
+
+    return measure.CanvasSettings
+
+
+def evaluation() -> "OwnSuites":
+    """The measurements of masked-diffusion models."""
+    from pipeline.diffusion import measure
+
+    return measure
