@@ -4,6 +4,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline.evaluation.suites import OwnSuites
+    from pipeline.export.formats import OwnFormat
+
+
+def export() -> "OwnFormat":
+    """The directories of masked-diffusion models."""
+    from pipeline.diffusion import files
+
+    return files
 
 
 def evaluation_keys() -> type:
