@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipeline.evaluation.suites import OwnSuites
     from pipeline.export.formats import OwnFormat
+    from pipeline.report.metrics import Section
+    from pipeline.serve.models import OwnKind
 
 
 def export() -> "OwnFormat":
@@ -26,3 +28,17 @@ def evaluation() -> "OwnSuites":
     from pipeline.diffusion import measure
 
     return measure
+
+
+def report() -> "Section":
+    """The section of the report."""
+    from pipeline.diffusion import report
+
+    return report
+
+
+def serving() -> "OwnKind":
+    """The engine of masked-diffusion models."""
+    from pipeline.diffusion import serving
+
+    return serving

@@ -116,11 +116,13 @@ def _wait_until_ready(process: processes.Process, log: Path) -> str:
 
 
 def expect(holds: bool, path: str, expected: str, found: object) -> None:
+    """Raise GateError unless it holds."""
     if not holds:
         raise GateError(f"{path}: expected {expected}, found {found!r:.300}")
 
 
 def check_models(server: ServedModel, kind: str, model: Transformer | RewardModel) -> None:
+    """Request the list of models, which must have this one alone."""
     listed = server.ask("/v1/models")["data"]
     meta = {"kind": kind, "context": model.config.max_context, "parameters": model.num_parameters()}
     matches = [entry["id"] for entry in listed] == [server.name] and meta.items() <= listed[0]["meta"].items()
@@ -128,6 +130,7 @@ def check_models(server: ServedModel, kind: str, model: Transformer | RewardMode
 
 
 def check_tokenize(server: ServedModel) -> None:
+    """Request the ids of a text."""
     ids = server.ask("/tokenize", {"prompt": TEXT})["tokens"]
     expect(ids == server.tokenizer.encode(TEXT), "/tokenize", "the tokenizer's ids", ids)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline.evaluation.suites import Plan, Subject
+    from pipeline.report.metrics import Section
 
 
 def causal_suites(subject: "Subject", *, facts: Path) -> "Plan":
@@ -12,3 +13,10 @@ def causal_suites(subject: "Subject", *, facts: Path) -> "Plan":
     from pipeline.memory import measure
 
     return {"facts": lambda: measure.known(subject, facts)}
+
+
+def report() -> "Section":
+    """The section of the report."""
+    from pipeline.memory import report
+
+    return report
