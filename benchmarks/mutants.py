@@ -84,7 +84,7 @@ MUTANTS = [
     *_of(
         "losses",
         f"{LEARNING}/objectives_masked.py",
-        "test_coupled.py test_noised_streams.py test_scoring_masked.py",
+        "test_diffusion_rollouts.py test_diffusion_batches.py test_diffusion_losses.py",
         ("-(logprobs * weights).sum()", "-logprobs.sum()"),
     ),
     *_of("losses", f"{LEARNING}/objectives.py", "test_objectives.py", ("alpha=-1)", "alpha=1)")),
@@ -186,7 +186,7 @@ MUTANTS = [
     *_of(
         "masks",
         f"{STREAMS}/masking.py",
-        "test_masking.py",
+        "test_diffusion_masks.py",
         ("return (1 - LEAST) * t + LEAST", "return t"),
         ('kind="stable")[:k]', 'kind="stable")[: k - 1]'),
         ("Coupled(t, first, ~first)", "Coupled(t, first, numbers[1:] >= 1 - t)"),

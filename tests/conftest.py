@@ -239,12 +239,14 @@ def page(browser: Any, server: Running) -> Iterator[Any]:
 
 
 @pytest.fixture
-def masked(
+def coded(
     tmp_path: Path, byte_tokenizer: Tokenizer, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> Workspace:
-    """A workspace with what the stages of masked diffusion read, and the working directory in it."""
-    from tests import masked_workspace
+    """A workspace with tokens of code too, and the working directory in it."""
+    from tests import workspace
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STAGECOACH_WORK", str(tmp_path / ".work"))
-    return masked_workspace.make(tmp_path, byte_tokenizer, tiny_model)
+    made = workspace.make(tmp_path, byte_tokenizer, tiny_model)
+    workspace.write_code(tmp_path, byte_tokenizer)
+    return made

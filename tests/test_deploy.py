@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.diffusion import files
 from pipeline.export import huggingface, onnx
 from pipeline.model import checkpoint
 from pipeline.model.heads import RewardModel
@@ -176,30 +175,6 @@ def test_a_reward_model_is_a_directory_alone(
         "pipeline_tag: text-classification",
     ):
         assert fact in text, fact
-
-
-def test_a_masked_diffusion_model_has_the_honest_sentence_and_no_gguf(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, corpora: dict[str, Path], tmp_path: Path
-) -> None:
-    model = files.from_causal(tiny_model, byte_tokenizer)
-    files.save(tmp_path / "diffusion", model, byte_tokenizer, {})
-    told = deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
-    assert told["smoke_calls"] == 6
-    assert not {name for name in files_of(tmp_path / "out") if name.startswith(("gguf", "onnx", "ollama"))}
-    text = (tmp_path / "out/README.md").read_text()
-    assert "No third-party program runs this architecture. Serve it with `python -m pipeline.serve`." in text
-    assert "transformers import" not in text and "llama-cli" not in text and "@" not in text
-    again, _ = files.load(tmp_path / "out")
-    assert again.config == model.config and again.traits == model.traits
-
-
-@pytest.mark.slow
-def test_a_real_server_is_asked_for_canvases(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, corpora: dict[str, Path], tmp_path: Path
-) -> None:
-    files.save(tmp_path / "diffusion", files.from_causal(tiny_model, byte_tokenizer), byte_tokenizer, {})
-    told = deployed(deploy.Params(model="diffusion"), tmp_path / "diffusion", tmp_path / "out", corpora)
-    assert told["smoke_calls"] == 6
 
 
 def test_a_model_with_code_in_its_directory_is_not_deployed(

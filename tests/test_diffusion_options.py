@@ -21,9 +21,10 @@ from pipeline.run.errors import DataError
 from pipeline.run.tracking import Tracker
 from stages import diffusion_grpo
 from tests.conftest import ROOT
-from tests.masked_workspace import arguments
-from tests.test_coupled import PROBLEM
-from tests.test_denoiser import model
+from tests.diffusion_workspace import arguments
+from tests.diffusion_workspace import masked_workspace as masked_workspace
+from tests.test_diffusion_model import model
+from tests.test_diffusion_rollouts import PROBLEM
 from tests.test_fit import job
 from tests.workspace import Workspace, command
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline.diffusion.serving import CanvasEngine
 
 from pipeline.diffusion import files
 from pipeline.diffusion.model import Denoiser, Noised
 from pipeline.diffusion.sampling import Denoising, denoise
+from pipeline.diffusion.serving import CanvasEngine
 from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
 from pipeline.run.device import stable_hash

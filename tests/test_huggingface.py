@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.diffusion import files
 from pipeline.export import huggingface, parity
 from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig
@@ -175,20 +174,6 @@ def test_a_reward_model_is_proved_by_its_rewards(
         huggingface.verify(model, byte_tokenizer, tmp_path / "reward")
     with pytest.raises(GateError, match="it is a RewardModel, exported was a Transformer"):
         huggingface.verify(tiny_model, byte_tokenizer, tmp_path / "reward")
-
-
-def test_a_masked_diffusion_model_is_proved_without_greedy_text_and_keeps_its_traits(
-    tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    model = files.from_causal(tiny_model, byte_tokenizer)
-    huggingface.export(model, byte_tokenizer, {}, tmp_path / "diffusion")
-    found = huggingface.verify(model, byte_tokenizer, tmp_path / "diffusion")
-    assert (found["max_difference"], found["greedy_tokens"]) == (0.0, 0)
-    config = json.loads((tmp_path / "diffusion/config.json").read_text())
-    assert (config["model_type"], config["mask_token_id"]) == ("stagecoach_mdm", byte_tokenizer.mask)
-    (tmp_path / "diffusion/config.json").write_text(json.dumps(config | {"shift": False}))
-    with pytest.raises(GateError, match=r"read back, its traits are .*shift=False"):
-        huggingface.verify(model, byte_tokenizer, tmp_path / "diffusion")
 
 
 def test_a_sound_directory_is_loaded(out: Path, byte_tokenizer: Tokenizer) -> None:

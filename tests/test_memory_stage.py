@@ -19,7 +19,7 @@ from pipeline.memory.files import QuantisedBank
 from pipeline.memory.model import Memory
 from pipeline.model import checkpoint
 from pipeline.run import device
-from tests import masked_workspace
+from tests import diffusion_workspace
 from tests.test_alignment_resume import DOOMED
 from tests.workspace import Ended, Workspace, command
 
@@ -314,7 +314,7 @@ def test_stages_that_a_model_with_a_memory_does_not_fit_say_so(masked: Workspace
         assert from_start(masked, stage).code == 0
     ended = run()
     assert ended.code == 2 and "the model has a memory already" in ended.said
-    ended = command("diffusion", masked_workspace.arguments("diffusion", {}))
+    ended = command("diffusion", diffusion_workspace.arguments("diffusion", {}))
     assert ended.code == 2 and "cannot begin from a model with a memory" in ended.said
 
 

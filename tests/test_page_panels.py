@@ -270,7 +270,7 @@ def test_a_text_is_cut_as_the_tokenizer_cuts_it_and_its_controls_are_text(page: 
 
 
 # denoising, drawn from a stream that is known in every step; the texts of the ids are the server's. A real one:
-# test_page_denoising.py
+# test_diffusion_page.py
 
 
 def test_denoising_is_drawn_step_by_step_and_replayed(browser: Any, server: Running, byte_tokenizer: Tokenizer) -> None:

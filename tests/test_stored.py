@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.diffusion import model
 from pipeline.model import checkpoint, initialization
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
@@ -33,7 +32,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was built")
 
-    for module in (checkpoint, checkpoint, initialization, model):
+    for module in (checkpoint, initialization):
         monkeypatch.setattr(module, "Transformer", built)
 
 
@@ -94,13 +93,6 @@ def test_a_pretrained_checkpoint_is_compared_before_its_tokenizer_grows(
         initialization.load(folder, byte_tokenizer)
 
 
-@pytest.mark.usefixtures("no_model")
-def test_a_published_masked_model_is_compared_too(folder: Path) -> None:
-    rewrite(folder, model_type="Dream", attention_bias=True, num_hidden_layers=HUGE, mask_token_id=3)
-    with pytest.raises(ModelError, match=r"num_hidden_layers is 100000000"):
-        model.load(folder)
-
-
 def test_a_reward_model_is_compared_too(
     tmp_path: Path, tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +137,7 @@ def test_the_shapes_are_those_of_the_model(tiny_model: Transformer, changes: dic
 )
 def test_a_config_that_is_no_object_is_refused_by_name(folder: Path, text: str, message: str) -> None:
     (folder / "config.json").write_text(text)
-    for load in (checkpoint.load, checkpoint.load_reward, model.read):
+    for load in (checkpoint.load, checkpoint.load_reward):
         with pytest.raises(ModelError, match=message):
             load(folder)
 

@@ -28,6 +28,7 @@ from pipeline.run import workdir
 from pipeline.synthetic import facts
 from pipeline.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
+from tests.corpora import write_corpus
 
 TRAINING = {"optimizer": "adamw", "warmup_steps": 0, "eval_steps": 100}
 PAIRS = TRAINING | {
@@ -150,6 +151,14 @@ def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
     for split, first, count in (("rl", 0, 8), ("val", 100, 3)):
         records.write(folder / f"data/problems/{split}.jsonl", map(problem, range(first, first + count)))
     return Workspace(folder, tokenizer)
+
+
+def write_code(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write tokens of code."""
+    code = [f"def f{n}(x):\n    return x + {n}\n" * 3 for n in range(60)]
+    write_corpus(folder / "corpus", code[8:], code[:8], tokenizer)
+    (folder / "data/tokens").mkdir()
+    (folder / "corpus/tokens").rename(folder / "data/tokens/code")
 
 
 def ready_to_end(model: Transformer, tokenizer: Tokenizer) -> None:

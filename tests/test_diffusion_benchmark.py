@@ -1,4 +1,4 @@
-"""benchmarks/masked.py measures a policy where its start was unsure, by other samples than those that say where that
+"""benchmarks/diffusion.py measures a policy where its start was unsure, by other samples than those that say where that
 is.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import masked
+from benchmarks import diffusion
 from tests.test_code_metrics import problem
 
 RATES = {"a": 0.0, "b": 0.25, "c": 0.5, "d": 0.75, "e": 1.0}
@@ -20,15 +20,15 @@ RATES = {"a": 0.0, "b": 0.25, "c": 0.5, "d": 0.75, "e": 1.0}
 def test_a_gain_is_measured_on_unsure_problems_by_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, list[str], list[int]]] = []
 
-    def solved(_: masked.Samples, folder: Path, problems: list[Any], samples: range, *__: object) -> np.ndarray:
+    def solved(_: diffusion.Samples, folder: Path, problems: list[Any], samples: range, *__: object) -> np.ndarray:
         asked.append((folder.name, [p.id for p in problems], list(samples)))
         more = {"before": 0.0, "after": 0.25, "other": -0.25}[folder.name]
         return np.array([[n / 16 < RATES[p.id] + more for n in range(16)] for p in problems])
 
-    monkeypatch.setattr(masked.Samples, "of", solved)
+    monkeypatch.setattr(diffusion.Samples, "of", solved)
     arguments = argparse.Namespace(model=Path("before"), others=[Path("after"), Path("other")], samples=None)
     judge: Any = None
-    found = masked.gain(arguments, [problem(name) for name in RATES], judge)
+    found = diffusion.gain(arguments, [problem(name) for name in RATES], judge)
     first, second = list(range(16)), list(range(16, 32))
     assert asked == [("before", list("abcde"), first)] + [
         (name, list("bcd"), second) for name in ("before", "after", "other")
@@ -49,11 +49,11 @@ def test_samples_that_are_kept_are_not_asked_again(monkeypatch: pytest.MonkeyPat
 
     denoiser = SimpleNamespace(traits=SimpleNamespace(block_size=0))
     subject = SimpleNamespace(generate=generate, denoiser=denoiser, tokenizer=SimpleNamespace(decode=str))
-    monkeypatch.setattr(masked, "subject", lambda *_: subject)
-    monkeypatch.setattr(masked.suites, "user", lambda _, question: question)
+    monkeypatch.setattr(diffusion, "subject", lambda *_: subject)
+    monkeypatch.setattr(diffusion.suites, "user", lambda _, question: question)
     passed = {"a0", "b1"}
     monkeypatch.setattr(
-        masked.code,
+        diffusion.code,
         "judge_answers",
         lambda _, __, texts: [SimpleNamespace(verdict="passed" if text in passed else "wrong") for (text,) in texts],
     )
@@ -65,10 +65,10 @@ def test_samples_that_are_kept_are_not_asked_again(monkeypatch: pytest.MonkeyPat
     )
     problems = [problem("a"), problem("b")]
     path = tmp_path / "samples.json"
-    found = masked.Samples(path).of(folder, problems, range(2), arguments, judge)  # type: ignore[arg-type]
+    found = diffusion.Samples(path).of(folder, problems, range(2), arguments, judge)  # type: ignore[arg-type]
     assert found.tolist() == [[True, False], [False, True]] and asked == [0, 1]
-    again = masked.Samples(path).of(folder, problems, range(3), arguments, judge)  # type: ignore[arg-type]
+    again = diffusion.Samples(path).of(folder, problems, range(3), arguments, judge)  # type: ignore[arg-type]
     assert again[:, :2].tolist() == found.tolist() and asked == [0, 1, 2]
     (folder / "model.safetensors").write_bytes(b"others")
-    masked.Samples(path).of(folder, problems, range(1), arguments, judge)  # type: ignore[arg-type]
+    diffusion.Samples(path).of(folder, problems, range(1), arguments, judge)  # type: ignore[arg-type]
     assert asked == [0, 1, 2, 0]

@@ -27,7 +27,7 @@ from pipeline.ingest import records
 from pipeline.run.errors import DataError
 from pipeline.text.tokenizer import Tokenizer
 from tests.corpora import CONTEXT, TOKENIZER, documents, stream, write_corpus
-from tests.masked_workspace import answered
+from tests.diffusion_workspace import answered
 from tests.workspace import pair, problem
 
 

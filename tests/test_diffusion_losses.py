@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.diffusion import masks
 from pipeline.diffusion.losses import FORMS, enumerated
-from tests.masked_fixture import MASK, MASKS, SEQUENCES, STATES, L, V, masked_sums, moved, normalised, score, table
+from tests.diffusion_fixture import MASK, MASKS, SEQUENCES, STATES, L, V, masked_sums, moved, normalised, score, table
 
 
 def order_probability(logprobs: np.ndarray, sequence: tuple[int, ...]) -> float:

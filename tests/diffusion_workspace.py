@@ -2,18 +2,15 @@
 code.
 """
 
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from pipeline.diffusion import files
 from pipeline.ingest import records
 from pipeline.model import checkpoint
-from pipeline.model.transformer import Transformer
-from pipeline.text.tokenizer import Tokenizer
 from tests import workspace
-from tests.corpora import write_corpus
 from tests.workspace import PAIRS, ROLLOUTS, TRAINING, Workspace, problem
 
 STAGES = ("diffusion", "diffusion_dpo", "diffusion_grpo")
@@ -53,21 +50,18 @@ def answered(number: int) -> records.Problem:
     return problem(number, answer=f"```python\ndef f(x):\n{lines}    return x\n```")
 
 
-def make(folder: Path, tokenizer: Tokenizer, model: Transformer) -> Workspace:
-    """Everything of `workspace.make`, and what the stages of masked diffusion read besides."""
-    made = workspace.make(folder, tokenizer, model)
+@pytest.fixture(name="masked")
+def masked_workspace(coded: Workspace) -> Workspace:
+    """`coded` with what else the stages of masked diffusion read."""
+    folder, tokenizer = coded.folder, coded.tokenizer
     for split, first, count in (("train", 0, 24), ("val", 100, 3)):
         records.write(folder / f"data/problems/{split}.jsonl", map(answered, range(first, first + count)))
-    code = [f"def f{n}(x):\n    return x + {n}\n" * 3 for n in range(60)]
-    write_corpus(folder / "corpus", code[8:], code[:8], tokenizer)
-    (folder / "data/tokens").mkdir()
-    (folder / "corpus/tokens").rename(folder / "data/tokens/code")
     causal, _ = checkpoint.load(folder / "models/code")
     denoiser = files.from_causal(causal, tokenizer)
     with torch.no_grad():  # some completions end, late
         denoiser.trunk.model.embed_tokens.weight[tokenizer.turn_end] *= 0.3
     files.save(folder / "models/diffusion", denoiser, tokenizer, {})
-    return made
+    return coded
 
 
 def arguments(stage: str, changes: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from pipeline.learning.pair_losses import PairLogprobs
 from pipeline.learning.policy_losses import Clip, GroupMethod, group_policy, kl_k3, leave_one_out
 from pipeline.rl.answers import Prompt
 from pipeline.run.errors import GateError
-from tests.test_denoiser import TRAITS, model
+from tests.test_diffusion_model import TRAITS, model
 
 METHOD = GroupMethod(advantage="others", normaliser="tokens", clip=Clip(0.5, 0.5), beta=0.01, kl_in="loss")
 PROBLEM = Problem(id="p", level=1, group="easy", key="k", question="q", entry_point="f", signature="f()", tests=[])

@@ -1,8 +1,8 @@
 """Masked-diffusion models on held-out problems: pass@1 against forward passes, and what a policy gained where its start
 was unsure.
 
-    python benchmarks/masked.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96]
-    [--block 48] python benchmarks/masked.py gain models/diffusion data/problems/test.jsonl models/diffusion_grpo
+    python benchmarks/diffusion.py quality models/diffusion data/problems/test.jsonl [--problems 400] [--canvas 96]
+    [--block 48] python benchmarks/diffusion.py gain models/diffusion data/problems/test.jsonl models/diffusion_grpo
     [models/other_seed ...]
         [--problems 400] [--steps 32] [--temperature 0.8] [--threshold 0.99]
 

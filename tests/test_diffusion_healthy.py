@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from tests import masked_workspace
+from tests import diffusion_workspace
+from tests.diffusion_workspace import masked_workspace as masked_workspace
 from tests.workspace import Workspace, command
 
 pytestmark = pytest.mark.slow  # each test runs a stage five times
@@ -23,7 +24,7 @@ def test_five_seeds_end_well_without_an_alarm(stage: str, masked: Workspace) -> 
     for seed in (42, 1, 2, 3, 4):
         params.write_text(re.sub(r"^seed: \d+$", f"seed: {seed}", untouched, count=1, flags=re.M))
         assert f"seed: {seed}\n" in params.read_text()
-        ended = command(stage, masked_workspace.arguments(stage, {}))
+        ended = command(stage, diffusion_workspace.arguments(stage, {}))
         assert ended.code == 0, ended.said
         assert "up to date" not in ended.said, "the seed changes nothing"
         alarms += [(seed, line) for line in ended.said.splitlines() if re.search("warning|alarm", line.lower())]

@@ -4,7 +4,7 @@ passes.
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from pipeline.diffusion.sampling import Asked, Generation, Step
 from pipeline.evaluation.likelihood import windows
 from pipeline.ingest.records import Text
 from pipeline.model.transformer import Transformer
+from pipeline.report.metrics import Run
 from pipeline.run.config import Runtime
 from pipeline.sandbox.judge import SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
@@ -145,17 +146,16 @@ def test_a_greedy_answer_is_written_once(subject: CanvasSubject, monkeypatch: py
 def test_only_the_models_that_are_named_are_measured_against_passes(
     name: str, curve: bool, subject: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        evaluate, "read_config", lambda model: replace(subject.denoiser.config, attention="bidirectional")
-    )
-    monkeypatch.setattr(evaluate, "canvas_subject", lambda *_: subject)
+    files.save(tmp_path / name, subject.denoiser, subject.tokenizer, {})
     monkeypatch.setattr(evaluate, "held_out", lambda corpus: [])
     monkeypatch.setattr(evaluate, "read", lambda path, kind: [])
-    params = evaluate.Params(settings=subject.settings, canvas=subject.canvas, sandbox=SandboxConfig())
+    own = evaluate.WingSettings(**asdict(subject.canvas))
+    params = evaluate.Params(settings=subject.settings, wings=own, sandbox=SandboxConfig())
     job = SimpleNamespace(seed=1, workers=1, runtime=Runtime())
     data = dict.fromkeys(("text", "code", "dialogues", "problems", "facts", "benchmarks"), tmp_path)
-    plan, _, _ = evaluate.measurements(params, job, tmp_path / name, **data)  # type: ignore[arg-type]
+    plan, used, _ = evaluate.measurements(params, job, tmp_path / name, **data)  # type: ignore[arg-type]
     assert ("quality" in plan) == curve
+    assert used == asdict(SETTINGS) | {"samples": 1} | asdict(subject.canvas) | {"precision": used["precision"]}
 
 
 def test_quality_is_measured_against_passes_beside_one_token_a_step(
@@ -188,7 +188,7 @@ def test_quality_is_measured_against_passes_beside_one_token_a_step(
             "high": numbers["2 a step"]["pass_at_1_high"],
         }
     ]
-    (figure,) = report.figures({"diffusion": {"quality": numbers}, "tools": {}})
+    (figure,) = report.figures(Run({}, {}, {"diffusion": {"quality": numbers}, "tools": {}}))
     assert figure["title"].endswith("diffusion") and len(figure["rows"]) == len(numbers)
 
 
