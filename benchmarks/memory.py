@@ -176,7 +176,7 @@ def attached(model: Transformer, one: Contender, seed: int) -> None:
         lora.attach(model, adapter, device.generator("adapter", seed))
     if isinstance(one.config, ProductKeysConfig):
         model.requires_grad_(False)
-        model.memory = ProductKeys(one.config, model.config, generator)
+        model.attach(ProductKeys(one.config, model.config, generator))
     elif not isinstance(one.config, AdapterConfig):
         files.attach(model, one.config, generator)
     for name, parameter in model.named_parameters():

@@ -237,10 +237,11 @@ def _compare(measurements: dict[str, Measurement]) -> JsonObject:
 
 def _quantise_bank(model: Transformer, batches: Sequence[UnitBatch], params: Params) -> dict[str, float]:
     """Quantise the bank. Raises GateError if that costs more than MAX_LOSS of the bits per byte of code."""
-    assert isinstance(model.memory, Memory)
+    memory = model.hook
+    assert isinstance(memory, Memory)
     model.train(False)
     before = training.bits_per_byte(model, batches, plain_reading)
-    files.quantised(model.memory, BITS[params.quantise])
+    files.quantised(memory, BITS[params.quantise])
     after = training.bits_per_byte(model, batches, plain_reading)
     if after > before * (1 + MAX_LOSS):
         raise GateError(

@@ -88,14 +88,15 @@ def next_tokens(
     model: Transformer, stream: Stream, weights: RouterWeights, job: Job, *, tokens: int
 ) -> tuple[Stream, Callable[[Transformer, UnitBatch], Loss], Watchers]:
     """The stream, the loss and the watchers for `fit`. `tokens` are those of an evaluation. Raises ConfigError."""
-    if not isinstance(model.memory, Memory):
+    memory = model.hook
+    if not isinstance(memory, Memory):
         if weights != RouterWeights():
             raise ConfigError(
                 "load_balance, auxiliary, z: expected their defaults, since the model has no memory; give its file in"
                 " conf/model/ a key memory"
             )
         return stream, plain_loss, Watchers()
-    units = UnitStream(stream, model.memory.config)
+    units = UnitStream(stream, memory.config)
     batches = [batch for _, batch in zip(range(WATCHED), units.evaluation(tokens), strict=False)]
     return units, *watched_loss(model, batches, weights, job)
 
@@ -160,7 +161,7 @@ def diagnostics(
     model: Transformer, batches: Sequence[TokenBatch], hardware: device.Hardware, *, seed: int
 ) -> dict[str, float]:
     """All metrics by name: `memory/4/chapter_entropy`, `memory/gain_bpb`."""
-    memory = model.memory
+    memory = model.hook
     assert isinstance(memory, Memory)
     uses: dict[int, Use] = {}
     readings: list[Reading] = []
