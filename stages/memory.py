@@ -18,7 +18,7 @@ from pipeline.batches.corpus import CorpusStream
 from pipeline.batches.dialogues import Asked, FactStream
 from pipeline.batches.mixture import MixtureStream
 from pipeline.evaluation.intervals import paired_difference
-from pipeline.learning import reference
+from pipeline.learning import pretraining, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.phases import Phases
 from pipeline.learning.settings import FitConfig
@@ -114,7 +114,7 @@ def run(
     fit(
         wider,
         stream.both,
-        training.plain_loss,
+        pretraining.plain_loss,
         baseline_config,
         phases.begin("baseline", prefix="baseline/"),
         watchers=Watchers(gradients_at=1),

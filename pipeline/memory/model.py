@@ -41,7 +41,7 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.memory.cache import memory_cache, question_length, state
-from pipeline.memory.config import MemoryConfig
+from pipeline.memory.config import MODEL_TYPE, MemoryConfig
 from pipeline.model.attention import Layout
 from pipeline.model.cache import CacheLayout, KVCache
 from pipeline.model.config import ModelConfig
@@ -50,7 +50,7 @@ from pipeline.model.layers import Linear, RMSNorm
 
 ROUTER_STD = 0.02  # of fresh router weights
 NAME = "memory"  # in a model
-HF_KEYS = {"architectures": ["StagecoachMemory"], "model_type": "stagecoach_memory"}
+HF_KEYS = {"architectures": ["StagecoachMemory"], "model_type": MODEL_TYPE}
 
 
 @dataclass(frozen=True)

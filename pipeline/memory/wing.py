@@ -1,34 +1,37 @@
 """What the core finds of the memory by name (pipeline/wings.py): keys of model files, the layer hook, its files."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.memory.config import LEAK, MemoryConfig
+from pipeline.memory.config import LEAK, MODEL_TYPE, MemoryConfig, ModelKeys
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from pipeline.batches.batch import Stream
+    from pipeline.learning.pretraining import Training
     from pipeline.memory.cache import MemoryCache
+    from pipeline.memory.losses import RouterWeights
     from pipeline.memory.model import Memory
     from pipeline.model.config import ModelConfig
     from pipeline.model.hooks import LayerHook
     from pipeline.model.transformer import Transformer
+    from pipeline.run.workdir import Job
 
-MODEL_TYPE = "stagecoach_memory"  # with memory.json and memory.safetensors beside config.json (memory/files.py)
+
+def model_keys() -> type:
+    """The keys of a model file for a memory."""
+    return ModelKeys
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFields:
-    """What a model file may have for a memory."""
-
-    memory: MemoryConfig | None = None
-    """{rows, chapters, top_k, ...}: a bank that some layers read (memory/config.py)."""
+def model_type() -> str:
+    """Of a directory with memory.json and memory.safetensors beside config.json (memory/files.py)."""
+    return MODEL_TYPE
 
 
 def _memory_config(config: "ModelConfig") -> MemoryConfig | None:
-    assert isinstance(config, ModelFields)
+    assert isinstance(config, ModelKeys)
     return config.memory
 
 
@@ -90,3 +93,19 @@ def load_hook(model: "Transformer", folder: Path) -> None:
 
     if (folder / files.SHAPE).is_file() or checkpoint.kind(folder) == MODEL_TYPE:
         files.load(model, folder, checkpoint.weights_digest(model))
+
+
+def loss_keys() -> type:
+    """The weights of the router's losses."""
+    from pipeline.memory.losses import RouterWeights
+
+    return RouterWeights
+
+
+def next_tokens(
+    model: "Transformer", stream: "Stream", weights: "RouterWeights", job: "Job", *, tokens: int
+) -> "Training | None":
+    """See `memory.training.next_tokens`."""
+    from pipeline.memory import training
+
+    return training.next_tokens(model, stream, weights, job, tokens=tokens)

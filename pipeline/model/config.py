@@ -23,12 +23,12 @@ from pipeline.run.types import JsonObject
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 # A model type of our own, so that causal engines refuse such models instead of answering nonsense.
 BIDIRECTIONAL = "stagecoach_mdm"
-_WingFields: type[object] = type("_WingFields", tuple(wings.each("ModelFields")), {})  # model/hooks.py
+_WingKeys: type[object] = type("_WingKeys", tuple(offer() for offer in wings.each("model_keys")), {})
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(_WingFields):
-    """Shape of a `Transformer`; wings add fields. Raises ValueError where the numbers do not fit together."""
+class ModelConfig(_WingKeys):
+    """Shape of a `Transformer`; wings add keys (hooks.py). Raises ValueError where the numbers do not fit together."""
 
     vocab_size: int
     """Rows of the embedding; a multiple of 64 in our own models."""
@@ -148,7 +148,8 @@ class ModelConfig(_WingFields):
     def from_hf(cls, config: JsonObject) -> "ModelConfig":
         """Read a `config.json`. Raises ModelError naming the key that is not supported."""
         kind = config.get("model_type")
-        family = config.get("base_model_type", "qwen3") if kind in (BIDIRECTIONAL, *wings.each("MODEL_TYPE")) else kind
+        ours = [BIDIRECTIONAL, *(offer() for offer in wings.each("model_type"))]
+        family = config.get("base_model_type", "qwen3") if kind in ours else kind
         if not isinstance(family, str) or family not in FAMILIES:
             raise ModelError(f"config.json: model_type {kind!r} is unknown here; expected one of {', '.join(FAMILIES)}")
         _check_supported(config, family)
