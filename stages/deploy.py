@@ -5,16 +5,15 @@
 A Hugging Face directory with card and checksums; for a causal model also GGUF files for llama.cpp and its relatives,
 Ollama's Modelfile and, if requested, ONNX. Each export is read back and compared with the model on a probe text. A
 difference beyond what its number format explains fails the stage, so a published model always answers like the one that
-was evaluated. At the end a real server answers six requests. A reward model and a masked-diffusion one are exported as
-directories alone: no other program runs the latter.
+was evaluated. At the end a real server answers six requests. A reward model, and a wing's own kind of model, which no
+other program runs, are exported as directories alone.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.diffusion.model import Denoiser
-from pipeline.export import gguf, huggingface, onnx, smoke
+from pipeline.export import formats, gguf, huggingface, onnx, smoke
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.run.config import main
@@ -66,20 +65,20 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     gguf_file = None
     if isinstance(model, Transformer) and model.hook is None:
         proofs |= _write_other_formats(params, model, tokenizer, out, name)
-        gguf_file = f"gguf/{name}-{params.gguf[-1]}.gguf" if params.gguf else None
+        if params.gguf:
+            gguf_file = f"gguf/{name}-{params.gguf[-1]}.gguf"
+            context = model.config.max_context
+            gguf.write_modelfile(out / "ollama/Modelfile", f"../{gguf_file}", context, temperature=0.7)
     elif params.gguf or params.onnx:
         say(f"stage_deploy: {params.model} {_reason_for_no_export(model)}: no GGUF, no ONNX and no Modelfile is made")
-    if gguf_file is not None:
-        gguf.write_modelfile(out / "ollama/Modelfile", f"../{gguf_file}", model.config.max_context, temperature=0.7)
     data = {
         corpus: json.loads(path.read_text(encoding="utf-8")) for corpus, path in {"text": text, "code": code}.items()
     }
-    trunk = model.trunk if isinstance(model, Denoiser) else model
     huggingface.write(
         out,
         huggingface.Exported(
             name=name,
-            model=trunk,
+            model=model,
             tokenizer=tokenizer,
             parity=proofs,
             lineage=lineage,
@@ -90,12 +89,13 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
         ),
     )
     huggingface.seal(out)  # last: the checksums cover all files
-    calls = smoke.check(out, trunk, tokenizer)
+    calls = smoke.check(out, model, tokenizer)
     job.register(out, model=params.model)
-    job.report(model=params.model, parameters=trunk.num_parameters(), parity=proofs, smoke_calls=calls)
+    parameters = formats.trunk(model).num_parameters()
+    job.report(model=params.model, parameters=parameters, parity=proofs, smoke_calls=calls)
 
 
-def _reason_for_no_export(model: huggingface.Exportable) -> str:
+def _reason_for_no_export(model: formats.Exportable) -> str:
     """The reason that no other program can run a model, for a message."""
     if isinstance(model, Transformer):
         return "has a memory beside its layers, which only our engine reads"

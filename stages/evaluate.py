@@ -8,10 +8,9 @@ sandbox; without one the problems are "skipped: no sandbox". Test sets named in 
 read before anything is measured, so that a wrong file stops the stage at once.
 
 A causal model is measured by the suites of its purpose (evaluation/suites.py), or with `every_suite` by all of them. A
-masked-diffusion model answers the same problems on canvases, and has measurements of its own (diffusion/measure.py);
-suites that need decoding from the left (stories, tool calls, gaps, the named test sets) are left out. A canvas takes
-many forward passes over all its positions, so this model is measured in the precision of training, which `settings`
-records.
+wing has suites of its own: further ones of a causal model (memory/measure.py), or those of a model that does not write
+from left to right (diffusion/measure.py). Such a model is measured in the precision of training, which `settings`
+records, and not by the named test sets.
 
 The result of each suite is cached in the work folder under a digest of its inputs: a killed evaluation resumes after
 the last suite, and another file in `benchmarks` costs only its own time.
@@ -19,28 +18,22 @@ the last suite, and another file in `benchmarks` costs only its own time.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import pyarrow.parquet
 
-from pipeline.diffusion import files
-from pipeline.diffusion import measure as diffusion_measure
-from pipeline.diffusion.measure import CanvasSettings, CanvasSubject
+from pipeline import wings
 from pipeline.evaluation import benchmarks as evaluation_benchmarks
 from pipeline.evaluation import preferences as evaluation_preferences
 from pipeline.evaluation import suites
 from pipeline.evaluation import tools as evaluation_tools
-from pipeline.evaluation.suites import Settings, Subject, SuiteResult
+from pipeline.evaluation.suites import OwnSuites, Plan, Settings, Subject, solve
 from pipeline.ingest.records import Dialogue, Problem, Text, read
-from pipeline.memory import measure as memory_measure
 from pipeline.model import checkpoint
-from pipeline.model.config import read_config
 from pipeline.run import device
 from pipeline.run.config import block, main
-from pipeline.run.errors import ConfigError
 from pipeline.run.stage import ANY
 from pipeline.run.tracking import Number, progress, say, write_curve, write_json
 from pipeline.run.types import JsonObject
@@ -49,8 +42,6 @@ from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.synthetic import drills, stories
 from pipeline.synthetic import tools as synthetic_tools
 
-S = TypeVar("S", bound=Subject)
-Plan = dict[str, Callable[[], SuiteResult]]  # numbers of suites with the same first word are merged
 FAMILIES = frozenset(stories.FAMILIES)
 BENCHMARKS = Path("data/benchmarks")
 DATA = {
@@ -63,12 +54,24 @@ DATA = {
 }
 
 
+KEYS = [offer() for offer in wings.each("evaluation_keys")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WingSettings(*KEYS):
+    """The keys of the block `evaluate` for the wings' own kinds of models."""
+
+    def __post_init__(self) -> None:
+        for keys in KEYS:
+            keys.__post_init__(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Params:
     """The block `evaluate`."""
 
     settings: Settings
-    canvas: CanvasSettings = field(default_factory=CanvasSettings)
+    wings: WingSettings = field(default_factory=WingSettings)
     every_suite: bool = False
     """Measure each causal model by all suites, also those that are not for its purpose."""
     benchmarks: list[str] = field(default_factory=list)
@@ -136,27 +139,32 @@ def measurements(
     """The suites of a model that generates text, their settings, and the hardware they run on."""
     settings = params.settings
     sets = [evaluation_benchmarks.load(benchmarks / Path(name).relative_to(BENCHMARKS)) for name in params.benchmarks]
-    masked = read_config(model).attention != "causal"
-    subject = canvas_subject(model, params, job.seed) if masked else causal_subject(model, settings, job.seed)
-    texts, sources = held_out(text), held_out(code)
-    dialogue_records = list(read(dialogues / "test.jsonl", Dialogue))
-    problem_records = list(read(problems / "test.jsonl", Problem))
+    sources, problem_records = held_out(code), list(read(problems / "test.jsonl", Problem))
     sandbox = partial(Judge, params.sandbox, job.workers, url=job.runtime.sandbox_url)
-    if isinstance(subject, CanvasSubject):
+    if own := next((own for own in own_suites() if own.opens(model)), None):
         hardware = device.hardware(job.runtime.precision)
-        subject.denoiser.to(hardware.device)
-        settings_used = asdict(subject.settings) | asdict(params.canvas) | {"precision": hardware.precision}
+        plan, settings_used = own.plan(
+            model,
+            settings,
+            params.wings,
+            seed=job.seed,
+            hardware=hardware,
+            sources=sources,
+            problems=problem_records,
+            sandbox=sandbox,
+        )
         if sets:
             say(
                 f"{model.name}: {', '.join(params.benchmarks)} not scored: their prompts are for a model that decodes"
                 " from the left"
             )
-        plan = canvas_plan(subject, sources, problem_records[: params.canvas.canvas_problems], sandbox)
-        if model.name not in params.canvas.canvas_curve:
-            del plan["quality"]
-        return plan, settings_used, hardware
-    plan = causal_plan(subject, texts, sources, dialogue_records, problem_records, sandbox)
-    plan["facts"] = lambda: memory_measure.known(subject, facts)
+        return plan, settings_used | {"precision": hardware.precision}, hardware
+    loaded, tokenizer = checkpoint.load(model)
+    subject = Subject(loaded.train(False), tokenizer, settings, job.seed)
+    dialogue_records = list(read(dialogues / "test.jsonl", Dialogue))
+    plan = causal_plan(subject, held_out(text), sources, dialogue_records, problem_records, sandbox)
+    for offer in wings.each("causal_suites"):
+        plan |= offer(subject, facts=facts)
     if not params.every_suite:
         plan = suites.of(model.name, plan)
     completes = model.name in evaluation_benchmarks.COMPLETES
@@ -195,47 +203,6 @@ def causal_plan(
     }
 
 
-def canvas_plan(
-    subject: CanvasSubject, sources: list[Text], problems: list[Problem], sandbox: Callable[[], Judge]
-) -> Plan:
-    """The suites of a masked-diffusion model."""
-    return {
-        "code": lambda: diffusion_measure.documents(subject, sources[: subject.settings.documents]),
-        "problems": lambda: diffusion_measure.with_orders(solve(subject, problems, sandbox), subject, problems),
-        "quality": lambda: solve(
-            subject, problems, sandbox, partial(diffusion_measure.quality, only=diffusion_measure.CURVE)
-        ),
-    }
-
-
-def causal_subject(model: Path, settings: Settings, seed: int) -> Subject:
-    """A causal model as the subject of suites."""
-    loaded, tokenizer = checkpoint.load(model)
-    return Subject(loaded.train(False), tokenizer, settings, seed)
-
-
-def canvas_subject(model: Path, params: Params, seed: int) -> CanvasSubject:
-    """A masked-diffusion model as the subject of suites."""
-    loaded, tokenizer = files.load(model)
-    settings = replace(params.settings, samples=params.canvas.canvas_samples)
-    return CanvasSubject(loaded.train(False).trunk, tokenizer, settings, seed, denoiser=loaded, canvas=params.canvas)
-
-
-def solve(
-    subject: S,
-    problems: list[Problem],
-    sandbox: Callable[[], Judge],
-    suite: Callable[[S, list[Problem], Judge], SuiteResult] | None = None,
-) -> SuiteResult:
-    """The result of a suite of problems (None: `suites.solved`), or the reason it was skipped."""
-    try:
-        with sandbox() as judge:
-            return (suite or suites.solved)(subject, problems, judge)
-    except ConfigError as error:
-        say(f"problems are skipped: {error}")
-        return SuiteResult({"skipped": "skipped: no sandbox"})
-
-
 def held_out(corpus: Path) -> list[Text]:
     """The validation documents of a corpus, in file order."""
     documents = []
@@ -257,7 +224,7 @@ def split_texts(texts: list[Text]) -> tuple[list[Text], list[Text], list[Text]]:
 
 
 def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
-    """pass@k against k, where there are samples; for a masked-diffusion model pass@1 against forward passes."""
+    """pass@k against k, where there are samples, and the wings' own curves."""
     rows: list[dict[str, Number]] = []
     for k in suites.PASS_AT:
         value = numbers.get("problems", {}).get(f"pass_at_{k}")
@@ -271,18 +238,14 @@ def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
                     "high": numbers["problems"][f"pass_at_{k}_high"],
                 }
             )
-    for name, values in numbers.get("quality", {}).items():
-        if isinstance(values, dict):
-            rows.append(
-                {
-                    "step": values["forwards"],
-                    "curve": f"quality: {name}",
-                    "value": values["pass_at_1"],
-                    "low": values["pass_at_1_low"],
-                    "high": values["pass_at_1_high"],
-                }
-            )
+    for own in own_suites():
+        rows += own.curve_rows(numbers)
     return rows
+
+
+def own_suites() -> list[OwnSuites]:
+    """The wings' measurements of their own kinds of models."""
+    return [offer() for offer in wings.each("evaluation")]
 
 
 def inputs_of(model: str) -> tuple[str, ...]:

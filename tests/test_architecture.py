@@ -58,9 +58,14 @@ ONE_PLACE = {
 def level_of(parts: tuple[str, ...]) -> int:
     """The floor of a module; a part of a wing stands on the floor of what it is a part of."""
     return LEVEL[
-        {"losses": "diffusion", "training": "diffusion", "measure": "evaluation", "report": "report"}.get(
-            parts[-1], parts[1]
-        )
+        {
+            "losses": "diffusion",
+            "training": "diffusion",
+            "measure": "evaluation",
+            "report": "report",
+            "serving": "serve",
+            "wing": "serve",
+        }.get(parts[-1], parts[1])
         if parts[1] in WINGS
         else parts[1]
     ]

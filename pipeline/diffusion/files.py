@@ -10,6 +10,7 @@ There is no generation_config.json: these models do not decode left to right.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +18,12 @@ from pipeline.diffusion.model import Denoiser, Traits
 from pipeline.model import checkpoint
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.transformer import Transformer
-from pipeline.run.errors import ModelError
+from pipeline.run.errors import GateError, ModelError
 from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pipeline.export.smoke import ServedModel
 
 KEYS = {
     "mask": "mask_token_id",
@@ -29,6 +33,7 @@ KEYS = {
     "block_size": "block_size",
     "ends": "end_ids",
 }
+WHAT: str = "A masked-diffusion code model"  # in the model card of an export
 REMEDY = "make one with dvc repro stage_diffusion"
 
 
@@ -53,6 +58,11 @@ def save(folder: Path, model: Denoiser, tokenizer: Tokenizer, lineage: JsonObjec
     lists = {"banned_ids": list(model.traits.banned), "end_ids": list(model.traits.ends)}
     values |= own | lists | {"eos_token_id": model.traits.fill, "use_cache": False}
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def opens(folder: Path) -> bool:
+    """Whether a directory is a masked-diffusion model's. Raises ModelError without a valid config.json."""
+    return read_config(folder).attention != "causal"
 
 
 def load(folder: Path) -> tuple[Denoiser, Tokenizer]:
@@ -129,3 +139,42 @@ def _bidirectional(model: Transformer) -> ModelConfig:
             " expected one without, such as that of model: nano"
         )
     return replace(model.config, attention="bidirectional")
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def owns(model: object) -> bool:
+    """Whether a model is a masked-diffusion one."""
+    return isinstance(model, Denoiser)
+
+
+def check_same(model: Denoiser, exported: Denoiser, out: Path) -> None:
+    """Raise GateError where the traits of two models differ."""
+    if exported.traits != model.traits:
+        raise GateError(f"{out}: read back, its traits are {exported.traits}, exported were {model.traits}")
+
+
+def smoke_calls(server: "ServedModel", model: Denoiser) -> int:
+    """Make the six calls of the export's smoke test; returns their number. Raises GateError."""
+    from pipeline.export.smoke import TEXT, answer, check_models, check_stream, check_tokenize, expect
+
+    check_models(server, "diffusion", model.trunk)
+    text = answer(server)
+    check_stream(server, text)
+    _check_denoising(server)
+    check_tokenize(server)
+    refused = server.ask("/v1/completions", {"prompt": TEXT}, status=400)["error"]
+    expect(refused["code"] == "wrong_kind", "/v1/completions", "the error wrong_kind", refused)
+    return 6
+
+
+def _check_denoising(server: "ServedModel") -> None:
+    """Each denoising step of a canvas leaves fewer masks than the one before."""
+    from pipeline.export.smoke import expect
+
+    path = "/v1/chat/completions"
+    events = server.events({"stream_options": {"include_denoising": True}})[:-1]
+    steps = [chunk["denoising"] for chunk in map(json.loads, events) if "denoising" in chunk]
+    masks = [step["tokens"].count(None) for step in steps if step["offset"] == 0]
+    expect(bool(masks) and masks == sorted(set(masks), reverse=True), path, "canvases with fewer masks each", masks)

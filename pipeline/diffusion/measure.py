@@ -22,29 +22,32 @@ same masks, `draws` of each answer, spread evenly, so only the model differs.
 """
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from pipeline.batches.batch import PADDING
 from pipeline.batches.pairs import PairSplit
-from pipeline.diffusion import losses
+from pipeline.diffusion import files, losses
 from pipeline.diffusion import masks as diffusion_masks
 from pipeline.diffusion.batches import SIDES, drawn_pairs
+from pipeline.diffusion.files import opens as opens
 from pipeline.diffusion.masks import Drawn
 from pipeline.diffusion.model import Denoiser, Noised
 from pipeline.diffusion.sampling import CACHES, Denoising, Generation, denoise, global_ar, local_ar, order_of
 from pipeline.evaluation import code, preferences, suites
 from pipeline.evaluation.intervals import paired_difference, wilson
 from pipeline.evaluation.likelihood import Likelihood, Scored, Window, windows
-from pipeline.evaluation.suites import Subject, SuiteResult
+from pipeline.evaluation.suites import Plan, Settings, Subject, SuiteResult, solve
 from pipeline.generation.sampling import Completion
 from pipeline.ingest.records import Problem, Text
 from pipeline.run import device
 from pipeline.run.device import generator, stable_hash
-from pipeline.run.tracking import progress
+from pipeline.run.tracking import Number, progress
 from pipeline.run.types import JsonObject
 from pipeline.sandbox.judge import Judge
 from pipeline.text.tokenizer import Tokenizer
@@ -195,6 +198,47 @@ class CanvasSubject(Subject):
         if settings.temperature == 0 and settings.order != "random":
             self.known.update({(name, settings): generation for name, generation in new.items()})
         return {name: new[name] if name in new else self.known[name, settings] for name in fitting}
+
+
+def plan(
+    model: Path,
+    settings: Settings,
+    own: CanvasSettings,
+    *,
+    seed: int,
+    hardware: device.Hardware,
+    sources: list[Text],
+    problems: list[Problem],
+    sandbox: Callable[[], Judge],
+) -> tuple[Plan, JsonObject]:
+    """The suites of a masked-diffusion model, and their settings."""
+    loaded, tokenizer = files.load(model)
+    settings = replace(settings, samples=own.canvas_samples)
+    subject = CanvasSubject(loaded.train(False).trunk, tokenizer, settings, seed, denoiser=loaded, canvas=own)
+    subject.denoiser.to(hardware.device)
+    answered = problems[: own.canvas_problems]
+    suites_of_it: Plan = {
+        "code": lambda: documents(subject, sources[: settings.documents]),
+        "problems": lambda: with_orders(solve(subject, answered, sandbox), subject, answered),
+    }
+    if model.name in own.canvas_curve:
+        suites_of_it["quality"] = lambda: solve(subject, answered, sandbox, partial(quality, only=CURVE))
+    return suites_of_it, asdict(settings) | {key.name: getattr(own, key.name) for key in fields(CanvasSettings)}
+
+
+def curve_rows(numbers: JsonObject) -> list[dict[str, Number]]:
+    """pass@1 against forward passes."""
+    return [
+        {
+            "step": values["forwards"],
+            "curve": f"quality: {name}",
+            "value": values["pass_at_1"],
+            "low": values["pass_at_1_low"],
+            "high": values["pass_at_1_high"],
+        }
+        for name, values in numbers.get("quality", {}).items()
+        if isinstance(values, dict)
+    ]
 
 
 def documents(subject: CanvasSubject, texts: Sequence[Text]) -> SuiteResult:

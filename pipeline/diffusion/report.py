@@ -5,17 +5,39 @@ metrics/eval/<model>.json     -> pass@1 against forward passes
 """
 
 from pipeline.report import charts
+from pipeline.report.metrics import Run
 from pipeline.run.types import JsonObject
 
 SHADES = 5
 FRAMES = 4  # snapshots of a canvas
 MASK = "░"
 MAX_PROMPTS = 2  # of a model
+FOLDER: str = "traces"
+TEMPLATE: str = (
+    '{% if traces %}<h2 id="denoising">How the diffusion models write</h2>\n'
+    "<p>A canvas of masks, from which a token is uncovered at each step, the surest first. The darker, "
+    "the earlier; the number is the step. Each answer at temperature 0.</p>\n"
+    "{% for trace in traces %}<h3>{{ trace.model }}</h3>\n"
+    '{% for canvas in trace.prompts %}<div class="answers"><details><summary><code>{{ canvas.id }}</code>'
+    "</summary><pre>{{ canvas.prompt }}</pre></details>\n"
+    '<pre class="canvas">{% for token in canvas.tokens %}<span class="s{{ token.shade }}" title="step {{ '
+    'token.step }}, {{ token.sure }}">{{ token.text }}<sub>{{ token.step }}</sub></span>{% if token.line %}\n'
+    "{% endif %}{% endfor %}</pre>\n"
+    '<ol class="frames">{% for frame in canvas.frames %}<li><small>after step {{ frame.step }}</small>'
+    "<pre>{{ frame.text }}</pre></li>\n"
+    "{% endfor %}</ol></div>\n"
+    "{% endfor %}{% endfor %}{% endif %}"
+)
 
 
-def shown(model: str, trace: JsonObject) -> JsonObject:
-    """A model's trace for the page."""
-    return {"model": model, "prompts": [canvas(prompt) for prompt in trace["prompts"][:MAX_PROMPTS]]}
+def values(files: dict[str, JsonObject]) -> JsonObject:
+    """The traces of the models for the page."""
+    return {
+        "traces": [
+            {"model": model, "prompts": [canvas(prompt) for prompt in trace["prompts"][:MAX_PROMPTS]]}
+            for model, trace in files.items()
+        ]
+    }
 
 
 def canvas(prompt: JsonObject) -> JsonObject:
@@ -51,10 +73,10 @@ def frame(prompt: JsonObject, step: int) -> JsonObject:
     return {"step": step, "text": "".join(texts.get(position, MASK) for position in range(prompt["length"] + 1))}
 
 
-def figures(evaluations: dict[str, JsonObject]) -> list[JsonObject]:
+def figures(run: Run) -> list[JsonObject]:
     """pass@1 against forward passes of each masked-diffusion model: a fixed number of tokens a step, and thresholds."""
     results = []
-    for model, numbers in evaluations.items():
+    for model, numbers in run.evaluations.items():
         quality = {name: metrics for name, metrics in numbers.get("quality", {}).items() if isinstance(metrics, dict)}
         series = []
         for title, part in {"tokens a step": " a step", "thresholds": "threshold"}.items():

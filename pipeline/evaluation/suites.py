@@ -16,16 +16,19 @@ that it reads (tests/test_purposes.py). A suite that was not run is absent from 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from pipeline.evaluation import code, likelihood
 from pipeline.evaluation.intervals import Interval, ratio, wilson
 from pipeline.generation.sampling import Completion, Sampling, generate, rows_within
 from pipeline.ingest.records import Dialogue, Message, Problem, Text
 from pipeline.model.transformer import Transformer
-from pipeline.run.device import generator, stable_hash
+from pipeline.run.device import Hardware, generator, stable_hash
+from pipeline.run.errors import ConfigError
+from pipeline.run.tracking import Number, say
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import canonical_hash
 from pipeline.sandbox.judge import Judge
@@ -34,6 +37,7 @@ from pipeline.synthetic.stories import check
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
+S = TypeVar("S", bound="Subject")
 CUT = 2000  # characters of an output that a row keeps
 PASS_AT = (1, 5, 10)
 
@@ -393,10 +397,55 @@ def last(messages: Sequence[Message]) -> str:
     return str(messages[-1]["content"])[:CUT]
 
 
+def solve(
+    subject: S,
+    problems: list[Problem],
+    sandbox: Callable[[], Judge],
+    suite: Callable[[S, list[Problem], Judge], SuiteResult] | None = None,
+) -> SuiteResult:
+    """The result of a suite of problems (None: `solved`), or the reason it was skipped."""
+    try:
+        with sandbox() as judge:
+            return (suite or solved)(subject, problems, judge)
+    except ConfigError as error:
+        say(f"problems are skipped: {error}")
+        return SuiteResult({"skipped": "skipped: no sandbox"})
+
+
 # -- suites of each model ----------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
+Plan = dict[str, Callable[[], SuiteResult]]  # numbers of suites with the same first word are merged
+
+
+class OwnSuites(Protocol):
+    """The measurements that a wing offers as `evaluation`, for models that do not write from left to right."""
+
+    def opens(self, folder: Path) -> bool:
+        """Whether this measures the model of a directory."""
+        ...
+
+    def plan(
+        self,
+        model: Path,
+        settings: Settings,
+        own: Any,
+        *,
+        seed: int,
+        hardware: Hardware,
+        sources: list[Text],
+        problems: list[Problem],
+        sandbox: Callable[[], Judge],
+    ) -> tuple[Plan, JsonObject]:
+        """The suites of a model, and their settings; `own` has the keys that the wing offers as `evaluation_keys`."""
+        ...
+
+    def curve_rows(self, numbers: JsonObject) -> list[dict[str, Number]]:
+        """The rows of a model's curves besides pass@k, from the numbers of its suites."""
+        ...
+
+
 READS = ("text", "stories", "stories_held_out", "drills", "transcripts", "stories sampled", "code")
 ANSWERS = ("code", "problems", "tools", "answers")
 SUITES: dict[str, tuple[str, ...]] = {

@@ -21,12 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.diffusion import files as diffusion_files
-from pipeline.diffusion.model import Denoiser
 from pipeline.export import parity
+from pipeline.export.formats import Exportable, own_format, own_formats, trunk
 from pipeline.export.parity import LIMITS
 from pipeline.model import checkpoint
-from pipeline.model.config import read_config
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import GateError, ModelError
@@ -34,7 +32,6 @@ from pipeline.run.types import JsonObject
 from pipeline.run.workdir import sha256
 from pipeline.text.tokenizer import Tokenizer
 
-Exportable = Transformer | RewardModel | Denoiser
 SUMS = "SHA256SUMS"
 # without this transformers 4 adds token types, which its `generate` refuses
 INPUTS = ["input_ids", "attention_mask"]
@@ -111,17 +108,20 @@ def load(folder: Path) -> tuple[Exportable, Tokenizer]:
     is_reward = bool(architectures) and str(architectures[0]).endswith("ForSequenceClassification")
     if is_reward:
         return checkpoint.load_reward(folder)
-    return checkpoint.load(folder) if read_config(folder).attention == "causal" else diffusion_files.load(folder)
+    own = next((own for own in own_formats() if own.opens(folder)), None)
+    return checkpoint.load(folder) if own is None else own.load(folder)
 
 
 def export(model: Exportable, tokenizer: Tokenizer, lineage: JsonObject, out: Path) -> None:
     """Write the directory, without its model card."""
     if isinstance(model, RewardModel):
         checkpoint.save_reward(out, model, tokenizer, lineage)
-    elif isinstance(model, Denoiser):
-        diffusion_files.save(out, model, tokenizer, lineage)
-    else:
+    elif isinstance(model, Transformer):
         checkpoint.save(out, model, tokenizer, lineage)
+    else:
+        own = own_format(model)
+        assert own is not None, type(model)
+        own.save(out, model, tokenizer, lineage)
     path = out / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"model_input_names": INPUTS}
     path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -145,12 +145,11 @@ def verify(model: Exportable, tokenizer: Tokenizer, out: Path) -> dict[str, floa
         return parity.check_rewards(model, exported, ids, out)
     if type(model) is not type(exported):
         raise GateError(f"{out}: read back, it is a {type(exported).__name__}, exported was a {type(model).__name__}")
-    if isinstance(model, Denoiser) and isinstance(exported, Denoiser):
-        if exported.traits != model.traits:
-            raise GateError(f"{out}: read back, its traits are {exported.traits}, exported were {model.traits}")
-        model, exported = model.trunk, exported.trunk
-    assert isinstance(model, Transformer) and isinstance(exported, Transformer)
-    return parity.check(parity.compare(model, parity.Ours(exported), ids), "huggingface", out)
+    if own := own_format(model):
+        own.check_same(model, exported, out)
+    ours, theirs = trunk(model), trunk(exported)
+    assert isinstance(ours, Transformer) and isinstance(theirs, Transformer)
+    return parity.check(parity.compare(ours, parity.Ours(theirs), ids), "huggingface", out)
 
 
 # -- model card --------------------------------------------------------------------------------------------------------
@@ -175,7 +174,7 @@ class Exported:
     """The contents of the model card."""
 
     name: str
-    model: Transformer | RewardModel
+    model: Exportable
     tokenizer: Tokenizer
     parity: Mapping[str, Numbers]  # by the kind of export, as `parity.check` gives it
     lineage: JsonObject  # of this export
@@ -187,17 +186,17 @@ class Exported:
 
 def write(out: Path, exported: Exported) -> None:
     """Write the model card to `out`/README.md."""
-    model, config = exported.model, exported.model.config
-    reward, native = isinstance(model, RewardModel), config.attention != "causal"
-    what = "A reward model" if reward else "A masked-diffusion code model" if native else "A code assistant"
-    programs = _reward_programs(model) if isinstance(model, RewardModel) else _programs(exported, native)
+    model, own = trunk(exported.model), own_format(exported.model)
+    reward = isinstance(model, RewardModel)
+    what = "A reward model" if reward else "A code assistant" if own is None else own.WHAT
+    programs = _reward_programs(model) if reward else _programs(exported, native=own is not None)
     facts = {
         "TASK": "text-classification" if reward else "text-generation",
         "WHAT": what,
         "PROGRAMS": programs,
         "NAME": exported.name,
         "PARAMETERS": f"{model.num_parameters():,}",
-        "CONTEXT": str(config.max_context),
+        "CONTEXT": str(model.config.max_context),
         "VOCABULARY": str(exported.tokenizer.vocab_size),
         "TOKENIZER": exported.tokenizer.hash[:16],
         "PROOF": _proof_text(reward),
@@ -212,7 +211,7 @@ def write(out: Path, exported: Exported) -> None:
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
-def _programs(exported: Exported, native: bool) -> str:
+def _programs(exported: Exported, *, native: bool) -> str:
     if native:
         return f"{NOT_RUN_BY_OTHERS}\n\n{SERVE}"
     gguf = "" if exported.gguf is None else GGUF.replace("@GGUF@", exported.gguf).replace("@NAME@", exported.name)

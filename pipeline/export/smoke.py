@@ -4,7 +4,7 @@
 
 The server is a process of its own on a free port of this machine, with an API key made for it, and is stopped
 afterwards. The content of answers is not judged; their shape is, and that ids, the same text twice and rewards are the
-model's.
+model's. A wing's own kind of model is called by the wing.
 
 Not here: everything else about the server (`tests/test_server.py`), and its speed.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 import httpx
 import torch
 
+from pipeline.export.formats import Exportable, own_format
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.run import processes
@@ -56,9 +57,7 @@ class ServedModel:
     def ask(self, path: str, body: JsonObject | None = None, *, status: int = 200) -> JsonObject:
         """The JSON of a response. Raises GateError for another status."""
         response = self.client.get(path) if body is None else self.client.post(path, json={"model": self.name} | body)
-        _expect(
-            response.status_code == status, path, f"status {status}", f"{response.status_code} {response.text:.300}"
-        )
+        expect(response.status_code == status, path, f"status {status}", f"{response.status_code} {response.text:.300}")
         return response.json()
 
     def events(self, body: JsonObject) -> list[str]:
@@ -74,20 +73,19 @@ class ServedModel:
             return [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
 
 
-def check(folder: Path, model: Transformer | RewardModel, tokenizer: Tokenizer) -> int:
+def check(folder: Path, model: Exportable, tokenizer: Tokenizer) -> int:
     """Serve a model directory and make six calls; returns their number. Raises GateError."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         try:
             with _serve(folder, tokenizer, Path(scratch), log) as server:
-                calls = _make_calls(server, model)
+                return _make_calls(server, model)
         except (GateError, httpx.HTTPError, json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
             message = str(error) if isinstance(error, GateError) else repr(error)
             last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
             raise GateError(
                 f"{folder}: the server does not answer as it should: {message:.800}. Its last words:\n{last}"
             ) from error
-    return calls
 
 
 @contextmanager
@@ -117,72 +115,59 @@ def _wait_until_ready(process: processes.Process, log: Path) -> str:
     raise GateError(f"not ready after {READY_SECONDS} s" if code is None else f"it ended with exit code {code}")
 
 
-def _expect(holds: bool, path: str, expected: str, found: object) -> None:
+def expect(holds: bool, path: str, expected: str, found: object) -> None:
+    """Raise GateError unless it holds."""
     if not holds:
         raise GateError(f"{path}: expected {expected}, found {found!r:.300}")
 
 
-def _check_models(server: ServedModel, kind: str, model: Transformer | RewardModel) -> None:
+def check_models(server: ServedModel, kind: str, model: Transformer | RewardModel) -> None:
+    """Request the list of models, which must have this one alone."""
     listed = server.ask("/v1/models")["data"]
     meta = {"kind": kind, "context": model.config.max_context, "parameters": model.num_parameters()}
     matches = [entry["id"] for entry in listed] == [server.name] and meta.items() <= listed[0]["meta"].items()
-    _expect(matches, "/v1/models", f"{server.name}, {meta}", listed)
+    expect(matches, "/v1/models", f"{server.name}, {meta}", listed)
 
 
-def _check_tokenize(server: ServedModel) -> None:
+def check_tokenize(server: ServedModel) -> None:
+    """Request the ids of a text."""
     ids = server.ask("/tokenize", {"prompt": TEXT})["tokens"]
-    _expect(ids == server.tokenizer.encode(TEXT), "/tokenize", "the tokenizer's ids", ids)
+    expect(ids == server.tokenizer.encode(TEXT), "/tokenize", "the tokenizer's ids", ids)
 
 
-def _make_calls(server: ServedModel, model: Transformer | RewardModel) -> int:
+def _make_calls(server: ServedModel, model: Exportable) -> int:
     if isinstance(model, RewardModel):
         return _reward_calls(server, model)
-    return _causal_calls(server, model) if model.config.attention == "causal" else _masked_calls(server, model)
-
-
-def _masked_calls(server: ServedModel, model: Transformer) -> int:
-    _check_models(server, "diffusion", model)
-    text = _answer(server)
-    _check_stream(server, text)
-    _check_denoising(server)
-    _check_tokenize(server)
-    refused = server.ask("/v1/completions", {"prompt": TEXT}, status=400)["error"]
-    _expect(refused["code"] == "wrong_kind", "/v1/completions", "the error wrong_kind", refused)
-    return 6
-
-
-def _check_denoising(server: ServedModel) -> None:
-    """Each denoising step of a canvas leaves fewer masks than the one before."""
-    path = "/v1/chat/completions"
-    events = server.events({"stream_options": {"include_denoising": True}})[:-1]
-    steps = [chunk["denoising"] for chunk in map(json.loads, events) if "denoising" in chunk]
-    masks = [step["tokens"].count(None) for step in steps if step["offset"] == 0]
-    _expect(bool(masks) and masks == sorted(set(masks), reverse=True), path, "canvases with fewer masks each", masks)
+    if isinstance(model, Transformer):
+        return _causal_calls(server, model)
+    own = own_format(model)
+    assert own is not None, type(model)
+    return own.smoke_calls(server, model)
 
 
 def _causal_calls(server: ServedModel, model: Transformer) -> int:
-    _check_models(server, "causal", model)
-    text = _answer(server)
-    _check_stream(server, text)
+    check_models(server, "causal", model)
+    text = answer(server)
+    check_stream(server, text)
     _check_completion(server)
-    _check_tokenize(server)
+    check_tokenize(server)
     _check_tool_call(server)
     return 6
 
 
-def _answer(server: ServedModel) -> str:
+def answer(server: ServedModel) -> str:
     """Request an answer; its text."""
     path = "/v1/chat/completions"
     response = server.ask(path, {"messages": TALK, "max_completion_tokens": MAX_TOKENS, "temperature": 0})
     choice, used = response["choices"][0], response["usage"]
-    _expect(
+    expect(
         choice["message"]["role"] == "assistant" and choice["finish_reason"] in ("stop", "length", "tool_calls"),
         path,
         "an assistant's message that ended",
         choice,
     )
     num_prompt_tokens = len(chat.render(server.tokenizer, TALK, generation_prompt=True).ids)
-    _expect(
+    expect(
         used["prompt_tokens"] == num_prompt_tokens and 0 < used["completion_tokens"] <= MAX_TOKENS,
         path,
         f"{num_prompt_tokens} and 1-{MAX_TOKENS} tokens",
@@ -191,14 +176,14 @@ def _answer(server: ServedModel) -> str:
     return choice["message"]["content"] or ""
 
 
-def _check_stream(server: ServedModel, text: str) -> None:
+def check_stream(server: ServedModel, text: str) -> None:
     """Request the same answer as a stream."""
     path = "/v1/chat/completions"
     events = server.events({})
-    _expect(events[-1:] == ["[DONE]"], path, "a stream that ends with [DONE]", events[-1:])
+    expect(events[-1:] == ["[DONE]"], path, "a stream that ends with [DONE]", events[-1:])
     deltas = [choice["delta"] for event in events[:-1] for choice in json.loads(event)["choices"]]
     joined = "".join(delta.get("content") or "" for delta in deltas)
-    _expect(joined == text, path, f"the text {text!r}", joined)
+    expect(joined == text, path, f"the text {text!r}", joined)
 
 
 def _check_completion(server: ServedModel) -> None:
@@ -207,7 +192,7 @@ def _check_completion(server: ServedModel) -> None:
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     response = server.ask(path, body)
     ids = response["choices"][0]["token_ids"]
-    _expect(
+    expect(
         len(ids) == MAX_TOKENS and response["usage"]["prompt_tokens"] == len(prompt),
         path,
         f"{MAX_TOKENS} tokens",
@@ -229,14 +214,12 @@ def _check_tool_call(server: ServedModel) -> None:
     answer = response.json()
     if response.status_code == 400:
         code = answer["error"]["code"]
-        _expect(
-            code in ("budget_too_small", "context_length_exceeded"), path, "a call, or that it does not fit", answer
-        )
+        expect(code in ("budget_too_small", "context_length_exceeded"), path, "a call, or that it does not fit", answer)
         return
-    _expect(response.status_code == 200, path, "status 200 or 400", f"{response.status_code} {response.text:.300}")
+    expect(response.status_code == 200, path, "status 200 or 400", f"{response.status_code} {response.text:.300}")
     function = answer["choices"][0]["message"]["tool_calls"][0]["function"]
     arguments = json.loads(function["arguments"])
-    _expect(
+    expect(
         function["name"] == "look" and isinstance(arguments, dict) and list(map(type, arguments.values())) == [bool],
         path,
         'look({"deep": true or false})',
@@ -245,21 +228,21 @@ def _check_tool_call(server: ServedModel) -> None:
 
 
 def _reward_calls(server: ServedModel, model: RewardModel) -> int:
-    _check_models(server, "reward", model)
+    check_models(server, "reward", model)
     response = server.ask(
         "/score", {"conversations": [{"messages": ANSWERED}, {"messages": [*TALK, ANSWERED[1] | {"content": TEXT}]}]}
     )
     rewards = [score["reward"] for score in response["data"]]
-    _expect(len(rewards) == 2 and all(map(math.isfinite, rewards)), "/score", "two numbers", response)
+    expect(len(rewards) == 2 and all(map(math.isfinite, rewards)), "/score", "two numbers", response)
     ids = chat.render(server.tokenizer, ANSWERED).ids
     ids = ids[: len(ids) - ids[::-1].index(server.tokenizer.turn_end)]
     with torch.no_grad():
         expected = float(model.train(False)(torch.tensor([ids]))[0, -1])
-    _expect(abs(rewards[0] - expected) <= 1e-4, "/score", f"the model's {expected}", rewards[0])
-    _check_tokenize(server)
+    expect(abs(rewards[0] - expected) <= 1e-4, "/score", f"the model's {expected}", rewards[0])
+    check_tokenize(server)
     text = server.ask("/apply-template", {"messages": TALK})["prompt"]
-    _expect(text == chat.render_text(TALK, generation_prompt=True), "/apply-template", "the model's template", text)
+    expect(text == chat.render_text(TALK, generation_prompt=True), "/apply-template", "the model's template", text)
     server.ask(f"/v1/models/{server.name}")
     refused = server.ask("/v1/chat/completions", {"messages": TALK}, status=400)["error"]
-    _expect(refused["code"] == "wrong_kind", "/v1/chat/completions", "the error wrong_kind", refused)
+    expect(refused["code"] == "wrong_kind", "/v1/chat/completions", "the error wrong_kind", refused)
     return 6

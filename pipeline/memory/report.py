@@ -5,9 +5,8 @@ metrics/routing/memory.json    -> chapters against sources, and a text of each s
                                (memory/measure.py)
 """
 
-from collections.abc import Callable
-
 from pipeline.report import charts
+from pipeline.report.metrics import Run
 from pipeline.run.types import JsonObject
 
 USE = (
@@ -20,10 +19,33 @@ WORTH = {
     "memory/random_costs_bpb": "chapters drawn at random",
     "memory/constant_costs_bpb": "always the same chapters",
 }
+FOLDER: str = "routing"
+TEMPLATE: str = (
+    '{% if memories %}<h2 id="memory">What chooses what from the memory</h2>\n'
+    "{% for memory in memories %}<h3>{{ memory.model }}</h3>\n"
+    "<p>Each text chooses {{ memory.top_k }} of {{ memory.chapters | length }} chapters, by {{ "
+    "memory.routing }}. In per cent of a source's choices; an even use is {{ memory.even }}. The darker, "
+    "the more.</p>\n"
+    '{% for table in memory.tables %}<div class="scroll"><table class="heat"><caption>Chapters against '
+    "sources, layer {{ table.layer }}</caption>\n"
+    "<thead><tr><th>source</th>{% for chapter in memory.chapters %}<th>{{ chapter }}</th>{% endfor %}"
+    "</tr></thead>\n"
+    "<tbody>{% for row in table.rows %}<tr><td>{{ row.source }}</td>{% for cell in row.cells %}<td "
+    'class="h{{ cell.strength }}">{{ cell.text }}</td>{% endfor %}</tr>\n'
+    "{% endfor %}</tbody></table></div>\n"
+    "{% endfor %}\n"
+    '{% for map in memory.maps %}<div class="answers"><p>What a text of <b>{{ map.source }}</b> chose in '
+    "layer {{ map.layer }}: a colour and a number for the heaviest chapter of each part</p>\n"
+    '<pre class="routes">{% for piece in map.pieces %}<span style="background: hsl({{ piece.hue }} 70% '
+    '50% / .3)" title="{{ piece.title }}">{{ piece.text }}<sub>{{ piece.chapter }}</sub></span>{% endfor '
+    "%}</pre></div>\n"
+    "{% endfor %}{% endfor %}{% endif %}"
+)
 
 
-def figures(rows: list[dict[str, str]], thinned: Callable[[list[charts.Series]], list[list[str]]]) -> list[JsonObject]:
-    """The charts of a run of stage memory, from the rows of its curve; `thinned` formats their points for a table."""
+def figures(run: Run) -> list[JsonObject]:
+    """The charts of a run of stage memory, from the rows of its curve."""
+    rows = run.curves.get("memory", [])
     names = list(rows[0]) if rows else []
     layers = sorted({name.split("/")[1] for name in names if name.endswith("/chapter_entropy")}, key=int)
     charted = [
@@ -36,7 +58,7 @@ def figures(rows: list[dict[str, str]], thinned: Callable[[list[charts.Series]],
         if series:
             svg = charts.lines(title, series, x="step", y=unit)
             head = ["step", *(line.name for line in series)]
-            results.append({"title": title, "svg": svg, "head": head, "rows": thinned(series)})
+            results.append({"title": title, "svg": svg, "head": head, "rows": charts.thinned(series)})
     return results
 
 
@@ -44,6 +66,11 @@ def points(rows: list[dict[str, str]], column: str, name: str) -> charts.Series:
     """A column of a curve."""
     values = [(float(r["step"]), float(r[column])) for r in rows if r.get(column) not in (None, "", "not finite")]
     return charts.Series(name, values)
+
+
+def values(files: dict[str, JsonObject]) -> JsonObject:
+    """The choices of each model for the page."""
+    return {"memories": [{"model": model} | shown(routing) for model, routing in files.items()]}
 
 
 def shown(routing: JsonObject) -> JsonObject:

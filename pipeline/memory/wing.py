@@ -1,4 +1,4 @@
-"""What the core finds of the memory by name (pipeline/wings.py): keys of model files, the layer hook, its files."""
+"""What the memory offers to the rest of the house; see `pipeline.wings`, and for the layer hook `model/hooks.py`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.batches.batch import Stream
+    from pipeline.evaluation.suites import Plan, Subject
     from pipeline.learning.pretraining import Training
     from pipeline.memory.cache import MemoryCache
     from pipeline.memory.losses import RouterWeights
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pipeline.model.config import ModelConfig
     from pipeline.model.hooks import LayerHook
     from pipeline.model.transformer import Transformer
+    from pipeline.report.metrics import Section
     from pipeline.run.workdir import Job
 
 
@@ -109,3 +111,17 @@ def next_tokens(
     from pipeline.memory import training
 
     return training.next_tokens(model, stream, weights, job, tokens=tokens)
+
+
+def causal_suites(subject: "Subject", *, facts: Path) -> "Plan":
+    """The suite of trained facts, which every causal model can be asked."""
+    from pipeline.memory import measure
+
+    return {"facts": lambda: measure.known(subject, facts)}
+
+
+def report() -> "Section":
+    """The section of the report."""
+    from pipeline.memory import report
+
+    return report

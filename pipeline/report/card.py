@@ -13,9 +13,8 @@ Not promised: other commits than the one of `report.baseline` (`make compare A=.
 from pathlib import Path
 
 import jinja2
+from markupsafe import Markup
 
-from pipeline.diffusion import report as diffusion_report
-from pipeline.memory import report as memory_report
 from pipeline.report import charts, claims
 from pipeline.report import metrics as report_metrics
 from pipeline.report.metrics import HEADLINES, Cost, Headline, Prices, Run, flat, lookup, read
@@ -47,13 +46,16 @@ def figures(run: Run) -> list[JsonObject]:
         if series:
             svg = charts.lines(title, series, x="step", y=unit)
             figures.append(
-                {"title": title, "svg": svg, "head": ["step", *(s.name for s in series)], "rows": thinned(series)}
+                {
+                    "title": title,
+                    "svg": svg,
+                    "head": ["step", *(s.name for s in series)],
+                    "rows": charts.thinned(series),
+                }
             )
-    figures += (
-        _reinforcement_figures(run)
-        + diffusion_report.figures(run.evaluations)
-        + memory_report.figures(run.curves.get("memory", []), thinned)
-    )
+    figures += _reinforcement_figures(run)
+    for section in report_metrics.sections():
+        figures += section.figures(run)
     for headline in HEADLINES:
         if not headline.chart:
             continue
@@ -104,16 +106,6 @@ def _reinforcement_figures(run: Run) -> list[JsonObject]:
 
 def _has_numbers(row: dict[str, str], *names: str) -> bool:
     return all(row.get(name) not in (None, "", "not finite") for name in names)
-
-
-def thinned(series: list[charts.Series], most: int = 24) -> list[list[str]]:
-    """The points of line charts as rows of text, the step and a value per series: about `most` rows, with the first
-    and the last.
-    """
-    values = {line.name: dict(line.points) for line in series}
-    steps = sorted({step for points in values.values() for step in points})
-    chosen = [*steps[: -1 : max(1, len(steps) // most)], steps[-1]]
-    return [[f"{step:.0f}", *(f"{p[step]:.4f}" if step in p else "" for p in values.values())] for step in chosen]
 
 
 def table(run: Run) -> list[JsonObject]:
@@ -239,6 +231,8 @@ def render(
         moved=claims.measures(baseline[1], run) if baseline else {},
         details={name: flat(numbers) for name, numbers in run.stages.items()},
         evaluations={name: flat(numbers) for name, numbers in run.evaluations.items()},
-        traces=[diffusion_report.shown(model, trace) for model, trace in run.traces.items()],
-        memories=[{"model": model} | memory_report.shown(routes) for model, routes in run.routes.items()],
+        sections=[
+            Markup(environment.from_string(section.TEMPLATE).render(section.values(run.of_wings[section.FOLDER])))
+            for section in report_metrics.sections()
+        ],
     )

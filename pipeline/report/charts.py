@@ -50,6 +50,16 @@ class Bar:
     high: float
 
 
+def thinned(series: list[Series], most: int = 24) -> list[list[str]]:
+    """The points of line charts as rows of text, the step and a value per series: about `most` rows, with the first
+    and the last.
+    """
+    values = {line.name: dict(line.points) for line in series}
+    steps = sorted({step for points in values.values() for step in points})
+    chosen = [*steps[: -1 : max(1, len(steps) // most)], steps[-1]]
+    return [[f"{step:.0f}", *(f"{p[step]:.4f}" if step in p else "" for p in values.values())] for step in chosen]
+
+
 def lines(name: str, series: Sequence[Series], *, x: str, y: str) -> str:
     """A line chart. `name` is its label for screen readers, and different for each chart of a page."""
     figure, axes = _axes(x, y)

@@ -1,6 +1,6 @@
 """The metrics of a run: read once for the report card, the table of `make` and comparisons; headline numbers and costs.
 
-    metrics/*.json, *.csv, eval/*, traces/*, routing/*                       -> Run
+    metrics/*.json, *.csv, eval/*, folders of the wings                      -> Run
     metrics/eval/<model>.json                                                -> HEADLINES, the top of the report
     work keys of the lineage + speed.json of the work folder + report.prices -> a Cost per stage: time, speed, memory,
                                                                                 energy, money
@@ -15,7 +15,9 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
+from pipeline import wings
 from pipeline.run import tracking, workdir
 from pipeline.run.types import JsonObject
 
@@ -75,8 +77,8 @@ class Run:
     curves: dict[str, list[dict[str, str]]]  # name -> rows of metrics/<name>.csv
     evaluations: dict[str, JsonObject]  # model -> metrics/eval/<model>.json
     items: dict[str, list[Row]] = field(default_factory=dict)  # model -> rows of metrics/eval/<model>.jsonl
-    traces: dict[str, JsonObject] = field(default_factory=dict)  # model -> metrics/traces/<model>.json
-    routes: dict[str, JsonObject] = field(default_factory=dict)  # model -> metrics/routing/<model>.json
+    # of a wing's folder of metrics/: folder -> model -> metrics/<folder>/<model>.json
+    of_wings: dict[str, dict[str, JsonObject]] = field(default_factory=dict)
 
     @cached_property
     def bases(self) -> dict[str, str]:
@@ -92,6 +94,26 @@ class Run:
         return bases
 
 
+class Section(Protocol):
+    """What a wing offers as `report`: its charts, and a section of the page."""
+
+    FOLDER: str  # of metrics/, with a file for each model that the section shows
+    TEMPLATE: str  # jinja2, over `values`
+
+    def figures(self, run: Run) -> list[JsonObject]:
+        """The charts, as `card.figures`."""
+        ...
+
+    def values(self, files: dict[str, JsonObject]) -> JsonObject:
+        """The variables of the template, from the files of FOLDER by model."""
+        ...
+
+
+def sections() -> list[Section]:
+    """Those of the wings."""
+    return [offer() for offer in wings.each("report")]
+
+
 def read(metrics: Path) -> Run:
     """The contents of the folder `metrics`, in pipeline order."""
     stages = _in_order({p.stem: json.loads(p.read_text(encoding="utf-8")) for p in metrics.glob("*.json")})
@@ -105,8 +127,9 @@ def read(metrics: Path) -> Run:
         {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in (metrics / "eval").glob("*.json")}
     )
     items = {model: lines(metrics / "eval" / f"{model}.jsonl") for model in evaluations}
-    traces, routes = (_by_model(metrics / folder, {*evaluations, *stages}) for folder in ("traces", "routing"))
-    return Run(stages, curves, evaluations, items, traces, routes)
+    models = {*evaluations, *stages}
+    of_wings = {section.FOLDER: _by_model(metrics / section.FOLDER, models) for section in sections()}
+    return Run(stages, curves, evaluations, items, of_wings)
 
 
 def _in_order(files: dict[str, object]) -> dict[str, JsonObject]:

@@ -105,7 +105,7 @@ class ChatRequest:
 
 async def prepare(body: ChatBody, served: Served, engine: Loop, sender: Sender, pools: Pools) -> ChatRequest:
     """Render the prompt, compile the grammar, compute the budget. Raises ApiFault."""
-    tokenizer, masked = served.tokenizer, served.kind == "diffusion"
+    tokenizer, masked = served.tokenizer, served.kind != "causal"
     if masked:
         refuse_unsupported(body)
     else:

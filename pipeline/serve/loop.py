@@ -14,7 +14,7 @@ An owner has at most MOST_OF_ONE rows. A free row goes to the owner with the few
 first. A full queue still takes requests of an owner that holds less than half of the places, so no owner can shut out
 another.
 
-Not here: what a row does in a step. `engine.py` decodes left to right, `canvas_engine.py` denoises canvases.
+Not here: what a row does in a step. `engine.py` decodes left to right, a wing may denoise canvases (`Denoised`).
 """
 
 import logging

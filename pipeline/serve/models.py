@@ -1,8 +1,8 @@
 """The served models, each loaded from its directory with an engine of its own, and their metrics.
 
     models/rlhf      -> kind causal: chat and completions
-    models/diffusion -> kind diffusion: chat
     models/reward    -> kind reward: /score
+    models/diffusion -> a kind that a wing offers: chat
 
 A model's name is its folder's. Not here: which files a directory may hold (`export/huggingface.py`, `check`).
 
@@ -14,25 +14,24 @@ import ctypes
 import platform
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pipeline.diffusion import files
+from pipeline import wings
 from pipeline.export import huggingface, inference
 from pipeline.generation.constrain import Grammars
 from pipeline.model import checkpoint
-from pipeline.model.config import read_config
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ConfigError, ModelError
 from pipeline.run.types import JsonObject
-from pipeline.serve.canvas_engine import CanvasEngine
 from pipeline.serve.engine import Engine
 from pipeline.serve.loop import Loop
 from pipeline.serve.onnx_engine import Export
@@ -51,7 +50,7 @@ class Served:
     """A loaded model."""
 
     id: str
-    kind: str  # causal, diffusion, reward
+    kind: str  # causal, reward, or a wing's
     stage: str  # that made it
     tokenizer: Tokenizer
     parameters: int
@@ -59,7 +58,7 @@ class Served:
     vocab_size: int  # rows of the embedding
     fingerprint: str  # of the weights
     weights: str  # native, int8, onnx fp32, onnx int4
-    engine: Loop | None = None  # of a causal or diffusion model
+    engine: Loop | None = None  # of a model that writes
     reward_model: RewardModel | None = None
     _grammars: Grammars | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -118,6 +117,25 @@ class Served:
             return float(self.reward_model(torch.tensor([ids]))[0, -1])
 
 
+class OwnKind(Protocol):
+    """What a wing offers as `serving`: a kind of model that writes whole canvases; see `loop.Denoised`."""
+
+    KIND: str
+
+    def opens(self, folder: Path) -> bool:
+        """Whether a directory holds such a model."""
+        ...
+
+    def load(self, folder: Path, name: str, stage: str, *, rows: int, queue: int) -> Served:
+        """Load a directory; the engine is made, not started."""
+        ...
+
+
+def own_kinds() -> list[OwnKind]:
+    """Those of the wings."""
+    return [offer() for offer in wings.each("serving")]
+
+
 def load(
     folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None, onnx: bool = False
 ) -> list[Served]:
@@ -139,8 +157,8 @@ def load(
         stage = str(lineage.get("model", name)) if lineage else "elsewhere"
         if REWARD_ARCHITECTURE in (folder / "config.json").read_text(encoding="utf-8"):
             served.append(_load_reward(folder, name, stage))
-        elif read_config(folder).attention != "causal":
-            served.append(_load_diffusion(folder, name, stage, rows, queue))
+        elif own := next((own for own in own_kinds() if own.opens(folder)), None):
+            served.append(own.load(folder, name, stage, rows=rows, queue=queue))
         else:
             served.append(_load_causal(folder, name, stage, rows, queue, weights, onnx))
     _trim_heap()
@@ -173,28 +191,9 @@ def _load_reward(folder: Path, name: str, stage: str) -> Served:
         parameters=model.num_parameters(),
         context=model.config.max_context,
         vocab_size=model.config.vocab_size,
-        fingerprint=_fingerprint(model),
+        fingerprint=fingerprint_of(model),
         weights="native",
         reward_model=model,
-    )
-
-
-def _load_diffusion(folder: Path, name: str, stage: str, rows: int, queue: int) -> Served:
-    model, tokenizer = files.load(folder)
-    model.train(False).requires_grad_(False)
-    banned = {*model.traits.banned, *never_said(tokenizer)}
-    model.traits = replace(model.traits, banned=tuple(sorted(banned)))
-    return Served(
-        id=name,
-        kind="diffusion",
-        stage=stage,
-        tokenizer=tokenizer,
-        parameters=model.trunk.num_parameters(),
-        context=model.config.max_context,
-        vocab_size=model.config.vocab_size,
-        fingerprint=_fingerprint(model.trunk),
-        weights="native",
-        engine=CanvasEngine(model, rows=rows, queue=queue),
     )
 
 
@@ -210,7 +209,7 @@ def _load_causal(
         engine = Engine(shape, rows=rows, queue=queue, decoder=export.decoder)
     else:
         weights = weights or ("int8" if inference.pays(model) else "native")
-        form, fingerprint = weights, _fingerprint(model)
+        form, fingerprint = weights, fingerprint_of(model)
         engine = Engine(inference.for_serving(model, weights), rows=rows, queue=queue)
     return Served(
         id=name,
@@ -226,7 +225,8 @@ def _load_causal(
     )
 
 
-def _fingerprint(model: Transformer | RewardModel) -> str:
+def fingerprint_of(model: Transformer | RewardModel) -> str:
+    """A hash of the weights."""
     return f"fp_{checkpoint.weights_digest(model)[:12]}"
 
 
@@ -272,8 +272,8 @@ class Catalog:
         return model, model.engine
 
     def generative(self, name: str) -> tuple[Served, Loop]:
-        """A causal or masked-diffusion model and its engine. Raises as `find`."""
-        model = self.find(name, "causal", "diffusion")
+        """A model that writes, and its engine. Raises as `find`."""
+        model = self.find(name, "causal", *(own.KIND for own in own_kinds()))
         assert model.engine is not None
         return model, model.engine
 

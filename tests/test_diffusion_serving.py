@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline.diffusion.serving import CanvasEngine
 
 from pipeline.diffusion import files
 from pipeline.diffusion.model import Denoiser, Noised
@@ -16,7 +17,6 @@ from pipeline.diffusion.sampling import Denoising, denoise
 from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
 from pipeline.run.device import stable_hash
-from pipeline.serve.canvas_engine import CanvasEngine
 from pipeline.serve.loop import Denoised, Ended, Event, GenerationRequest, Said, Ticket
 from pipeline.text.tokenizer import Tokenizer
 from tests.server import random_model

@@ -1,5 +1,6 @@
-"""The server's engine for masked-diffusion models: each busy row denoises a canvas, one step in turn.
+"""Masked-diffusion models in the server: each busy row of their engine denoises a canvas, one step in turn.
 
+    models/diffusion -> Served, kind diffusion
     CanvasEngine(model, rows, queue).submit(GenerationRequest) -> Ticket
     the listener gets Said and, where requested, Denoised
 
@@ -13,15 +14,40 @@ Not supported: log-probabilities of alternatives, biases, constraints (`chats.py
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from pipeline.diffusion import files
+from pipeline.diffusion.files import opens as opens
 from pipeline.diffusion.model import Denoiser
 from pipeline.diffusion.sampling import Denoising, Progress, stepwise
 from pipeline.run.device import stable_hash
 from pipeline.serve.loop import Denoised, Ended, Loop, Said, Ticket, notify
+from pipeline.serve.models import Served, fingerprint_of, never_said
 
+KIND: str = "diffusion"
 CANVAS = 96  # tokens
 MAX_PROBABILITY = 1 + 1e-6  # room for rounding
+
+
+def load(folder: Path, name: str, stage: str, *, rows: int, queue: int) -> Served:
+    """Load a model directory; its engine is made, not started. Raises ModelError."""
+    model, tokenizer = files.load(folder)
+    model.train(False).requires_grad_(False)
+    banned = {*model.traits.banned, *never_said(tokenizer)}
+    model.traits = replace(model.traits, banned=tuple(sorted(banned)))
+    return Served(
+        id=name,
+        kind=KIND,
+        stage=stage,
+        tokenizer=tokenizer,
+        parameters=model.trunk.num_parameters(),
+        context=model.config.max_context,
+        vocab_size=model.config.vocab_size,
+        fingerprint=fingerprint_of(model.trunk),
+        weights="native",
+        engine=CanvasEngine(model, rows=rows, queue=queue),
+    )
 
 
 @dataclass

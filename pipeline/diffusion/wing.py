@@ -1,0 +1,44 @@
+"""What masked diffusion offers to the rest of the house; see `pipeline.wings`."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.suites import OwnSuites
+    from pipeline.export.formats import OwnFormat
+    from pipeline.report.metrics import Section
+    from pipeline.serve.models import OwnKind
+
+
+def export() -> "OwnFormat":
+    """The directories of masked-diffusion models."""
+    from pipeline.diffusion import files
+
+    return files
+
+
+def evaluation_keys() -> type:
+    """The keys of the block `evaluate` for masked-diffusion models."""
+    from pipeline.diffusion import measure
+
+    return measure.CanvasSettings
+
+
+def evaluation() -> "OwnSuites":
+    """The measurements of masked-diffusion models."""
+    from pipeline.diffusion import measure
+
+    return measure
+
+
+def report() -> "Section":
+    """The section of the report."""
+    from pipeline.diffusion import report
+
+    return report
+
+
+def serving() -> "OwnKind":
+    """The engine of masked-diffusion models."""
+    from pipeline.diffusion import serving
+
+    return serving
