@@ -34,6 +34,7 @@ from benchmarks.product_keys import ProductKeys, ProductKeysConfig
 from pipeline.evaluation.intervals import paired_difference
 from pipeline.learning import footprint
 from pipeline.learning.fit import Watchers, fit
+from pipeline.learning.pretraining import plain_loss
 from pipeline.memory import files, measure, training
 from pipeline.memory.baseline import WiderConfig
 from pipeline.memory.config import MemoryConfig
@@ -176,7 +177,7 @@ def attached(model: Transformer, one: Contender, seed: int) -> None:
         lora.attach(model, adapter, device.generator("adapter", seed))
     if isinstance(one.config, ProductKeysConfig):
         model.requires_grad_(False)
-        model.memory = ProductKeys(one.config, model.config, generator)
+        model.attach(ProductKeys(one.config, model.config, generator))
     elif not isinstance(one.config, AdapterConfig):
         files.attach(model, one.config, generator)
     for name, parameter in model.named_parameters():
@@ -255,7 +256,7 @@ class Workshop:
             loss = (
                 partial(training.memory_loss, choices=choices, weights=self.params.router)
                 if isinstance(one.config, MemoryConfig)
-                else training.plain_loss
+                else plain_loss
             )
             fit(model, stream.both, loss, config, job, watchers=Watchers(micro=choices.begin, gradients_at=1))
         found = measured(model, tokenizer, stream.code, self.data / "facts", self.params.questions)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.memory.model import Reading, Reads
+from pipeline.memory.model import NAME, Reading
 from pipeline.model.config import ModelConfig
+from pipeline.model.hooks import LayerHook, Reads
 from pipeline.model.layers import Linear, RMSNorm
 
 
@@ -55,8 +56,10 @@ class ProductKeysConfig:
         return len(self.layers) * (each + self.heads * self.top_k * width)
 
 
-class ProductKeys(nn.Module):
+class ProductKeys(LayerHook):
     """One table of values and a reader for each layer."""
+
+    name = NAME
 
     def __init__(self, config: ProductKeysConfig, shape: ModelConfig, generator: torch.Generator) -> None:
         super().__init__()
@@ -80,9 +83,9 @@ class ProductKeys(nn.Module):
             else:
                 parameter.normal_(0.0, self.std, generator=generator)
 
-    def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
+    def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
         """For a line of tokens; each by itself."""
-        return self._read
+        return (lambda layer, x: x) if isinstance(reading, Reading) and reading.off else self._read
 
     def going_on(self, layout: Any) -> Reads:
         """For new tokens of a cache's rows; each by itself."""
@@ -90,10 +93,6 @@ class ProductKeys(nn.Module):
 
     def _read(self, layer: int, x: Tensor) -> Tensor:
         return x + self.readers[str(layer)](x, self.values) if str(layer) in self.readers else x
-
-    def num_parameters(self) -> int:
-        """All its weights."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
 
 class Lookup(nn.Module):

@@ -12,9 +12,8 @@ from pathlib import Path
 from pipeline.batches.corpus import CorpusStream
 from pipeline.batches.mixture import MixtureStream
 from pipeline.learning.fit import fit
+from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig
-from pipeline.memory.losses import RouterWeights
-from pipeline.memory.training import next_tokens
 from pipeline.model import checkpoint
 from pipeline.run.config import main
 from pipeline.run.workdir import Job
@@ -22,7 +21,7 @@ from pipeline.run.workdir import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `code`; its keys are also those of FitConfig, and of RouterWeights."""
+    """The block `code`; its keys are also those of FitConfig, and of LossWeights."""
 
     fim_rate: float
     """Share of code pieces that become fill-in-the-middle."""
@@ -30,8 +29,7 @@ class Params:
     """Batches of code."""
     text_weight: int
     """For so many batches of text; 0: code only."""
-    router: RouterWeights = field(default_factory=RouterWeights)
-    """Of a model with a memory."""
+    weights: LossWeights = field(default_factory=LossWeights)
     fit: FitConfig
 
     def __post_init__(self) -> None:
@@ -57,7 +55,7 @@ def run(params: Params, job: Job, *, base: Path, code: Path, text: Path, out: Pa
     stream = corpus(code, params.fim_rate)
     if params.text_weight:
         stream = MixtureStream([(params.code_weight, stream), (params.text_weight, corpus(text, 0.0))])
-    batches, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)
+    batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.eval_tokens)
     fit(model, batches, loss, params.fit, job, watchers=watchers)
     checkpoint.save(out, model, tokenizer, job.lineage, precision=params.fit.save_precision)
 

@@ -52,7 +52,7 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     if params.onnx is not None:
         onnx.need()
     model, tokenizer = huggingface.load(base)
-    if isinstance(model, Transformer) and model.config.memory is not None and model.config.memory.leaky:
+    if isinstance(model, Transformer) and model.hook is not None and model.hook.leaky:
         raise ModelError(
             f"{base}: this memory chooses by what is still to come (routing: sequence); it cannot write, train one that"
             " routes by chunk"
@@ -63,7 +63,7 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     huggingface.export(model, tokenizer, lineage, out)
     proofs: Proofs = {"huggingface": huggingface.verify(model, tokenizer, out)}
     gguf_file = None
-    if isinstance(model, Transformer) and model.memory is None:
+    if isinstance(model, Transformer) and model.hook is None:
         proofs |= _write_other_formats(params, model, tokenizer, out, name)
         if params.gguf:
             gguf_file = f"gguf/{name}-{params.gguf[-1]}.gguf"

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from pipeline.batches.corpus import CorpusStream
 from pipeline.learning.fit import fit
+from pipeline.learning.pretraining import LossWeights, next_tokens
 from pipeline.learning.settings import FitConfig
-from pipeline.memory.losses import RouterWeights
-from pipeline.memory.training import next_tokens
 from pipeline.model import initialization, source
 from pipeline.model.checkpoint import save
 from pipeline.model.config import ModelConfig
@@ -30,14 +29,13 @@ from pipeline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """The block `language`; its keys are also those of FitConfig, and of RouterWeights."""
+    """The block `language`; its keys are also those of FitConfig, and of LossWeights."""
 
     base: Start
     induction_heads: bool
     """Fresh weights that can copy from the context (pipeline/model/initialization.py); false: GPT-2's."""
     model: ModelConfig = group("model")
-    router: RouterWeights = field(default_factory=RouterWeights)
-    """Of a model with a memory (`memory` in its file)."""
+    weights: LossWeights = field(default_factory=LossWeights)
     fit: FitConfig
 
 
@@ -57,7 +55,7 @@ def run(params: Params, job: Job, *, tokenizer: Path, tokens: Path, out: Path, c
         seed=job.seed,
         cache=job.folder.parent,
     )
-    batches, loss, watchers = next_tokens(model, stream, params.router, job, tokens=params.fit.eval_tokens)
+    batches, loss, watchers = next_tokens(model, stream, params.weights, job, tokens=params.fit.eval_tokens)
     fit(model, batches, loss, params.fit, job, from_scratch=params.base.scratch, watchers=watchers)
     job.report(parameters=model.num_parameters())
     lineage = job.lineage | source.lineage(params.base, commit)

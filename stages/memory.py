@@ -18,7 +18,7 @@ from pipeline.batches.corpus import CorpusStream
 from pipeline.batches.dialogues import Asked, FactStream
 from pipeline.batches.mixture import MixtureStream
 from pipeline.evaluation.intervals import paired_difference
-from pipeline.learning import reference
+from pipeline.learning import pretraining, reference
 from pipeline.learning.fit import Watchers, fit
 from pipeline.learning.phases import Phases
 from pipeline.learning.settings import FitConfig
@@ -114,7 +114,7 @@ def run(
     fit(
         wider,
         stream.both,
-        training.plain_loss,
+        pretraining.plain_loss,
         baseline_config,
         phases.begin("baseline", prefix="baseline/"),
         watchers=Watchers(gradients_at=1),
@@ -237,10 +237,11 @@ def _compare(measurements: dict[str, Measurement]) -> JsonObject:
 
 def _quantise_bank(model: Transformer, batches: Sequence[UnitBatch], params: Params) -> dict[str, float]:
     """Quantise the bank. Raises GateError if that costs more than MAX_LOSS of the bits per byte of code."""
-    assert isinstance(model.memory, Memory)
+    memory = model.hook
+    assert isinstance(memory, Memory)
     model.train(False)
     before = training.bits_per_byte(model, batches, plain_reading)
-    files.quantised(model.memory, BITS[params.quantise])
+    files.quantised(memory, BITS[params.quantise])
     after = training.bits_per_byte(model, batches, plain_reading)
     if after > before * (1 + MAX_LOSS):
         raise GateError(

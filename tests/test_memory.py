@@ -156,8 +156,8 @@ def test_a_fresh_memory_changes_no_bit_of_the_base(storage: dict[str, Any], rank
 
 def dense(model: Transformer, layer: int, x: Tensor) -> Tensor:
     """Attention over the whole bank, as a formula, of a memory without low rank."""
-    assert isinstance(model.memory, Memory)
-    reader, bank = model.memory.of(layer)
+    assert isinstance(model.hook, Memory)
+    reader, bank = model.hook.of(layer)
     normed, rows = reader.norm(x), bank()
     q, k, v = (
         p(y).unflatten(-1, (-1, reader.head_dim))
@@ -172,25 +172,25 @@ def dense(model: Transformer, layer: int, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("routing", ["chunk", "token"])
 def test_all_chapters_with_equal_p_are_attention_over_the_bank(storage: dict[str, Any], routing: str) -> None:
     model = opened(memory(top_k=5, routing=routing, layers=(1,), **storage), double=True)
-    assert isinstance(model.memory, Memory)
-    reader, _ = model.memory.of(1)
+    assert isinstance(model.hook, Memory)
+    reader, _ = model.hook.of(1)
     for parameter in reader.router.parameters():
         parameter.data.zero_()
     x = torch.randn(29, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     units = cut(torch.arange(29), routing=routing, window=8)
-    torch.testing.assert_close(model.memory.read(1, x, units, Reading()), dense(model, 1, x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.hook.read(1, x, units, Reading()), dense(model, 1, x), rtol=1e-12, atol=1e-12)
 
 
 def test_weights_scale_the_rows_of_their_chapters_in_one_softmax() -> None:
     """By hand: chapters 2 and 0 chosen with p 0.5 and 0.3, one shared; w = 2 * 0.5 / 0.8, 2 * 0.3 / 0.8, 1."""
     config = memory(rows=8, chapters=3, shared=1, top_k=2, layers=(0,))
     model = opened(config, double=True)
-    assert isinstance(model.memory, Memory)
-    reader, bank = model.memory.of(0)
+    assert isinstance(model.hook, Memory)
+    reader, bank = model.hook.of(0)
     reader.router.weight.data.zero_()
     reader.router.bias.data.copy_(torch.tensor([0.3, 0.2, 0.5], dtype=torch.float64).log())  # type: ignore[union-attr]
     x = torch.randn(1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    found = model.memory.read(0, x, cut(torch.arange(1), routing="chunk", window=8), Reading())
+    found = model.hook.read(0, x, cut(torch.arange(1), routing="chunk", window=8), Reading())
     normed = reader.norm(x)
     which, w = [0, 1, 6, 7, 2, 3], torch.tensor([1.0, 1.0, 1.25, 1.25, 0.75, 0.75], dtype=torch.float64)
     rows = bank.rows[which]
@@ -203,8 +203,8 @@ def test_weights_scale_the_rows_of_their_chapters_in_one_softmax() -> None:
 
 def test_units_of_one_token_are_gathered_or_masked_alike() -> None:
     model = opened(memory(layers=(1,)), double=True)
-    assert isinstance(model.memory, Memory)
-    reader, bank = model.memory.of(1)
+    assert isinstance(model.hook, Memory)
+    reader, bank = model.hook.of(1)
     normed = torch.randn(29, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     masked = cut(torch.arange(29), routing="token", window=8)
     gathered = replace(masked, sources=masked.places)
@@ -216,7 +216,7 @@ def test_units_of_one_token_are_gathered_or_masked_alike() -> None:
 
 def test_normed_queries_and_keys_are_blind_to_the_size_of_rows_and_a_gate_multiplies_what_is_read() -> None:
     model = opened(memory(qk_norm=True, gated=True, layers=(1,)), double=True)
-    memory_ = model.memory
+    memory_ = model.hook
     assert isinstance(memory_, Memory)
     reader, bank = memory_.of(1)
     normed = torch.randn(6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -246,7 +246,7 @@ def test_the_deviation_of_fresh_rows_is_as_said() -> None:
 
 def test_plain_products_are_what_the_kernel_says() -> None:
     model = opened(memory(), double=True)
-    reader, _ = model.memory.of(1)  # type: ignore[union-attr, operator]
+    reader, _ = model.hook.of(1)  # type: ignore[union-attr, operator]
     generator = torch.Generator().manual_seed(3)
     q, keys, values = (
         torch.randn(5, num, heads, 8, generator=generator, dtype=torch.float64)
@@ -261,8 +261,8 @@ def test_plain_products_are_what_the_kernel_says() -> None:
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: storage["storage"])
 def test_a_bank_projected_once_reads_as_rows_gathered_first(storage: dict[str, Any]) -> None:
     model = opened(memory(rows=96, chapters=11, layers=(1,), **storage), double=True)
-    assert isinstance(model.memory, Memory)
-    reader, bank = model.memory.of(1)
+    assert isinstance(model.hook, Memory)
+    reader, bank = model.hook.of(1)
     normed = torch.randn(9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     units = cut(torch.arange(9), routing="chunk", window=8)  # 2 units, fewer than C / k
     routed = reader.route(normed[:2])
@@ -337,8 +337,8 @@ def test_parameter_counts_are_those_worked_out_by_hand() -> None:
 def test_banks_are_shared_as_said() -> None:
     def banks(share: str) -> list[int]:
         model = opened(memory(share=share, layers="all"))
-        assert isinstance(model.memory, Memory)
-        return list(model.memory.bank_of.values())
+        assert isinstance(model.hook, Memory)
+        return list(model.hook.bank_of.values())
 
     assert (banks("all"), banks("each"), banks("every_2")) == ([0, 0, 0], [0, 1, 2], [0, 0, 1])
 

@@ -132,13 +132,13 @@ def test_a_bank_in_few_bits_reads_and_keeps(
     storage: dict[str, Any], bits: int, tiny_model: Transformer, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = kept(tiny_model, byte_tokenizer, tmp_path / "m", memory(**storage))
-    assert isinstance(model.memory, Memory)
+    assert isinstance(model.hook, Memory)
     whole = model(ids_of(model))
-    (bank,) = model.memory.bank
+    (bank,) = model.hook.bank
     assert isinstance(bank, Bank)
     which = torch.tensor([[3, 0], [7, 7]])
-    quantised(model.memory, bits)
-    (narrow,) = model.memory.bank
+    quantised(model.hook, bits)
+    (narrow,) = model.hook.bank
     assert isinstance(narrow, QuantisedBank) and not any("rows" in name for name, _ in model.named_parameters())
     rows = dequantise(*quantise(bank.rows.detach(), bits), bits)
     expected = rows if bank.factor is None else rows @ bank.factor.T
@@ -153,9 +153,9 @@ def test_a_bank_in_few_bits_reads_and_keeps(
 
 def test_what_cannot_be_put_into_few_bits_is_refused() -> None:
     model = opened(memory(storage="reduced", bank_rank=16))
-    assert isinstance(model.memory, Memory)
+    assert isinstance(model.hook, Memory)
     with pytest.raises(ValueError, match="expected 8 or 4 bits, got 3"):
-        quantised(model.memory, 3)
+        quantised(model.hook, 3)
     odd = Bank(memory(storage="factorised", bank_rank=15), 32)
     with pytest.raises(ValueError, match="rows of an even length, got 15"):
         QuantisedBank(odd, 4)

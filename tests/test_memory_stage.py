@@ -71,7 +71,7 @@ def test_it_publishes_a_memory_and_a_wider_model_of_its_size_on_the_untouched_ba
     _, said = finished(masked)
     base, memory, wider = masked.weights("code"), loaded("memory"), loaded("memory_baseline")
     for model, kind in ((memory, Memory), (wider, Wider)):
-        assert isinstance(model.memory, kind)
+        assert isinstance(model.hook, kind)
         assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if not name.startswith("memory."))
     sizes = [
         sum(p.numel() for name, p in model.named_parameters() if name.startswith("memory."))
@@ -132,10 +132,10 @@ def test_three_rates_on_three_groups(masked: Workspace) -> None:
     for still in ("router", "bank", "lora"):
         finished(masked, adapter=adapter, learning_rates={still: 0.0}, weight_decay=0.0)
         base, model = masked.weights("code"), loaded("memory")
-        assert isinstance(model.memory, Memory) and bool(model.memory.of(1)[0].o_proj.weight.any())
+        assert isinstance(model.hook, Memory) and bool(model.hook.of(1)[0].o_proj.weight.any())
         same = {
-            "router": torch.equal(model.memory.of(1)[0].router.weight, fresh.of(1)[0].router.weight),
-            "bank": torch.equal(model.memory.bank[0].rows, fresh.bank[0].rows),
+            "router": torch.equal(model.hook.of(1)[0].router.weight, fresh.of(1)[0].router.weight),
+            "bank": torch.equal(model.hook.bank[0].rows, fresh.bank[0].rows),
             "lora": torch.equal(
                 model.model.layers[0].self_attn.q_proj.weight, base["model.layers.0.self_attn.q_proj.weight"]
             ),
@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused_by_name(masked: Workspace, changes: dict[str,
 @pytest.mark.full
 def test_a_bank_in_few_bits_is_published(masked: Workspace) -> None:
     finished(masked, quantise="int8")
-    (bank,) = loaded("memory").memory.bank
+    (bank,) = loaded("memory").hook.bank
     assert isinstance(bank, QuantisedBank) and bank.bits == 8
     told = masked.numbers("memory")["quantised"]
     assert 0 < told["bpb_after"] <= told["bpb_before"] * 1.005
@@ -297,14 +297,14 @@ def test_a_model_file_with_a_memory_is_trained_and_goes_on_with_its_router(maske
         ended = from_start(masked, stage)
         assert ended.code == 0, ended.said
         model = loaded(stage)
-        assert isinstance(model.memory, Memory) and model.memory.config.chapters == 5
+        assert isinstance(model.hook, Memory) and model.hook.config.chapters == 5
         rows = [row for row in masked.curve(stage) if row.get("memory/gain_bpb")]
         assert len(rows) >= 2 and {f"memory/2/chapter/{n:02d}" for n in range(5)} <= rows[-1].keys()
         assert all(
             float(row["load_balance"]) > 0 and float(row["z"]) >= 0 for row in masked.curve(stage) if row["loss"]
         )
-    before = [p.clone() for p in loaded("language").memory.parameters()]
-    assert any(not torch.equal(a, b) for a, b in zip(before, loaded("code").memory.parameters(), strict=True))
+    before = [p.clone() for p in loaded("language").hook.parameters()]
+    assert any(not torch.equal(a, b) for a, b in zip(before, loaded("code").hook.parameters(), strict=True))
 
 
 @pytest.mark.full
@@ -323,7 +323,7 @@ def test_the_router_of_a_model_file_learns_from_its_losses(masked: Workspace) ->
     spread = {}
     for weight in (0.0, 10.0):
         assert from_start(masked, "language", load_balance=weight, steps=12).code == 0
-        spread[weight] = loaded("language").memory.readers["2"].router.weight.detach().clone()
+        spread[weight] = loaded("language").hook.readers["2"].router.weight.detach().clone()
     assert not torch.equal(spread[0.0], spread[10.0])
 
 

@@ -133,7 +133,7 @@ def from_scratch(
 
 
 def _bidirectional(model: Transformer) -> ModelConfig:
-    if model.memory is not None:
+    if model.hook is not None:
         raise ModelError(
             "a masked-diffusion model cannot begin from a model with a memory, whose choices go from left to right;"
             " expected one without, such as that of model: nano"

@@ -83,7 +83,7 @@ def _check_supported(model: Transformer, kind: str) -> None:
             f"gguf: expected a causal model of the family {' or '.join(ARCHITECTURES)}, found {kind_of_model}; set"
             " deploy.gguf to []"
         )
-    if model.memory is not None:
+    if model.hook is not None:
         raise ModelError(
             "gguf: llama.cpp has no memory beside the layers and would read the base alone; set deploy.gguf to []"
         )

@@ -42,9 +42,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.memory.model import Reads
 from pipeline.model.attention import Layout
 from pipeline.model.config import ModelConfig
+from pipeline.model.hooks import Reads
 from pipeline.model.layers import Block, Body, Embedding, Linear, RMSNorm, rope_tables
 from pipeline.model.transformer import Transformer
 from pipeline.run.device import has_fast_bf16
@@ -62,7 +62,7 @@ class Fused(Transformer):
         config = self.config = model.config
         self.checkpointing, self.dropout, self.neftune_alpha = "none", 0.0, 0.0
         self.model = _FusedBody(model.model, config)
-        self.memory = model.memory  # read between the layers, unchanged
+        self.attach(model.hook)
         self.head = _linear_of(model.model.embed_tokens.weight) if config.tied else joined(model.lm_head)
         cos, sin = rope_tables(torch.arange(config.max_context, device=self.head.weight.device), config)
         self.cos = nn.Buffer(torch.cat((cos, cos), -1), persistent=False)  # (context, 1, h)
@@ -72,8 +72,8 @@ class Fused(Transformer):
     @torch.no_grad()
     def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None) -> Tensor:
         """As `Transformer.line`: `ids` and `positions` (N,) -> (N, D)."""
-        if self.memory is not None and read is None:
-            read = self.memory.going_on(layout)
+        if read is None and (hook := self.hook) is not None:
+            read = hook.going_on(layout)
         x = self.model.embed_tokens(ids)
         cos, sin = self.cos[positions], self.sin[positions]
         for index, layer in enumerate(self.model.layers):
@@ -102,8 +102,7 @@ class Fused(Transformer):
 
     def num_parameters(self) -> int:
         """The number of the model's weights; a tied embedding counts once."""
-        of_memory = 0 if self.memory is None else sum(p.numel() for p in self.memory.parameters())
-        return self.config.num_parameters + of_memory
+        return self.config.num_parameters + (0 if self.hook is None else self.hook.num_parameters())
 
 
 class FusedBlock(nn.Module):

@@ -21,7 +21,7 @@ Muon's stacks of different shapes and the head's several gradients add up. A rec
 place of the layer before it (LOST, measured), and temporaries of adapters leave holes between what stays (LEFT,
 measured).
 
-Reads of a memory count (`reading_bytes`), within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3
+A hook counts (`hook_bytes`), within a fifth on a CPU. Not counted: the interpreter and its libraries (0.3
 to 0.5 GB), CUDA's context, the caches of sampling. Not measured: CUDA.
 
 **Micro-batch** (`runtime.micro_batch: auto`): the rows in one forward pass. They change the order of sums, so they are
@@ -50,16 +50,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pipeline import wings
 from pipeline.learning.losses import EVEN_ROWS, MOST_LOGITS
 from pipeline.learning.optim import BY_MUON, MOST_GATHERED, groups
 from pipeline.learning.processes import Ranks
 from pipeline.learning.protocols import TrainingRun
 from pipeline.learning.settings import FitConfig, TrainingConfig
-from pipeline.memory.model import Memory
 from pipeline.model.attention import KEPT_PROBABILITIES
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu.attention import KEPT_REACH, TILE
 from pipeline.model.cpu.layers import QUERY_BLOCK
+from pipeline.model.hooks import layer_hook
 from pipeline.model.lora import TARGETS, AdaptedLinear
 from pipeline.run import device
 from pipeline.run.config import Runtime
@@ -353,15 +354,14 @@ def full(config: ModelConfig, *, head: bool = True) -> Weights:
     cast = config.matmul_parameters - (0 if head else table)
     trained = config.num_parameters - missing + (0 if head else config.width)
     tied, logits = (table if config.tied and head else 0), (table if head else 0)
-    return Weights(trained=trained, cast=cast, tied=tied, head=logits, hidden=matrices(config)) + memory_weights(config)
+    return Weights(trained=trained, cast=cast, tied=tied, head=logits, hidden=matrices(config)) + hook_weights(config)
 
 
-def memory_weights(config: ModelConfig) -> Weights:
-    """The weights of the model's memory, if it has one."""
-    if config.memory is None:
-        return Weights(trained=0)
+def hook_weights(config: ModelConfig) -> Weights:
+    """The weights of the model's hook, if it has one."""
     with torch.device("meta"):
-        return weights_of(nn.ModuleDict({"memory": Memory(config.memory, config)}))
+        hook = layer_hook(config)
+        return Weights(trained=0) if hook is None else weights_of(nn.ModuleDict({hook.name: hook}))
 
 
 def frozen(config: ModelConfig, *, head: bool = True, narrow: bool) -> Weights:
@@ -542,21 +542,12 @@ def token_bytes(config: ModelConfig, work: Work) -> float:
     products = product_bytes(config, work) if work.checkpointing == "selective" else 0
     lost = LOST[work.precision] * num_recomputed * max(0, saved - products) if work.kind == "cpu" else 0
     layers = saved * (config.layers - num_recomputed) + (layer_input + products) * num_recomputed
-    return layers + lost + saved + 8 * config.width + 4 * config.head_dim + reading_bytes(config, work)
+    return layers + lost + saved + 8 * config.width + 4 * config.head_dim + hook_bytes(config, work)
 
 
-def reading_bytes(config: ModelConfig, work: Work) -> float:
-    """Bytes per token of reading a memory: norm, queries, result; on a CPU the weights of all rows; keys and values."""
-    memory = config.memory
-    if memory is None:
-        return 0.0
-    size, cpu = (4 if work.precision == "fp32" else 2), work.kind == "cpu"
-    q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    rows = (memory.shared + memory.top_k) * memory.chapter_rows
-    shares = config.heads * rows * (4 + (size if size == 2 else 0)) if cpu else 0
-    gathered = 2 * rows * k * size / (1 if memory.routing == "token" else memory.window)
-    per_read = (4 + size) * config.width + (3 if memory.gated else 2) * 2 * size * q + shares + gathered
-    return per_read * len(memory.placed(config.layers))
+def hook_bytes(config: ModelConfig, work: Work) -> float:
+    """Bytes per token that the model's hook keeps."""
+    return sum(offer(config, work.kind, work.precision) for offer in wings.each("hook_bytes"))
 
 
 def product_bytes(config: ModelConfig, work: Work) -> float:

@@ -21,7 +21,6 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from pipeline.batches.batch import Tokens
-from pipeline.memory.model import Reading
 from pipeline.model.cpu.primitives import exponentials, outer
 
 EVEN_ROWS = 128  # rows of a product in half precision are a multiple of it
@@ -128,11 +127,11 @@ def trained_logits(model: nn.Module, batch: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def read_out(
-    model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Tensor], Tensor], reading: Reading | None = None
+    model: nn.Module, batch: Tokens, loss: Callable[[Tensor, Tensor, Tensor], Tensor], reading: object = None
 ) -> Tensor:
     """`loss` of the hidden states (N, D) at the N trained positions, the head's matrix (V, D) and the targets (N,).
 
-    `reading` is for a model with a memory, and records its choices. The loss runs inside the model's forward pass, in
+    `reading` is handed to the model's hook (model/hooks.py). The loss runs inside the model's forward pass, in
     place of the head, so that a loss which computes logits part by part never has them all.
     """
     chosen = batch.targets >= 0

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.memory.config import MemoryConfig
-from pipeline.memory.model import Reading, Reads
+from pipeline.memory.model import HF_KEYS, NAME, Reading
 from pipeline.model.attention import Layout
 from pipeline.model.config import ModelConfig
+from pipeline.model.hooks import LayerHook, Reads
 from pipeline.model.layers import Linear, RMSNorm
 from pipeline.run.types import JsonObject
 
@@ -42,8 +43,11 @@ class WiderConfig:
         return asdict(self)
 
 
-class Wider(nn.Module):
+class Wider(LayerHook):
     """A SwiGLU after each of some layers. Without a `generator` its weights are zero, to be loaded."""
+
+    name = NAME
+    hf_keys = HF_KEYS
 
     def __init__(self, config: WiderConfig, shape: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -55,9 +59,9 @@ class Wider(nn.Module):
         if generator is not None:
             self.initialise(generator)
 
-    def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
+    def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
         """For a line of tokens, each token by itself."""
-        return self._add
+        return (lambda layer, x: x) if isinstance(reading, Reading) and reading.off else self._add
 
     def going_on(self, layout: Layout) -> Reads:
         """For new tokens of a cache's rows, each token by itself."""
@@ -65,10 +69,6 @@ class Wider(nn.Module):
 
     def _add(self, layer: int, x: Tensor) -> Tensor:
         return x + self.readers[str(layer)](x) if str(layer) in self.readers else x
-
-    def num_parameters(self) -> int:
-        """All its weights."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:

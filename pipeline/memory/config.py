@@ -12,6 +12,7 @@ from pipeline.run.types import JsonObject
 STORAGES = ("full", "factorised", "reduced")
 ROUTINGS = ("chunk", "prompt", "token", "sequence")
 PLACEMENT = re.compile(r"(first|last|every)_(\d+)")
+MODEL_TYPE = "stagecoach_memory"  # in config.json
 LEAK = (
     "routing: sequence chooses chapters from all positions of a text, so a causal loss would see the future; "
     "use chunk, prompt or token, or set allow_leak to compare with results of that kind"
@@ -147,3 +148,11 @@ class MemoryConfig:
             return cls(**arguments)
         except (TypeError, ValueError) as error:
             raise ModelError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKeys:
+    """The keys that a model file may have for a memory."""
+
+    memory: MemoryConfig | None = None
+    """{rows, chapters, top_k, ...}: a bank that some layers read (memory/config.py)."""

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from pipeline.memory.baseline import Wider, WiderConfig
 from pipeline.memory.config import MemoryConfig
-from pipeline.memory.model import Bank, Memory
+from pipeline.memory.model import NAME, Bank, Memory
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
@@ -94,7 +94,7 @@ def quantised(memory: Memory, bits: int) -> None:
 
 
 WEIGHTS, SHAPE = "memory.safetensors", "memory.json"
-PREFIX = "memory."
+PREFIX = f"{NAME}."
 
 
 def attach(
@@ -104,7 +104,7 @@ def attach(
 
     Raises ValueError if it does not fit the model, or the model has one already.
     """
-    if model.memory is not None:
+    if model.hook is not None:
         raise ValueError("the model has a memory already; expected one without, such as that of model: nano")
     model.requires_grad_(False)
     where = model.model.embed_tokens.weight.device
@@ -115,20 +115,14 @@ def attach(
     else:
         memory = Wider(config, model.config, generator)
     memory.added = True
-    model.memory = memory.to(where)
+    model.attach(memory.to(where))
     return memory
 
 
-def split(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split a model's weights into those of the base, and those of the memory without their prefix."""
-    base = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
-    return base, {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
-
-
-def save(folder: Path, memory: nn.Module, weights: dict[str, Tensor], base: str) -> None:
+def save(folder: Path, memory: Memory | Wider, weights: dict[str, Tensor], base: str) -> None:
     """Write the two files of a memory, or of its baseline, on a base with the digest `base`."""
     kind = "memory" if isinstance(memory, Memory) else "wider"
-    config: MemoryConfig | WiderConfig = memory.config  # type: ignore[assignment]
+    config = memory.config
     bits = next((bank.bits for bank in memory.modules() if isinstance(bank, QuantisedBank)), None)
     description: JsonObject = {"kind": kind, "config": config.to_json(), "base": base, "bits": bits}
     if isinstance(config, MemoryConfig):

@@ -46,7 +46,7 @@ MAPPED = 240  # tokens of a text that are shown
 @torch.no_grad()
 def routing(model: Transformer, tokenizer: Tokenizer, sources: Mapping[str, Sequence[TokenBatch]]) -> JsonObject:
     """The object described in the module; a source without batches is left out."""
-    memory = model.memory
+    memory = model.hook
     assert isinstance(memory, Memory)
     was_training = model.training
     model.train(False)

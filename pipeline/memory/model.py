@@ -20,12 +20,8 @@ model cannot be measured. Here a unit, a group of tokens that choose together, c
 A unit never crosses documents, and padding belongs to none. The losses that spread the choices are in
 `memory/losses.py`.
 
-**Decoding.** For each layer that reads, the cache stores, besides keys and values, the normed states of the source
-spans, and the mean from which a row's current unit chose; a new mean is computed when a unit begins, and after a row
-was rewound. Running sums would be smaller, but the server truncates a row to any length (drafts, common prefixes), and
-a sum cannot be split into its parts. The keys and values of the bank are projected once per cache. With routing by
-prompt, a row's first tokens are the block before the answer, except its last token, which has a loss already; they
-must be fed at once.
+**Decoding** needs more than keys and values (`memory/cache.py`). With routing by prompt, a row's first tokens are the
+block before the answer, except its last token, which has a loss already; they must be fed at once.
 
 Not promised: positions in the bank (no RoPE), or an order of its rows. `top_k` chapters per unit, never per head.
 
@@ -44,14 +40,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.memory.config import MemoryConfig
+from pipeline.memory.cache import memory_cache, question_length, state
+from pipeline.memory.config import MODEL_TYPE, MemoryConfig
 from pipeline.model.attention import Layout
 from pipeline.model.cache import CacheLayout, KVCache
 from pipeline.model.config import ModelConfig
+from pipeline.model.hooks import LayerHook, Reads
 from pipeline.model.layers import Linear, RMSNorm
 
-Reads = Callable[[int, Tensor], Tensor]  # (layer, stream (N, D) after it) -> stream after the memory
 ROUTER_STD = 0.02  # of fresh router weights
+NAME = "memory"  # in a model
+HF_KEYS = {"architectures": ["StagecoachMemory"], "model_type": MODEL_TYPE}
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,17 @@ class Reading:
     measured: dict[int, dict[str, float]] = field(default_factory=dict)  # result, with `watch`
 
 
-class Memory(nn.Module):
+class Memory(LayerHook):
     """The banks and the layers' readers. Without a `generator` its weights are zero, to be loaded."""
+
+    name = NAME
+    hf_keys = HF_KEYS
 
     def __init__(self, config: MemoryConfig, shape: ModelConfig, generator: torch.Generator | None = None) -> None:
         """Raises ValueError where the placement or the heads do not fit the model."""
         super().__init__()
         self.config, self.shape = config, shape
-        self.added = False  # to a trained model, whose weights are then one parameter group (learning/optim.py)
+        self.leaky = config.leaky
         layers = config.placed(shape.layers)
         banks = config.banks(len(layers))
         self.bank_of = dict(zip(layers, banks, strict=True))
@@ -111,9 +113,15 @@ class Memory(nn.Module):
         if generator is not None:
             self.initialise(generator)
 
-    def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
-        """The reads of a line: `positions` (N,) count from 0 in each document; `padding` and `trained` (N,) bool."""
-        config = self.config
+    def reads(self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object) -> Reads:
+        """As `LayerHook.reads`, with a `Reading` or None."""
+        config, reading = self.config, Reading() if reading is None else reading
+        assert isinstance(reading, Reading)
+        if reading.off:
+            return lambda layer, x: x
+        trained = None if reading.trained is None else reading.trained.flatten()
+        if trained is not None and computed is not None:
+            trained = trained[computed]
         units = cut(positions, routing=config.routing, window=config.window, padding=padding, trained=trained)
         return lambda layer, x: self.read(layer, x, units, reading)
 
@@ -147,10 +155,6 @@ class Memory(nn.Module):
         reader, bank = self.readers[str(layer)], self.bank[self.bank_of[layer]]
         assert isinstance(reader, Reader)
         return reader, bank
-
-    def num_parameters(self) -> int:
-        """All weights of banks and readers."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self) -> int:
         """FLOPs of training one token's reads, counted as in `ModelConfig.flops_per_token`; keys and values count for
@@ -481,7 +485,7 @@ class CachedUnit:
 
 def _cached_reads(memory: Memory, layout: CacheLayout) -> Reads:
     """See `Memory.going_on`."""
-    cache = layout.cache
+    cache, own_cache = layout.cache, memory_cache(layout.cache)
     if memory.config.leaky:
         raise ValueError(
             "memory: routing by sequence reads the whole text, so it cannot be decoded; train one that routes by chunk"
@@ -498,10 +502,10 @@ def _cached_reads(memory: Memory, layout: CacheLayout) -> Reads:
     new = [
         number
         for number, unit in enumerate(cached_units)
-        if not unit.continued or cache.unit_of[unit.row] != unit.number
+        if not unit.continued or own_cache.unit_of[unit.row] != unit.number
     ]
     for unit in cached_units:
-        cache.unit_of[unit.row] = unit.number
+        own_cache.unit_of[unit.row] = unit.number
     if memory.config.routing == "token":
         line = torch.arange(num, device=where)
         units = Units(line[:, None], None, line)
@@ -514,26 +518,27 @@ def _cached_reads(memory: Memory, layout: CacheLayout) -> Reads:
         if layer not in memory.bank_of:
             return x
         reader, bank = memory.of(layer)
-        if layer not in cache.banks:
-            cache.banks[layer] = reader.projected(bank)
+        if layer not in own_cache.banks:
+            own_cache.banks[layer] = reader.projected(bank)
         normed = reader.norm(x)
         if units.sources is None:
             u = normed
         else:
-            cache.states[layer][row_of, columns] = normed.to(cache.states[layer].dtype)
+            own_cache.states[layer][row_of, columns] = normed.to(own_cache.states[layer].dtype)
             u = _cached_means(cache, layer, cached_units, rows, new)
-        return x + reader.out(normed, reader.attend(normed, units, reader.route(u), bank, cache.banks[layer]))
+        return x + reader.out(normed, reader.attend(normed, units, reader.route(u), bank, own_cache.banks[layer]))
 
     return read
 
 
 def _cached_means(cache: KVCache, layer: int, units: list[CachedUnit], rows: Tensor, new: list[int]) -> Tensor:
     """u (U, D) of units: cached from the step before, except for the `new` ones. A row caches that of its last unit."""
-    u = cache.chose[layer][rows]
+    chose = memory_cache(cache).chose[layer]
+    u = chose[rows]
     for number in new:
         unit = units[number]
-        u[number] = cache.state(layer, unit.row, unit.begin, unit.end).sum(0) / max(1, unit.end - unit.begin)
-        cache.chose[layer][unit.row] = u[number]
+        u[number] = state(cache, layer, unit.row, unit.begin, unit.end).sum(0) / max(1, unit.end - unit.begin)
+        chose[unit.row] = u[number]
     return u
 
 
@@ -543,8 +548,8 @@ def _cached_units(config: MemoryConfig, layout: CacheLayout) -> list[CachedUnit]
     by_prompt, window = config.routing == "prompt", config.window
     for row, count, past in zip(layout.rows, layout.counts, layout.past):
         if by_prompt and past == 0:
-            cache.question_lengths[row] = count - 1
-        question = cache.question_length(row) if by_prompt else 0
+            memory_cache(cache).question_lengths[row] = count - 1
+        question = question_length(cache, row) if by_prompt else 0
         line = np.arange(first, first + count)
         if question:
             units.append(CachedUnit(row, 0, 0, question, line, continued=past > 0))

@@ -1,10 +1,9 @@
-"""Next-token training of a model that may have a memory: the stream, the loss with the router's, and diagnostics.
+"""Next-token training of a model with a memory: the stream, the loss with the router's, and diagnostics.
 
     next_tokens(model, stream, weights, job) -> the stream, the loss and the watchers for `fit`
 
-Used by the stages language, code and memory. A model without a memory is trained as usual, and refuses the router's
-weights, which would change nothing. With a memory, `UnitStream` counts the units of each batch before the forward pass,
-so that the loop can divide the router's losses by those of the whole step.
+A model without a memory refuses the router's weights, which would change nothing. `UnitStream` counts the units of each
+batch before the forward pass, so that the loop can divide the router's losses by those of the whole step.
 
 Diagnostics run on the validation slice at each evaluation. Per layer: the share of each chapter, `chapter_entropy` (of
 the mean share, 1 is even), `chapter_cv` (deviation over mean of the shares), `chapters_unused`, `largest_share`,
@@ -26,6 +25,7 @@ from pipeline.batches.batch import Stream, TokenBatch
 from pipeline.learning import losses as learning_losses
 from pipeline.learning.fit import Watchers
 from pipeline.learning.losses import Loss, Term
+from pipeline.learning.pretraining import Training
 from pipeline.memory import losses as memory_losses
 from pipeline.memory.config import MemoryConfig
 from pipeline.memory.losses import Choices, RouterWeights, chosen_counts
@@ -86,16 +86,20 @@ def _count_units(batch: TokenBatch, config: MemoryConfig) -> UnitBatch:
 
 def next_tokens(
     model: Transformer, stream: Stream, weights: RouterWeights, job: Job, *, tokens: int
-) -> tuple[Stream, Callable[[Transformer, UnitBatch], Loss], Watchers]:
-    """The stream, the loss and the watchers for `fit`. `tokens` are those of an evaluation. Raises ConfigError."""
-    if not isinstance(model.memory, Memory):
-        if weights != RouterWeights():
+) -> Training | None:
+    """The stream, the loss and the watchers for `fit`; None for a model without a memory.
+
+    `tokens` are those of an evaluation. Raises ConfigError for the router's weights without a memory.
+    """
+    memory = model.hook
+    if not isinstance(memory, Memory):
+        if weights != type(weights)():
             raise ConfigError(
                 "load_balance, auxiliary, z: expected their defaults, since the model has no memory; give its file in"
                 " conf/model/ a key memory"
             )
-        return stream, plain_loss, Watchers()
-    units = UnitStream(stream, model.memory.config)
+        return None
+    units = UnitStream(stream, memory.config)
     batches = [batch for _, batch in zip(range(WATCHED), units.evaluation(tokens), strict=False)]
     return units, *watched_loss(model, batches, weights, job)
 
@@ -116,11 +120,6 @@ def memory_loss(model: Transformer, batch: UnitBatch, *, choices: Choices, weigh
     if torch.is_grad_enabled():
         terms += memory_losses.router_terms(reading.routed, choices.add(reading.routed), weights)
     return Loss(terms)
-
-
-def plain_loss(model: Transformer, batch: TokenBatch) -> Loss:
-    """Next-token cross-entropy alone."""
-    return Loss([Term("loss", learning_losses.read_out(model, batch, learning_losses.next_token))])
 
 
 def _diagnose(model: Transformer, batches: Sequence[TokenBatch], job: Job, step: int) -> dict[str, float]:
@@ -160,7 +159,7 @@ def diagnostics(
     model: Transformer, batches: Sequence[TokenBatch], hardware: device.Hardware, *, seed: int
 ) -> dict[str, float]:
     """All metrics by name: `memory/4/chapter_entropy`, `memory/gain_bpb`."""
-    memory = model.memory
+    memory = model.hook
     assert isinstance(memory, Memory)
     uses: dict[int, Use] = {}
     readings: list[Reading] = []

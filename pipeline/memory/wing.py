@@ -1,11 +1,116 @@
-"""What the memory offers to the rest of the house; see `pipeline.wings`."""
+"""What the memory offers to the rest of the house; see `pipeline.wings`, and for the layer hook `model/hooks.py`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.memory.config import LEAK, MODEL_TYPE, MemoryConfig, ModelKeys
+
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pipeline.batches.batch import Stream
     from pipeline.evaluation.suites import Plan, Subject
+    from pipeline.learning.pretraining import Training
+    from pipeline.memory.cache import MemoryCache
+    from pipeline.memory.losses import RouterWeights
+    from pipeline.memory.model import Memory
+    from pipeline.model.config import ModelConfig
+    from pipeline.model.hooks import LayerHook
+    from pipeline.model.transformer import Transformer
     from pipeline.report.metrics import Section
+    from pipeline.run.workdir import Job
+
+
+def model_keys() -> type:
+    """The keys of a model file for a memory."""
+    return ModelKeys
+
+
+def model_type() -> str:
+    """Of a directory with memory.json and memory.safetensors beside config.json (memory/files.py)."""
+    return MODEL_TYPE
+
+
+def _memory_config(config: "ModelConfig") -> MemoryConfig | None:
+    assert isinstance(config, ModelKeys)
+    return config.memory
+
+
+def check_model(config: "ModelConfig") -> None:
+    """Raise ValueError for a memory that does not fit the model."""
+    memory = _memory_config(config)
+    if memory is not None:
+        memory.placed(config.layers)
+        if config.attention != "causal":
+            raise ValueError("model.memory: a model that sees both sides has none here; take causal attention")
+        if memory.leaky and not memory.allow_leak:
+            raise ValueError(f"model.memory.{LEAK}")
+
+
+def layer_hook(config: "ModelConfig") -> "Memory | None":
+    """The memory of a model, with zero weights."""
+    from pipeline.memory.model import Memory
+
+    memory = _memory_config(config)
+    return None if memory is None else Memory(memory, config)
+
+
+def hook_cache(config: "ModelConfig", rows: int, dtype: "torch.dtype", device: "torch.device") -> "MemoryCache | None":
+    """The memory's part of a key-value cache."""
+    from pipeline.memory.cache import MemoryCache
+
+    memory = _memory_config(config)
+    return None if memory is None else MemoryCache(memory, config, rows, dtype, device)
+
+
+def hook_bytes(config: "ModelConfig", kind: str, precision: str) -> float:
+    """Bytes per token of reading: norm, queries, result; on a CPU the weights of all rows; keys and values."""
+    memory = _memory_config(config)
+    if memory is None:
+        return 0.0
+    size, cpu = (4 if precision == "fp32" else 2), kind == "cpu"
+    q, k = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = (memory.shared + memory.top_k) * memory.chapter_rows
+    shares = config.heads * rows * (4 + (size if size == 2 else 0)) if cpu else 0
+    gathered = 2 * rows * k * size / (1 if memory.routing == "token" else memory.window)
+    per_read = (4 + size) * config.width + (3 if memory.gated else 2) * 2 * size * q + shares + gathered
+    return per_read * len(memory.placed(config.layers))
+
+
+def save_hook(folder: Path, hook: "LayerHook", weights: dict[str, "Tensor"], base: str) -> None:
+    """Write the files of a memory, or of its baseline, which stands on a base with the digest `base`."""
+    from pipeline.memory import files
+    from pipeline.memory.baseline import Wider
+    from pipeline.memory.model import Memory
+
+    if isinstance(hook, Memory | Wider):
+        files.save(folder, hook, weights, base)
+
+
+def load_hook(model: "Transformer", folder: Path) -> None:
+    """Attach the memory, or its baseline, of a model directory. Raises ModelError."""
+    from pipeline.memory import files
+    from pipeline.model import checkpoint
+
+    if (folder / files.SHAPE).is_file() or checkpoint.kind(folder) == MODEL_TYPE:
+        files.load(model, folder, checkpoint.weights_digest(model))
+
+
+def loss_keys() -> type:
+    """The weights of the router's losses."""
+    from pipeline.memory.losses import RouterWeights
+
+    return RouterWeights
+
+
+def next_tokens(
+    model: "Transformer", stream: "Stream", weights: "RouterWeights", job: "Job", *, tokens: int
+) -> "Training | None":
+    """See `memory.training.next_tokens`."""
+    from pipeline.memory import training
+
+    return training.next_tokens(model, stream, weights, job, tokens=tokens)
 
 
 def causal_suites(subject: "Subject", *, facts: Path) -> "Plan":

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from pipeline import wings
 from pipeline.model.config import ModelConfig
 
 CACHE_BLOCK = 256  # positions by which a cache grows
@@ -28,9 +29,7 @@ PROMPT_BLOCK = 64  # and by which the cache of prompts grows: it is filled once
 class KVCache:
     """Keys and values of `rows` growing rows, and the number of positions of each.
 
-    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`. For
-    a model with a memory, also the normed states (R, S, D) of each layer that reads, and the mean (R, D) from which a
-    row's unit chose its chapters (memory/model.py).
+    One tensor a layer for keys (R, K, h, S) and one for values (R, K, S, h); S grows by blocks up to `max_context`.
     """
 
     def __init__(
@@ -46,17 +45,12 @@ class KVCache:
             torch.zeros(rows, config.kv_heads, 0, config.head_dim, dtype=dtype, device=device)
             for _ in range(config.layers)
         ]
-        reading = [] if config.memory is None else config.memory.placed(config.layers)
-        self.states = {layer: torch.zeros(rows, 0, config.width, dtype=dtype, device=device) for layer in reading}
-        self.chose = {layer: torch.zeros(rows, config.width, dtype=dtype, device=device) for layer in reading}
-        self.unit_of = [-1] * rows  # the unit whose mean `chose` has
-        self.question_lengths = [0] * rows  # positions of the block before the answer, for routing by prompt
-        self.banks: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a memory's bank, by layer
+        self.hook = hook_cache(config, rows, dtype, device)
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether a prompt must be fed whole: it chooses what is read from the memory."""
-        return self.config.memory is not None and self.config.memory.routing == "prompt"
+        """Whether a prompt must be fed whole, for the model's hook."""
+        return self.hook is not None and self.hook.reads_at_once
 
     @property
     def capacity(self) -> int:
@@ -83,7 +77,8 @@ class KVCache:
         more = min(-(-length // self.block) * self.block, most) - self.capacity
         self.keys = [pad(tensor, (0, more)) for tensor in self.keys]
         self.values = [pad(tensor, (0, 0, 0, more)) for tensor in self.values]
-        self.states = {layer: pad(tensor, (0, 0, 0, more)) for layer, tensor in self.states.items()}
+        if self.hook is not None:
+            self.hook.reserve(more)
 
     def room_for_prompts(self, count: int) -> list[int]:
         """Rows of `prompts` for `count` new prompts: those that no row continues any more, then newly added ones."""
@@ -100,10 +95,8 @@ class KVCache:
             store.prompt_of += [None] * more
             store.keys = [pad(tensor, (0, 0, 0, 0, 0, 0, 0, more)) for tensor in store.keys]
             store.values = [pad(tensor, (0, 0, 0, 0, 0, 0, 0, more)) for tensor in store.values]
-            store.states = {layer: pad(tensor, (0, 0, 0, 0, 0, more)) for layer, tensor in store.states.items()}
-            store.chose = {layer: pad(tensor, (0, 0, 0, more)) for layer, tensor in store.chose.items()}
-            store.unit_of += [-1] * more
-            store.question_lengths += [0] * more
+            if store.hook is not None:
+                store.hook.add_rows(more)
         for prompt in free[:count]:
             store.clear(prompt)
         return free[:count]
@@ -111,17 +104,16 @@ class KVCache:
     def clear(self, row: int, prompt: int | None = None) -> None:
         """Empty a row; it now continues `prompt`, a row of `prompts`, or starts from nothing."""
         self.own[row], self.prompt_of[row] = 0, prompt
-        self.unit_of[row], self.question_lengths[row] = -1, 0
+        if self.hook is not None:
+            self.hook.clear(row)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only `rows`, in this order, and the prompts that they continue."""
         index = torch.tensor(rows, device=self.keys[0].device)
         self.keys = [tensor.index_select(0, index) for tensor in self.keys]
         self.values = [tensor.index_select(0, index) for tensor in self.values]
-        for tensors in (self.states, self.chose):
-            tensors.update({layer: tensor.index_select(0, index) for layer, tensor in tensors.items()})
-        self.unit_of = [self.unit_of[row] for row in rows]
-        self.question_lengths = [self.question_lengths[row] for row in rows]
+        if self.hook is not None:
+            self.hook.select(list(rows), index)
         self.own = [self.own[row] for row in rows]
         self.prompt_of = [self.prompt_of[row] for row in rows]
         if self.prompts is not None:
@@ -140,21 +132,43 @@ class KVCache:
         first_k, first_v = self.prompts.whole(layer, prompt)
         return torch.cat([first_k, k]), torch.cat([first_v, v])
 
-    def state(self, layer: int, row: int, begin: int, end: int) -> Tensor:
-        """Normed states (end - begin, D) of positions of a row, in a layer that reads a memory."""
-        before = self.before(row)
-        own = self.states[layer][row, max(0, begin - before) : max(0, end - before)]
-        prompt = self.prompt_of[row]
-        if begin >= before or prompt is None or self.prompts is None:
-            return own
-        return torch.cat([self.prompts.state(layer, prompt, begin, min(end, before)), own])
 
-    def question_length(self, row: int) -> int:
-        """Positions of the block before the row's answer."""
-        prompt = self.prompt_of[row]
-        if prompt is None or self.prompts is None:
-            return self.question_lengths[row]
-        return self.prompts.question_lengths[prompt]
+class HookCache(Protocol):
+    """What a model's hook (hooks.py) stores in a key-value cache besides keys and values, row by row."""
+
+    reads_at_once: bool  # a prompt must be fed whole
+
+    def reserve(self, more: int) -> None:
+        """Make room for `more` positions in every row."""
+        ...
+
+    def add_rows(self, more: int) -> None: ...
+
+    def select(self, rows: list[int], index: Tensor) -> None:
+        """Keep only `rows`, in this order; `index` has them as a tensor."""
+        ...
+
+    def clear(self, row: int) -> None:
+        """Empty a row."""
+        ...
+
+    def rewind(self, row: int) -> None:
+        """A row goes on with another text, after some of its positions."""
+        ...
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first positions of a row to another."""
+        ...
+
+    def zero(self, row: int) -> None:
+        """Overwrite a row's numbers."""
+        ...
+
+
+def hook_cache(config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> HookCache | None:
+    """The hook's part of a key-value cache; None without a hook."""
+    caches: list[HookCache | None] = [offer(config, rows, dtype, device) for offer in wings.each("hook_cache")]
+    return next((cache for cache in caches if cache is not None), None)
 
 
 @runtime_checkable

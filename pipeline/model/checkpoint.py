@@ -35,8 +35,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.memory import files as memory_files
-from pipeline.model.config import FAMILIES, WITH_MEMORY, ModelConfig, read_config, read_values
+from pipeline import wings
+from pipeline.model.config import FAMILIES, ModelConfig, read_config, read_values
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
@@ -244,15 +244,17 @@ def save(
     disk is too full.
     """
     ids = {"pad_token_id": tokenizer.pad, "bos_token_id": None, "eos_token_id": tokenizer.turn_end}
-    base, memory = memory_files.split(model.state_dict())
-    state = {name: tensor.to(DTYPES[precision]) for name, tensor in base.items()}
-    dtype = str(DTYPES[precision]).removeprefix("torch.")
-    values = (model.config.to_hf(dtype) if model.memory is None else model.config.to_hf_with_memory(dtype)) | ids
+    hook, own = model.hook, dict(model.state_dict())
+    added = {name: own.pop(name) for name in list(own) if hook is not None and name.startswith(f"{hook.name}.")}
+    state = {name: tensor.to(DTYPES[precision]) for name, tensor in own.items()}
+    values = model.config.to_hf(str(DTYPES[precision]).removeprefix("torch.")) | ids
+    if hook is not None:
+        values |= hook.hf_keys | {"base_model_type": model.config.family}
     _save(folder, state, model.config, tokenizer, lineage, values)
-    if model.memory is not None:
-        assert isinstance(model.memory, torch.nn.Module)
-        memory = {name: tensor.detach().cpu() for name, tensor in memory.items()}
-        memory_files.save(folder, model.memory, memory, state_digest(state))
+    if hook is not None:
+        weights = {name.removeprefix(f"{hook.name}."): tensor.detach().cpu() for name, tensor in added.items()}
+        for save_hook in wings.each("save_hook"):
+            save_hook(folder, hook, weights, state_digest(state))
     stops = {"eos_token_id": [tokenizer.turn_end, tokenizer.end_of_text], "pad_token_id": tokenizer.pad}
     _write(folder / "generation_config.json", {"do_sample": False} | stops)
 
@@ -328,8 +330,8 @@ def load_any(folder: Path) -> tuple[Transformer, Tokenizer]:
     check_vocabulary(config, tokenizer, folder)
     model = Transformer(config)
     load_weights(model, folder)
-    if (folder / memory_files.SHAPE).is_file() or kind(folder) == WITH_MEMORY:
-        memory_files.load(model, folder, weights_digest(model))
+    for load_hook in wings.each("load_hook"):
+        load_hook(model, folder)
     return model, tokenizer
 
 

@@ -16,19 +16,19 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.memory.config import LEAK, MemoryConfig
+from pipeline import wings
 from pipeline.run.errors import ModelError
 from pipeline.run.types import JsonObject
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
-# Model types of our own, so that causal engines refuse such models instead of answering nonsense.
+# A model type of our own, so that causal engines refuse such models instead of answering nonsense.
 BIDIRECTIONAL = "stagecoach_mdm"
-WITH_MEMORY = "stagecoach_memory"  # with memory.json and memory.safetensors beside config.json (memory/files.py)
+_WingKeys: type[object] = type("_WingKeys", tuple(offer() for offer in wings.each("model_keys")), {})
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Shape of a `Transformer`. Raises ValueError where the numbers do not fit together."""
+class ModelConfig(_WingKeys):
+    """Shape of a `Transformer`; wings add keys (hooks.py). Raises ValueError where the numbers do not fit together."""
 
     vocab_size: int
     """Rows of the embedding; a multiple of 64 in our own models."""
@@ -58,8 +58,6 @@ class ModelConfig:
     """RMSNorm's, added to the mean square."""
     attention: str = "causal"
     """causal or bidirectional."""
-    memory: MemoryConfig | None = None
-    """{rows, chapters, top_k, ...}: a bank that some layers read (memory/config.py)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_context"):
@@ -73,12 +71,8 @@ class ModelConfig:
             raise ValueError("model.rope_theta and model.norm_eps: expected positive numbers")
         if self.attention not in ("causal", "bidirectional"):
             raise ValueError(f"model.attention: expected causal or bidirectional, found {self.attention!r}")
-        if self.memory is not None:
-            self.memory.placed(self.layers)
-            if self.attention != "causal":
-                raise ValueError("model.memory: a model that sees both sides has none here; take causal attention")
-            if self.memory.leaky and not self.memory.allow_leak:
-                raise ValueError(f"model.memory.{LEAK}")
+        for check in wings.each("check_model"):
+            check(self)
 
     @property
     def family(self) -> str:
@@ -150,16 +144,12 @@ class ModelConfig:
             config["base_model_type"] = self.family  # determines the names and shapes of the tensors
         return config
 
-    def to_hf_with_memory(self, dtype: str = "float32") -> JsonObject:
-        """As `to_hf`, for a causal model with a memory or its baseline, which `memory.json` describes."""
-        names = {"architectures": ["StagecoachMemory"], "model_type": WITH_MEMORY, "base_model_type": self.family}
-        return self.to_hf(dtype) | names
-
     @classmethod
     def from_hf(cls, config: JsonObject) -> "ModelConfig":
         """Read a `config.json`. Raises ModelError naming the key that is not supported."""
         kind = config.get("model_type")
-        family = config.get("base_model_type", "qwen3") if kind in (BIDIRECTIONAL, WITH_MEMORY) else kind
+        ours = [BIDIRECTIONAL, *(offer() for offer in wings.each("model_type"))]
+        family = config.get("base_model_type", "qwen3") if kind in ours else kind
         if not isinstance(family, str) or family not in FAMILIES:
             raise ModelError(f"config.json: model_type {kind!r} is unknown here; expected one of {', '.join(FAMILIES)}")
         _check_supported(config, family)

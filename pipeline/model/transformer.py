@@ -9,9 +9,9 @@ which tokens attend to each other.
 Not here: losses (`learning/losses.py`), files (`checkpoint.py`), sampling (`generation/`). Dropout is off by default.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from pipeline.memory.model import Memory, Reading, Reads
 from pipeline.model.attention import Layout, Line, Masked, Padded, Rows, positions_in
 from pipeline.model.cache import Cached, KVCache
 from pipeline.model.config import ModelConfig
+from pipeline.model.hooks import LayerHook, Reads, layer_hook
 from pipeline.model.layers import Body, Linear, cpu_autocast, rope_tables
 
 EVEN_ROWS = 128  # above it, rows are padded to multiples: at most so many different shapes below
@@ -44,22 +44,6 @@ SAVED_OPERATIONS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-
-
-class LayerHook(Protocol):
-    """A module that changes the residual stream after each layer: a memory, or its baseline."""
-
-    def reads(self, positions: Tensor, padding: Tensor | None, trained: Tensor | None, reading: Reading) -> Reads:
-        """For a line of tokens; see `Memory.reads`."""
-        ...
-
-    def going_on(self, layout: Layout) -> Reads:
-        """For new tokens of a cache's rows; see `Memory.going_on`."""
-        ...
-
-    def initialise(self, generator: torch.Generator) -> None: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class Transformer(nn.Module):
@@ -80,9 +64,22 @@ class Transformer(nn.Module):
         self.model = Body(config)
         if not config.tied:
             self.lm_head = Linear(config.width, config.vocab_size)
-        self.memory: LayerHook | None = None if config.memory is None else Memory(config.memory, config)
+        self.attach(layer_hook(config))
         if generator is not None:
             self.initialise(generator)
+
+    def attach(self, hook: LayerHook | None) -> None:
+        """Let `hook` change the stream after each layer. Its weights get its name."""
+        self.hook_name = "" if hook is None else hook.name
+        if hook is not None:
+            self.add_module(hook.name, hook)
+
+    @property
+    def hook(self) -> LayerHook | None:
+        """The module that changes the stream after each layer."""
+        hook = self._modules.get(self.hook_name)
+        assert hook is None or isinstance(hook, LayerHook)
+        return hook
 
     def forward(
         self,
@@ -93,7 +90,7 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         select: Tensor | None = None,
         head: Callable[[Tensor, Tensor], Tensor] | None = None,
-        reading: Reading | None = None,
+        reading: object = None,
     ) -> Tensor:
         """Logits (B, T, V) of every position, or (n, V) of the n positions where `select` (B, T) is True, row by row.
 
@@ -118,15 +115,15 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
-        reading: Reading | None = None,
+        reading: object = None,
     ) -> Tensor:
         """The head's input, after the last norm: (B, T, D) for `input_ids` (B, T).
 
         `documents` (B, T) are ids of the documents packed into each row: tokens attend only within their own (None:
         each row is one document). Negative ids are padding; the output there is undefined. `positions` (B, T) count
         from 0 in each document; None derives them. On a CPU, the common prefix of rows of one document each is
-        computed once. With a `cache`, the T tokens continue its B rows. `reading` sets how a memory is read, and
-        receives what was read (memory/model.py). Raises ValueError where rows are longer than the context, a cache is
+        computed once. With a `cache`, the T tokens continue its B rows. `reading` is handed to the model's hook
+        (model/hooks.py). Raises ValueError where rows are longer than the context, a cache is
         combined with documents, or a row of `documents` returns to an earlier id.
         """
         return _spread(*self._encode(input_ids, positions, documents, cache, reading), input_ids)
@@ -137,7 +134,7 @@ class Transformer(nn.Module):
         positions: Tensor | None,
         documents: Tensor | None,
         cache: KVCache | None,
-        reading: Reading | None = None,
+        reading: object = None,
     ) -> tuple[Tensor, Line | None]:
         """Hidden states (N, D) of the computed tokens, and which tokens these are; None: all B * T."""
         batch, time = input_ids.shape
@@ -160,7 +157,7 @@ class Transformer(nn.Module):
             read = self._reads(line_positions, documents.flatten() < 0, None, reading)
             return self.line(input_ids.flatten(), line_positions, Masked.of(documents, causal), read), None
         # On a CPU: no mask, and the line leaves out padding.
-        separate = self._random or self.memory is not None  # no token is computed once for several rows
+        separate = self._random or self.hook is not None  # no token is computed once for several rows
         packed = Line.of(documents, causal, None if separate else input_ids)
         ids, line_positions = input_ids.flatten(), packed.positions if positions is None else positions.flatten()
         if packed.computed is not None:
@@ -170,29 +167,19 @@ class Transformer(nn.Module):
         return self.line(ids, line_positions, packed.layout, read), packed
 
     def _reads(
-        self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: Reading | None
+        self, positions: Tensor, padding: Tensor | None, computed: Tensor | None, reading: object
     ) -> Reads | None:
-        """How a line reads the memory, if there is one: `positions` (N,) of its tokens in their documents, `computed`
-        (N,) their indices in the flattened batch.
-        """
-        if self.memory is None:
-            return None
-        reading = Reading() if reading is None else reading
-        if reading.off:
-            return lambda layer, x: x
-        trained = None if reading.trained is None else reading.trained.flatten()
-        if trained is not None and computed is not None:
-            trained = trained[computed]
-        return self.memory.reads(positions, padding, trained, reading)
+        """See `LayerHook.reads`; None without a hook."""
+        return None if self.hook is None else self.hook.reads(positions, padding, computed, reading)
 
     def line(self, ids: Tensor, positions: Tensor, layout: Layout, read: Reads | None = None) -> Tensor:
         """Run the layers on one line of tokens: `ids` and `positions` (N,) -> (N, D), after the last norm.
 
-        `read` maps the stream (N, D) after each layer to the stream after the memory; None: rows of a cache, which
+        `read` maps the stream (N, D) after each layer to the stream after the hook; None: rows of a cache, which
         continue reading.
         """
-        if self.memory is not None and read is None:
-            read = self.memory.going_on(layout)
+        if read is None and (hook := self.hook) is not None:
+            read = hook.going_on(layout)
         tokens, missing = len(ids), num_padding_rows(self.model.embed_tokens.weight, len(ids))
         if missing:
             ids, positions = functional.pad(ids, (0, missing)), functional.pad(positions, (0, missing))
@@ -259,9 +246,8 @@ class Transformer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of one token, see `ModelConfig.flops_per_token`; plus those of a memory's readers."""
-        readers = self.memory.flops_per_token() if isinstance(self.memory, Memory) else 0
-        return self.config.flops_per_token(context) + readers
+        """Training FLOPs of one token, see `ModelConfig.flops_per_token`; plus those of its hook."""
+        return self.config.flops_per_token(context) + (0 if self.hook is None else self.hook.flops_per_token())
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
@@ -272,7 +258,7 @@ class Transformer(nn.Module):
         `state_dict()`.
         """
         for name, parameter in self.named_parameters():
-            if name.startswith("memory."):
+            if self.hook is not None and name.startswith(f"{self.hook.name}."):
                 continue
             if parameter.ndim < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -281,8 +267,8 @@ class Transformer(nn.Module):
             std = self.config.initializer_range / ((2 * self.config.layers) ** 0.5 if into_stream else 1.0)
             weights = torch.empty(parameter.shape, device=generator.device).normal_(0.0, std, generator=generator)
             parameter.copy_(weights)
-        if self.memory is not None:
-            self.memory.initialise(generator)
+        if self.hook is not None:
+            self.hook.initialise(generator)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:

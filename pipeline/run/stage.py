@@ -388,7 +388,7 @@ def help_text(module: ModuleType, stage: str, wiring: Wiring) -> str:
 def meanings(kind: type) -> dict[str, str]:
     """The docstring under each field of a dataclass and of its bases."""
     texts: dict[str, str] = {}
-    for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
+    for base in reversed([base for base in kind.__mro__ if "__dataclass_fields__" in vars(base)]):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(node, ast.ClassDef)
         for field, below in itertools.pairwise(node.body):

@@ -219,7 +219,7 @@ class Engine(Loop):
             self._scored_until = now + (now - began) * (1 / SCORE_SHARE - 1)
 
     def _max_chunk(self, row: int) -> int | None:
-        """How many tokens a row may read in a step; None: all, since the whole prompt selects from a memory."""
+        """How many tokens a row may read in a step; None: all, since its hook needs the whole prompt."""
         cache = self.decoder.cache
         if isinstance(cache, KVCache) and cache.reads_at_once:
             return None
@@ -375,8 +375,10 @@ class Engine(Loop):
         super()._fail(row, error)
         self.slots[row].held, cache = [], self.decoder.cache
         if isinstance(cache, KVCache):
-            for tensor in (*cache.keys, *cache.values, *cache.states.values(), *cache.chose.values()):
+            for tensor in (*cache.keys, *cache.values):
                 tensor[row].zero_()
+            if cache.hook is not None:
+                cache.hook.zero(row)
 
     def _finish(self, row: int, reason: str, message: str = "") -> None:
         """As `Loop._finish`. The row keeps its contents for the next request with the same prefix."""
@@ -405,12 +407,14 @@ def take_row(slots: Sequence[Slot], cache: KVCache | Lengths, ids: list[int], ow
     donor = max(lengths, key=lambda row: lengths[row], default=best)
     if isinstance(cache, KVCache) and lengths.get(donor, 0) > cached:  # a busy row has more
         cached, best = lengths[donor], min(free, key=lambda row: slots[row].used)
-        for tensors, dim in ((cache.keys, 2), (cache.values, 1), (cache.states.values(), 0)):
+        for tensors, dim in ((cache.keys, 2), (cache.values, 1)):
             for tensor in tensors:
                 tensor[best].narrow(dim, 0, cached).copy_(tensor[donor].narrow(dim, 0, cached))
+        if cache.hook is not None:
+            cache.hook.copy(donor, best, cached)
     cache.own[best] = cached
-    if isinstance(cache, KVCache):
-        cache.unit_of[best] = -1  # the units of this row were selected for another text
+    if isinstance(cache, KVCache) and cache.hook is not None:
+        cache.hook.rewind(best)
     return best, cached
 
 
