@@ -78,7 +78,7 @@ def test_a_thousand_odd_requests_are_borne(bearing: Running) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize("model", ["nano", "masked"])
+@pytest.mark.parametrize("model", abuse.MODELS)
 def test_nobody_fails_beside_an_attack(bearing: Running, model: str) -> None:
     """How long they wait hangs on the machine, which other tests use: the benchmark says it."""
     found = abuse.beside(bearing, model, {"nano": 160, "masked": 48}[model], 8, rounds=1)

@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.diffusion import losses
+from pipeline.diffusion import files, losses
 from pipeline.diffusion import masks as diffusion_masks
 from pipeline.diffusion import model as diffusion_model
 from pipeline.diffusion.losses import draw_sums, elbo, masked_logprobs, pair_elbos, pairs_of
 from pipeline.diffusion.masks import Drawn
 from pipeline.diffusion.model import Denoiser, Noised, Traits
 from pipeline.model.config import ModelConfig
+from pipeline.model.hooks import LayerHook
 from pipeline.model.transformer import Transformer
+from pipeline.run.errors import ModelError
+from pipeline.text.tokenizer import Tokenizer
 
 SHAPE = ModelConfig(
     vocab_size=24,
@@ -220,6 +223,16 @@ def test_draws_report_how_much_they_vary() -> None:
 def test_a_causal_trunk_is_refused() -> None:
     with pytest.raises(ValueError, match="sees both sides; found causal"):
         Denoiser(Transformer(replace(SHAPE, attention="causal")), TRAITS)
+
+
+def test_a_model_with_a_hook_is_no_start_for_a_masked_one(byte_tokenizer: Tokenizer) -> None:
+    class Hook(LayerHook):
+        name = "hook"
+
+    hooked = Transformer(replace(SHAPE, attention="causal"))
+    hooked.attach(Hook())
+    with pytest.raises(ModelError, match="cannot begin from a model with a memory"):
+        files.from_causal(hooked, byte_tokenizer)
 
 
 def test_rows_longer_than_the_context_are_refused() -> None:
