@@ -227,7 +227,7 @@ def test_a_causal_trunk_is_refused() -> None:
 
 def test_a_model_with_a_hook_is_no_start_for_a_masked_one(byte_tokenizer: Tokenizer) -> None:
     class Hook(LayerHook):
-        name = "hook"
+        name = "extra"
 
     hooked = Transformer(replace(SHAPE, attention="causal"))
     hooked.attach(Hook())
