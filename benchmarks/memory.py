@@ -4,7 +4,7 @@ on.
     python benchmarks/memory.py models/code data [--steps 400] [--seeds 0 1 2] [--work DIR] [--only memory] [--out FILE]
 
 All are trained by `fit` on the same batches as stage memory, with its settings at `demo`: `memory` (ours), `wider` (a
-parallel SwiGLU), `lora`, `product_keys` (benchmarks/product_keys.py), once with as many trainable weights as the memory
+parallel SwiGLU), `lora`, `product_keys` (memory_product_keys.py), once with as many trainable weights as the memory
 and once with as many products a token; and memories of 256, 1,024 and 4,096 rows. Of three rates each takes the one
 that is best on the validation wordings (first seed) and costs code at most 1 % of its bits; told is the test, whose
 wording and answers chose nothing. Each run is a file in --work, so that a run that was stopped goes on, and two
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks.product_keys import ProductKeys, ProductKeysConfig
+from benchmarks.memory_product_keys import ProductKeys, ProductKeysConfig
 from pipeline.evaluation.intervals import paired_difference
 from pipeline.learning import footprint
 from pipeline.learning.fit import Watchers, fit

@@ -21,13 +21,12 @@ from pipeline.learning.fit import Run, Watchers
 from pipeline.learning.footprint import Work
 from pipeline.learning.losses import Loss, Term
 from pipeline.learning.settings import FitConfig
-from pipeline.memory.config import MemoryConfig
 from pipeline.model import lora
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run import device
-from pipeline.run.config import Runtime
+from pipeline.run.config import Runtime, Value, build
 from pipeline.run.tracking import Tracker
 from pipeline.run.workdir import Job, StopRequest
 
@@ -58,22 +57,11 @@ def status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def shape(*, width: int, layers: int, d_ff: int, vocab_size: int, memory: dict[str, Any] | None = None) -> ModelConfig:
+def shape(values: dict[str, Any]) -> ModelConfig:
     """A model of heads of 64."""
-    own = None if memory is None else MemoryConfig(**memory)
-    return ModelConfig(
-        vocab_size=vocab_size,
-        width=width,
-        layers=layers,
-        heads=width // 64,
-        kv_heads=width // 64,
-        head_dim=64,
-        d_ff=d_ff,
-        max_context=2048,
-        rope_theta=1e4,
-        tied=True,
-        memory=own,
-    )
+    heads = values["width"] // 64
+    fixed = {"heads": heads, "kv_heads": heads, "head_dim": 64, "max_context": 2048, "rope_theta": 1e4, "tied": True}
+    return build(ModelConfig, {key: Value(value, "peak") for key, value in (fixed | values).items()}, "model")
 
 
 def train(config: ModelConfig, asked: dict[str, Any], folder: Path) -> None:
@@ -123,10 +111,10 @@ def main(asked: dict[str, Any]) -> None:
     """Measure, and print JSON."""
     device.hardware(asked["precision"])
     small = {"rows": 2, "micro_batch": 1, "context": 8}
-    config = shape(**asked["shape"])
+    config = shape(asked["shape"])
     with tempfile.TemporaryDirectory() as folder:
         train(
-            shape(width=64, layers=1, d_ff=64, vocab_size=64), asked | small, Path(folder, "small")
+            shape({"width": 64, "layers": 1, "d_ff": 64, "vocab_size": 64}), asked | small, Path(folder, "small")
         )  # loads libraries
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         before = status("VmHWM")

@@ -112,6 +112,18 @@ def test_imports_go_down_the_floors_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_file_outside_a_wing_and_its_stages_imports_it() -> None:
+    wrong = []
+    for path in FILES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        for module in imported(path):
+            wing = (*module.split("."), "")[1]
+            own = parts[1] == wing or (parts[0] == "stages" and parts[1].startswith(wing))
+            if wing in WINGS and not own:
+                wrong.append(f"{path} imports {module}; ask for it by name (pipeline/wings.py)")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_import_circle() -> None:
     modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
     graph = {name: {m for m in top_level_imports(path) if m in modules and m != name} for name, path in modules.items()}

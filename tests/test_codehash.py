@@ -25,7 +25,7 @@ TRAIN = {
     "diffusion_dpo",
     "diffusion_grpo",
     "memory",
-}
+} & set(STAGES)
 FILES = {
     "pipeline/__init__.py": "",
     "pipeline/run/workdir.py": "import os\n",

@@ -9,8 +9,6 @@ import pytest
 from pipeline.batches.dialogues import FactStream, encoded
 from pipeline.ingest import records
 from pipeline.ingest.records import Fact
-from pipeline.memory.measure import questions, recall
-from pipeline.model.transformer import Transformer
 from pipeline.run.errors import DataError
 from pipeline.synthetic import facts
 from pipeline.text.tokenizer import Tokenizer
@@ -79,29 +77,3 @@ def test_what_cannot_be_read_is_refused_by_name(byte_tokenizer: Tokenizer, tmp_p
     (tmp_path / "train.jsonl").write_text(json.dumps({"id": "x", "service": 3}) + "\n")
     with pytest.raises(DataError, match=r"train\.jsonl:1: service: expected str"):
         FactStream(tmp_path, byte_tokenizer, **sizes)
-
-
-def test_only_the_whole_answer_is_right(
-    byte_tokenizer: Tokenizer, tiny_model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from types import SimpleNamespace
-
-    from pipeline.memory import measure
-
-    rows = [
-        Fact(id=str(n), service="s", attribute=a, question="q?", answer="12")
-        for n, a in enumerate(("port", "port", "owner", "owner"))
-    ]
-    asked = questions(written(tmp_path, test=rows) / "test.jsonl", byte_tokenizer, 10)
-    whole = byte_tokenizer.encode("12")
-    said = [(whole, "stop"), (whole, "length"), (whole[:1], "stop"), (byte_tokenizer.encode("123"), "stop")]
-    monkeypatch.setattr(
-        measure, "generate", lambda *_, **__: [SimpleNamespace(ids=ids, stop=stop) for ids, stop in said]
-    )
-    found = recall(tiny_model, byte_tokenizer, asked)
-    assert found.right.tolist() == [True, False, False, False]
-    told = found.measure()
-    assert (told["n"], told["exact_match"], told["port"], told["owner"]) == (4, 0.25, 0.5, 0.0)
-    assert told["exact_match_low"] == pytest.approx(0.0456, abs=1e-3) and told["exact_match_high"] == pytest.approx(
-        0.6994, abs=1e-3
-    )

@@ -63,5 +63,5 @@ def test_moments_follow_a_machine_that_became_faster(tmp_path: Path, monkeypatch
 def test_what_a_stage_needs_is_made_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran: list[str] = []
     monkeypatch.setattr(kills.Scratch, "whole", lambda self, stage, work: ran.append(stage))
-    kills.prepare(kills.Scratch(tmp_path / "scratch"), ["rlhf", "memory"])
+    kills.prepare(kills.Scratch(tmp_path / "scratch"), ["rlhf", "lora"])
     assert ran == [*kills.DATA, "language", "code", "tools", "reward"]

@@ -10,13 +10,13 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.memory.config import MemoryConfig
 from pipeline.model import checkpoint
 from pipeline.model.attention import Masked, positions_in
 from pipeline.model.cache import KVCache
 from pipeline.model.config import ModelConfig
 from pipeline.model.cpu import layers
 from pipeline.model.transformer import Transformer
+from pipeline.run.config import Value, build
 from pipeline.run.errors import ModelError
 
 CONFIG = ModelConfig(
@@ -247,13 +247,12 @@ def test_a_fresh_model_is_nearly_uniform() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_every_model_file_builds_and_counts_right(size: str) -> None:
     values = yaml.safe_load((Path(__file__).parents[1] / "conf" / "model" / f"{size}.yaml").read_text())
-    memory = MemoryConfig.from_json(values.pop("memory")) if "memory" in values else None
-    config = ModelConfig(**values)
+    config = build(ModelConfig, {key: Value(value, size) for key, value in values.items()}, "model")
     with torch.device("meta"):
-        model = Transformer(replace(config, memory=memory))
-    beside = sum(p.numel() for n, p in model.named_parameters() if n.startswith("memory."))
-    assert model.num_parameters() == config.num_parameters + beside and bool(beside) == (memory is not None)
-    own = [(n, p) for n, p in model.named_parameters() if not n.startswith("memory.")]
+        model = Transformer(config)
+    hook = 0 if model.hook is None else model.hook.num_parameters()
+    assert model.num_parameters() == config.num_parameters + hook
+    own = [(n, p) for n, p in model.named_parameters() if n.startswith(("model.", "lm_head."))]
     matmuls = sum(p.numel() for n, p in own if p.ndim > 1 and "embed" not in n)
     head = config.vocab_size * config.width if config.tied else 0
     assert config.matmul_parameters == matmuls + head
@@ -261,7 +260,7 @@ def test_every_model_file_builds_and_counts_right(size: str) -> None:
         config.flops_per_token(512) == 6 * (matmuls + head) + 12 * config.layers * config.heads * config.head_dim * 512
     )
     assert config.vocab_size % 64 == 0
-    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert model.hook is not None or ModelConfig.from_hf(config.to_hf()) == config
 
 
 def test_config_json_serves_both_generations_of_transformers() -> None:

@@ -32,8 +32,10 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
-    rate: float  # how fast
-    steps: int | None = None  # how long
+    rate: float
+    """How fast."""
+    steps: int | None = None
+    """How long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,25 +153,20 @@ def test_post_init_errors_name_block_and_file() -> None:
         build(Runtime, {"precision": Value("fp8", "p.yaml")}, "runtime")
 
 
-def test_comments_beside_fields_are_their_meaning() -> None:
-    assert meanings(Inner) == {"rate": "how fast", "steps": "how long"}
-
-
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    before: int = 1
-    # said above
-    above: int = 2
-    split: str = "long"  # said inside
-    last: int = 3  # the last one
+class Explained(type("Merged", (Inner,), {})):
+    first: int = 1
+    second: int = 2
+    """Over
+    two lines."""
 
     def method(self) -> int:
-        """Comments of methods are no field's."""
-        return self.last  # nor this
+        """No field's."""
+        return self.second
 
 
-def test_a_comment_belongs_to_the_field_on_whose_lines_or_right_above_which_it_stands() -> None:
-    assert meanings(Told) == {"above": "said above", "split": "said inside", "last": "the last one"}
+def test_the_docstring_under_a_field_is_its_meaning() -> None:
+    assert meanings(Explained) == {"rate": "How fast.", "steps": "How long.", "second": "Over two lines."}
 
 
 def test_block_fields_read_other_blocks() -> None:
@@ -304,7 +301,7 @@ def test_the_address_of_the_sandbox_service_is_a_nested_key_of_the_runtime_block
 
 
 def test_resolved_parameters_are_told_by_the_keys_of_their_block() -> None:
-    for stage in ("memory", "lora", "language"):
+    for stage in ("code", "lora", "language"):
         told = as_written(stage_params(stage, Settings(ROOT, ["scale=smoke"])))
         assert {"steps", "learning_rate"} <= set(told) and "fit" not in told, stage
         assert json.loads(json.dumps(told)), "it is written as JSON"

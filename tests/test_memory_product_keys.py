@@ -5,7 +5,7 @@ token.
 import torch
 
 from benchmarks import memory as benchmark
-from benchmarks.product_keys import ProductKeys, ProductKeysConfig
+from benchmarks.memory_product_keys import ProductKeys, ProductKeysConfig
 from pipeline.memory.config import MemoryConfig
 from pipeline.model.lora import AdapterConfig
 from tests.test_memory import NANO, TINY
