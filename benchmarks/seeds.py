@@ -280,7 +280,7 @@ def claimed(runs: Sequence[Run]) -> list[Spread]:
     pairs told apart.
     """
     found = []
-    for title, stage, path, _ in claims.ABOVE:
+    for title, stage, path, _ in claims.above():
         told = [place for one in runs if (place := _at(one.stages.get(stage, {}), path)) is not None]
         if len(told) == len(runs):
             interval = own_intervals([(low, high) for _, low, high in told])

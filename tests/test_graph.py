@@ -118,7 +118,7 @@ def test_the_outs_are_there_and_models_are_hugging_face_directories(repository: 
     for model in MODELS:
         numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
         assert numbers["code"]["bpb"] > 0
-        assert numbers.keys() - {"settings", "lineage"} == {name.split()[0] for name in suites.SUITES[model]}
+        assert numbers.keys() - {"settings", "lineage"} == {name.split()[0] for name in suites.purposes()[model]}
     for model in MASKED:
         numbers = json.loads((repository.folder / f"metrics/eval/{model}.json").read_text())
         assert numbers["code"]["bpb_bound"] > 0 and numbers["problems"]["decoding"]["forwards"] > 0

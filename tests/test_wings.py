@@ -1,5 +1,7 @@
 """A wing goes by deleting its folder, its stages, its keys and its tests: the rest works without it."""
 
+import dataclasses
+import importlib
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,24 @@ sys.path.append("pipeline/sandbox")  # what runs inside finds its neighbors ther
 for path in sorted(path for folder in ("pipeline", "stages") for path in Path(folder).rglob("*.py")):
     importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
 """
-QUICK = ("architecture", "checkpoint", "codehash", "engine", "footprint", "memory", "model", "params", "sampling")
+QUICK = (
+    "architecture",
+    "card",
+    "checkpoint",
+    "codehash",
+    "deploy",
+    "engine",
+    "evaluate",
+    "footprint",
+    "huggingface",
+    "launch",
+    "memory",
+    "model",
+    "params",
+    "purposes",
+    "sampling",
+    "wiring",
+)
 
 
 def copied(folder: Path) -> Path:
@@ -35,6 +54,8 @@ def copied(folder: Path) -> Path:
 def remove(folder: Path, wing: str) -> None:
     """Delete a wing from a copy of the repository."""
     stages = [path.stem for path in (folder / "stages").glob(f"{wing}*.py")]
+    offer = getattr(importlib.import_module(f"pipeline.{wing}.wing"), "evaluation_keys", None)
+    keys = [field.name for field in dataclasses.fields(offer())] if offer else []
     shutil.rmtree(folder / "pipeline" / wing)
     for pattern in (f"stages/{wing}*.py", f"tests/{wing}*.py", f"tests/test_{wing}*.py", f"benchmarks/{wing}*.py"):
         for path in folder.glob(pattern):
@@ -53,6 +74,8 @@ def remove(folder: Path, wing: str) -> None:
         for stage in stages:
             for block in (values, values.get("seconds", {})):
                 block.pop(stage, None)
+        for key in keys:
+            values.get("evaluate", {}).pop(key, None)
         yaml.dump(values, path)
     for path in (folder / "conf/model").glob("*.yaml"):
         if wing in yaml.load(path):
@@ -61,7 +84,7 @@ def remove(folder: Path, wing: str) -> None:
         shutil.rmtree(folder / "conf/preset" / stage, ignore_errors=True)
 
 
-@pytest.mark.parametrize("wing", ["memory"])
+@pytest.mark.parametrize("wing", ["diffusion", "memory"])
 def test_the_rest_works_without_a_wing(wing: str, tmp_path: Path) -> None:
     repository = Repository(copied(tmp_path / "repository"))
     remove(repository.folder, wing)

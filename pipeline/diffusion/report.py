@@ -12,6 +12,11 @@ SHADES = 5
 FRAMES = 4  # snapshots of a canvas
 MASK = "░"
 MAX_PROMPTS = 2  # of a model
+BETTER: tuple[tuple[str, str, str, str], ...] = ()
+ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
+    ("Diffusion-DPO tells more held-out pairs apart than its start", "diffusion_dpo", ("test", "gain"), 0.0),
+    ("Coupled-GRPO raises pass@1 on held-out problems", "diffusion_grpo", ("held_out", "gain"), 0.0),
+)
 FOLDER: str = "traces"
 TEMPLATE: str = (
     '{% if traces %}<h2 id="denoising">How the diffusion models write</h2>\n'

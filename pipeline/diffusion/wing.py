@@ -23,6 +23,11 @@ def evaluation_keys() -> type:
     return measure.CanvasSettings
 
 
+def purposes() -> dict[str, tuple[str, ...]]:
+    """The suites of the causal model that a masked-diffusion one is compared with."""
+    return {"diffusion_control": ("code", "problems")}
+
+
 def evaluation() -> "OwnSuites":
     """The measurements of masked-diffusion models."""
     from pipeline.diffusion import measure

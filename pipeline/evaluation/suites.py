@@ -8,8 +8,8 @@ Tool calls are in `tools.py`. Each suite gives its numbers (with `_low`, `_high`
 the items whose prompt leaves no room in the context. A sample's seed is hashed from (seed, suite, id, sample), so batch
 size, order and processes change nothing.
 
-SUITES lists which suites measure which model: those that show what the model is for. A model trained on conversations
-no longer writes stories and drills, and one that only read documents answers no questions; measuring every model by
+`purposes` lists which suites measure which model: those that show what the model is for. A model of conversations no
+longer writes stories and drills, and one that only read documents answers no questions; measuring every model by
 everything took longer than many a stage trains. A model without an entry, from a person's own stage, is measured by
 everything; so are all with `evaluate.every_suite`. Both models of a comparison or a claim in the report need the suite
 that it reads (tests/test_purposes.py). A suite that was not run is absent from metrics/eval/<model>.json, never 0.
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from pipeline import wings
 from pipeline.evaluation import code, likelihood
 from pipeline.evaluation.intervals import Interval, ratio, wilson
 from pipeline.generation.sampling import Completion, Sampling, generate, rows_within
@@ -450,26 +451,25 @@ READS = ("text", "stories", "stories_held_out", "drills", "transcripts", "storie
 ANSWERS = ("code", "problems", "tools", "answers")
 SUITES: dict[str, tuple[str, ...]] = {
     "language": READS,
-    "code": (
-        "text",
-        "code",
-        "code gaps",
-        "problems",
-        "tools",
-        "facts",
-    ),  # problems, tools, facts: the starting point of other models
+    "code": ("text", "code", "code gaps", "problems", "tools"),  # problems, tools: the starting point of other models
     "tools": ("stories sampled", "code gaps", *ANSWERS),
     "lora": ANSWERS,
     "dpo": ANSWERS,
     "grpo": ANSWERS,
     "rlhf": ANSWERS,
-    "diffusion_control": ("code", "problems"),  # compared with the masked model
-    "memory": ("text", "code", "facts"),
-    "memory_baseline": ("text", "code", "facts"),
 }
+
+
+def purposes() -> dict[str, tuple[str, ...]]:
+    """SUITES, with those of the wings' models and of the models that these are compared with."""
+    merged = dict(SUITES)
+    for offer in wings.each("purposes"):
+        for model, names in offer().items():
+            merged[model] = (*merged.get(model, ()), *names)
+    return merged
 
 
 def of(model: str, plan: Mapping[str, T]) -> dict[str, T]:
     """The suites of a plan that measure the model of this name, in the order of the plan."""
-    wanted = SUITES.get(model)
+    wanted = purposes().get(model)
     return {name: suite for name, suite in plan.items() if wanted is None or name in wanted}

@@ -5,8 +5,11 @@ metrics/routing/memory.json    -> chapters against sources, and a text of each s
                                (memory/measure.py)
 """
 
+from collections.abc import Iterator
+
 from pipeline.report import charts
-from pipeline.report.metrics import Run
+from pipeline.report.claims import FAILS, HOLDS, UNKNOWN, Claim
+from pipeline.report.metrics import Run, flat
 from pipeline.run.types import JsonObject
 
 USE = (
@@ -19,6 +22,11 @@ WORTH = {
     "memory/random_costs_bpb": "chapters drawn at random",
     "memory/constant_costs_bpb": "always the same chapters",
 }
+BETTER: tuple[tuple[str, str, str, str], ...] = (
+    ("facts", "memory", "code", "A memory knows more facts than the model beside which it stands"),
+    ("facts", "memory", "memory_baseline", "A memory knows more facts than as many weights in a wider model"),
+)
+ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...] = ()
 FOLDER: str = "routing"
 TEMPLATE: str = (
     '{% if memories %}<h2 id="memory">What chooses what from the memory</h2>\n'
@@ -66,6 +74,17 @@ def points(rows: list[dict[str, str]], column: str, name: str) -> charts.Series:
     """A column of a curve."""
     values = [(float(r["step"]), float(r[column])) for r in rows if r.get(column) not in (None, "", "not finite")]
     return charts.Series(name, values)
+
+
+def claims(run: Run) -> Iterator[Claim]:
+    """Whether every chapter was chosen."""
+    title, router = "No chapter of the memory is dead", run.stages.get("memory", {}).get("router")
+    unused = {name: n for name, n in flat(router or {}).items() if name.endswith("chapters_unused")}
+    if not unused:
+        yield Claim(title, "", UNKNOWN)
+        return
+    counts = ", ".join(f"{n:g}" for n in unused.values())
+    yield Claim(title, f"never chosen, by layer: {counts}", FAILS if any(unused.values()) else HOLDS)
 
 
 def values(files: dict[str, JsonObject]) -> JsonObject:

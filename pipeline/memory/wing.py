@@ -1,5 +1,6 @@
 """What the memory offers to the rest of the house; see `pipeline.wings`, and for the layer hook `model/hooks.py`."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from pipeline.model.config import ModelConfig
     from pipeline.model.hooks import LayerHook
     from pipeline.model.transformer import Transformer
-    from pipeline.report.metrics import Section
+    from pipeline.report.claims import Claim
+    from pipeline.report.metrics import Run, Section
     from pipeline.run.workdir import Job
 
 
@@ -113,6 +115,11 @@ def next_tokens(
     return training.next_tokens(model, stream, weights, job, tokens=tokens)
 
 
+def purposes() -> dict[str, tuple[str, ...]]:
+    """The suites of a memory and of the models that it is compared with."""
+    return {"code": ("facts",), "memory": ("text", "code", "facts"), "memory_baseline": ("text", "code", "facts")}
+
+
 def causal_suites(subject: "Subject", *, facts: Path) -> "Plan":
     """The suite of trained facts, which every causal model can be asked."""
     from pipeline.memory import measure
@@ -125,3 +132,10 @@ def report() -> "Section":
     from pipeline.memory import report
 
     return report
+
+
+def claims(run: "Run") -> "Iterable[Claim]":
+    """See `memory.report.claims`."""
+    from pipeline.memory import report
+
+    return report.claims(run)

@@ -21,8 +21,9 @@ that holds here holds for another seed (benchmarks/seeds.py puts runs of several
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pipeline import wings
 from pipeline.evaluation.intervals import paired_difference
-from pipeline.report.metrics import HEADLINES, Headline, Row, Run, flat, lookup, stage_of_input
+from pipeline.report.metrics import HEADLINES, Headline, Row, Run, flat, lookup, sections, stage_of_input
 from pipeline.run.device import generator
 from pipeline.run.types import JsonObject
 
@@ -259,8 +260,6 @@ BETTER = (
     ("ast", "tools", "code", "Fine-tuning teaches tool calls"),
     ("easy", "tools", "code", "Fine-tuning teaches answering with programs"),
     ("medium", "grpo", "tools", "GRPO solves more unseen compositions than its start"),
-    ("facts", "memory", "code", "A memory knows more facts than the model beside which it stands"),
-    ("facts", "memory", "memory_baseline", "A memory knows more facts than as many weights in a wider model"),
 )
 # title, stage, path of the measure, the value that the lower end of its interval must exceed
 ABOVE = (
@@ -268,8 +267,6 @@ ABOVE = (
     ("DPO tells held-out pairs apart, against its start", "dpo", ("test", "accuracy"), 0.5),
     ("PPO raises the true score of held-out answers", "rlhf", ("held_out", "gain"), 0.0),
     ("GRPO raises pass@1 on held-out problems", "grpo", ("held_out", "gain"), 0.0),
-    ("Diffusion-DPO tells more held-out pairs apart than its start", "diffusion_dpo", ("test", "gain"), 0.0),
-    ("Coupled-GRPO raises pass@1 on held-out problems", "diffusion_grpo", ("held_out", "gain"), 0.0),
 )
 
 
@@ -284,12 +281,23 @@ class Claim:
 
 def claims(run: Run) -> list[Claim]:
     """All claims, in pipeline order of their models."""
-    return [*_comparisons(run), *_thresholds(run), *_export_claim(run), *_chapter_claim(run)]
+    of_wings = [claim for offer in wings.each("claims") for claim in offer(run)]
+    return [*_comparisons(run), *_thresholds(run), *_export_claim(run), *of_wings]
+
+
+def better() -> list[tuple[str, str, str, str]]:
+    """BETTER with the wings' own."""
+    return [*BETTER, *(row for section in sections() for row in section.BETTER)]
+
+
+def above() -> list[tuple[str, str, tuple[str, ...], float]]:
+    """ABOVE with the wings' own."""
+    return [*ABOVE, *(row for section in sections() for row in section.ABOVE)]
 
 
 def _comparisons(run: Run) -> Iterator[Claim]:
     by_key = {headline.key: headline for headline in HEADLINES}
-    for key, model, base, title in BETTER:
+    for key, model, base, title in better():
         before, after = of_model(run, base), of_model(run, model)
         difference = change(by_key[key], before, after) if before and after else None
         if difference is None:
@@ -302,7 +310,7 @@ def _comparisons(run: Run) -> Iterator[Claim]:
 
 
 def _thresholds(run: Run) -> Iterator[Claim]:
-    for title, stage, path, least in ABOVE:
+    for title, stage, path, least in above():
         parent = run.stages.get(stage, {})
         for key in path[:-1]:
             parent = parent.get(key, {})
@@ -326,16 +334,6 @@ def _export_claim(run: Run) -> Iterator[Claim]:
     )
     exact = all(result["greedy_equal"] == result["greedy_tokens"] for result in parity.values())
     yield Claim(title, text, HOLDS if exact else FAILS)
-
-
-def _chapter_claim(run: Run) -> Iterator[Claim]:
-    title, router = "No chapter of the memory is dead", run.stages.get("memory", {}).get("router")
-    unused = {name: n for name, n in flat(router or {}).items() if name.endswith("chapters_unused")}
-    if not unused:
-        yield Claim(title, "", UNKNOWN)
-        return
-    counts = ", ".join(f"{n:g}" for n in unused.values())
-    yield Claim(title, f"never chosen, by layer: {counts}", FAILS if any(unused.values()) else HOLDS)
 
 
 def gates(run: Run, gate: dict[str, float]) -> list[Claim]:

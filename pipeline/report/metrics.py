@@ -97,6 +97,8 @@ class Run:
 class Section(Protocol):
     """What a wing offers as `report`: its charts, and a section of the page."""
 
+    BETTER: tuple[tuple[str, str, str, str], ...]  # more of `claims.BETTER`
+    ABOVE: tuple[tuple[str, str, tuple[str, ...], float], ...]  # more of `claims.ABOVE`
     FOLDER: str  # of metrics/, with a file for each model that the section shows
     TEMPLATE: str  # jinja2, over `values`
 

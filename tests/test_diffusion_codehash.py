@@ -1,0 +1,18 @@
+"""A change in masked diffusion reruns its stages, and of the others those alone that ask for what it offers."""
+
+from pathlib import Path
+
+from tests.test_codehash import edit, hashes, rerun
+from tests.test_codehash import own_code as own_code
+
+OWN = {"diffusion", "diffusion_dpo", "diffusion_grpo"}
+
+
+def test_a_change_reruns_the_stages_that_reach_it(own: Path) -> None:
+    before, wing = hashes(own), own / "pipeline/diffusion"
+    edit(wing / "serving.py", "self._counts.update", "self._counts.subtract")
+    assert rerun(own, before) == set()
+    edit(wing / "report.py", "SHADES = 5", "SHADES = 6")
+    assert rerun(own, before) == {"report"}
+    edit(wing / "model.py", "self.trunk, self.traits = trunk, traits", "self.traits, self.trunk = traits, trunk")
+    assert rerun(own, before) == {*OWN, "deploy", "evaluate", "report"}
