@@ -11,7 +11,6 @@ visible. Answers run only in the sandbox.
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipeline.diffusion import files, losses, sampling, training
 from pipeline.diffusion import rollouts as diffusion_rollouts
@@ -28,7 +27,7 @@ from pipeline.learning.losses import Loss
 from pipeline.learning.policy_losses import Clip, GroupMethod
 from pipeline.model.lora import AdapterConfig
 from pipeline.rl import advantages, alarms, answers
-from pipeline.rl.rewards import Scorer
+from pipeline.rl.rewards import Resources, Scorer
 from pipeline.rl.rollout import Method, RolloutConfig
 from pipeline.run import device
 from pipeline.run.config import block, main
@@ -158,7 +157,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             config,
             Method(
                 sample=setting.sample,
-                score=Scorer(params.rewards, setting.resources(judge)),
+                score=Scorer(params.rewards, Resources(max_new_tokens=config.max_new_tokens, judge=judge)),
                 annotate=lambda rollouts: diffusion_rollouts.annotate(
                     rollouts,
                     inner=config.epochs,
@@ -174,8 +173,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
             ranks=setting.ranks,
         )
         stream.coupling = coupling
-        whole: Any = setting  # it samples and compares as a Setting does
-        held_out = solving.HeldOut(validation_prompts, whole, judge, params.held_out, more=whole.variances)
+        held_out = solving.HeldOut(validation_prompts, setting, judge, params.held_out, more=setting.variances)
         if params.ref_sync:
             stream.following = setting.follow(every=params.ref_sync, folder=job.folder)
         gate = training.first_policy(setting.precision)

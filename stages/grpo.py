@@ -21,7 +21,7 @@ from pipeline.model import checkpoint
 from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.rl import advantages, alarms, answers
-from pipeline.rl.models import Setting
+from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Scorer
 from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
 from pipeline.run import device
@@ -87,7 +87,7 @@ def run(params: Params, job: Job, *, base: Path, problems: Path, out: Path, samp
     config, method = params.fit, params.resolved
     start = reference.begin(base, params.adapter, job.seed, device.hardware(job.runtime.precision))
     start.reference.parked = not method.beta  # with beta 0 only evaluations read it
-    setting = Setting(start, config, job)
+    setting = CausalSetting(start, config, job)
     train_problems, validation_problems = (
         list(records.read(problems / f"{split}.jsonl", Problem)) for split in ("rl", "val")
     )

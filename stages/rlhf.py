@@ -25,7 +25,7 @@ from pipeline.model.heads import ActorCritic
 from pipeline.model.lora import AdapterConfig
 from pipeline.rl import advantages, alarms, answers
 from pipeline.rl.advantages import PPOConfig
-from pipeline.rl.models import Setting
+from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Scorer
 from pipeline.rl.rollout import Method, RolloutBatch, RolloutConfig, RolloutStream
 from pipeline.run import device
@@ -73,7 +73,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
         for name in ("train", "test")
     }
     prompts = {name: answers.pair_prompts(split, config.max_new_tokens, params.kinds) for name, split in splits.items()}
-    setting = Setting(start, config, job, reward_model.train(False).requires_grad_(False))
+    setting = CausalSetting(start, config, job, reward_model.train(False).requires_grad_(False))
     preferred = None
     if "preferred" in params.rewards:
         preferred = setting.preferred([*prompts["train"], *prompts["test"]])

@@ -22,7 +22,7 @@ from pipeline.learning.policy_losses import METHODS
 from pipeline.model.lora import AdaptedLinear, AdapterConfig
 from pipeline.rl.advantages import PPOConfig, estimate_ppo
 from pipeline.rl.answers import Answer
-from pipeline.rl.models import Setting
+from pipeline.rl.models import CausalSetting, Setting
 from pipeline.rl.rollout import Rollout, RolloutBatch, RolloutConfig
 from pipeline.sandbox.judge import SandboxConfig
 from stages import grpo, rlhf
@@ -346,9 +346,9 @@ def test_advantages_returns_and_the_next_beta_have_the_constants_of_the_block(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 answers, each 0.77 nats from the reference, which is a tenth too far."""
-    original = Setting.reference
+    original = CausalSetting.reference
 
-    def reference(self: Setting, given: Sequence[Answer]) -> list[np.ndarray]:
+    def reference(self: CausalSetting, given: Sequence[Answer]) -> list[np.ndarray]:
         found = original(self, given)
         for logprobs in found:
             logprobs[0] -= 0.77
@@ -359,7 +359,7 @@ def test_advantages_returns_and_the_next_beta_have_the_constants_of_the_block(
         given.stream.fill(0)
         return before, dict(given.stream.carried), given.stream.rollouts
 
-    monkeypatch.setattr(Setting, "reference", reference)
+    monkeypatch.setattr(CausalSetting, "reference", reference)
     before, after, rollouts = run(of_rlhf(rewards={"length": 1.0}), workspace, monkeypatch, look)[0].seen
     assert before == {"beta": 0.3}
     assert after == {"beta": pytest.approx(0.3 * (1 + 0.1 * 12 / 11), rel=1e-3)}

@@ -14,7 +14,7 @@ from pipeline.ingest.records import Dialogue, Problem, write
 from pipeline.learning.settings import PairConfig
 from pipeline.model.transformer import Transformer
 from pipeline.rl import models
-from pipeline.rl.models import Setting
+from pipeline.rl.models import CausalSetting
 from pipeline.run.config import SandboxAddress
 from pipeline.run.errors import ConfigError
 from pipeline.run.workdir import Job
@@ -74,9 +74,9 @@ def test_reinforcement_judges_where_the_address_says(
     monkeypatch.setattr(models, "RememberingJudge", judges)
     start: Any = SimpleNamespace(policy=tiny_model, tokenizer=byte_tokenizer)
     config: Any = None
-    with Setting(start, config, at_work(tmp_path)).judge(SandboxConfig(), wanted=()) as judge:
+    with CausalSetting(start, config, at_work(tmp_path)).judge(SandboxConfig(), wanted=()) as judge:
         assert judge is None
-    with Setting(start, config, job(tmp_path)).judge(SandboxConfig(), wanted=()) as judge:
+    with CausalSetting(start, config, job(tmp_path)).judge(SandboxConfig(), wanted=()) as judge:
         assert judge is None
     assert judges.made == [ASKED, (SandboxConfig(), 1, None)]
 
@@ -123,7 +123,7 @@ def test_evaluate_judges_problems_and_test_sets_where_the_address_says(
     monkeypatch.setattr(evaluate, "Judge", judges)
     for name in ("documents", "sampled_stories", "gaps", "answered"):
         monkeypatch.setattr(evaluate.suites, name, lambda *_: SuiteResult())
-    monkeypatch.setattr(evaluate.suites_tools, "called", lambda *_: SuiteResult())
+    monkeypatch.setattr(evaluate.evaluation_tools, "called", lambda *_: SuiteResult())
     empty = workspace.folder / "empty"
     write(empty / "dialogues/test.jsonl", list[Dialogue]())
     write(empty / "problems/test.jsonl", list[Problem]())

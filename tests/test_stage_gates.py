@@ -20,7 +20,7 @@ from pipeline.model.heads import RewardModel
 from pipeline.model.lora import AdaptedLinear
 from pipeline.model.transformer import Transformer
 from pipeline.rl.answers import Answer
-from pipeline.rl.models import Setting
+from pipeline.rl.models import CausalSetting, Setting
 from pipeline.rl.rollout import RolloutStream
 from pipeline.text import chat
 from pipeline.text.chat import Rendered
@@ -171,14 +171,19 @@ def test_a_policy_with_dropout_stops(
 
 
 def hotter(original: Callable[..., list[Answer]]) -> Callable[..., list[Answer]]:
-    def answers(self: Setting, model: Transformer, asked: Any, temperature: float, seed: int) -> list[Answer]:
-        return original(self, model, asked, 1.25 * temperature, seed)
+    def answers(self: CausalSetting, *given: Any) -> list[Answer]:
+        config = self.config
+        self.config = replace(config, temperature=1.25 * config.temperature)
+        try:
+            return original(self, *given)
+        finally:
+            self.config = config
 
     return answers
 
 
 def stale(original: Callable[..., list[Answer]]) -> Callable[..., list[Answer]]:
-    def answers(self: Setting, *given: Any) -> list[Answer]:
+    def answers(self: CausalSetting, *given: Any) -> list[Answer]:
         found = original(self, *given)
         return [replace(one, logprobs=[value - 2e-4 for value in one.logprobs]) for one in found]
 
@@ -190,7 +195,7 @@ def stale(original: Callable[..., list[Answer]]) -> Callable[..., list[Answer]]:
 def test_log_probabilities_of_another_temperature_or_another_policy_stop(
     stage: str, fault: Any, workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Setting, "_answers", fault(Setting._answers))
+    monkeypatch.setattr(CausalSetting, "_answers", fault(CausalSetting._answers))
     assert_refused(
         workspace,
         stage,
@@ -204,12 +209,12 @@ def test_log_probabilities_of_another_temperature_or_another_policy_stop(
 def test_a_reference_that_is_not_the_policy_s_start_stops(
     stage: str, name: str, workspace: Workspace, updates: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Setting.reference
+    original = CausalSetting.reference
 
-    def other(self: Setting, given: Sequence[Answer]) -> list[np.ndarray]:
+    def other(self: CausalSetting, given: Sequence[Answer]) -> list[np.ndarray]:
         return [found - 1e-3 for found in original(self, given)]
 
-    monkeypatch.setattr(Setting, "reference", other)
+    monkeypatch.setattr(CausalSetting, "reference", other)
     assert_refused(workspace, stage, rf"gate {name}: expected 0 within 0\.001, found .* reference is not what")
     assert updates == [] == workspace.states(stage)
 
@@ -220,7 +225,7 @@ def test_a_gate_waits_for_the_first_iteration_that_teaches_something(
     """Dynamic sampling may find nothing to begin with; what is wrong shows two steps later, and still before an
     update.
     """
-    monkeypatch.setattr(Setting, "_answers", stale(Setting._answers))
+    monkeypatch.setattr(CausalSetting, "_answers", stale(CausalSetting._answers))
     original = RolloutStream.fill
 
     def fill(self: RolloutStream, step: int) -> dict[str, float]:

@@ -9,13 +9,12 @@ arXiv:2506.20639, section 4). If the first inner iteration is a single update, i
 pass itself: another pass would compute the same.
 
 `CanvasSetting` has the models of a run on their device, and samples, scores and measures completions, as
-`rl.models.Setting` does for causal models. Its divergences are estimates from the coupled scores of policy and
+`rl.models.CausalSetting` does for causal models. Its divergences are estimates from the coupled scores of policy and
 reference under the same masks.
 """
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,17 +30,13 @@ from pipeline.diffusion.model import Denoiser
 from pipeline.diffusion.sampling import Denoising, denoise
 from pipeline.diffusion.training import Following
 from pipeline.learning.policy_losses import kl_k3
-from pipeline.learning.processes import Ranks
 from pipeline.learning.reference import Start
 from pipeline.model import lora
 from pipeline.rl.answers import Answer, Prompt, split_rows
-from pipeline.rl.models import judge_or_none
-from pipeline.rl.rewards import Resources
+from pipeline.rl.models import Setting
 from pipeline.rl.rollout import Rollout, RolloutStream
-from pipeline.run import device
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
-from pipeline.sandbox.judge import Judge, SandboxConfig
 from pipeline.text.tokenizer import Tokenizer
 
 ROWS = 16  # of one scoring pass
@@ -244,15 +239,14 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(np.float32))
 
 
-class CanvasSetting:
+class CanvasSetting(Setting):
     """Policy and reference of a run, and how they sample."""
 
+    policy: Denoiser
+
     def __init__(self, model: Denoiser, start: Start, sampling: Denoising, coupling: Coupling, job: Job) -> None:
-        self.start, self.sampling, self.coupling = start, sampling, coupling
-        self.seed, self.workers = job.seed, job.workers
-        self.sandbox_url = job.runtime.sandbox_url
-        self.hardware = device.hardware(job.runtime.precision)
-        self.ranks = Ranks(job.runtime.precision, str(job.folder))
+        super().__init__(start, job)
+        self.sampling, self.coupling = sampling, coupling
         self.policy = model.to(self.hardware.device)
         self.following: Following | None = None  # the reference of the loss, if it is not the start itself
 
@@ -262,29 +256,10 @@ class CanvasSetting:
         self.following = Following(frozen, self.policy, every=every, folder=folder)
         return self.following
 
-    @property
-    def precision(self) -> str:
-        """fp32, bf16 or fp16."""
-        return self.hardware.precision
-
-    def sample(self, asked: Sequence[tuple[Prompt, int]]) -> list[Answer]:
-        """The policy's completions."""
-        return self._answers(self.policy, asked, self.seed)
-
-    def held_out(
-        self, asked: Sequence[tuple[Prompt, int]], *, of_reference: bool = False, purpose: str = "held out"
-    ) -> list[Answer]:
-        """Completions of held-out prompts, with their own seeds: the policy's, or the reference's."""
-        seed = device.stable_hash(purpose, self.seed) % 2**62
-        if not of_reference:
-            return self._answers(self.policy, asked, seed)
-        with self.start.reference.model(self.hardware.device) as frozen:
-            return self._answers(frozen, asked, seed)
-
-    def _answers(self, model: nn.Module, asked: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:
+    def _answers(self, model: nn.Module, requests: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:
         assert isinstance(model, Denoiser), "a reference of masked diffusion is a Denoiser"
         with self.hardware.autocast(), lora.folded_in(model.trunk):
-            return list(sample(model, asked, self.start.tokenizer, self.sampling, seed))
+            return list(sample(model, requests, self.start.tokenizer, self.sampling, seed))
 
     def scores(self, answers: Sequence[CanvasAnswer], iteration: int) -> list[np.ndarray]:
         """The policy's estimates under the masks of an iteration, (L,) each."""
@@ -303,9 +278,9 @@ class CanvasSetting:
         with self.start.reference.model(self.hardware.device) as frozen, self.hardware.autocast():
             return self.coupling.scores(frozen, answers, iteration, self.hardware.device)
 
-    def divergence(self, given: Sequence[Answer]) -> tuple[float, float]:
-        """The mean divergence from the start over completions, nats a completion: by k1 and by k3, both estimates."""
-        answers = _canvas_answers(given)
+    def divergence(self, batch: Sequence[Answer]) -> tuple[float, float]:
+        """As `Setting.divergence` from the start; both numbers are estimates."""
+        answers = _canvas_answers(batch)
         pairs = zip(self.scores(answers, 0), self._start_scores(answers, 0), strict=True)
         differences = [torch.from_numpy(policy - start) for policy, start in pairs]
         k3 = [float(kl_k3(difference, torch.zeros_like(difference)).sum()) for difference in differences]
@@ -325,11 +300,3 @@ class CanvasSetting:
             sums = np.array([[values.sum() for values in scores] for scores in draws])
             variances[name] = float(sums.var(0, ddof=1).mean())
         return {"held_out_variance": variances}
-
-    def resources(self, judge: Judge | None) -> Resources:
-        """The resources of the rewards."""
-        return Resources(max_new_tokens=self.sampling.length, judge=judge)
-
-    def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
-        """The sandbox, if one of the `wanted` rewards needs it."""
-        return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)

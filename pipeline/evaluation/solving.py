@@ -17,12 +17,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from pipeline.evaluation.intervals import paired_difference, ratio
-from pipeline.learning.processes import Ranks
 from pipeline.rl.answers import Answer, Prompt
 from pipeline.rl.models import Setting
 from pipeline.rl.rewards import judged
@@ -138,21 +136,11 @@ LOW, HIGH = 0.2, 0.8  # share of the samples that pass
 AT_ONCE = 32  # problems sampled at a time
 
 
-class FrontierSampler(Protocol):
-    """The policy of a run and its process, e.g. a `CanvasSetting`. A sample depends only on its prompt and number."""
-
-    ranks: Ranks
-
-    def held_out(self, asked: Sequence[tuple[Prompt, int]], *, purpose: str) -> Sequence[Answer]:
-        """An answer to each (prompt, sample number), with seeds of this purpose."""
-        ...
-
-
 def chosen(
     prompts: Sequence[Prompt],
     difficulty: str,
     most: int,
-    setting: FrontierSampler,
+    setting: Setting,
     judge: Judge | None,
     folder: Path,
 ) -> list[Prompt]:
@@ -187,7 +175,7 @@ def chosen(
     return frontier
 
 
-def _rates(prompts: Sequence[Prompt], setting: FrontierSampler, judge: Judge, path: Path) -> dict[str, float]:
+def _rates(prompts: Sequence[Prompt], setting: Setting, judge: Judge, path: Path) -> dict[str, float]:
     """The share of samples that solve each problem, by id; each process measures a part of the problems."""
     ids = [prompt.id for prompt in prompts]
     if path.is_file():
@@ -217,7 +205,7 @@ def _rates(prompts: Sequence[Prompt], setting: FrontierSampler, judge: Judge, pa
     return rates
 
 
-def _passed(prompts: Sequence[Prompt], numbers: range, setting: FrontierSampler, judge: Judge) -> np.ndarray:
+def _passed(prompts: Sequence[Prompt], numbers: range, setting: Setting, judge: Judge) -> np.ndarray:
     """Whether the samples of these numbers pass, (P, len(numbers)) bool."""
     if not prompts:
         return np.zeros((0, len(numbers)), dtype=bool)

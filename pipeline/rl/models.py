@@ -1,13 +1,19 @@
 """The models of a reinforcement-learning run on their device, all in one precision: policy, reference, critic, rewards.
 
-`Setting` offers what a rollout needs as functions of answers, so that `rollout.py` and `advantages.py` need no model.
+    Setting               policy and reference, and how they are sampled
+    ├── CausalSetting     the same of causal models: rlhf, grpo
+    └── (CanvasSetting)   of masked-diffusion models: diffusion_grpo
+
+It offers what a rollout needs as functions of answers, so that `rollout.py` and `advantages.py` need no model.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
+from torch import nn
 
 from pipeline.generation.sampling import Sampling, sampler
 from pipeline.ingest.records import Pair
@@ -30,19 +36,16 @@ from pipeline.sandbox.candidates import RememberingJudge
 from pipeline.sandbox.judge import Judge, SandboxConfig
 
 
-class Setting:
-    """Policy, reference and reward model of a run, and how the run samples."""
+class Setting(ABC):
+    """Policy and reference of a run, and how they are sampled. A sample depends only on its prompt and number."""
 
-    def __init__(self, start: Start, config: RolloutConfig, job: Job, reward_model: RewardModel | None = None) -> None:
-        self.start, self.config, self.seed, self.workers = start, config, job.seed, job.workers
+    policy: nn.Module
+
+    def __init__(self, start: Start, job: Job) -> None:
+        self.start, self.seed, self.workers = start, job.seed, job.workers
         self.sandbox_url = job.runtime.sandbox_url
         self.hardware = device.hardware(job.runtime.precision)
         self.ranks = Ranks(job.runtime.precision, str(job.folder))
-        self.policy = start.policy.to(self.hardware.device)
-        self.reward_model = None
-        if reward_model is not None:
-            self.reward_model = reference.narrowed(reward_model, self.hardware).to(self.hardware.device)
-        self.pad = start.tokenizer.pad
 
     @property
     def precision(self) -> str:
@@ -51,20 +54,48 @@ class Setting:
 
     def sample(self, requests: Sequence[tuple[Prompt, int]]) -> list[Answer]:
         """The policy's answers."""
-        return self._answers(self.policy, requests, self.config.temperature, self.seed)
+        return self._answers(self.policy, requests, self.seed)
 
-    def held_out(self, requests: Sequence[tuple[Prompt, int]], *, of_reference: bool = False) -> list[Answer]:
-        """Answers to held-out prompts, with seeds of their own: the policy's, or the reference's."""
-        seed = device.stable_hash("held out", self.seed) % 2**62
-        if not of_reference:
-            return self._answers(self.policy, requests, self.config.temperature, seed)
-        with self.start.reference.model(self.hardware.device) as frozen:
-            return self._answers(frozen, requests, self.config.temperature, seed)
-
-    def _answers(
-        self, model: Transformer, requests: Sequence[tuple[Prompt, int]], temperature: float, seed: int
+    def held_out(
+        self, requests: Sequence[tuple[Prompt, int]], *, of_reference: bool = False, purpose: str = "held out"
     ) -> list[Answer]:
-        sampling = Sampling(self.config.max_new_tokens, temperature=temperature)
+        """Answers with seeds of their own for a purpose: the policy's, or the reference's."""
+        seed = device.stable_hash(purpose, self.seed) % 2**62
+        if not of_reference:
+            return self._answers(self.policy, requests, seed)
+        with self.start.reference.model(self.hardware.device) as frozen:
+            return self._answers(frozen, requests, seed)
+
+    @abstractmethod
+    def _answers(self, model: nn.Module, requests: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:
+        """Answers of the policy or the reference."""
+
+    @abstractmethod
+    def divergence(self, batch: Sequence[Answer]) -> tuple[float, float]:
+        """The mean divergence from the reference over answers, nats an answer: by k1 and by k3."""
+
+    def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
+        """The sandbox for these rewards, as `judge_or_none`."""
+        return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)
+
+
+class CausalSetting(Setting):
+    """The setting of causal models, with a reward model where one is given."""
+
+    policy: Transformer
+
+    def __init__(self, start: Start, config: RolloutConfig, job: Job, reward_model: RewardModel | None = None) -> None:
+        super().__init__(start, job)
+        self.config = config
+        self.policy = start.policy.to(self.hardware.device)
+        self.reward_model = None
+        if reward_model is not None:
+            self.reward_model = reference.narrowed(reward_model, self.hardware).to(self.hardware.device)
+        self.pad = start.tokenizer.pad
+
+    def _answers(self, model: nn.Module, requests: Sequence[tuple[Prompt, int]], seed: int) -> list[Answer]:
+        assert isinstance(model, Transformer), type(model)
+        sampling = Sampling(self.config.max_new_tokens, temperature=self.config.temperature)
         with self.hardware.autocast(), lora.folded_in(model):
             generate = sampler(model, sampling, {self.start.tokenizer.turn_end})
             return answers.sample(generate, requests, self.start.tokenizer, seed)
@@ -75,7 +106,6 @@ class Setting:
             return answers.logprobs_of(frozen, batch, self.pad, self.config.temperature)
 
     def divergence(self, batch: Sequence[Answer]) -> tuple[float, float]:
-        """The mean divergence from the reference over answers, nats an answer: by k1 and by k3."""
         pairs = zip(batch, self.reference(batch), strict=True)
         ratios = [torch.from_numpy(np.array(answer.logprobs) - frozen) for answer, frozen in pairs]
         k3 = [float(kl_k3(ratio, torch.zeros_like(ratio)).sum()) for ratio in ratios]
@@ -99,7 +129,7 @@ class Setting:
         comparison = Preferred(lambda batch: self.learned(batch) * std)
         seed = device.stable_hash("preferred", self.seed) % 2**62
         with self.start.reference.model(self.hardware.device) as frozen:
-            comparison.ask(prompts, lambda requests: self._answers(frozen, requests, self.config.temperature, seed))
+            comparison.ask(prompts, lambda requests: self._answers(frozen, requests, seed))
         return comparison
 
     def resources(
@@ -116,10 +146,6 @@ class Setting:
             learned=self.learned if self.reward_model else None,
             preferred=preferred,
         )
-
-    def judge(self, sandbox: SandboxConfig, *, wanted: Collection[str]) -> AbstractContextManager[Judge | None]:
-        """The sandbox for these rewards, as `judge_or_none`."""
-        return judge_or_none(sandbox, self.workers, self.sandbox_url, wanted=wanted)
 
 
 @contextmanager

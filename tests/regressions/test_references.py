@@ -18,7 +18,7 @@ from pipeline.model.lora import AdapterConfig
 from pipeline.model.transformer import Transformer
 from pipeline.rl import advantages, answers
 from pipeline.rl.advantages import PPOConfig
-from pipeline.rl.models import Setting
+from pipeline.rl.models import CausalSetting
 from pipeline.rl.rewards import Score
 from pipeline.rl.rollout import Method, RolloutConfig, RolloutStream
 from pipeline.run.errors import ConfigError
@@ -117,7 +117,7 @@ def filled(
     config = RolloutConfig(
         learning_rate=1e-3, prompts=3, samples=2, iterations=1, max_prompt=16, max_new_tokens=8, temperature=temperature
     )
-    setting = Setting(start, config, job(folder))
+    setting = CausalSetting(start, config, job(folder))
     carried = {"beta": 0.05}
     model, critic = policy, RewardModel(checkpoint.load(base)[0])
     if kind == "rlhf":
