@@ -25,19 +25,20 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.model import checkpoint as model_checkpoint
 from pipeline.model.attention import Masked
 from pipeline.model.config import ModelConfig, finite_number, positive_int, read_values
+from pipeline.model.heads import TrunkModel
 from pipeline.model.initialization import TABLES, grown
-from pipeline.model.transformer import Checkpointing, Transformer
+from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ModelError
 from pipeline.run.types import JsonObject
 from pipeline.text.adoption import adopt
-from pipeline.text.tokenizer import BEGINS, END_OF_TEXT, MASKS, PADS, TURN_ENDS, Tokenizer
+from pipeline.text.tokenizer import Tokenizer
 
 MOST_LOGITS = 2**24  # that are computed at once without checkpointing
 
@@ -89,7 +90,7 @@ class Noised:
 Read = Callable[[Tensor, Tensor, Noised], Tensor]  # (states (n, D), the head's matrix (V, D), the input) -> result
 
 
-class Denoiser(nn.Module):
+class Denoiser(TrunkModel):
     """A bidirectional `Transformer` with its traits. Raises ValueError for a causal one."""
 
     def __init__(self, trunk: Transformer, traits: Traits) -> None:
@@ -152,28 +153,6 @@ class Denoiser(nn.Module):
         """Allowed logits (n, V), at least float32, of the predicted positions, row by row."""
         return self.read(noised, lambda hidden, table, _: allowed_logits(hidden, table, self.traits.banned))
 
-    @property
-    def config(self) -> ModelConfig:
-        """The trunk's shape."""
-        return self.trunk.config
-
-    @property
-    def checkpointing(self) -> Checkpointing:
-        """See `Transformer`."""
-        return self.trunk.checkpointing
-
-    @checkpointing.setter
-    def checkpointing(self, mode: Checkpointing) -> None:
-        self.trunk.checkpointing = mode
-
-    def num_parameters(self) -> int:
-        """All weights."""
-        return self.trunk.num_parameters()
-
-    def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of one token of an input; see `ModelConfig`."""
-        return self.config.flops_per_token(context)
-
 
 def allowed_logits(hidden: Tensor, table: Tensor, banned: Collection[int]) -> Tensor:
     """Logits (n, V), at least float32, of states (n, D) with the head's matrix (V, D); -inf for the banned ids."""
@@ -227,6 +206,12 @@ LLADA_BLOCK = {
     "up_proj": "mlp.up_proj",
     "ff_out": "mlp.down_proj",
 }
+# Control tokens by purpose: the name in Dream and DiffuCoder, then the one in LLaDA.
+MASKS = ("<|mask|>", "<|mdm_mask|>")
+BEGINS = ("<|beginoftext|>", "<|startoftext|>")  # before a text; never predicted
+PADS = ("<|pad|>",)
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
+END_OF_TEXT = "<|endoftext|>"  # fills a canvas
 Value = TypeVar("Value")
 
 

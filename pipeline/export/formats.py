@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import wings
-from pipeline.model.heads import RewardModel
+from pipeline.model.heads import RewardModel, TrunkModel
 from pipeline.model.transformer import Transformer
 from pipeline.run.types import JsonObject
 from pipeline.text.tokenizer import Tokenizer
@@ -15,13 +15,7 @@ if TYPE_CHECKING:
     from pipeline.export.smoke import ServedModel
 
 
-class OwnModel(Protocol):
-    """A wing's model: a `Transformer` with something around it."""
-
-    trunk: Transformer
-
-
-Exportable = Transformer | RewardModel | OwnModel
+Exportable = Transformer | TrunkModel
 
 
 class OwnFormat(Protocol):
@@ -37,7 +31,7 @@ class OwnFormat(Protocol):
         """Whether a model is such a one."""
         ...
 
-    def load(self, folder: Path) -> tuple[OwnModel, Tokenizer]:
+    def load(self, folder: Path) -> tuple[TrunkModel, Tokenizer]:
         """The model of a directory and its tokenizer."""
         ...
 

@@ -29,7 +29,35 @@ from pipeline.run.errors import ConfigError
 MIN_STD = 1e-3  # below it normalizing would only magnify rounding
 
 
-class RewardModel(nn.Module):
+class TrunkModel(nn.Module):
+    """A model around a `Transformer`."""
+
+    trunk: Transformer
+
+    @property
+    def config(self) -> ModelConfig:
+        """The trunk's shape."""
+        return self.trunk.config
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """See `Transformer`."""
+        return self.trunk.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, mode: Checkpointing) -> None:
+        self.trunk.checkpointing = mode
+
+    def num_parameters(self) -> int:
+        """All weights, those of the head included."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, context: int) -> int:
+        """Training FLOPs of one token; see `ModelConfig`."""
+        return self.config.flops_per_token(context)
+
+
+class RewardModel(TrunkModel):
     """A trunk and a scalar head. It takes ownership of the trunk and deletes its head for tokens.
 
     `reward_mean` and `reward_std` are those of the answers that the head was calibrated on; 0 and 1 before that.
@@ -79,24 +107,6 @@ class RewardModel(nn.Module):
         """Set mean and deviation (unbiased, at least 1e-3) to those of the base model's answers' raw rewards (n,)."""
         self.reward_mean = float(rewards.double().mean())
         self.reward_std = max(MIN_STD, float(rewards.double().std()))
-
-    @property
-    def config(self) -> ModelConfig:
-        """The trunk's shape."""
-        return self.trunk.config
-
-    @property
-    def checkpointing(self) -> Checkpointing:
-        """See `Transformer`."""
-        return self.trunk.checkpointing
-
-    @checkpointing.setter
-    def checkpointing(self, mode: Checkpointing) -> None:
-        self.trunk.checkpointing = mode
-
-    def num_parameters(self) -> int:
-        """All weights, the scalar head included."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs of one token: the trunk's, with one row in place of the vocabulary's."""
@@ -169,7 +179,7 @@ class ActorCritic(nn.Module):
         self.actor.checkpointing = self.critic.checkpointing = mode
 
 
-class GuessingModel(nn.Module):
+class GuessingModel(TrunkModel):
     """A reward model with a second row for the auxiliary task, zero at the start too; training updates both."""
 
     def __init__(self, model: RewardModel) -> None:
@@ -199,18 +209,9 @@ class GuessingModel(nn.Module):
             return functional.linear(hidden.float(), rows.float())
 
     @property
-    def config(self) -> ModelConfig:
-        """The trunk's shape."""
-        return self.model.config
-
-    @property
-    def checkpointing(self) -> Checkpointing:
-        """See `Transformer`."""
-        return self.model.checkpointing
-
-    @checkpointing.setter
-    def checkpointing(self, mode: Checkpointing) -> None:
-        self.model.checkpointing = mode
+    def trunk(self) -> Transformer:
+        """The reward model's."""
+        return self.model.trunk
 
     def num_parameters(self) -> int:
         """Those of the reward model."""

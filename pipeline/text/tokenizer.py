@@ -398,14 +398,3 @@ TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-
-
-# --- published masked-diffusion checkpoints --------------------------------------------------------------------------
-
-
-# Control tokens by purpose: the name in Dream and DiffuCoder, then the one in LLaDA.
-MASKS = ("<|mask|>", "<|mdm_mask|>")
-BEGINS = ("<|beginoftext|>", "<|startoftext|>")  # before a text; never predicted
-PADS = ("<|pad|>",)
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
-END_OF_TEXT = "<|endoftext|>"  # fills a canvas
