@@ -35,7 +35,6 @@ from pipeline.batches.pairs import PairSplit
 from pipeline.diffusion import files, losses
 from pipeline.diffusion import masks as diffusion_masks
 from pipeline.diffusion.batches import SIDES, drawn_pairs
-from pipeline.diffusion.files import opens as opens
 from pipeline.diffusion.masks import Drawn
 from pipeline.diffusion.model import Denoiser, Noised
 from pipeline.diffusion.sampling import CACHES, Denoising, Generation, denoise, global_ar, local_ar, order_of
@@ -198,6 +197,11 @@ class CanvasSubject(Subject):
         if settings.temperature == 0 and settings.order != "random":
             self.known.update({(name, settings): generation for name, generation in new.items()})
         return {name: new[name] if name in new else self.known[name, settings] for name in fitting}
+
+
+def opens(folder: Path) -> bool:
+    """See `files.opens`."""
+    return files.opens(folder)
 
 
 def plan(

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.diffusion import files
-from pipeline.diffusion.files import opens as opens
 from pipeline.diffusion.model import Denoiser
 from pipeline.diffusion.sampling import Denoising, Progress, stepwise
 from pipeline.run.device import stable_hash
@@ -28,6 +27,11 @@ from pipeline.serve.models import Served, fingerprint_of, never_said
 KIND: str = "diffusion"
 CANVAS = 96  # tokens
 MAX_PROBABILITY = 1 + 1e-6  # room for rounding
+
+
+def opens(folder: Path) -> bool:
+    """See `files.opens`."""
+    return files.opens(folder)
 
 
 def load(folder: Path, name: str, stage: str, *, rows: int, queue: int) -> Served:

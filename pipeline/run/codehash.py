@@ -13,7 +13,8 @@ call our own code, functions under decorators that are not in PLAIN_DECORATORS. 
 be followed: a module used as a value (`getattr(module, name)`), a name that it does not define, star imports,
 `globals()`, `__getattr__`. Code that uses `__file__` brings in the Python files of its folder; the other files of a
 folder (templates) count with every definition beside them. `wings.each("x")` uses the definition `x` of every
-`pipeline/*/wing.py` that has one; with another argument than a text, all of those modules.
+`pipeline/*/wing.py` that has one; with another argument than a text, all of those modules. Names that a module used as
+a value has imported are not followed: it must define them.
 
 The modules of IGNORED are left out: they change no result, so no default of a stage may live in them. What was read
 from a module's text is cached in `.work/code.json`. Not covered: modules that are named in a string, and changes in
