@@ -35,7 +35,6 @@ from pipeline.run.types import JsonObject
 from pipeline.serve.canvas_engine import CanvasEngine
 from pipeline.serve.engine import Engine
 from pipeline.serve.loop import Loop
-from pipeline.serve.onnx_engine import Export
 from pipeline.serve.options import Weights
 from pipeline.serve.protocol import ApiFault
 from pipeline.text import chat
@@ -118,14 +117,10 @@ class Served:
             return float(self.reward_model(torch.tensor([ids]))[0, -1])
 
 
-def load(
-    folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None, onnx: bool = False
-) -> list[Served]:
-    """Load model directories; their engines are made, not started. `weights`: None chooses by size; `onnx`: run the
-    ONNX export.
+def load(folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None) -> list[Served]:
+    """Load model directories; their engines are made, not started. `weights`: None chooses by size.
 
-    Raises ConfigError for two models of one name or a missing export, ModelError, InputError for more rows than the
-    memory holds.
+    Raises ConfigError for two models of one name, ModelError, InputError for more rows than the memory holds.
     """
     names = [folder.resolve().name for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -142,7 +137,7 @@ def load(
         elif read_config(folder).attention != "causal":
             served.append(_load_diffusion(folder, name, stage, rows, queue))
         else:
-            served.append(_load_causal(folder, name, stage, rows, queue, weights, onnx))
+            served.append(_load_causal(folder, name, stage, rows, queue, weights))
     _trim_heap()
     return served
 
@@ -198,20 +193,11 @@ def _load_diffusion(folder: Path, name: str, stage: str, rows: int, queue: int) 
     )
 
 
-def _load_causal(
-    folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None, onnx: bool
-) -> Served:
+def _load_causal(folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None) -> Served:
     model, tokenizer = checkpoint.load(folder)
     model.train(False).requires_grad_(False)
-    if onnx:
-        export = Export(folder / "onnx", model.config)
-        form, fingerprint = f"onnx {export.kind}", f"fp_{export.fingerprint[:12]}"
-        shape = model.to("meta", torch.float32)  # keys and values are float32 there; frees our own weights
-        engine = Engine(shape, rows=rows, queue=queue, decoder=export.decoder)
-    else:
-        weights = weights or ("int8" if inference.pays(model) else "native")
-        form, fingerprint = weights, _fingerprint(model)
-        engine = Engine(inference.for_serving(model, weights), rows=rows, queue=queue)
+    weights = weights or ("int8" if inference.pays(model) else "native")
+    fingerprint = _fingerprint(model)  # before int8 replaces the weights
     return Served(
         id=name,
         kind="causal",
@@ -221,8 +207,8 @@ def _load_causal(
         context=model.config.max_context,
         vocab_size=model.config.vocab_size,
         fingerprint=fingerprint,
-        weights=form,
-        engine=engine,
+        weights=weights,
+        engine=Engine(inference.for_serving(model, weights), rows=rows, queue=queue),
     )
 
 
