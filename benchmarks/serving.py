@@ -438,12 +438,6 @@ def main() -> None:
         Goal(
             "1 row, int8: tokens/s, times transformers.generate", None, "benchmarks/engine.py measures it", at_least=2
         ),
-        Goal(
-            "--engine onnx: tokens/s, times llama.cpp with the same bits",
-            None,
-            "benchmarks/onnx_engine.py measures it",
-            at_least=0.9,
-        ),
         *goals,
     ]
     million = engines[NATIVE].model.num_parameters() / 1e6

@@ -1,13 +1,12 @@
 """Serve models over HTTP: OpenAI's API, and a page to talk to them.
 
     python -m pipeline.serve models/rlhf [models/dpo models/reward ...] [--host 127.0.0.1] [--port 8000]
-        [--engine torch|onnx] [--weights int8|native] [--rows 8] [--queue 32] [--rate 200] [--api-key-file FILE]
+        [--weights int8|native] [--rows 8] [--queue 32] [--rate 200] [--api-key-file FILE]
         [--feedback FILE] [--allow-host NAME ...] [--allow-origin ORIGIN ...]
 
 Without models it serves models/deploy, else rlhf, tools or code, and the reward model beside it. Port 0 takes a free
-port, which is printed. With --engine onnx, onnxruntime-genai runs the export of stage_deploy (models/deploy/onnx); a
-reward model beside it still runs on our engine. Keys come from a file, one a line, or from STAGECOACH_API_KEYS; without
-one, any address but the loopback is refused.
+port, which is printed. Keys come from a file, one a line, or from STAGECOACH_API_KEYS; without one, any address but the
+loopback is refused.
 
 One worker process answers (granian, HTTP/1.1) and is restarted when it dies. SIGTERM ends the server; running answers
 have 20 seconds to finish. Not here: TLS; put a proxy in front.
@@ -83,7 +82,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("models", type=Path, nargs="*", help="model directories (default: what make built)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one")
-    parser.add_argument("--engine", choices=("torch", "onnx"), default="torch", help="onnx: runs models/deploy/onnx")
     parser.add_argument(
         "--weights", choices=("int8", "native"), help="default: int8 from 50 M parameters on an x86 CPU"
     )
@@ -99,8 +97,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.rows < 1 or arguments.queue < 0 or not 0 <= arguments.rate < math.inf:
         parser.error("expected --rows of at least 1, --queue and --rate of at least 0")
-    if arguments.engine == "onnx" and arguments.weights:
-        parser.error("--weights is for --engine torch: an ONNX export has its own, set deploy.onnx to fp32 or int4")
     return arguments
 
 
@@ -113,7 +109,6 @@ def main() -> int:
         check_address(arguments.host, keys)
         options = Options(
             models=tuple(choose_models(arguments.models)),
-            engine=arguments.engine,
             weights=arguments.weights,
             rows=arguments.rows,
             queue=arguments.queue,

@@ -115,7 +115,6 @@ class Service:
                     rows=self.options.rows,
                     queue=self.options.queue,
                     weights=self.options.weights,
-                    onnx=self.options.engine == "onnx",
                 )
             )
         except StagecoachError as error:

@@ -18,9 +18,9 @@ than CONSTRAINT_SECONDS and CONSTRAINT_SECONDS_PER_TOKEN a token ends its answer
 The thread, the queue and the faults of what rows share are those of every engine (`loop.py`).
 
 Prefix cache: a row that has ended keeps its keys and values until another request takes it. A request takes the free
-row with the longest common prefix. If a busy row has more of the prompt, that prefix is copied, where the cache is our
-own; if no row has any, the request takes the row that has been idle longest. Only rows of the same owner are compared:
-how fast an answer comes must not tell one user what another asked.
+row with the longest common prefix. If a busy row has more of the prompt, that prefix is copied; if no row has any, the
+request takes the row that has been idle longest. Only rows of the same owner are compared: how fast an answer comes
+must not tell one user what another asked.
 
 Decoder: a server mostly decodes one or two of its rows, each by one token or by a short draft. `RowDecoder` reads the
 keys and values of these rows in place and copies nothing; the queries of a group become rows of one product. Idle rows
@@ -32,13 +32,11 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import psutil
@@ -78,32 +76,6 @@ FREE_SHARE = 0.25  # of the free memory, what keys and values may take
 CGROUP = Path("/sys/fs/cgroup")
 NARROW = 16  # new tokens of a row up to which plain products beat the fused kernel, which needs the keys copied
 TOGETHER = 4  # from so many rows of one token each, one product serves all rows
-
-
-@dataclass
-class Lengths:
-    """How many positions each row holds, for a decoder that keeps keys and values elsewhere. Rows can be cut, not
-    copied.
-    """
-
-    own: list[int]
-
-
-class BatchDecoder(Protocol):
-    """What the engine needs of a decoder: `RowDecoder`, or one on a foreign runtime (`onnx_engine.py`)."""
-
-    @property
-    def cache(self) -> KVCache | Lengths:
-        """`cache.own` is the valid length of each row; later positions are overwritten."""
-        ...
-
-    def advance(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tensor:
-        """As `RowDecoder.advance`."""
-        ...
-
-    def rewind(self, row: int, length: int) -> None:
-        """As `RowDecoder.rewind`."""
-        ...
 
 
 @dataclass
@@ -149,22 +121,17 @@ class Engine(Loop):
         rows: int = 8,
         queue: int = 32,
         drafts: bool = True,
-        decoder: Callable[[int], BatchDecoder] | None = None,
     ) -> None:
-        """`decoder` makes a decoder with so many rows; None: our own, of `model`, whose weights no other one needs.
-
-        Raises ValueError for a bidirectional model, InputError where the rows may take too much memory.
-        """
+        """Raises ValueError for a bidirectional model, InputError where the rows may take too much memory."""
         super().__init__(rows=rows, queue=queue, context=model.config.max_context, vocabulary=model.config.vocab_size)
         self.model, self.drafts = model.train(False), drafts
-        self._make_decoder = decoder or partial(RowDecoder, self.model)
         table = model.model.embed_tokens.weight
         check_memory(model.config, rows, table.dtype, table.device)
         self._end_counter = itertools.count(1)
         self._reset()
 
     def _reset_rows(self) -> None:
-        self.decoder = self._make_decoder(self.rows)
+        self.decoder = RowDecoder(self.model, self.rows)
         self.slots = [Slot() for _ in range(self.rows)]
         self._scored_until = 0.0  # while others generate, nothing more is scored before this time
 
@@ -220,8 +187,7 @@ class Engine(Loop):
 
     def _max_chunk(self, row: int) -> int | None:
         """How many tokens a row may read in a step; None: all, since its hook needs the whole prompt."""
-        cache = self.decoder.cache
-        if isinstance(cache, KVCache) and cache.reads_at_once:
+        if self.decoder.cache.reads_at_once:
             return None
         return CHUNK if self._request(row).score is None else SCORE_CHUNK
 
@@ -374,11 +340,10 @@ class Engine(Loop):
         """As `Loop._fail`. Also clears the row: a NaN behind its end would reach the next request."""
         super()._fail(row, error)
         self.slots[row].held, cache = [], self.decoder.cache
-        if isinstance(cache, KVCache):
-            for tensor in (*cache.keys, *cache.values):
-                tensor[row].zero_()
-            if cache.hook is not None:
-                cache.hook.zero(row)
+        for tensor in (*cache.keys, *cache.values):
+            tensor[row].zero_()
+        if cache.hook is not None:
+            cache.hook.zero(row)
 
     def _finish(self, row: int, reason: str, message: str = "") -> None:
         """As `Loop._finish`. The row keeps its contents for the next request with the same prefix."""
@@ -396,16 +361,15 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
 # -- prefix cache ------------------------------------------------------------------------------------------------------
 
 
-def take_row(slots: Sequence[Slot], cache: KVCache | Lengths, ids: list[int], owner: str) -> tuple[int, int]:
+def take_row(slots: Sequence[Slot], cache: KVCache, ids: list[int], owner: str) -> tuple[int, int]:
     """(row, cached): the free row for a prompt, and how many of its first positions already hold the prompt."""
     free = [row for row, slot in enumerate(slots) if slot.ticket is None]
     lengths = {row: _common_prefix(slot.held, ids) for row, slot in enumerate(slots) if slot.owner == owner}
-    reads_at_once = isinstance(cache, KVCache) and cache.reads_at_once
-    lengths = {row: length for row, length in lengths.items() if length >= SHARED and not reads_at_once}
+    lengths = {row: length for row, length in lengths.items() if length >= SHARED and not cache.reads_at_once}
     best = max(free, key=lambda row: (lengths.get(row, 0), -slots[row].used))
     cached = lengths.get(best, 0)
     donor = max(lengths, key=lambda row: lengths[row], default=best)
-    if isinstance(cache, KVCache) and lengths.get(donor, 0) > cached:  # a busy row has more
+    if lengths.get(donor, 0) > cached:  # a busy row has more
         cached, best = lengths[donor], min(free, key=lambda row: slots[row].used)
         for tensors, dim in ((cache.keys, 2), (cache.values, 1)):
             for tensor in tensors:
@@ -413,7 +377,7 @@ def take_row(slots: Sequence[Slot], cache: KVCache | Lengths, ids: list[int], ow
         if cache.hook is not None:
             cache.hook.copy(donor, best, cached)
     cache.own[best] = cached
-    if isinstance(cache, KVCache) and cache.hook is not None:
+    if cache.hook is not None:
         cache.hook.rewind(best)
     return best, cached
 

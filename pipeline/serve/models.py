@@ -34,7 +34,6 @@ from pipeline.run.errors import ConfigError, ModelError
 from pipeline.run.types import JsonObject
 from pipeline.serve.engine import Engine
 from pipeline.serve.loop import Loop
-from pipeline.serve.onnx_engine import Export
 from pipeline.serve.options import Weights
 from pipeline.serve.protocol import ApiFault
 from pipeline.text import chat
@@ -57,7 +56,7 @@ class Served:
     context: int
     vocab_size: int  # rows of the embedding
     fingerprint: str  # of the weights
-    weights: str  # native, int8, onnx fp32, onnx int4
+    weights: str  # native, int8
     engine: Loop | None = None  # of a model that writes
     reward_model: RewardModel | None = None
     _grammars: Grammars | None = None
@@ -136,14 +135,10 @@ def own_kinds() -> list[OwnKind]:
     return [offer() for offer in wings.each("serving")]
 
 
-def load(
-    folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None, onnx: bool = False
-) -> list[Served]:
-    """Load model directories; their engines are made, not started. `weights`: None chooses by size; `onnx`: run the
-    ONNX export.
+def load(folders: Sequence[Path], *, rows: int, queue: int, weights: Weights | None) -> list[Served]:
+    """Load model directories; their engines are made, not started. `weights`: None chooses by size.
 
-    Raises ConfigError for two models of one name or a missing export, ModelError, InputError for more rows than the
-    memory holds.
+    Raises ConfigError for two models of one name, ModelError, InputError for more rows than the memory holds.
     """
     names = [folder.resolve().name for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -160,7 +155,7 @@ def load(
         elif own := next((own for own in own_kinds() if own.opens(folder)), None):
             served.append(own.load(folder, name, stage, rows=rows, queue=queue))
         else:
-            served.append(_load_causal(folder, name, stage, rows, queue, weights, onnx))
+            served.append(_load_causal(folder, name, stage, rows, queue, weights))
     _trim_heap()
     return served
 
@@ -197,20 +192,11 @@ def _load_reward(folder: Path, name: str, stage: str) -> Served:
     )
 
 
-def _load_causal(
-    folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None, onnx: bool
-) -> Served:
+def _load_causal(folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None) -> Served:
     model, tokenizer = checkpoint.load(folder)
     model.train(False).requires_grad_(False)
-    if onnx:
-        export = Export(folder / "onnx", model.config)
-        form, fingerprint = f"onnx {export.kind}", f"fp_{export.fingerprint[:12]}"
-        shape = model.to("meta", torch.float32)  # keys and values are float32 there; frees our own weights
-        engine = Engine(shape, rows=rows, queue=queue, decoder=export.decoder)
-    else:
-        weights = weights or ("int8" if inference.pays(model) else "native")
-        form, fingerprint = weights, fingerprint_of(model)
-        engine = Engine(inference.for_serving(model, weights), rows=rows, queue=queue)
+    weights = weights or ("int8" if inference.pays(model) else "native")
+    fingerprint = fingerprint_of(model)  # before int8 replaces the weights
     return Served(
         id=name,
         kind="causal",
@@ -220,8 +206,8 @@ def _load_causal(
         context=model.config.max_context,
         vocab_size=model.config.vocab_size,
         fingerprint=fingerprint,
-        weights=form,
-        engine=engine,
+        weights=weights,
+        engine=Engine(inference.for_serving(model, weights), rows=rows, queue=queue),
     )
 
 

@@ -16,8 +16,7 @@ class Options:
     """What the server serves, and to whom."""
 
     models: tuple[Path, ...]
-    engine: Literal["torch", "onnx"] = "torch"
-    weights: Weights | None = None  # None: by size; only for the engine torch
+    weights: Weights | None = None  # None: by size
     rows: int = 8  # requests that run at a time
     queue: int = 32  # requests that wait
     rate: float = 200.0  # requests a second of a key, or of an address without one (`limits.py`); 0: no limit
