@@ -36,10 +36,7 @@ from pipeline.run.workdir import Job, sha256
 from pipeline.synthetic import drills, programs, stories, tools
 
 # corpus -> its parts, of data=packages and data=machine
-PARTS = {
-    "text": ("prose", "stories", "drills", "transcripts"),
-    "code": ("python", "shell", "generated"),
-}
+PARTS = {"text": ("prose", "stories", "drills", "transcripts"), "code": ("python", "shell", "generated")}
 HARVESTED = ("prose", "python", "shell")  # parts whose size is capped by package; generators have no packages
 BATCH_NUMBERS = 10  # numbers of each story family in a batch
 BATCH_RECORDS = {"drills": 200, "transcripts": 40}

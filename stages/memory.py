@@ -128,10 +128,7 @@ def run(
         say(f"warning: {warning}")
     measurements = {name: _measure(m, tokenizer, stream.code, questions) for name, m in models.items()}
     job.report(
-        router=training.summary(diagnostics),
-        leaky=int(params.memory.leaky),
-        layers=layers,
-        trained_parameters=trained,
+        router=training.summary(diagnostics), leaky=int(params.memory.leaky), layers=layers, trained_parameters=trained
     )
     job.report(**_compare({"base": base_measurement} | measurements))
     write_json(routes, measure.routing(model, tokenizer, slices))

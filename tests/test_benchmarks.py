@@ -193,10 +193,7 @@ CHECKS = {  # body of the check -> solutions, whose verdict must be that of runn
         "return 4 if x > 1 else -1",
     ],
     "limit = 10\nassert abs(candidate(1.5, limit) - 11.5) < 1e-6\n"
-    "assert len(candidate(1, 2) * [0] if False else [1]) == 1": [
-        "return x + y",
-        "return x",
-    ],
+    "assert len(candidate(1, 2) * [0] if False else [1]) == 1": ["return x + y", "return x"],
 }
 
 

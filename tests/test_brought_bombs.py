@@ -100,10 +100,7 @@ def test_a_gzip_file_that_expands_is_refused_while_it_is_read(
             file.write(b"\0" * (1 << 20))
     tracemalloc.start()
     try:
-        for attempt in (
-            lambda: list(duplicates.benchmark_items(tmp_path)),
-            lambda: bfcl.read(tmp_path / name),
-        ):
+        for attempt in (lambda: list(duplicates.benchmark_items(tmp_path)), lambda: bfcl.read(tmp_path / name)):
             with pytest.raises(DataError, match=r"a\.\w+\.gz: expands to more than 4 MB"):
                 list(attempt())
         assert tracemalloc.get_traced_memory()[1] < 40_000_000

@@ -142,10 +142,7 @@ def test_ppo_is_compared_with_its_policy_s_start_and_not_with_its_reward_model()
 
 
 def test_numbers_of_a_curve_stand_below_it_thinned_with_first_and_last() -> None:
-    series = [
-        charts.Series("a", [(float(s), s / 100) for s in range(1, 101)]),
-        charts.Series("b", [(1.0, 5.0)]),
-    ]
+    series = [charts.Series("a", [(float(s), s / 100) for s in range(1, 101)]), charts.Series("b", [(1.0, 5.0)])]
     rows = charts.thinned(series, most=10)
     assert rows[0] == ["1", "0.0100", "5.0000"]
     assert rows[-1] == ["100", "1.0000", ""]

@@ -109,10 +109,7 @@ def changed(repository: Path, name: str, old: str, new: str) -> list[str]:
 
 
 def test_what_is_reached_is_what_the_stage_uses_also_through_another_module(repository: Path) -> None:
-    assert reached(repository) == {
-        "stages.tools": ["*main", "f"],
-        "pipeline.letters.chat": ["STOP", "_mark", "render"],
-    }
+    assert reached(repository) == {"stages.tools": ["*main", "f"], "pipeline.letters.chat": ["STOP", "_mark", "render"]}
 
 
 @pytest.mark.parametrize(

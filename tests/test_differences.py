@@ -335,9 +335,6 @@ def test_packages_that_differ_are_named_with_the_stages_that_they_computed(tmp_p
             told = {"lineage": {"key": f"{stage}{torch}", "code": "c", "inputs": {}, "versions": versions}}
             (folder / f"{stage}.json").write_text(json.dumps(told))
         runs.append(read(folder))
-    assert claims.packages(*runs) == [
-        "requirements.lock: aa → bb (language, code)",
-        "torch: 2.13.0 → 2.14.0 (code)",
-    ]
+    assert claims.packages(*runs) == ["requirements.lock: aa → bb (language, code)", "torch: 2.13.0 → 2.14.0 (code)"]
     assert claims.packages(runs[0], runs[0]) == []
     assert "Other packages computed them" in compare.render(*runs, ("a", "b"))

@@ -83,11 +83,7 @@ def answer(
 
 
 @pytest.mark.parametrize(
-    ("in_first", "log", "released", "normalised"),
-    [
-        (True, -0.5, -1.125, -0.75),
-        (False, -0.5, -0.916667, -0.611111),
-    ],
+    ("in_first", "log", "released", "normalised"), [(True, -0.5, -1.125, -0.75), (False, -0.5, -0.916667, -0.611111)]
 )
 def test_the_estimate_of_a_token_by_hand(in_first: bool, log: float, released: float, normalised: float) -> None:
     """t = .4, l^a = -1, and the half that hides the token says -.5."""

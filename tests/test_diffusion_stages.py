@@ -96,10 +96,7 @@ def test_the_control_ends_after_its_own_steps(masked: Workspace) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "phases"),
-    [
-        ({"adapt_steps": 0}, {"sft", "control_sft"}),
-        ({"sft_epochs": 0}, {"adapt", "control_adapt"}),
-    ],
+    [({"adapt_steps": 0}, {"sft", "control_sft"}), ({"sft_epochs": 0}, {"adapt", "control_adapt"})],
 )
 @pytest.mark.full
 def test_either_part_may_be_left_out(masked: Workspace, changes: dict[str, Any], phases: set[str]) -> None:

@@ -90,9 +90,7 @@ def test_the_curve_is_pass_at_k_over_the_k_that_were_sampled() -> None:
 
 
 def test_without_a_sandbox_problems_say_so(
-    tiny_model: Transformer,
-    byte_tokenizer: Tokenizer,
-    capsys: pytest.CaptureFixture[str],
+    tiny_model: Transformer, byte_tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     subject = Subject(tiny_model, byte_tokenizer, SETTINGS, 1)
     result = evaluate.solve(subject, list(programs.problems("test", 4, 1)), lambda: NoSandbox(SandboxConfig(), 1))

@@ -181,12 +181,7 @@ def test_copies_of_layers_that_are_computed_again_are_one_layers() -> None:
 
 @pytest.mark.parametrize(
     ("packed", "context", "expected"),
-    [
-        (False, 100, (1, 1)),
-        (False, 512, (2.5, 2.5)),
-        (False, 1024, (4.5, 1.25)),
-        (True, 1024, (4.5, 2.5)),
-    ],
+    [(False, 100, (1, 1)), (False, 512, (2.5, 2.5)), (False, 1024, (4.5, 1.25)), (True, 1024, (4.5, 2.5))],
 )
 def test_tiles_reach_as_far_as_documents_do(packed: bool, context: int, expected: tuple[float, float]) -> None:
     """Of 1,024 tokens eight tiles see 1 to 8 tiles; the probabilities of the first four are kept."""
@@ -228,13 +223,7 @@ def saved(model: Transformer, rows: int, context: int, precision: str) -> float:
 @pytest.mark.parametrize("targets", [None, lora.TARGETS[:4], ("all-linear",)])
 @pytest.mark.parametrize(
     ("precision", "context", "kv_heads"),
-    [
-        ("fp32", 128, 3),
-        ("fp32", 1024, 3),
-        ("fp32", 640, 1),
-        ("bf16", 128, 3),
-        ("bf16", 512, 1),
-    ],
+    [("fp32", 128, 3), ("fp32", 1024, 3), ("fp32", 640, 1), ("bf16", 128, 3), ("bf16", 512, 1)],
 )
 def test_a_layer_saves_what_the_arithmetic_says(
     precision: str, context: int, kv_heads: int, targets: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch

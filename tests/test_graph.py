@@ -397,11 +397,7 @@ def test_two_processes_see_the_same_rows_and_losses(repository: Repository, tmp_
         (["stages.language", "language.stepz=3"], 2, "unknown key 'stepz' (did you mean 'steps'?)"),
         (["stages.language", "model=nanno"], 2, "did you mean 'nano'?"),
         (["stages.language", "language.learning_rate=high"], 2, 'expected float, got "high"'),
-        (
-            ["stages.deploy", "deploy.model=nothing"],
-            2,
-            "models/nothing does not exist",
-        ),
+        (["stages.deploy", "deploy.model=nothing"], 2, "models/nothing does not exist"),
         (["stages.evaluate"], 2, "usage: python -m stages.evaluate MODEL [key=value ...]; got []"),
         (
             ["stages.language", "language.tokens_per_step=1000000000", "language.context=1000"],

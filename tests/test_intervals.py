@@ -12,8 +12,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize(
-    ("successes", "n", "low", "high"),
-    [(0, 10, 0.0, 0.27753), (5, 10, 0.23659, 0.76341), (10, 10, 0.72247, 1.0)],
+    ("successes", "n", "low", "high"), [(0, 10, 0.0, 0.27753), (5, 10, 0.23659, 0.76341), (10, 10, 0.72247, 1.0)]
 )
 def test_wilson_gives_the_known_intervals(successes: int, n: int, low: float, high: float) -> None:
     interval = wilson(successes, n)

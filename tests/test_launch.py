@@ -235,12 +235,7 @@ def test_without_a_sandbox_what_runs_sampled_programs_is_left_out_and_the_rest_i
     assert left_out == launch.SANDBOXED & build.stages.keys()
     assert (
         set(build.named("not built"))
-        == {
-            "stage_evaluate_reward",
-            "stage_evaluate@rlhf",
-            "stage_evaluate@grpo",
-            "stage_evaluate@diffusion_grpo",
-        }
+        == {"stage_evaluate_reward", "stage_evaluate@rlhf", "stage_evaluate@grpo", "stage_evaluate@diffusion_grpo"}
         & build.stages.keys()
     )
     assert build.stages["stage_deploy"].state == build.stages["stage_report"].state == "built"

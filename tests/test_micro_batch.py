@@ -167,10 +167,7 @@ def test_no_room_for_one_row_says_what_to_do(tmp_path: Path) -> None:
     run = run_of(tmp_path, narrow(0))
     with pytest.raises(torch.OutOfMemoryError):
         footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
-    with (
-        pytest.raises(InputError, match=r"micro-batches tried: 2 "),
-        footprint.explained(run.job, run.config, 0, [2]),
-    ):
+    with pytest.raises(InputError, match=r"micro-batches tried: 2 "), footprint.explained(run.job, run.config, 0, [2]):
         footprint.proved(run.plain, CPU, 2, partial(footprint.dry_step, run), 0.0)
 
 

@@ -267,12 +267,7 @@ def test_the_arithmetic_of_muons_iterations() -> None:
         "changes",
         "moved",
     ),  # a weight of 1 whose gradient is 0.5, at a rate of 0.01: AdamW's first step is g / (|g| + eps)
-    [
-        ({}, 0.01),
-        ({"eps": 0.5}, 0.005),
-        ({"weight_decay": 0.2}, 0.012),
-        ({"learning_rate": 0.1}, 0.1),
-    ],
+    [({}, 0.01), ({"eps": 0.5}, 0.005), ({"weight_decay": 0.2}, 0.012), ({"learning_rate": 0.1}, 0.1)],
 )
 def test_the_first_step_of_adamw_is_the_one_worked_out_by_hand(changes: dict[str, float], moved: float) -> None:
     values = {"optimizer": "adamw", "learning_rate": 0.01, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}

@@ -115,10 +115,7 @@ def test_every_evaluation_asks_the_same_first_prompts(
 
 @pytest.mark.parametrize(("answers", "prompts"), [(1, 3), (2, 3), (4, 1), (4, 0)])
 def test_best_of_n_has_so_many_answers_of_the_reference_to_so_many_prompts(
-    answers: int,
-    prompts: int,
-    asked: list[tuple[list[tuple[str, int]], bool]],
-    monkeypatch: pytest.MonkeyPatch,
+    answers: int, prompts: int, asked: list[tuple[list[tuple[str, int]], bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longer an answer the higher its proxy; where its worth is its number, the best of n has the last number."""
     found = held_out(monkeypatch, best_of=answers, best_of_prompts=prompts)

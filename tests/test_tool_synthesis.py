@@ -351,15 +351,7 @@ def test_the_right_answer_has_gold_one_and_every_wrong_one_less_in_every_turn(
             for kind, message in wrong:
                 assert 0.0 <= gold(dialogue, message, turn) <= 0.901, (dialogue.id, kind)
             kinds.update(kind for kind, _ in wrong)
-    assert set(kinds) == {
-        "wrong_tool",
-        "wrong_type",
-        "wrong_value",
-        "missing",
-        "invented",
-        "refusal",
-        "needless_call",
-    }
+    assert set(kinds) == {"wrong_tool", "wrong_type", "wrong_value", "missing", "invented", "refusal", "needless_call"}
 
 
 def test_wrong_answers_depend_on_their_seed_alone() -> None:

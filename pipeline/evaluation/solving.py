@@ -137,12 +137,7 @@ AT_ONCE = 32  # problems sampled at a time
 
 
 def chosen(
-    prompts: Sequence[Prompt],
-    difficulty: str,
-    most: int,
-    setting: Setting,
-    judge: Judge | None,
-    folder: Path,
+    prompts: Sequence[Prompt], difficulty: str, most: int, setting: Setting, judge: Judge | None, folder: Path
 ) -> list[Prompt]:
     """The prompts of a difficulty: all, frontier (of the first `most` by hash), or one of the problems' groups.
 

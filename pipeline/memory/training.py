@@ -217,11 +217,7 @@ def ablations(memory: Memory, uses: dict[int, Use], seed: int) -> dict[str, Call
     def reading(choose: Callable[[int, Tensor], Tensor]) -> Callable[[TokenBatch], Reading]:
         return lambda batch: Reading(trained=batch.targets >= 0, choose=choose)
 
-    return {
-        "off": lambda _: Reading(off=True),
-        "random": reading(choose_random),
-        "constant": reading(choose_constant),
-    }
+    return {"off": lambda _: Reading(off=True), "random": reading(choose_random), "constant": reading(choose_constant)}
 
 
 def verdicts(numbers: dict[str, float], chapters: int) -> list[str]:

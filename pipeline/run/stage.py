@@ -311,13 +311,7 @@ def _lineage_path(path: Path) -> str:
 
 
 def _make_job(
-    stage: str,
-    item: str | None,
-    seed: int,
-    resolved: JsonObject,
-    runtime: Runtime,
-    folder: Path,
-    lineage: JsonObject,
+    stage: str, item: str | None, seed: int, resolved: JsonObject, runtime: Runtime, folder: Path, lineage: JsonObject
 ) -> workdir.Job:
     """The job of an unfinished key. The caller must hold the key's lock: this opens its MLflow run."""
     tags = {

@@ -111,10 +111,7 @@ class Service:
         try:
             catalog = Catalog(
                 load(
-                    self.options.models,
-                    rows=self.options.rows,
-                    queue=self.options.queue,
-                    weights=self.options.weights,
+                    self.options.models, rows=self.options.rows, queue=self.options.queue, weights=self.options.weights
                 )
             )
         except StagecoachError as error:

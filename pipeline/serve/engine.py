@@ -114,14 +114,7 @@ class Engine(Loop):
 
     slots: list[Slot]
 
-    def __init__(
-        self,
-        model: Transformer,
-        *,
-        rows: int = 8,
-        queue: int = 32,
-        drafts: bool = True,
-    ) -> None:
+    def __init__(self, model: Transformer, *, rows: int = 8, queue: int = 32, drafts: bool = True) -> None:
         """Raises ValueError for a bidirectional model, InputError where the rows may take too much memory."""
         super().__init__(rows=rows, queue=queue, context=model.config.max_context, vocabulary=model.config.vocab_size)
         self.model, self.drafts = model.train(False), drafts

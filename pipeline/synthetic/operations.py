@@ -20,13 +20,7 @@ COUNTS = "counts"
 NUMBER = "number"
 
 # Each type's name is also the variable that holds a value of it, in every answer.
-ANNOTATIONS = {
-    NUMBERS: "list[int]",
-    WORDS: "list[str]",
-    TEXT: "str",
-    COUNTS: "dict[str, int]",
-    NUMBER: "int",
-}
+ANNOTATIONS = {NUMBERS: "list[int]", WORDS: "list[str]", TEXT: "str", COUNTS: "dict[str, int]", NUMBER: "int"}
 
 CONSTANTS = (2, 3, 4, 5, 6, 7, 8, 9)
 Value = list[int] | list[str] | str | dict[str, int] | int  # of one of the types above

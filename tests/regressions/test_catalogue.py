@@ -17,7 +17,7 @@ EXHIBITS = {
         f"{HERE}batches.py::test_a_tokenizer_that_pads_with_the_end_of_a_turn_is_refused",
     ],
     "last token by padding side (huggingface/trl 2778)": [
-        f"{HERE}batches.py::test_a_reward_is_read_at_the_last_token_of_its_own_row",
+        f"{HERE}batches.py::test_a_reward_is_read_at_the_last_token_of_its_own_row"
     ],
     "double shift (huggingface/trl 44)": [f"{HERE}batches.py::test_a_token_is_scored_by_what_stands_before_it"],
     "dropout (huggingface/trl 744)": [
@@ -25,17 +25,17 @@ EXHIBITS = {
         f"{HERE}references.py::test_dropout_is_refused_in_every_model_of_alignment",
     ],
     "mean of means (huggingface/trl 3021)": [
-        f"{HERE}policy_gradients.py::test_a_gradient_is_over_the_step_s_tokens_however_they_are_cut",
+        f"{HERE}policy_gradients.py::test_a_gradient_is_over_the_step_s_tokens_however_they_are_cut"
     ],
     "padding in metrics (huggingface/trl 6121)": [
-        f"{HERE}policy_gradients.py::test_numbers_of_an_answer_are_over_its_own_tokens",
+        f"{HERE}policy_gradients.py::test_numbers_of_an_answer_are_over_its_own_tokens"
     ],
     "score on pad, custom stop id (huggingface/trl 3750)": [
-        f"{HERE}policy_gradients.py::test_a_score_stands_on_the_token_that_ended_the_answer_whichever_that_is",
+        f"{HERE}policy_gradients.py::test_a_score_stands_on_the_token_that_ended_the_answer_whichever_that_is"
     ],
     "reference in another dtype": [f"{HERE}references.py::test_the_reference_has_the_policy_s_dtype"],
     "reference reloaded from disk": [
-        f"{HERE}references.py::test_the_reference_is_the_policy_that_was_loaded_and_is_not_read_again",
+        f"{HERE}references.py::test_the_reference_is_the_policy_that_was_loaded_and_is_not_read_again"
     ],
     "tool tokens trained (volcengine/verl 3960)": [f"{HERE}batches.py::test_what_a_tool_says_is_never_trained"],
     "empty output earns 1 (volcengine/verl 7853)": [
@@ -44,7 +44,7 @@ EXHIBITS = {
     ],
     "unloadable reward model (hiyouga/LLaMA-Factory 947)": ["test_heads.py::test_what_was_saved_is_loaded_bit_for_bit"],
     "one-sided temperature (OpenRLHF/OpenRLHF 853)": [
-        f"{HERE}references.py::test_every_log_probability_is_at_the_temperature_of_sampling",
+        f"{HERE}references.py::test_every_log_probability_is_at_the_temperature_of_sampling"
     ],
     "no position ids (CarperAI/trlx 508)": [
         f"{HERE}batches.py::test_places_are_counted_from_the_start_of_each_text",
