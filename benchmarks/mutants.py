@@ -195,7 +195,7 @@ MUTANTS = [
     *_of("masks", "pipeline/text/chat.py", "test_chat.py", ("[part.trained] * len(new)", "[True] * len(new)")),
     *_of(
         "jail",
-        f"{SANDBOX}/filters.py",
+        f"{SANDBOX}/kernel.py",
         "test_jail.py",
         ("(LOAD, 0, 0, 36), *_one_of((0,)), forbidden]", "*_one_of((0,)), forbidden]"),
         ("CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00)", "CLONE_OF_THREADS = (0x003D0F00, 0x007D0F00, 0x003D0B00)"),
@@ -214,7 +214,7 @@ MUTANTS = [
         ("said = said[: report.given - 1]", "said = said[: report.given]"),
         ("c if c.isprintable() else", "c if c else"),
     ),
-    *_of("jail", f"{SANDBOX}/values.py", "test_judge.py", ("if value.hex() != content:", "if not content:")),
+    *_of("jail", f"{SANDBOX}/messages.py", "test_judge.py", ("if value.hex() != content:", "if not content:")),
     *_of(
         "jail",
         f"{SANDBOX}/kernel.py",

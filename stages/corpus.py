@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.ingest import hub, own_files, sources
-from pipeline.ingest import packages as ingest_packages
 from pipeline.ingest import selection as ingest_selection
 from pipeline.ingest.cleaning import Document, made_record
 from pipeline.ingest.duplicates import Index, benchmark_files, benchmark_items
@@ -195,8 +194,8 @@ def _harvest_batches(
     """Batches until every quota is met. Files first: they are what may run out."""
     text, code, data = corpora["text"], corpora["code"], params.data
     if data.source == "packages":
-        packages = ingest_packages.packages(data.packages)
-        readmes, python = (ingest_packages.checked(of(packages)) for of in (sources.readmes, sources.package_files))
+        packages = sources.packages(data.packages)
+        readmes, python = (sources.checked(of(packages)) for of in (sources.readmes, sources.package_files))
     else:
         packages = sources.closure(Path("pyproject.toml"))
         readmes, python = sources.readmes(packages), sources.python_files(packages)

@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.export import formats, gguf, huggingface, onnx, smoke
+from pipeline.export import gguf, huggingface, onnx, smoke
 from pipeline.model import checkpoint
 from pipeline.model.transformer import Transformer
 from pipeline.run.config import main
@@ -91,11 +91,11 @@ def run(params: Params, job: Job, *, base: Path, text: Path, code: Path, out: Pa
     huggingface.seal(out)  # last: the checksums cover all files
     calls = smoke.check(out, model, tokenizer)
     job.register(out, model=params.model)
-    parameters = formats.trunk(model).num_parameters()
+    parameters = smoke.trunk(model).num_parameters()
     job.report(model=params.model, parameters=parameters, parity=proofs, smoke_calls=calls)
 
 
-def _reason_for_no_export(model: formats.Exportable) -> str:
+def _reason_for_no_export(model: smoke.Exportable) -> str:
     """The reason that no other program can run a model, for a message."""
     if isinstance(model, Transformer):
         return "has a memory beside its layers, which only our engine reads"

@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 
 from pipeline.evaluation import code as evaluation_code
 from pipeline.ingest import duplicates, hub, own_files
-from pipeline.ingest import feedback as ingest_feedback
 from pipeline.ingest import sources as ingest_sources
-from pipeline.ingest.feedback import FeedbackConfig
+from pipeline.ingest.own_files import FeedbackConfig
 from pipeline.ingest.records import Dialogue, Pair, Problem, write
 from pipeline.run.config import block, group, main
 from pipeline.run.errors import DataError
@@ -31,9 +30,7 @@ from pipeline.run.processes import pool_map
 from pipeline.run.tracking import progress, say
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import Job
-from pipeline.sandbox import candidates as sandbox_candidates
-from pipeline.sandbox.candidates import Candidates
-from pipeline.sandbox.judge import Judge, SandboxConfig
+from pipeline.sandbox.judge import Candidates, Judge, SandboxConfig, scores
 from pipeline.synthetic import drills, facts, preferences, programs, stories, tool_dialogues, tools
 
 CHUNK = 200  # records that a worker process generates at a time
@@ -125,7 +122,7 @@ def run(
         feedback_counts: JsonObject = {}
         if params.feedback is not None:
             file, rejected = feedback / "preferences.jsonl", parts / "feedback-rejected.jsonl"
-            feedback_pairs, feedback_counts = ingest_feedback.pairs(
+            feedback_pairs, feedback_counts = own_files.feedback_pairs(
                 file, params.feedback, len(pair_splits["train"]), rejected
             )
             pair_splits["train"] += feedback_pairs
@@ -343,14 +340,14 @@ def _pairs(params: Params, job: Job) -> Splits[Pair]:
     splits: Splits[Pair] = {}
     with Judge(params.sandbox, job.workers, url=job.runtime.sandbox_url) as judge:
 
-        def scores(sources: list[tuple[Problem, str]]) -> Iterator[float | None]:
+        def program_scores(sources: list[tuple[Problem, str]]) -> Iterator[float | None]:
             candidates = []
             for _, group in itertools.groupby(sources, key=lambda source: source[0].id):
                 answers = list(group)
                 problem, hidden = answers[0][0], [test for test in answers[0][0].tests if not test["visible"]]
                 texts = [programs.unfenced(content) for _, content in answers]
                 candidates.append(Candidates(texts, problem.entry_point, hidden))
-            for shares in sandbox_candidates.scores(judge, candidates):
+            for shares in scores(judge, candidates):
                 yield from shares
 
         def generated(kind: str) -> Iterator[Any]:
@@ -358,7 +355,7 @@ def _pairs(params: Params, job: Job) -> Splits[Pair]:
                 yield from records
 
         def code_pairs() -> Iterator[Pair]:
-            return preferences.code_pairs((p for p in generated("problems") if p.answer), job.seed, scores)
+            return preferences.code_pairs((p for p in generated("problems") if p.answer), job.seed, program_scores)
 
         for split, count in (("train", params.pairs), ("val", params.test_items), ("test", 3 * params.test_items)):
             limit = 2 * count + 100  # more than needed: some records give no pair

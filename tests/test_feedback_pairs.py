@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.ingest import feedback
-from pipeline.ingest.feedback import FeedbackConfig
+from pipeline.ingest import own_files
+from pipeline.ingest.own_files import FeedbackConfig
 from pipeline.ingest.records import Pair
 
 
@@ -19,7 +19,7 @@ def row(number: int, **more: Any) -> dict[str, Any]:
 def taken(folder: Path, rows: list[Any], others: int = 16, **config: Any) -> tuple[list[Pair], dict[str, Any]]:
     path = folder / "preferences.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    found, told = feedback.pairs(path, FeedbackConfig(**config), others, folder / "rejected.jsonl")
+    found, told = own_files.feedback_pairs(path, FeedbackConfig(**config), others, folder / "rejected.jsonl")
     assert (
         told["rows"]
         == len(rows)
@@ -85,7 +85,7 @@ def test_rows_that_cannot_be_read_are_named_and_counted(tmp_path: Path) -> None:
 
 
 def test_without_a_file_there_is_nothing(tmp_path: Path) -> None:
-    found, told = feedback.pairs(tmp_path / "none.jsonl", FeedbackConfig(), 10, tmp_path / "rejected.jsonl")
+    found, told = own_files.feedback_pairs(tmp_path / "none.jsonl", FeedbackConfig(), 10, tmp_path / "rejected.jsonl")
     assert found == [] and told["rows"] == 0 and not (tmp_path / "rejected.jsonl").exists()
 
 

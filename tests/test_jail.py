@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 
 from pipeline.run.errors import ConfigError
-from pipeline.sandbox import filters as sandbox_filters
+from pipeline.sandbox import kernel as sandbox_kernel
 from pipeline.sandbox import servers as sandbox_servers
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
 from pipeline.sandbox.pool import Pool, Task
 from tests import attacks
 
 ROOT = Path(__file__).parents[1]
-NEIGHBOURS = ("jail", "child", "filters", "frames", "kernel", "trial", "values", "watch", "zygote")
+NEIGHBOURS = ("jail", "child", "kernel", "messages", "watch")
 SANDBOX = ROOT / "pipeline" / "sandbox"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 ADD = Program(source="def add(a, b): return a + b", entry_point="add", tests=[{"args": "[1, 2]", "expected": "3"}])
@@ -114,42 +114,42 @@ def decision(program: list, number: int, arch: int, arguments: tuple[int, ...] =
     while True:
         code, if_true, if_false, constant = program[at]
         at += 1
-        if code == sandbox_filters.RETURN:
+        if code == sandbox_kernel.RETURN:
             return constant
-        if code == sandbox_filters.LOAD:
+        if code == sandbox_kernel.LOAD:
             word = struct.unpack_from("<I", data, constant)[0]
-        elif code == sandbox_filters.JUMP:
+        elif code == sandbox_kernel.JUMP:
             at += constant
         else:
             tests = {
-                sandbox_filters.JUMP_EQ: word == constant,
-                sandbox_filters.JUMP_GE: word >= constant,
-                sandbox_filters.JUMP_SET: word & constant,
+                sandbox_kernel.JUMP_EQ: word == constant,
+                sandbox_kernel.JUMP_GE: word >= constant,
+                sandbox_kernel.JUMP_SET: word & constant,
             }
             at += if_true if tests[code] else if_false
 
 
-@pytest.mark.parametrize("name", sandbox_filters.ARCHITECTURES)
+@pytest.mark.parametrize("name", sandbox_kernel.ARCHITECTURES)
 def test_the_filter_allows_the_listed_calls_and_no_other(name: str):
-    machine = sandbox_filters.ARCHITECTURES[name]
-    program = sandbox_filters.filter_program(machine)
-    allowed = {numbers[machine.column] for numbers in sandbox_filters.ALLOWED.values()}
-    eperm, enosys = sandbox_filters.ERRNO | sandbox_filters.EPERM, sandbox_filters.ERRNO | sandbox_filters.ENOSYS
-    checked = {numbers[machine.column] for numbers in sandbox_filters.CHECKED.values()}
+    machine = sandbox_kernel.ARCHITECTURES[name]
+    program = sandbox_kernel.filter_program(machine)
+    allowed = {numbers[machine.column] for numbers in sandbox_kernel.ALLOWED.values()}
+    eperm, enosys = sandbox_kernel.ERRNO | sandbox_kernel.EPERM, sandbox_kernel.ERRNO | sandbox_kernel.ENOSYS
+    checked = {numbers[machine.column] for numbers in sandbox_kernel.CHECKED.values()}
     for number in {*range(600), 4000, 1 << 29} - checked:
-        expected = enosys if number == sandbox_filters.CLONE3 or number > sandbox_filters.LAST_KNOWN else eperm
-        assert decision(program, number, machine.audit) == (sandbox_filters.ALLOW if number in allowed else expected), (
+        expected = enosys if number == sandbox_kernel.CLONE3 or number > sandbox_kernel.LAST_KNOWN else eperm
+        assert decision(program, number, machine.audit) == (sandbox_kernel.ALLOW if number in allowed else expected), (
             number
         )
-    assert decision(program, 1, 0x40000003) == decision(program, 1, 0x40000028) == sandbox_filters.KILL  # i386, arm
+    assert decision(program, 1, 0x40000003) == decision(program, 1, 0x40000028) == sandbox_kernel.KILL  # i386, arm
     if name == "x86_64":
-        assert decision(program, 0x40000000 | 39, machine.audit) == sandbox_filters.KILL
+        assert decision(program, 0x40000000 | 39, machine.audit) == sandbox_kernel.KILL
 
 
-@pytest.mark.parametrize("name", sandbox_filters.ARCHITECTURES)
+@pytest.mark.parametrize("name", sandbox_kernel.ARCHITECTURES)
 def test_arguments_decide_about_the_checked_calls(name: str):
-    machine = sandbox_filters.ARCHITECTURES[name]
-    program = sandbox_filters.filter_program(machine)
+    machine = sandbox_kernel.ARCHITECTURES[name]
+    program = sandbox_kernel.filter_program(machine)
     thread = 0x3D0F00
     cases = {
         "clone": (
@@ -164,14 +164,14 @@ def test_arguments_decide_about_the_checked_calls(name: str):
         "prlimit64": ([(0, 7, 0, 99)], [(0, 7, 99, 0), (0, 7, 1 << 32, 0), (5, 7, 0, 99)]),
         "sched_getaffinity": ([(0, 8, 99)], [(7, 8, 99)]),
     }
-    assert set(cases) == set(sandbox_filters.CHECKED)
+    assert set(cases) == set(sandbox_kernel.CHECKED)
     for call, (good, bad) in cases.items():
-        number = sandbox_filters.CHECKED[call][machine.column]
-        assert all(
-            decision(program, number, machine.audit, arguments) == sandbox_filters.ALLOW for arguments in good
-        ), call
+        number = sandbox_kernel.CHECKED[call][machine.column]
+        assert all(decision(program, number, machine.audit, arguments) == sandbox_kernel.ALLOW for arguments in good), (
+            call
+        )
         refused = [decision(program, number, machine.audit, arguments) for arguments in bad]
-        assert refused == [sandbox_filters.ERRNO | sandbox_filters.EPERM] * len(bad), call
+        assert refused == [sandbox_kernel.ERRNO | sandbox_kernel.EPERM] * len(bad), call
 
 
 def test_a_machine_without_a_sandbox_is_refused_with_what_to_do(monkeypatch, tmp_path):
@@ -196,11 +196,11 @@ def _broken_jail(folder: Path) -> Path:
     for name in NEIGHBOURS:
         shutil.copy(SANDBOX / f"{name}.py", folder)
     folder.chmod(0o755)
-    filters = folder / "filters.py"
-    text = filters.read_text(encoding="utf-8")
+    kernel = folder / "kernel.py"
+    text = kernel.read_text(encoding="utf-8")
     changed = re.sub(r"(def filter_code\(.*?:\n)", r'\1    raise Refused("no seccomp here")\n', text, count=1)
     assert changed != text
-    filters.write_text(changed, encoding="utf-8")
+    kernel.write_text(changed, encoding="utf-8")
     return folder / "jail.py"
 
 
@@ -213,7 +213,7 @@ def slow_child(seconds: float) -> dict[str, Any]:
     code = f"""
 import json, os, sys, time
 sys.path.insert(0, {str(SANDBOX)!r})
-import child, jail, watch, zygote
+import child, jail, watch
 never, channel = os.open(os.devnull, os.O_RDWR), os.dup(1)
 for fd in (0, 1, 2, 3): os.dup2(never, fd)
 memory = jail.prepare([], [], "sealed")["memory"]
@@ -223,7 +223,7 @@ def late(*given):
     time.sleep({seconds})
     enter(*given)
 child.enter = late
-answer = jail.run({job!r}, zygote.Zygote(child.Cell(child.LAYERS["sealed"], memory, os.getpid(), False)), never)
+answer = jail.run({job!r}, jail.Zygote(child.Cell(child.LAYERS["sealed"], memory, os.getpid(), False)), never)
 os.write(channel, json.dumps(answer).encode())
 """
     return json.loads(subprocess.check_output([sys.executable, "-c", code], timeout=60))

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from pipeline.ingest import shapes
 from pipeline.run.errors import DataError
-from pipeline.sandbox import asserts, values
+from pipeline.sandbox import asserts, messages
 from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig, _answers, parse_test
 from pipeline.sandbox.pool import Report
 
 
 def received(value: object):
     """A value as it arrives from a child."""
-    return values.decode(values.parse(values.encode(value)))
+    return messages.decode(messages.parse(messages.encode(value)))
 
 
 def same(expected: object, actual: object, mode: str = "strict") -> bool:
-    return values.equal(received(expected), received(actual), mode)
+    return messages.equal(received(expected), received(actual), mode)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
@@ -77,7 +77,7 @@ def test_strict_equality_is_equality_of_types_and_values_at_every_level(a: objec
 
 
 def without_nan(value) -> bool:
-    return "nan" not in values.encode(value)
+    return "nan" not in messages.encode(value)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -137,8 +137,8 @@ CYCLE.append(CYCLE)
 @pytest.mark.parametrize("value", [AlwaysEqual(), Number(3), [Number(3)], {"a": AlwaysEqual()}, CYCLE, range(3), len])
 def test_what_is_not_plain_data_is_opaque_and_equals_nothing(value: object):
     arrived = received(value)
-    assert values.has_opaque(arrived)
-    assert not any(values.equal(arrived, arrived, mode) for mode in values.MODES)
+    assert messages.has_opaque(arrived)
+    assert not any(messages.equal(arrived, arrived, mode) for mode in messages.MODES)
 
 
 def test_a_text_full_of_commas_arrives():
@@ -155,7 +155,7 @@ def test_a_value_beyond_the_limits_is_opaque_at_once(size: str):
         for _ in range(10**5):
             value = [value]
     with cpu_within(0.5):  # 0.1 s on a quiet machine
-        assert isinstance(received(value), values.Opaque)
+        assert isinstance(received(value), messages.Opaque)
 
 
 @pytest.mark.parametrize("unit", ["[],", '{"t":[]},', "1,", '{"i":"0x0"},', '{"f":"0x0.0p+0"},', "[[[[[[[[]]]]]]]],"])
@@ -226,11 +226,11 @@ def test_colliding_hashes_in_the_arguments_count_as_time_and_cost_no_server():
     ],
 )
 def test_a_literal_is_what_python_reads(text: str):
-    found, expected = shapes.read(text, values.bag, values.mapping), ast.literal_eval(text.strip())
+    found, expected = shapes.read(text, messages.bag, messages.mapping), ast.literal_eval(text.strip())
     if "..." in text:
         assert found == expected
     else:
-        assert values.equal(found, received(expected), "strict"), found
+        assert messages.equal(found, received(expected), "strict"), found
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_literal_is_what_python_reads(text: str):
 )
 def test_what_is_no_literal_is_refused_as_python_refuses_it(text: str):
     with pytest.raises(ValueError):
-        values.check(shapes.read(text, values.bag, values.mapping))
+        messages.check(shapes.read(text, messages.bag, messages.mapping))
     if "..." not in text:
         with pytest.raises((ValueError, TypeError)):
             ast.literal_eval(text)
@@ -266,7 +266,7 @@ def test_colliding_keys_cost_nothing_to_compare():
     keys = [number * ((1 << 61) - 1) for number in range(1, 20_001)]  # every one has hash 0
     text = json.dumps({"d": [[{"i": hex(key)}, 1] for key in keys]}, separators=(",", ":"))
     with cpu_within(1):  # 0.2 s on a quiet machine, for two values; hashing them would take 4 s
-        assert values.equal(values.decode(values.parse(text)), values.decode(values.parse(text)))
+        assert messages.equal(messages.decode(messages.parse(text)), messages.decode(messages.parse(text)))
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_colliding_keys_cost_nothing_to_compare():
     ],
 )
 def test_text_that_encode_does_not_write_is_malformed(text: str):
-    with pytest.raises(values.Malformed):
-        values.decode(values.parse(text))
+    with pytest.raises(messages.Malformed):
+        messages.decode(messages.parse(text))
 
 
 def report(*frames: str, given_tests: int = 2, **changes) -> Report:

@@ -17,7 +17,6 @@ import yaml
 from packaging.requirements import Requirement
 
 from pipeline.ingest import cleaning, sources
-from pipeline.ingest import packages as ingest_packages
 from pipeline.ingest.sources import DataConfig, Found, Package, canonical
 from pipeline.run.errors import DataError
 
@@ -28,7 +27,7 @@ NAMED: list[str] = yaml.safe_load((ROOT / "conf/data/packages.yaml").read_text()
 
 def test_the_lock_fits_every_requirement_of_the_project_and_holds_no_torch_and_no_address() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pinned = ingest_packages.versions(LOCK)
+    pinned = sources.versions(LOCK)
     for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
         requirement = Requirement(text)
         if requirement.name != "torch":
@@ -44,11 +43,11 @@ def test_no_package_that_is_read_depends_on_the_python_or_the_platform() -> None
 
 
 def test_the_named_packages_are_installed_as_the_lock_has_them_and_some_are_held_out() -> None:
-    packages = ingest_packages.packages(NAMED, LOCK)
+    packages = sources.packages(NAMED, LOCK)
     assert [package.name for package in packages] == NAMED
     held_out = [name for name in NAMED if sources.split_of(name) == "val"]
     assert 3 <= len(held_out) <= 8, held_out
-    files = ingest_packages.checked([*sources.readmes(packages), *sources.package_files(packages)])
+    files = sources.checked([*sources.readmes(packages), *sources.package_files(packages)])
     assert len(files) > 3000 and all(entry.sha256 for entry in files)
     assert not [entry for entry in files if sources.is_test(entry.path)]
 
@@ -73,30 +72,30 @@ def lock(tmp_path: Path) -> Path:
     ],
 )
 def test_what_does_not_fit_the_lock_is_named(name: str, message: str, lock: Path) -> None:
-    assert ingest_packages.packages(["jinja2"], lock)[0].version == "3.1.6"
+    assert sources.packages(["jinja2"], lock)[0].version == "3.1.6"
     with pytest.raises(DataError, match=message):
-        ingest_packages.packages([name], lock)
+        sources.packages([name], lock)
 
 
 def test_a_licence_that_is_not_permissive_is_refused(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Package(name="six", version="9.9", licence="GPL-3.0", base=Path(), files=(), requirements=())
-    monkeypatch.setattr(ingest_packages, "package_of", lambda name: made)
+    monkeypatch.setattr(sources, "package_of", lambda name: made)
     with pytest.raises(DataError, match=r"six: expected a permissive licence, found GPL-3\.0"):
-        ingest_packages.packages(["six"], lock)
+        sources.packages(["six"], lock)
 
 
 def test_a_lock_that_is_not_there_or_holds_nothing_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be read.*git checkout"):
-        ingest_packages.versions(tmp_path / "requirements.lock")
+        sources.versions(tmp_path / "requirements.lock")
     (tmp_path / "requirements.lock").write_text("numpy>=2\n")
     with pytest.raises(DataError, match="expected lines such as numpy"):
-        ingest_packages.versions(tmp_path / "requirements.lock")
+        sources.versions(tmp_path / "requirements.lock")
 
 
 def test_a_changed_file_and_one_that_is_gone_stop_the_harvest(tmp_path: Path) -> None:
     (real,) = [
         f
-        for f in ingest_packages.checked(sources.package_files(ingest_packages.packages(["jinja2"], LOCK)))
+        for f in sources.checked(sources.package_files(sources.packages(["jinja2"], LOCK)))
         if f.path == "jinja2/loaders.py"
     ]
     config = DataConfig(source="packages", packages=["jinja2"])
@@ -111,7 +110,7 @@ def test_a_changed_file_and_one_that_is_gone_stop_the_harvest(tmp_path: Path) ->
         with pytest.raises(DataError, match=message):
             cleaning.python_file(entry, config, code=True, prose=False)
     with pytest.raises(DataError, match=r"jinja2: RECORD has no sha256 of jinja2/new\.py"):
-        ingest_packages.checked([Found(file=changed, package="jinja2", path="jinja2/new.py", licence="BSD License")])
+        sources.checked([Found(file=changed, package="jinja2", path="jinja2/new.py", licence="BSD License")])
     with pytest.raises(PackageNotFoundError):
         sources.package_of("no-such-package")
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from pipeline.sandbox import candidates
-from pipeline.sandbox.candidates import RememberingJudge
-from pipeline.sandbox.judge import Judge, Program, SandboxConfig
+from pipeline.sandbox import judge
+from pipeline.sandbox.judge import Judge, Program, RememberingJudge, SandboxConfig
 
 ADD = [{"args": "[1, 2]", "expected": "3", "visible": False}, {"args": "[2, 2]", "expected": "4", "visible": True}]
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -67,14 +66,14 @@ def test_what_is_asked_of_a_program_belongs_to_what_is_remembered(monkeypatch: p
 
 
 def test_as_many_verdicts_are_remembered_as_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "MOST_REMEMBERED", 2)
-    with RememberingJudge(SandboxConfig(), 1) as judge:
-        counting = Counting(judge, monkeypatch)
+    monkeypatch.setattr(judge, "MOST_REMEMBERED", 2)
+    with RememberingJudge(SandboxConfig(), 1) as remembering:
+        counting = Counting(remembering, monkeypatch)
         for names, run in (
             (["passed", "wrong"], ["passed", "wrong"]),
             (["passed", "error"], ["error"]),  # `wrong` was asked for longest ago
             (["passed", "error"], []),
             (["wrong"], ["wrong"]),
         ):
-            assert [one.verdict for one in judge.judge(adding(*names))] == names
+            assert [one.verdict for one in remembering.judge(adding(*names))] == names
             assert counting.names() == run

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipeline.sandbox.candidates import Candidates, scores
-from pipeline.sandbox.judge import Judge, Limits, Program, SandboxConfig
+from pipeline.sandbox.judge import Candidates, Judge, Limits, Program, SandboxConfig, scores
 from pipeline.synthetic import programs
 
 TESTS = [{"args": f"[{n}]", "expected": str(n + 1), "visible": False} for n in range(4)]

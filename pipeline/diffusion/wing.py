@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline.evaluation.suites import OwnSuites
-    from pipeline.export.formats import OwnFormat
+    from pipeline.export.smoke import OwnFormat
     from pipeline.report.metrics import Section
     from pipeline.serve.models import OwnKind
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.export import parity
-from pipeline.export.formats import Exportable, own_format, own_formats, trunk
 from pipeline.export.parity import LIMITS
+from pipeline.export.smoke import Exportable, own_format, own_formats, trunk
 from pipeline.model import checkpoint
 from pipeline.model.heads import RewardModel
 from pipeline.model.transformer import Transformer

@@ -4,7 +4,8 @@
 
 The server is a process of its own on a free port of this machine, with an API key made for it, and is stopped
 afterwards. The content of answers is not judged; their shape is, and that ids, the same text twice and rewards are the
-model's. A wing's own kind of model is called by the wing.
+model's. What the export needs of a wing's own kind of model (its directory, what else it has than a `Transformer`, the
+calls of this test) the wing offers as an `OwnFormat`.
 
 Not here: everything else about the server (`tests/test_server.py`), and its speed.
 """
@@ -19,18 +20,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import httpx
 import torch
 
-from pipeline.export.formats import Exportable, own_format
-from pipeline.model.heads import RewardModel
+from pipeline import wings
+from pipeline.model.heads import RewardModel, TrunkModel
 from pipeline.model.transformer import Transformer
 from pipeline.run import processes
 from pipeline.run.errors import GateError
 from pipeline.run.types import JsonObject
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
+
+Exportable = Transformer | TrunkModel
 
 READY_SECONDS, ANSWER_SECONDS = 600, 300
 TEXT = "def f(x): return x  # 你好 🙂"
@@ -246,3 +250,48 @@ def _reward_calls(server: ServedModel, model: RewardModel) -> int:
     refused = server.ask("/v1/chat/completions", {"messages": TALK}, status=400)["error"]
     expect(refused["code"] == "wrong_kind", "/v1/chat/completions", "the error wrong_kind", refused)
     return 6
+
+
+class OwnFormat(Protocol):
+    """What a wing offers as `export`: its own kind of model, which no other program runs."""
+
+    WHAT: str  # the kind in the model card
+
+    def opens(self, folder: Path) -> bool:
+        """Whether a directory holds such a model."""
+        ...
+
+    def owns(self, model: object) -> bool:
+        """Whether a model is such a one."""
+        ...
+
+    def load(self, folder: Path) -> tuple[TrunkModel, Tokenizer]:
+        """The model of a directory and its tokenizer."""
+        ...
+
+    def save(self, folder: Path, model: Any, tokenizer: Tokenizer, lineage: JsonObject) -> None:
+        """Write a model directory."""
+        ...
+
+    def check_same(self, model: Any, exported: Any, out: Path) -> None:
+        """Raise GateError where two models differ besides their trunks."""
+        ...
+
+    def smoke_calls(self, server: ServedModel, model: Any) -> int:
+        """Calls to a server of the model; their number. Raises GateError."""
+        ...
+
+
+def own_formats() -> list[OwnFormat]:
+    """Those of the wings."""
+    return [offer() for offer in wings.each("export")]
+
+
+def own_format(model: object) -> OwnFormat | None:
+    """That of a model."""
+    return next((own for own in own_formats() if own.owns(model)), None)
+
+
+def trunk(model: Exportable) -> Transformer | RewardModel:
+    """A model without what a wing puts around it."""
+    return model if isinstance(model, Transformer | RewardModel) else model.trunk

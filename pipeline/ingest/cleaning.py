@@ -16,7 +16,7 @@ import re
 import warnings
 from dataclasses import dataclass
 
-from pipeline.ingest import packages, sources
+from pipeline.ingest import sources
 from pipeline.ingest.duplicates import fingerprint, signature
 from pipeline.ingest.records import Text
 from pipeline.ingest.sources import DataConfig, Found, split_of
@@ -147,10 +147,10 @@ def _read_bytes(file: Found, config: DataConfig) -> bytes | str:
     except OSError:
         if file.sha256 is not None:
             raise DataError(
-                f"data: packages: {file.file}, of {file.package}, cannot be read; {packages.REMEDY}"
+                f"data: packages: {file.file}, of {file.package}, cannot be read; {sources.REMEDY}"
             ) from None
         return "unreadable"
-    packages.verify(file, raw)
+    sources.verify(file, raw)
     return raw
 
 

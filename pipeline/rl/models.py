@@ -32,8 +32,7 @@ from pipeline.run import device
 from pipeline.run.errors import ConfigError
 from pipeline.run.tracking import say
 from pipeline.run.workdir import Job
-from pipeline.sandbox.candidates import RememberingJudge
-from pipeline.sandbox.judge import Judge, SandboxConfig
+from pipeline.sandbox.judge import Judge, RememberingJudge, SandboxConfig
 
 
 class Setting(ABC):

@@ -4,7 +4,7 @@
 yield True. So the calls with literal arguments are extracted with `ast` and answered in the sandbox as values. The rest
 of the expression is evaluated here, on decoded values, by a small interpreter that supports literals, comparisons,
 `and`/`or`/`not`, arithmetic on numbers, subscripts and the functions of FUNCTIONS. Comparisons mean what Python's `==`
-means on plain data (`values.equal`, mode `python`). An assert that needs more is "unprotected": `parse` returns None.
+means on plain data (`messages.equal`, mode `python`). An assert that needs more is "unprotected": `parse` returns None.
 
 Not promised: short-circuit evaluation of the calls (all are made), or asserts about objects, exceptions and output.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.ingest import shapes
-from pipeline.sandbox import values
+from pipeline.sandbox import messages
 
 FUNCTIONS = ("abs", "len", "sorted", "set", "round", "isclose", "sum", "min", "max", "list", "tuple")
 OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -62,14 +62,14 @@ class Assertion:
     entry: str
 
     def holds(self, answers: list[object]) -> bool:
-        """Whether the assert is true; `answers` are decoded values (`values.decode`), one per call.
+        """Whether the assert is true; `answers` are decoded values (`messages.decode`), one per call.
 
         Any operation on an opaque value, or one that fails in Python, makes it false.
         """
         assert len(answers) == len(self.calls)
         try:
             return _truth(_Interpreter(self.entry, iter(answers)).value(self.expression))
-        except (_EvaluationError, values.Incomparable, ArithmeticError, TypeError, ValueError, IndexError):
+        except (_EvaluationError, messages.Incomparable, ArithmeticError, TypeError, ValueError, IndexError):
             return False
 
 
@@ -97,7 +97,7 @@ class _Interpreter:
     def value(self, node: ast.expr) -> Any:
         """The value of a node. Visits every branch, so that calls and answers stay aligned."""
         try:
-            return values.check(shapes.read(node, values.bag, values.mapping))
+            return messages.check(shapes.read(node, messages.bag, messages.mapping))
         except ValueError:
             pass  # not a literal: it contains a call
         if isinstance(node, ast.Call):
@@ -164,14 +164,14 @@ def _literal_call(node: ast.Call) -> Call:
 
 
 def _require_plain(value: Any) -> Any:
-    if values.has_opaque(value):
+    if messages.has_opaque(value):
         raise _EvaluationError("opaque")
     return value
 
 
 def _truth(value: object) -> bool:
     value = _require_plain(value)
-    return bool(len(_items(value)) if isinstance(value, values.Bag | values.Mapping) else value)
+    return bool(len(_items(value)) if isinstance(value, messages.Bag | messages.Mapping) else value)
 
 
 def _all(parts: list[object]) -> bool:
@@ -205,9 +205,9 @@ def _arithmetic(function: Callable[[float, float], float] | None) -> Callable[[o
 
 def _items(value: object) -> list[Any]:
     """The elements that iterating over the value yields."""
-    if isinstance(value, values.Bag):
+    if isinstance(value, messages.Bag):
         return value.items
-    if isinstance(value, values.Mapping):
+    if isinstance(value, messages.Mapping):
         return [key for key, _ in value.pairs]
     if isinstance(value, list | tuple | str | bytes):
         return list(value)
@@ -215,9 +215,9 @@ def _items(value: object) -> list[Any]:
 
 
 def _item(value: object, index: object) -> object:
-    if isinstance(value, values.Mapping):
+    if isinstance(value, messages.Mapping):
         for key, item in value.pairs:
-            if values.equal(index, key, "python"):
+            if messages.equal(index, key, "python"):
                 return item
         raise _EvaluationError("no such key")
     if not isinstance(value, list | tuple | str | bytes) or not isinstance(index, int):
@@ -228,15 +228,15 @@ def _item(value: object, index: object) -> object:
 def _compare(op: ast.cmpop, left: object, right: object) -> bool:
     left, right = _require_plain(left), _require_plain(right)
     if isinstance(op, ast.Eq | ast.NotEq):
-        return values.equal(left, right, "python") is isinstance(op, ast.Eq)
+        return messages.equal(left, right, "python") is isinstance(op, ast.Eq)
     if isinstance(op, ast.In | ast.NotIn):
         if isinstance(left, str) and isinstance(right, str):
             return (left in right) is isinstance(op, ast.In)
-        return any(values.equal(left, item, "python") for item in _items(right)) is isinstance(op, ast.In)
+        return any(messages.equal(left, item, "python") for item in _items(right)) is isinstance(op, ast.In)
     if isinstance(op, ast.Is | ast.IsNot):
         if left not in (None, True, False) and right not in (None, True, False):
             raise _EvaluationError("identity of values")
-        return values.equal(left, right, "strict") is isinstance(op, ast.Is)
+        return messages.equal(left, right, "strict") is isinstance(op, ast.Is)
     return bool(ORDER[type(op)](left, right))
 
 
@@ -258,7 +258,7 @@ def _builtin(name: str, positional: list[Any], named: dict[str | None, Any]) -> 
         raise _EvaluationError("too many arguments")
     items = _items(first)
     if name == "set":
-        return values.Bag(list({values.canonical(item, "python"): item for item in items}.values()), frozen=False)
+        return messages.Bag(list({messages.canonical(item, "python"): item for item in items}.values()), frozen=False)
     results: dict[str, Callable[[], object]] = {
         "len": lambda: len(items),
         "sum": lambda: sum(_number(item) for item in items),

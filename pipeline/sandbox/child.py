@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import IO, NoReturn
 
 import kernel
-import values
-from frames import Job, read_exactly, read_frame, write_all
+import messages
+from messages import Job, read_exactly, read_frame, write_all
 
 LAYERS = {"sealed": ("landlock", "seccomp"), "unsafe": ()}  # unsafe: resource limits only, if the user allows it
 CHANNEL = 3  # descriptor of a socket: the job and "go" come in, frames go out
@@ -104,7 +104,7 @@ def _make_framer(nonce: str) -> Callable[[str], bytes]:
 
 def _run_function(job: Job) -> NoReturn:
     """Load the source as a module, then call its entry point once per test, each time after a "go"."""
-    read, write, leave, encode, frame = os.read, os.write, os._exit, values.encode, _make_framer(job["nonce"])
+    read, write, leave, encode, frame = os.read, os.write, os._exit, messages.encode, _make_framer(job["nonce"])
     entry, last, describe = job["entry"], frame('"end":true'), _describe
     arguments, failure = [], None
     try:

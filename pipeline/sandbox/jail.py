@@ -2,7 +2,7 @@
 
 `servers.py` executes `python -P -s -S -B jail.py` with an empty environment, so this process never contained the
 trainer's memory, keys or data. It reads settings, imports what candidates may use, gives up root, tests its layers and
-splits in two (`zygote.py`). The watcher then reads jobs as frames (4 bytes of little-endian length, JSON) on stdin and
+splits in two (`Zygote`). The watcher then reads jobs as frames (4 bytes of little-endian length, JSON) on stdin and
 answers each on stdout. Each job runs in one child: copied from the zygote, isolated by `kernel.py`, sent its job, told
 "go" before each test, killed, waited for. The child writes on fd 3: the byte R when it is isolated, A when it has read
 its job, then per test `{"n": nonce, "i": index, "v": value}` or `{"n", "i", "e": [type, message]}`, or once
@@ -13,9 +13,9 @@ its job, then per test `{"n": nonce, "i": index, "v": value}` or `{"n", "i", "e"
     answer    {"id", "frames", "status", "signal", "cpu_ms", "wall_ms", "max_rss_kb", "stdout", "stderr", "cut"}
               or {"id", "fault"}
 
-Neighboring modules: `zygote.py` makes the copies, `child.py` runs in them, `kernel.py` and `filters.py` are the layers,
-`watch.py` applies the limits, `trial.py` is the self-test, `frames.py` the messages. `python -m pipeline.sandbox.jail
---probe` prints what this machine enforces. Standard library only, nothing of the project.
+Neighboring modules: `child.py` runs in the copies, `kernel.py` has the layers, `watch.py` applies the limits,
+`messages.py` has the messages. `python -m pipeline.sandbox.jail --probe` prints what this machine enforces. Standard
+library only, nothing of the project.
 
 The attacker is the code of a model that is rewarded for passing: careless, greedy, tuned to cheat, and one of a group
 that the same server judges in turn. Through the service it may be hostile, and one tenant among several. Profile
@@ -41,18 +41,24 @@ code of strangers belongs on a machine of its own.
 """
 
 import builtins
+import contextlib
+import errno
 import fcntl
 import gc
 import importlib
 import json
 import os
 import platform
+import resource
+import select
+import signal
 import socket
+import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import NoReturn, TypedDict
 
 # The after-fork handlers of threading, random and logging would run Python in every child and touch 170 pages: a sixth
 # of the cost of a child. A server has one thread, and a child seeds `random` itself.
@@ -60,10 +66,8 @@ _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
 sys.path.insert(0, str(Path(__file__).parent))  # left out by -P; neighbors are imported without the project package
 import child  # noqa: E402
 import kernel  # noqa: E402
-import trial  # noqa: E402
-from frames import Answer, Fault, Job, read_frame, write_frame  # noqa: E402
+from messages import Answer, Fault, Job, read_frame, write_frame  # noqa: E402
 from watch import Watch  # noqa: E402
-from zygote import Zygote  # noqa: E402
 
 sys.path.pop(0)
 
@@ -81,6 +85,10 @@ encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unico
 encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8 encodings.utf_8_sig
 """
 WITHOUT_OPENSSL = "_hashlib"  # hashlib falls back to its own implementations
+CONTROL = child.CHANNEL + 1  # the zygote's descriptor of its socket to the watcher; a child closes it
+REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+PATIENCE = 20  # seconds for a trial that takes a millisecond
+MEMORY = 1 << 30
 
 
 class Enforced(TypedDict):
@@ -114,7 +122,7 @@ def prepare(preload: list[str], paths: list[str], profile: str) -> Enforced:
     sys.path.clear()
     kernel.harden()
     if profile == "sealed":
-        trial.self_test(alone=alone)
+        self_test(alone=alone)
     gc.collect()
     gc.freeze()  # so that no page is copied in a child only because the collector wrote to it
     return {
@@ -157,6 +165,69 @@ def serve() -> None:
     zygote.stop()
 
 
+class Zygote:
+    """The watcher's handle on the zygote, the process that every candidate is a copy of. It never sees a job.
+
+    trainer -- jobs, answers -->  watcher  -- one byte, four descriptors -->  zygote
+                                     |                                          | clone
+                                     +--------- job, "go", answers ---------> child
+
+    Creating it splits a prepared server in two. This process continues as the watcher, the only one that reads jobs and
+    keeps answers. The other half becomes the zygote, which only waits for a byte and copies itself. A candidate's job
+    goes from the watcher straight to the copy, over the copy's own channel. So the memory that a candidate inherits
+    contains nothing of an earlier job: no frame, no object, no freed block, no buffer, no descriptor.
+
+    A copy is a child of the watcher, not of the zygote (CLONE_PARENT). The watcher waits for it, so no pid is reused
+    while it still refers to a child, and not even an exit status reaches the zygote. Zygote and children die with the
+    watcher. Outside of Linux, where the only profile is `unsafe`, the server forks itself and none of this holds.
+    """
+
+    def __init__(self, cell: child.Cell) -> None:
+        """`cell` is the isolation of every child."""
+        self.cell, self.pid = cell, 0
+        self.control, inside = socket.socketpair()
+        if sys.platform != "linux":
+            return
+        self.pid = os.fork()
+        if self.pid == 0:
+            _serve_forks(inside.detach(), cell)
+        inside.close()
+
+    def fork(self, ends: tuple[int, int, int, int]) -> int:
+        """Start a child with descriptors 0 to 3 from `ends`; it waits for its job. Returns its pid. Raises OSError."""
+        if self.pid == 0:
+            return os.fork() or child.run(ends, self.cell)
+        socket.send_fds(self.control, [b"f"], ends)
+        answer = self.control.recv(4)
+        if len(answer) < 4:
+            raise OSError("the zygote is gone")
+        return struct.unpack("<i", answer)[0]
+
+    def stop(self) -> None:
+        """End the zygote and wait for it."""
+        self.control.close()
+        if self.pid:
+            os.waitpid(self.pid, 0)
+
+
+def _serve_forks(control: int, cell: child.Cell) -> NoReturn:
+    """Copy this process for each message, until the watcher closes its end."""
+    try:
+        kernel.die_with(cell.parent)
+        os.dup2(control, CONTROL)
+        os.closerange(CONTROL + 1, 256)
+        watcher = socket.socket(fileno=CONTROL)
+        while (ends := tuple(socket.recv_fds(watcher, 1, 4)[1])) != ():
+            pid = kernel.fork_sibling()
+            if pid == 0:
+                child.run(ends, cell)
+            for fd in ends:
+                os.close(fd)
+            watcher.send(struct.pack("<i", pid))
+    finally:
+        os._exit(0)
+
+
 def run(job: Job, zygote: Zygote, jobs: int) -> Answer | Fault:
     """Run a job in one child and watch it. Exits when the trainer closes `jobs`."""
     outside, inside = (end.detach() for end in socket.socketpair())
@@ -190,6 +261,136 @@ def probe() -> Mapping[str, object]:
     os.close(source)
     os.wait()
     return answer
+
+
+def self_test(*, alone: bool) -> None:
+    """Before the first job, try in a child what must not succeed. Raises Refused naming what did.
+
+    One child is behind the seccomp filter alone and one behind Landlock alone, so that neither layer hides the absence
+    of the other. The rest (identity, limits, descriptors, session, no_new_privs) is read back. It shows that each layer
+    is there, not that the kernel has no holes.
+    """
+    kernel.filter_code()  # built once, inherited by every child; raises Refused for an unsupported architecture
+    if b"CapEff:\t0000000000000000" not in Path("/proc/self/status").read_bytes():
+        raise kernel.Refused("the process that runs candidates would keep capabilities; start it without them")
+    everything = lambda parent: _call_attempts(parent) | _path_attempts() | _link_attempts()  # noqa: E731
+    _run_in_child(("seccomp",), lambda parent: _succeeded(everything(parent).items()), alone=alone)
+
+    def paths_and_state(_: int) -> list[str]:
+        return _find_faults(alone=alone) + (_succeeded(_path_attempts().items()) if kernel.landlock_version() else [])
+
+    _run_in_child(("landlock",), paths_and_state, alone=alone)
+    _try_fork_sibling()
+
+
+def _try_fork_sibling() -> None:
+    """Fork as a zygote does. Raises Refused if the copy does not become our child."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kernel.fork_sibling()
+        finally:
+            os._exit(0)
+    try:
+        pids = {os.waitpid(-1, 0)[0], os.waitpid(-1, 0)[0]}
+    except ChildProcessError as error:
+        raise kernel.Refused(
+            "self-test: a process cannot make another one for its parent (clone, CLONE_PARENT)"
+        ) from error
+    assert pid in pids
+
+
+def _fork() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+
+
+def _path_attempts() -> dict[str, Callable[[], object]]:
+    """File accesses that every child must be refused."""
+    return {
+        "read a folder": lambda: os.open("/", os.O_RDONLY),
+        "read a file": lambda: os.open("/proc/self/stat", os.O_RDONLY),
+        "write": lambda: os.open(os.devnull, os.O_WRONLY),
+        "make a file": lambda: os.open("/stagecoach-trial", os.O_WRONLY | os.O_CREAT),
+    }
+
+
+def _link_attempts() -> dict[str, Callable[[], object]]:
+    """File operations that Landlock does not cover, or only since a recent ABI."""
+    return {
+        "symlink": lambda: Path("link").symlink_to("/"),
+        "hard link": lambda: os.link("own", "link"),
+        "chmod": lambda: Path("own").chmod(0o700),
+        "times": lambda: os.utime("own"),
+        "truncate": lambda: os.truncate("own", 0),
+        "attribute": lambda: os.setxattr("own", "user.trial", b""),
+    }
+
+
+def _call_attempts(parent: int) -> dict[str, Callable[[], object]]:
+    """System calls that the filter must refuse; none has a lasting effect if it succeeds.
+
+    ptrace and exec could not succeed here even without a filter, but they would then fail with another error.
+    """
+    return {
+        "socket": lambda: socket.socket(socket.AF_UNIX),
+        "fork": _fork,
+        "kill": lambda: os.kill(parent, 0),
+        "prlimit": lambda: resource.prlimit(parent, resource.RLIMIT_CORE, (0, 0)),
+        "F_SETOWN": lambda: fcntl.fcntl(child.CHANNEL, fcntl.F_SETOWN, parent),
+        "old ids": lambda: os.setresuid(0, 0, 0),
+        "ptrace": lambda: kernel.trace(parent),
+        "exec": lambda: os.execv("/nonexistent/program", ["program"]),
+    }
+
+
+def _succeeded(attempts: Iterable[tuple[str, Callable[[], object]]]) -> list[str]:
+    """The names of attempts that were not refused; any error other than a refusal counts as a success."""
+    names = []
+    for name, attempt in attempts:
+        try:
+            attempt()
+        except OSError as error:
+            if error.errno in REFUSALS:
+                continue
+        names.append(name)
+    return names
+
+
+def _find_faults(*, alone: bool) -> list[str]:
+    """What is wrong with this child's limits, identity and descriptors."""
+    faults = kernel.faults(MEMORY, alone=alone)
+    for fd in range(child.CHANNEL + 1, 256):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_GETFD)
+            faults.append(f"descriptor {fd}")
+    return faults
+
+
+def _run_in_child(layers: tuple[str, ...], trial: Callable[[int], list[str]], *, alone: bool) -> None:
+    """Run a trial in a child behind the layers. Raises Refused with what it reports, and if it reports nothing."""
+    parent, (outside, inside) = os.getpid(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(inside, child.CHANNEL)
+            os.closerange(child.CHANNEL + 1, 256)
+            child.enter(child.Cell(layers, 0, parent, alone), MEMORY, 10.0)
+            os.write(child.CHANNEL, json.dumps(trial(parent)).encode("ascii"))
+        except (OSError, kernel.Refused) as error:
+            os.write(child.CHANNEL, json.dumps([f"setting up: {error}"]).encode("ascii"))
+        finally:
+            os._exit(0)
+    os.close(inside)
+    ready = select.select([outside], [], [], PATIENCE)[0]
+    report = os.read(outside, 65536) if ready else b""
+    os.close(outside)
+    failed = json.loads(report) if report else ["a child reported nothing"]
+    failed += [] if kernel.num_threads(pid) == 1 else ["the number of its threads cannot be seen"]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    if failed:
+        raise kernel.Refused(f"self-test behind {' and '.join(layers)}: not held: {', '.join(failed)}")
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from pipeline.run.errors import ConfigError
 from pipeline.run.types import JsonObject
 from pipeline.sandbox.config import SandboxConfig
-from pipeline.sandbox.frames import write_frame
+from pipeline.sandbox.messages import write_frame
 
 LOG = logging.getLogger(__name__)
 JAIL = Path(__file__).with_name("jail.py")

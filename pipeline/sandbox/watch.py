@@ -19,7 +19,7 @@ import time
 
 import child
 import kernel
-from frames import Answer, Fault, Job, frame
+from messages import Answer, Fault, Job, frame
 
 TICK = 0.01  # most seconds between two checks of a child's clock and threads
 

@@ -1,4 +1,7 @@
-"""Plain Python values as JSON text from an untrusted process, and the three ways to compare them.
+"""Messages between the processes of the sandbox: frames of JSON, and plain Python values as JSON from a candidate.
+
+A frame is 4 bytes of little-endian length, then JSON in ASCII. `read_frame` reads only what our own processes send;
+`watch.py` reads what a candidate sends.
 
 The child calls `encode`. It accepts exact built-in types only, so a subclass, or an object whose `__eq__` always
 returns True, becomes an opaque mark. The judge calls `decode` and `equal`, which never run code of the child and never
@@ -10,7 +13,8 @@ hash its keys. Sets and dicts are compared as sorted lists of canonical texts, s
 
 Standard library only, nothing of the project: `jail.py` loads this file by its path.
 
-Not promised: the order of dict keys, identity (one list referenced twice), or the sign and payload of a NaN.
+Not promised: a bound on the size of a frame; the order of dict keys, identity (one list referenced twice), or the sign
+and payload of a NaN.
 """
 
 import base64
@@ -18,9 +22,12 @@ import binascii
 import cmath
 import json
 import math
+import os
 import re
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 MAX_DEPTH = 32
 MAX_NODES = 100_000
@@ -363,3 +370,87 @@ def _sort_key(value: object) -> tuple[int, float, str]:
         except OverflowError:
             return 1, 0.0, hex(int(value))
     return 2, 0.0, canonical(value)
+
+
+class JobLimits(TypedDict):
+    """Limits of one child: seconds of a test and of the whole job, bytes of memory and of what it sends."""
+
+    cpu: float
+    wall: float
+    job_cpu: float
+    job_wall: float
+    memory: int
+    stdout: int
+    stderr: int
+    results: int
+
+
+class Job(TypedDict):
+    """What a server runs in one child; tests are `{"args", "kwargs"}` for a function, `{"stdin"}` for a program."""
+
+    id: str
+    nonce: str
+    source: str
+    entry: str | None
+    tests: list[dict[str, str]]
+    limits: JobLimits
+
+
+class Answer(TypedDict):
+    """What a child did. `status` and `signal` only if it ended by itself, `cut` if the server ended it."""
+
+    id: str
+    frames: list[str]
+    status: int | None
+    signal: int | None
+    cpu_ms: int
+    wall_ms: int
+    max_rss_kb: int
+    stdout: str
+    stderr: str
+    cut: str | None
+
+
+class Fault(TypedDict):
+    """The answer where the sandbox failed; it is no evidence about the candidate."""
+
+    id: str
+    fault: str
+
+
+def read_frame(fd: int) -> Any:
+    """Read one message; None at the end of the stream."""
+    head = read_exactly(fd, 4)
+    if head is None:
+        return None
+    body = read_exactly(fd, struct.unpack("<I", head)[0])
+    return None if body is None else json.loads(body)
+
+
+def read_exactly(fd: int, size: int) -> bytes | None:
+    """Read exactly `size` bytes; None if the stream ends before."""
+    parts = bytearray()
+    while len(parts) < size:
+        chunk = os.read(fd, min(size - len(parts), 1 << 20))
+        if not chunk:
+            return None
+        parts += chunk
+    return bytes(parts)
+
+
+def frame(message: object) -> bytes:
+    """Encode a message."""
+    body = json.dumps(message, separators=(",", ":")).encode("ascii")
+    return struct.pack("<I", len(body)) + body
+
+
+def write_frame(fd: int, message: object) -> None:
+    """Send one whole message."""
+    write_all(fd, frame(message))
+
+
+def write_all(fd: int, data: bytes, write: Callable[[int, memoryview], int] = os.write) -> None:
+    """Write all of `data`."""
+    view = memoryview(data)
+    while view:
+        view = view[write(fd, view) :]
