@@ -19,12 +19,12 @@ export PYTHONUNBUFFERED := 1
 run: setup
 	@python -m pipeline.run.config
 	@python -m pipeline.tools.launch $(if $(JOBS),-j $(JOBS)) spine
-	@python -m pipeline.report.table
+	@python -m pipeline.report.card
 
 all: setup
 	@python -m pipeline.run.config
 	@python -m pipeline.tools.launch $(if $(JOBS),-j $(JOBS))
-	@python -m pipeline.report.table
+	@python -m pipeline.report.card
 
 setup: $(READY)
 

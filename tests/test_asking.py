@@ -9,9 +9,8 @@ import pytest
 
 from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
-from pipeline.serve import asking
-from pipeline.serve.answers import Assembler
-from pipeline.serve.asking import Answers, Finished, Mailbox, Ping, unheard
+from pipeline.serve import answers as serve_answers
+from pipeline.serve.answers import Answers, Assembler, Finished, Mailbox, Ping, unheard
 from pipeline.serve.engine import Ended, Engine, Event
 from pipeline.serve.engine import GenerationRequest as Request
 from pipeline.serve.protocol import ApiFault
@@ -97,13 +96,13 @@ def test_a_ping_follows_silence_alone_and_the_next_look_is_always_set(
                 assert asked._timer is not None
                 return asked._queue.qsize(), asked._timer.when() - loop.time()
 
-            waiting, ahead = look(asking.PING_SECONDS - 5)
+            waiting, ahead = look(serve_answers.PING_SECONDS - 5)
             assert waiting == 0 and 0 < ahead <= 5
             for _ in range(2):  # what was not read yet gets no company
-                waiting, ahead = look(asking.PING_SECONDS + 5)
-                assert waiting == 1 and asking.PING_SECONDS / 2 < ahead <= asking.PING_SECONDS
+                waiting, ahead = look(serve_answers.PING_SECONDS + 5)
+                assert waiting == 1 and serve_answers.PING_SECONDS / 2 < ahead <= serve_answers.PING_SECONDS
             assert isinstance(await anext(aiter(asked)), Ping)
-            assert look(0)[0] == 0 and look(asking.PING_SECONDS + 5)[0] == 1
+            assert look(0)[0] == 0 and look(serve_answers.PING_SECONDS + 5)[0] == 1
 
     asyncio.run(run())
 
@@ -135,8 +134,8 @@ def test_a_loop_that_was_kept_busy_loses_nobody(tiny_model: Transformer, byte_to
 def test_who_does_not_read_for_long_is_given_up(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "MOST_UNREAD", 8)
-    monkeypatch.setattr(asking, "UNREAD_SECONDS", 0.0)
+    monkeypatch.setattr(serve_answers, "MOST_UNREAD", 8)
+    monkeypatch.setattr(serve_answers, "UNREAD_SECONDS", 0.0)
 
     async def run() -> None:
         with Engine(tiny_model) as engine:
@@ -153,7 +152,7 @@ def test_who_does_not_read_for_long_is_given_up(
 def test_leaving_frees_the_row_and_silence_gives_pings(
     tiny_model: Transformer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "PING_SECONDS", 0.01)
+    monkeypatch.setattr(serve_answers, "PING_SECONDS", 0.01)
 
     async def run() -> None:
         engine = Engine(tiny_model)  # its thread is not started: nothing is said

@@ -5,8 +5,7 @@ import torch
 
 from pipeline.generation.sampling import Sampling
 from pipeline.model.transformer import Transformer
-from pipeline.serve.drafts import DRAFT, LONGEST_WAIT, PAYS, Drafter
-from pipeline.serve.engine import Ended, Engine, Event, Ticket
+from pipeline.serve.engine import DRAFT, LONGEST_WAIT, PAYS, Drafter, Ended, Engine, Event, Ticket
 from pipeline.serve.engine import GenerationRequest as Request
 from tests.test_engine import alone, ask, finished, prompt
 

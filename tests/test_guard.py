@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.run.errors import ConfigError
 from pipeline.serve import guard
-from pipeline.serve.guard import Guard, Keys, ParsedRoute
-from pipeline.serve.limits import Rates, cost
+from pipeline.serve.guard import Guard, Keys, ParsedRoute, Rates, cost
 from pipeline.serve.protocol import ApiFault
 
 KEY = "a-key-that-nobody-guesses"
@@ -271,7 +270,7 @@ def test_who_finds_no_room_and_comes_again_at_once_is_refused_at_the_door() -> N
 
 
 def test_buckets_fill_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.serve.limits.MOST_BUCKETS", 3)
+    monkeypatch.setattr("pipeline.serve.guard.MOST_BUCKETS", 3)
     now = [0.0]
     rates = Rates(1.0, clock=lambda: now[0])
     assert [rates.take("a", 4) for _ in range(2)] == [0, 3]

@@ -12,11 +12,11 @@ from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES
 
 from pipeline.run.errors import InputError
-from pipeline.serve import markdown
-from pipeline.serve.markdown import LANGUAGES, MOST_CHARACTERS, MOST_COLOURED, TAGS, render, style_sheet
+from pipeline.serve import worker
+from pipeline.serve.worker import LANGUAGES, MOST_CHARACTERS, MOST_COLOURED, TAGS, render, style_sheet
 from tests.xss import CORPUS
 
-PAGE = Path(markdown.__file__).parent / "page"
+PAGE = Path(worker.__file__).parent / "page"
 REL = "noopener noreferrer nofollow"
 
 
@@ -92,9 +92,9 @@ def test_attacks_inside_other_markdown_stay_inert() -> None:
 
 def test_the_last_wall_holds_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parser that lets everything through: raw HTML, any link."""
-    open_parser = markdown.MarkdownIt("commonmark", {"html": True})
+    open_parser = worker.MarkdownIt("commonmark", {"html": True})
     open_parser.validateLink = lambda url: True  # type: ignore[method-assign]
-    monkeypatch.setattr(markdown, "_parser", lambda: open_parser)
+    monkeypatch.setattr(worker, "_parser", lambda: open_parser)
     assert "<img" in open_parser.render("<img src=x onerror=pwned()>")
     assert {attack: found for attack in CORPUS if (found := fault(render(attack)))} == {}
 
@@ -143,7 +143,7 @@ def test_a_fence_of_each_language_keeps_its_text(name: str) -> None:
 
 
 def test_a_long_fence_is_plain_and_too_long_a_text_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(markdown, "COLOUR_SECONDS", 60.0)
+    monkeypatch.setattr(worker, "COLOUR_SECONDS", 60.0)
     line = "x = 1\n"
     coloured, plain = (render(f"```python\n{line * num}```") for num in (MOST_COLOURED // 6, MOST_COLOURED // 6 + 1))
     assert "<span" in coloured and "<span" not in plain and plain.count("x = 1") == MOST_COLOURED // 6 + 1
@@ -155,7 +155,7 @@ def test_a_long_fence_is_plain_and_too_long_a_text_refused(monkeypatch: pytest.M
 
 
 def test_fences_after_the_time_is_over_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(markdown, "COLOUR_SECONDS", -1.0)
+    monkeypatch.setattr(worker, "COLOUR_SECONDS", -1.0)
     assert render("```python\nx = 1\n```") == '<pre><code class="language-python">x = 1\n</code></pre>\n'
 
 
@@ -231,7 +231,7 @@ def test_every_colour_of_code_is_readable_on_its_ground() -> None:
     )
     grounds = re.search(r"--code: light-dark\((#\w{6}), (#\w{6})\)", (PAGE / "page.css").read_text(encoding="utf-8"))
     assert grounds, "page.css names the ground of code"
-    for style, ground in zip((markdown.LIGHT, markdown.DARK), grounds.groups(), strict=True):
+    for style, ground in zip((worker.LIGHT, worker.DARK), grounds.groups(), strict=True):
         colours = {get_style_by_name(style).style_for_token(kind)["color"] for kind in STANDARD_TYPES} - {None, ""}
         assert len(colours) > 5
         assert {colour: found for colour in colours if (found := contrast(colour, ground)) < 4.5} == {}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serve import markdown
+from pipeline.serve import worker
 
-PAGE = Path(markdown.__file__).parent / "page"
+PAGE = Path(worker.__file__).parent / "page"
 FILES = sorted(PAGE.iterdir())
 MODULES = [path for path in FILES if path.suffix == ".js"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.serve.limits import Places, Pool
+from pipeline.serve.guard import Places, Pool
 from pipeline.serve.protocol import ApiFault
 
 
@@ -89,7 +89,7 @@ def test_who_gives_up_frees_its_place_waiting_or_running() -> None:
 
 
 def test_who_waits_for_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.serve.limits.WAIT_SECONDS", 0.02)
+    monkeypatch.setattr("pipeline.serve.guard.WAIT_SECONDS", 0.02)
 
     async def play(jobs: Jobs) -> None:
         await jobs.add("a1", "b1")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from pipeline.serve import api
-from pipeline.serve.options import Options
+from pipeline.serve.guard import Options
 from pipeline.text.tokenizer import Tokenizer
 from tests.clients import ASK
 from tests.server import save_models

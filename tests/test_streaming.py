@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 from starlette.types import Message, Scope
 
-from pipeline.serve import asking
-from pipeline.serve.asking import Answers, EventStream
+from pipeline.serve import answers as serve_answers
+from pipeline.serve.answers import Answers, EventStream
 
 
 class Entered:
@@ -54,7 +54,7 @@ class Connection:
 
 
 def test_an_event_that_finds_no_room_for_long_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(serve_answers, "SEND_SECONDS", 0.05)
 
     async def tell(_: Answers) -> AsyncIterator[bytes]:
         for number in range(100):
@@ -67,7 +67,7 @@ def test_an_event_that_finds_no_room_for_long_ends_the_stream(monkeypatch: pytes
 
 
 def test_a_model_that_is_silent_for_long_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(serve_answers, "SEND_SECONDS", 0.05)
 
     async def tell(_: Answers) -> AsyncIterator[bytes]:
         for number in range(2):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report import table
+from pipeline.report.card import text_table
 from tests import results
 
 
@@ -15,7 +15,7 @@ def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_columns_are_models_and_line_up(metrics: Path) -> None:
-    lines = table.render(metrics).splitlines()
+    lines = text_table(metrics).splitlines()
     head, rule, *rows = lines
     assert head.split() == ["held-out", "result", "language", "code", "tools"]
     starts = [head.index(model) for model in results.MODELS]
@@ -27,12 +27,12 @@ def test_columns_are_models_and_line_up(metrics: Path) -> None:
 
 
 def test_seconds_stand_below_where_this_machine_built(metrics: Path, tmp_path: Path) -> None:
-    assert "seconds" not in table.render(metrics)
+    assert "seconds" not in text_table(metrics)
     folder = tmp_path / ".work" / "code" / "00000006abcdef00"
     folder.mkdir(parents=True)
     (folder / "speed.json").write_text('{"seconds": 83.6}')
-    assert table.render(metrics).endswith("\n\nseconds: code 84")
+    assert text_table(metrics).endswith("\n\nseconds: code 84")
 
 
 def test_nothing_evaluated_says_what_to_run(tmp_path: Path) -> None:
-    assert table.render(tmp_path) == f"nothing is evaluated yet below {tmp_path}/eval; run dvc repro"
+    assert text_table(tmp_path) == f"nothing is evaluated yet below {tmp_path}/eval; run dvc repro"

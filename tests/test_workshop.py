@@ -12,7 +12,7 @@ import pytest
 from pipeline.generation.constrain import Grammars
 from pipeline.generation.grammars import Compiler
 from pipeline.generation.schemas import SchemaError
-from pipeline.serve import markdown, worker, workshop
+from pipeline.serve import worker, workshop
 from pipeline.serve.protocol import ApiFault
 from pipeline.serve.workshop import Refused, Verdict, Workshop
 from pipeline.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def test_a_verdict_is_what_compiling_here_finds(nano: Path, byte_tokenizer: Toke
         job = {"kind": "tools", "tools": [TOOL], "choice": "auto", "parallel": True}
         found = await shop.grammar("nano", job, "a")
         assert found.written.free and found.plan == grammars.tool_calls([TOOL]).plan
-        assert await shop.html("**a** <b>", "a") == markdown.render("**a** <b>")
+        assert await shop.html("**a** <b>", "a") == worker.render("**a** <b>")
 
     inside(nano, play)
 

@@ -9,7 +9,8 @@ turn, the answer continues on another canvas behind it, until the token budget i
 pass: a canvas is bound by arithmetic, which a batch would not save. An answer is therefore a function of (model,
 prompt, sampling, seed) to the last bit.
 
-Not supported: log-probabilities of alternatives, biases, constraints (`chats.py` refuses them), prefixes and drafts.
+Not supported: log-probabilities of alternatives, biases, constraints (`chat_completions.py` refuses them), prefixes and
+drafts.
 """
 
 import math

@@ -7,20 +7,25 @@ The page has no script, no external reference and no date: built twice it has eq
 since model outputs are untrusted. Times come from the work directory by work key, and are "built elsewhere" if a stage
 was restored from a cache. A change is colored only if chance does not explain it (report/claims.py).
 
+`python -m pipeline.report.card [metrics]` prints the table at the end of `make`: the models that were built and their
+results on held-out data.
+
 Not promised: other commits than the one of `report.baseline` (`make compare A=... B=...` compares any two).
 """
 
+import sys
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
-from pipeline.report import charts, claims
+from pipeline.report import charts, claims, compare
 from pipeline.report import metrics as report_metrics
 from pipeline.report.metrics import HEADLINES, Cost, Headline, Prices, Run, flat, lookup, read
 from pipeline.run.types import JsonObject
 
 LIKELIHOOD = ("language", "code", "tools", "lora")  # stages whose loss is in nats per token
+MODELS = 4  # columns of one text table; more are wider than a terminal
 
 
 def _curve_series(run: Run, column: str) -> list[charts.Series]:
@@ -235,4 +240,33 @@ def render(
             Markup(environment.from_string(section.TEMPLATE).render(section.values(run.of_wings[section.FOLDER])))
             for section in report_metrics.sections()
         ],
+    )
+
+
+def text_table(metrics: Path) -> str:
+    """Text tables of a few models each: a row per headline number, a column per model, intervals in brackets."""
+    run = read(metrics)
+    rows = table(run)
+    times = {cost.stage: cost.speed["seconds"] for cost in report_metrics.rows(run) if "seconds" in cost.speed}
+    if not rows:
+        return f"nothing is evaluated yet below {metrics}/eval; run dvc repro"
+    lines = [[row["headline"].title, *(_cell_text(cell) for cell in row["cells"])] for row in rows]
+    text: list[str] = []
+    for first in range(0, len(run.evaluations), MODELS):
+        models = list(run.evaluations)[first : first + MODELS]
+        body = [[line[0], *line[1 + first : 1 + first + MODELS]] for line in lines]
+        text += [*([""] if text else []), compare.table(["held-out result", *models], body, markdown=False)]
+    if times:
+        text.append("")
+        text.append("seconds: " + ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in times.items()))
+    return "\n".join(text)
+
+
+def _cell_text(cell: dict[str, str]) -> str:
+    return f"{cell['value']} [{cell['interval']}]" if cell["interval"] else cell["value"]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(
+        text_table(Path(sys.argv[1] if len(sys.argv) > 1 else "metrics")) + "\n\nreport: reports/index.html\n"
     )

@@ -32,8 +32,7 @@ from starlette.types import ASGIApp
 
 from pipeline.run.errors import ConfigError, StagecoachError
 from pipeline.run.processes import die_with_parent
-from pipeline.serve.guard import KEYS, Keys
-from pipeline.serve.options import Options
+from pipeline.serve.guard import KEYS, Keys, Options
 
 DEFAULT_MODELS = ("deploy", "rlhf", "tools", "code")  # the first that was built
 DRAIN_SECONDS = 20

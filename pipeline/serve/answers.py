@@ -1,29 +1,78 @@
-"""Turns the tokens of an answer into deltas for the client: text without broken characters or stop strings, and pieces
-of tool calls.
+"""The answers to one request: from the tokens of an engine's thread to an HTTP answer, whole or as an event stream.
 
     Assembler(tokenizer, stops).hear(Said) -> deltas     .close() -> the rest
+    async with Answers(engine, requests, assemblers) as answers:
+        async for event in answers: ...         (index, Delta), Frame, Finished or Ping
 
-Some text is held back until more is known: bytes that do not yet make a character, a possible beginning of a stop
-string, white space that may precede a call, and the bracket that may close a call. A call is recognized by its control
-tokens, never by text that spells them:
+An `Assembler` gives text without broken characters or stop strings, and pieces of tool calls. Some text is held back
+until more is known: bytes that do not yet make a character, a possible beginning of a stop string, white space that may
+precede a call, and the bracket that may close a call. A call is recognized by its control tokens, never by text that
+spells them:
 
     <tool_call> {"name": "f", "arguments": {...}} </tool_call>      the tags are single tokens
 
 Joined, the deltas are the answer, however it was cut into tokens. Not here: whether a call fits its schema
-(`chats.py`).
+(`chat_completions.py`).
+
+Leaving the block of `Answers`, for whatever reason, cancels what still runs: when a client disconnects, its rows are
+free before the next step. The same holds for a client that does not read. Its answers are cancelled when they are both
+MOST_UNREAD events and UNREAD_SECONDS behind; an event loop that was kept busy for a moment also receives many events at
+once. The stream ends when one event has waited SEND_SECONDS for the connection, up to a quarter more. The connection
+itself stays until the client reads or closes it, or the server ends.
 """
 
+import asyncio
 import codecs
+import logging
 import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TypeVar
 
-from pipeline.serve.loop import Said
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pipeline.run.errors import InputError
+from pipeline.run.types import JsonObject
+from pipeline.serve.guard import RETRY_SECONDS
+from pipeline.serve.loop import (
+    Denoised,
+    Ended,
+    EngineStopped,
+    Event,
+    GenerationRequest,
+    Loop,
+    QueueFull,
+    Read,
+    Said,
+    Ticket,
+)
+from pipeline.serve.protocol import ApiFault, JsonResponse, dumps, internal
 from pipeline.text.tokenizer import Tokenizer
+
+LOG = logging.getLogger(__name__)
 
 CALL_BEGIN = re.compile(r'\s*\{"name": "([^"\\]*)", "arguments": ')  # names need no escapes (`protocol.py`, NAME)
 CALL_END = re.compile(r"\}?\s*\Z")  # what may be the end of a call behind its arguments
+LOG = logging.getLogger(__name__)
+MOST_UNREAD, UNREAD_SECONDS = 256, 2.0
+PING_SECONDS = 15.0
+SEND_SECONDS = 60.0  # how long one event may wait for a connection whose buffers (about 3 MB) are full
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # a proxy must not collect the events
+}
+DONE = b"data: [DONE]\n\n"
+CLIENT_CLOSED = 499  # nginx's status for a client that has disconnected; it appears in the log alone
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -181,3 +230,317 @@ class Assembler:
         tokens, self._tokens = tuple(self._tokens), []
         number = len(self.calls) - 1
         return Delta(call=CallPiece(number, arguments, call.id if name is not None else None, name), tokens=tokens)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of a request."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+    def body(self) -> JsonObject:
+        """OpenAI's object."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An answer has ended; reason: stop, length."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An answer's canvas after a step."""
+
+    index: int
+    canvas: Denoised
+
+
+class Ping:
+    """No event for a while; keeps the connection open."""
+
+
+def refuse_when_full(engine: Loop, owner: str) -> None:
+    """Raise ApiFault 429, before any work is done for a request that the queue would refuse."""
+    if engine.full(owner):
+        raise ApiFault(
+            429, "all rows are busy and the queue is full; try again", code="queue_full", retry=RETRY_SECONDS
+        )
+
+
+def unheard(_: Event) -> None:
+    """Placeholder listener of a request that is not submitted yet."""
+
+
+class Answers:
+    """The answers to a request: submitted on entry, read by iteration, cancelled on exit."""
+
+    def __init__(
+        self,
+        engine: Loop,
+        requests: Sequence[GenerationRequest],
+        assemblers: Sequence[Assembler],
+        *,
+        n: int = 1,
+        identity: str = "",
+    ) -> None:
+        """`n` requests in a row have the same prompt. Their listeners and `identity`, that of the HTTP request, are
+        set here.
+        """
+        self.engine, self.requests, self.assemblers, self.n = engine, requests, assemblers, n
+        self.identity = identity
+        self.prompt_scores: list[list[Read]] = [[] for _ in requests]
+        self.ends: list[Ended | None] = [None] * len(requests)
+        self.first_seconds: float | None = None  # to the first token
+        self.began = self._read = time.monotonic()
+        self._queue: asyncio.Queue[tuple[int, Event] | Ping] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def __aenter__(self) -> "Answers":
+        """Raises ApiFault: 429 where the queue is full, 400 for what can never be served, 503 where the engine is
+        dead.
+        """
+        try:
+            for index, request in enumerate(self.requests):
+                request = replace(request, listener=self._make_listener(index), identity=self.identity)
+                self._tickets.append(self.engine.submit(request))
+        except QueueFull as error:
+            self._cancel()
+            raise ApiFault(429, f"{error}; try again", code="queue_full", retry=RETRY_SECONDS) from None
+        except InputError as error:
+            self._cancel()
+            raise ApiFault(400, str(error)) from None
+        except EngineStopped:
+            self._cancel()
+            raise ApiFault(503, "the model is being restarted; try again", code="model_restarting", retry=5) from None
+        self._timer = self._loop.call_later(PING_SECONDS, self._ping)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    def _make_listener(self, index: int) -> Callable[[Event], None]:
+        mailbox = Mailbox.of(self._loop)
+        return lambda event: mailbox.post(self._put, index, event)  # called on the engine's thread
+
+    def _put(self, index: int, event: Event) -> None:
+        if self._queue.qsize() >= MOST_UNREAD and time.monotonic() - self._read > UNREAD_SECONDS:
+            self._cancel()
+        self._queue.put_nowait((index, event))
+
+    def _ping(self) -> None:
+        """Queue a Ping after a silence. One timer serves all events: a timeout for each would cost more than to send
+        it.
+        """
+        silence = time.monotonic() - self._read
+        if silence >= PING_SECONDS:
+            silence = 0.0
+            if self._queue.empty():
+                self._queue.put_nowait(Ping())
+        self._timer = self._loop.call_later(PING_SECONDS - silence, self._ping)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta] | Frame | Finished | Ping]:
+        """Events until all answers have ended. Raises ApiFault where one of them failed."""
+        while any(end is None for end in self.ends):
+            message = await self._queue.get()
+            self._read = time.monotonic()
+            if isinstance(message, Ping):
+                yield message
+                continue
+            index, event = message
+            assembler = self.assemblers[index]
+            if isinstance(event, Said):
+                self.first_seconds = self.first_seconds or time.monotonic() - self.began
+                for delta in assembler.hear(event):
+                    yield index, delta
+                if assembler.stopped:
+                    self._tickets[index].cancel()
+                continue
+            if isinstance(event, Denoised):
+                yield Frame(index, event)
+                continue
+            if isinstance(event, Read):
+                self.prompt_scores[index].append(event)
+                continue
+            self.ends[index] = event
+            if not assembler.stopped and event.reason not in ("stop", "length"):
+                raise _fault(event, self.identity)
+            for delta in assembler.close():
+                yield index, delta
+            yield Finished(index, "stop" if assembler.stopped else event.reason)
+
+    @property
+    def usage(self) -> Usage:
+        """Of all answers that have ended; a prompt is counted once, however many answers it gets."""
+        ended = [end for end in self.ends if end is not None]
+        first_ended = [end for end in self.ends[:: self.n] if end is not None]  # the first answer to each prompt
+        return Usage(
+            sum(len(request.ids) for request in self.requests[:: self.n]),
+            sum(end.new_tokens for end in ended),
+            sum(end.cached_tokens for end in first_ended),
+        )
+
+
+def _fault(end: Ended, identity: str) -> ApiFault:
+    if end.reason == "timeout":
+        return ApiFault(503, "the answer took too long; ask for fewer tokens", code="timeout")
+    if end.reason == "slow":
+        return ApiFault(400, "the schema takes too long to follow; make it simpler", code="schema_too_slow")
+    if end.reason == "cancelled":
+        return ApiFault(503, "the answer was given up: it was not read, or the server is stopping", code="cancelled")
+    return internal(identity)
+
+
+class Mailbox:
+    """Delivers events from the engines' threads to one event loop. The loop is woken once for all events since the last
+    delivery, because a step sends an event for every row.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)  # which owns its mailbox
+        self._pending: deque[tuple[Callable[[int, Event], None], int, Event]] = deque()
+        self._scheduled = False
+
+    def post(self, handler: Callable[[int, Event], None], index: int, event: Event) -> None:
+        """From any thread: call `handler(index, event)` on the loop, soon, in the order of the posts. Raises
+        RuntimeError where the loop is closed.
+        """
+        self._pending.append((handler, index, event))
+        if not self._scheduled:  # else the delivery is still to come, and includes this event
+            self._schedule()
+
+    def _schedule(self) -> None:
+        loop = self._loop()
+        if loop is None:
+            raise RuntimeError("the event loop is gone")
+        self._scheduled = True
+        try:
+            loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # it is closed: the next post must raise too
+            self._scheduled = False
+            raise
+
+    def _deliver(self) -> None:
+        self._scheduled = False
+        try:
+            while self._pending:
+                handler, index, event = self._pending.popleft()
+                handler(index, event)
+        finally:
+            if self._pending:  # a handler raised: the other events must not wait for the next post
+                self._schedule()
+
+    @staticmethod
+    def of(loop: asyncio.AbstractEventLoop) -> "Mailbox":
+        """The mailbox of a loop, of which there is one."""
+        return MAILBOXES.setdefault(loop, Mailbox(loop))
+
+
+MAILBOXES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+
+async def respond(
+    request: Request, answers: Answers, complete: Callable[[Answers], Awaitable[JsonObject | bytes]]
+) -> Response:
+    """All answers in one JSON response. Raises ApiFault, also where the client disconnects."""
+    async with answers:
+        return JsonResponse(await unless_disconnected(request.receive, complete(answers)))
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
+    """The result of the work. Raises ApiFault where the client disconnects first."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiFault(400, "the client went away", code="client_closed")
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. The answers must be entered already, so that a refusal has its own status; they are left
+    here.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        stream: Callable[[Answers], AsyncIterator[bytes]],
+        on_done: Callable[[int, str | None], None],
+    ) -> None:
+        """`on_done` gets the status that a response in one piece would have had, and an error's code."""
+        super().__init__(headers=STREAM_HEADERS)
+        del self.headers["content-length"]
+        self.answers, self.stream, self.on_done = answers, stream, on_done
+        self._sending_since: float | None = None  # None: no event waits for the connection
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(scope, send))
+        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
+        status, code = CLIENT_CLOSED, None
+        try:
+            while not sending.done() and not gone.done():
+                # a check now and then: a timeout for each event would cost more
+                await asyncio.wait({sending, gone}, timeout=SEND_SECONDS / 4, return_when=asyncio.FIRST_COMPLETED)
+                if self._sending_since is not None and time.monotonic() - self._sending_since > SEND_SECONDS:
+                    code = "unread"
+                    break
+            if sending.done():
+                status, code = sending.result()
+        finally:
+            sending.cancel()
+            gone.cancel()
+            await self.answers.__aexit__(None, None, None)
+            self.on_done(status, code)
+
+    async def _send_all(self, scope: Scope, send: Send) -> tuple[int, str | None]:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        status, code = 200, None
+        try:
+            async for event in self.stream(self.answers):
+                await self._send(send, event)
+        except ApiFault as fault:  # too late for a status
+            status, code = fault.status, fault.code
+            await self._send(send, b"data: " + dumps(fault.body) + b"\n\n")
+        except Exception:
+            status = 500
+            LOG.exception("%s failed in its stream", scope["identity"])
+            await self._send(send, b"data: " + dumps(internal(scope["identity"]).body) + b"\n\n")
+        await self._send(send, DONE, more=False)
+        return status, code
+
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        self._sending_since = time.monotonic()
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending_since = None

@@ -2,10 +2,10 @@
 
     make(options) -> an ASGI application; models load in the background, and /health says 503 until they are ready
 
-Routes are thin: a body is validated (`protocol.py`), prepared (`chats.py`, `completions.py`), submitted to an engine
-and answered, whole or as a stream (`asking.py`). Slow work that needs no engine runs on pools of its own (`limits.py`),
-never on the event loop. Every error is OpenAI's object, and every request has passed the guard. The log has a request's
-id, counts and times, never a text or a key.
+Routes are thin: a body is validated (`protocol.py`), prepared (`chat_completions.py`, `completions.py`), submitted to
+an engine and answered, whole or as a stream (`answers.py`). Slow work that needs no engine runs on pools of its own
+(`guard.py`), never on the event loop. Every error is OpenAI's object, and every request has passed the guard. The log
+has a request's id, counts and times, never a text or a key.
 
 Routes beside OpenAI's, for the page: how a model reads a text, what a reward model thinks of it, and preferences.
 
@@ -41,14 +41,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.run.errors import InputError, StagecoachError
 from pipeline.run.types import JsonObject
-from pipeline.serve import asking, chats, completions
-from pipeline.serve.asking import Answers, EventStream, refuse_when_full
-from pipeline.serve.chats import Pools, Sender, decode_token
+from pipeline.serve import chat_completions as chats
+from pipeline.serve import completions
+from pipeline.serve.answers import Answers, EventStream, refuse_when_full, respond, unless_disconnected
+from pipeline.serve.chat_completions import Pools, Sender, decode_token
 from pipeline.serve.feedback import Feedback
-from pipeline.serve.guard import Guard, Keys, ParsedRoute
-from pipeline.serve.limits import Rates
+from pipeline.serve.guard import Guard, Keys, Options, ParsedRoute, Rates
 from pipeline.serve.models import Catalog, Metrics, Served, load
-from pipeline.serve.options import Options
 from pipeline.serve.protocol import (
     ApiFault,
     ChatBody,
@@ -227,7 +226,7 @@ def _openai(service: Service) -> APIRouter:
             sender.asker, completions.prepare, body, served, engine, sender.owner
         )
         scoring = completions.score_prompts(completion, sender.identity)
-        scores = await asking.unless_disconnected(request.receive, scoring)
+        scores = await unless_disconnected(request.receive, scoring)
         return await _answer(
             service,
             request,
@@ -257,7 +256,7 @@ async def _answer(
         return EventStream(answers, stream, record)
     status, code = 500, None
     try:
-        response = await asking.respond(request, answers, complete)
+        response = await respond(request, answers, complete)
         status = 200
         return response
     except ApiFault as fault:
@@ -332,13 +331,13 @@ def _texts(service: Service) -> APIRouter:
         """A text's ids. Control tokens that it spells are text."""
         served = service.catalogue.find(body.model)
 
-        def respond() -> Response:
+        def build() -> Response:
             ids = served.tokenizer.encode(body.prompt)
             return JsonResponse(
                 {"tokens": ids, "pieces": _pieces(served, ids), "count": len(ids), "max_model_len": served.context}
             )
 
-        return await pools.texts.run(Sender.of(request).asker, respond)
+        return await pools.texts.run(Sender.of(request).asker, build)
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
@@ -358,11 +357,11 @@ def _texts(service: Service) -> APIRouter:
         messages, tools = [message.plain() for message in body.messages], [tool.plain() for tool in body.tools or []]
         ids = await chats.encode(served, messages, tools, sender, pools, generation_prompt=body.add_generation_prompt)
 
-        def respond() -> Response:
+        def build() -> Response:
             text = served.tokenizer.decode(ids, skip_special=False)
             return JsonResponse({"prompt": text, "tokens": ids, "pieces": _pieces(served, ids), "count": len(ids)})
 
-        return await pools.texts.run(sender.asker, respond)
+        return await pools.texts.run(sender.asker, build)
 
     @routes.post("/render")
     async def render(body: RenderBody, request: Request) -> Response:

@@ -33,9 +33,8 @@ from pipeline.generation.schemas import SchemaError
 from pipeline.run.device import stable_hash
 from pipeline.run.errors import InputError
 from pipeline.run.types import JsonObject
-from pipeline.serve.answers import Assembler, Call, Delta
-from pipeline.serve.asking import Answers, Finished, Frame, Ping, unheard
-from pipeline.serve.limits import Pool
+from pipeline.serve.answers import Answers, Assembler, Call, Delta, Finished, Frame, Ping, unheard
+from pipeline.serve.guard import Pool
 from pipeline.serve.loop import GenerationRequest, Loop, Said
 from pipeline.serve.models import Served, never_said
 from pipeline.serve.protocol import ApiFault, ChatBody, Generation, NamedTool, ResponseFormat, dumps

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from pipeline.generation.sampling import Sampling
 from pipeline.run.types import JsonObject
-from pipeline.serve.answers import Assembler
-from pipeline.serve.asking import Answers, Finished, Frame, Ping, Usage, unheard
-from pipeline.serve.chats import (
+from pipeline.serve.answers import Answers, Assembler, Finished, Frame, Ping, Usage, unheard
+from pipeline.serve.chat_completions import (
     check_biases,
     decode_token,
     event_line,

@@ -5,7 +5,7 @@
 
 Each step feeds every busy row at most CHUNK tokens of its prompt, or its last token. A new prompt therefore slows its
 neighbors by one chunk a step and stops none (Yu et al. 2022, Orca). While few rows are busy, each may generate several
-tokens a step by checking a draft (`drafts.py`).
+tokens a step by checking a draft (`Drafter`).
 
 An answer depends on (model, prompt, sampling, seed) alone: each token is chosen by one uniform number, a function of
 (seed, position), so neighbors, cached prefixes, drafts and cancelled requests change nothing but rounding
@@ -32,7 +32,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -48,7 +48,6 @@ from pipeline.model.cache import KVCache, cross
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Transformer
 from pipeline.run.errors import InputError
-from pipeline.serve.drafts import Drafter
 from pipeline.serve.loop import (
     Ended,
     EngineStopped,
@@ -76,6 +75,11 @@ FREE_SHARE = 0.25  # of the free memory, what keys and values may take
 CGROUP = Path("/sys/fs/cgroup")
 NARROW = 16  # new tokens of a row up to which plain products beat the fused kernel, which needs the keys copied
 TOGETHER = 4  # from so many rows of one token each, one product serves all rows
+DRAFT = 8  # tokens of a draft
+MATCHED = (3, 2)  # how many last tokens are looked up, the longer match first
+# checking DRAFT tokens takes as long as up to PAYS more steps (docs/LOG.md): a draft with fewer accepted ones fails
+PAYS = 2
+LONGEST_WAIT = 64
 
 
 @dataclass
@@ -91,7 +95,7 @@ class Slot:
     num_generated: int = 0
     uniform_numbers: np.ndarray = field(default_factory=lambda: np.zeros(0))  # one for each token of the budget
     pending: list[int] = field(default_factory=list)  # ids still to be fed
-    drafter: Drafter | None = None
+    drafter: "Drafter | None" = None
     constraint_seconds: float = 0.0
 
     @property
@@ -520,3 +524,51 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 def _additive_mask(hidden: Tensor) -> Tensor:
     """-inf where True, else 0."""
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+class Drafter:
+    """Drafts by prompt lookup: the tokens that followed the last few where they stood before may well follow again.
+
+    Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) is speculative decoding (Leviathan et al.
+    2022, arXiv:2211.17192) without a second model. One step of the model checks a whole draft. A draft token is
+    accepted where it equals the token that the position's own uniform number samples, so an answer is the same with
+    drafts and without, at any temperature.
+
+    Code and tool calls repeat earlier text. Where a text does not, drafts cost time: after a failed draft the row waits
+    1, then 2, 4, ... tokens before it tries again.
+    """
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.ids: list[int] = []
+        self.after: dict[tuple[int, ...], int] = {}  # a pair or triple -> the position behind its last occurrence
+        self.failures = self.wait = 0
+        for token in ids:
+            self._append(token)
+
+    def hear(self, token: int) -> None:
+        """Append a generated token."""
+        self.wait = max(0, self.wait - 1)
+        self._append(token)
+
+    def guess(self, most: int) -> list[int]:
+        """At most `most` and DRAFT tokens that may come next; a repeating text is drafted to keep repeating."""
+        if self.wait or most < 1:
+            return []
+        for length in MATCHED:
+            begin = self.after.get(tuple(self.ids[-length:]))
+            if begin is not None:
+                period = len(self.ids) - begin
+                return [self.ids[begin + index % period] for index in range(min(most, DRAFT))]
+        return []
+
+    def judge(self, right: int) -> None:
+        """Adapt the wait to how many tokens of the last draft were accepted."""
+        self.failures = 0 if right >= PAYS else self.failures + 1
+        self.wait = min(2**self.failures // 2, LONGEST_WAIT)
+
+    def _append(self, token: int) -> None:
+        end = len(self.ids)
+        for length in MATCHED:
+            if end >= length:
+                self.after[tuple(self.ids[end - length :])] = end
+        self.ids.append(token)

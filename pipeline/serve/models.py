@@ -33,8 +33,8 @@ from pipeline.model.transformer import Transformer
 from pipeline.run.errors import ConfigError, ModelError
 from pipeline.run.types import JsonObject
 from pipeline.serve.engine import Engine
+from pipeline.serve.guard import Weights
 from pipeline.serve.loop import Loop
-from pipeline.serve.options import Weights
 from pipeline.serve.protocol import ApiFault
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer

@@ -14,7 +14,18 @@ which only forks, stays small.
 A schema is also refused where it would cost the server too much later. The server compiles the grammar again, in the
 time that it took here, and queries it for each token (`rehearse`). The plan is searched here alone.
 
-Not promised: a sandbox. A job is data, and runs no code of its own.
+Markdown is text of a model, a person or an imported file, made safe for the page:
+
+    render(markdown) -> HTML of the tags in TAGS, with pygments' classes on code and no active content
+    style_sheet()    -> the colors of those classes, light and dark: pipeline/serve/page/code.css
+
+Three layers of defense, each enough for most attacks. The parser (markdown-it: CommonMark, tables, strikethrough)
+supports neither raw HTML nor images, and makes only http and https links. pygments colors code with classes, never with
+styles. Last, nh3 (ammonia) keeps only the tags, attributes and classes of an allow-list: no id, no name, no style, no
+event handler, no form, and nothing that loads by itself.
+
+Not promised: a sandbox (a job is data, and runs no code of its own); the same HTML from one version of these packages
+to the next; colors on a busy machine (`COLOUR_SECONDS`); that a link's target is harmless.
 """
 
 import gc
@@ -26,13 +37,23 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from html import escape
 from pathlib import Path
 
+import nh3
 import numpy as np
 import psutil
 from llguidance import LLMatcher
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from pygments import format as format_tokens
+from pygments.formatters import HtmlFormatter
+from pygments.lexer import Lexer
+from pygments.lexers import get_lexer_by_name
+from pygments.styles import get_style_by_name
+from pygments.token import STANDARD_TYPES
 
 from pipeline.generation import grammars
 from pipeline.generation.grammars import Closer, Compiler, Place, bits
@@ -40,7 +61,6 @@ from pipeline.generation.schemas import SchemaError
 from pipeline.run.errors import InputError
 from pipeline.run.processes import die_with_parent
 from pipeline.run.types import JsonObject
-from pipeline.serve import markdown
 from pipeline.text.tokenizer import Tokenizer
 
 SECONDS = {"tools": 2.0, "schema": 2.0, "render": 3.0}  # of processor time
@@ -50,6 +70,71 @@ NICENESS = 10  # the engines go first
 BUILD_SECONDS = 0.25  # of processor time that compiling may take in the server
 HELD_BYTES = 32 * 2**20  # of memory that a compiled grammar may take there
 TOKENS, TOKEN_SECONDS = 32, 0.01  # tokens of a rehearsal, and the mean time that each may take
+MOST_CHARACTERS = 50_000  # the parser's time grows with the square of the unclosed brackets: 4 s for so many
+MOST_COLOURED = 20_000  # characters of a fence; one match of a lexer on so many takes under a second
+COLOUR_SECONDS = 0.5  # for all fences together: lexers have inputs that take minutes (a C# method of spaces, 150 s)
+LIGHT, DARK = "xcode", "one-dark"  # each of their colors has a contrast of 4.5 to the page's background of code
+TAGS = {
+    "a",
+    "blockquote",
+    "br",
+    "code",
+    "em",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "hr",
+    "li",
+    "ol",
+    "p",
+    "pre",
+    "s",
+    "span",
+    "strong",
+    "table",
+    "tbody",
+    "td",
+    "th",
+    "thead",
+    "tr",
+    "ul",
+}
+# the name of a fence -> pygments' lexer. ini and console are left out: one match of theirs can take half a minute
+LANGUAGES = {
+    "bash": "bash",
+    "c": "c",
+    "c++": "cpp",
+    "cpp": "cpp",
+    "css": "css",
+    "diff": "diff",
+    "go": "go",
+    "html": "html",
+    "java": "java",
+    "javascript": "javascript",
+    "js": "javascript",
+    "json": "json",
+    "lua": "lua",
+    "make": "make",
+    "makefile": "make",
+    "py": "python",
+    "pycon": "pycon",
+    "python": "python",
+    "python3": "python",
+    "rs": "rust",
+    "ruby": "ruby",
+    "rust": "rust",
+    "sh": "bash",
+    "shell": "bash",
+    "sql": "sql",
+    "toml": "toml",
+    "ts": "typescript",
+    "typescript": "typescript",
+    "yaml": "yaml",
+    "yml": "yaml",
+}
 
 
 def main() -> None:
@@ -59,7 +144,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
     compilers: dict[int, Compiler] = {}
-    markdown.render("```python\n1\n```")
+    render("```python\n1\n```")
     gc.freeze()
     while True:
         number, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -106,7 +191,7 @@ def run_job(job: JsonObject, compiler: Callable[[], Compiler]) -> JsonObject:
     """The answer to a job; `compiler()` is its model's. Raises MemoryError."""
     try:
         if job["kind"] == "render":
-            return {"html": markdown.render(job["markdown"])}
+            return {"html": render(job["markdown"])}
         if job["kind"] == "tools":
             tokenizer = compiler().tokenizer
             written = grammars.tool_calls(tokenizer, job["tools"], choice=job["choice"], parallel=job["parallel"])
@@ -156,6 +241,97 @@ def rehearse(closer: Closer, matcher: LLMatcher, plan: tuple[int, ...]) -> float
         state.consume_token(token)
         rest, place = next_rest, place.after(closer.step(token))
     return (time.process_time() - began) / TOKENS
+
+
+def render(markdown: str) -> str:
+    """Clean HTML of a Markdown text. Raises InputError for more than MOST_CHARACTERS.
+
+    Links carry rel="noopener noreferrer nofollow". A fence is `<pre><code class="language-...">`, colored where its
+    language is one of LANGUAGES and time allows. Lone surrogates become question marks. Takes at most a few seconds,
+    whatever the text (a test has the worst known cases).
+    """
+    if len(markdown) > MOST_CHARACTERS:
+        raise InputError(f"expected at most {MOST_CHARACTERS} characters of Markdown, found {len(markdown)}")
+    html = _parser().render(markdown.encode("utf-8", "replace").decode(), {"until": time.monotonic() + COLOUR_SECONDS})
+    return _cleaner().clean(html)
+
+
+@cache
+def _parser() -> MarkdownIt:
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("image")
+    parser.validateLink = _is_web  # type: ignore[method-assign]
+    parser.add_render_rule("fence", _fence)
+    return parser
+
+
+@cache
+def _cleaner() -> nh3.Cleaner:
+    return nh3.Cleaner(
+        tags=TAGS,
+        clean_content_tags={"script", "style"},
+        attributes={"*": set(), "a": {"href"}, "ol": {"start"}},
+        allowed_classes={
+            "span": {name for name in STANDARD_TYPES.values() if name},
+            "code": {f"language-{lexer}" for lexer in LANGUAGES.values()},
+        },
+        link_rel="noopener noreferrer nofollow",
+        url_schemes={"http", "https"},
+        url_relative="deny",
+    )
+
+
+def _is_web(url: str) -> bool:
+    """Whether an address becomes a link: only an absolute one of the web does."""
+    return url.lower().startswith(("http://", "https://"))
+
+
+def _fence(_renderer: object, tokens: Sequence[Token], index: int, _options: object, env: dict[str, float]) -> str:
+    """One fence as HTML, colored where it can be."""
+    token = tokens[index]
+    words = token.info.split()
+    language = LANGUAGES.get(words[0].lower()) if words else None
+    if language is None or len(token.content) > MOST_COLOURED:
+        return f"<pre><code>{escape(token.content)}</code></pre>\n"
+    body = _color(token.content, language, env["until"])
+    return f'<pre><code class="language-{language}">{body}</code></pre>\n'
+
+
+def _color(code: str, language: str, until: float) -> str:
+    """The code as spans with pygments' classes; the plain code when the time `until` has passed."""
+    pieces = []
+    for kind, text in _lexer(language).get_tokens(code):
+        if time.monotonic() > until:
+            return escape(code)
+        pieces.append((kind, text))
+    return format_tokens(pieces, HtmlFormatter(nowrap=True))
+
+
+@cache
+def _lexer(language: str) -> Lexer:
+    return get_lexer_by_name(language, stripnl=False, ensurenl=False)
+
+
+def style_sheet() -> str:
+    """CSS for pygments' classes in LIGHT and DARK; `light-dark()` follows the page's color-scheme."""
+    rules: dict[str, list[str]] = {}
+    for kind, name in STANDARD_TYPES.items():
+        light, dark = (get_style_by_name(style).style_for_token(kind) for style in (LIGHT, DARK))
+        rule = ""
+        if name and (light["color"] or dark["color"]):
+            rule += "color: light-dark({}, {});".format(
+                *(f"#{style['color']}" if style["color"] else "currentcolor" for style in (light, dark))
+            )
+        if name and light["bold"]:
+            rule += " font-weight: 600;"
+        if name and light["italic"]:
+            rule += " font-style: italic;"
+        if rule:
+            rules.setdefault(rule.strip(), []).append(f"code .{name}")
+    lines = [f"{', '.join(names)} {{ {rule} }}" for rule, names in rules.items()]
+    return (
+        "\n".join(["/* pygments' colours; written by pipeline.serve.worker.style_sheet, which a test holds */", *lines])
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

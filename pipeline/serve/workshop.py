@@ -4,7 +4,7 @@
         await workshop.grammar("nano", job, asker) -> Verdict;  await workshop.html(text, asker)
 
 Each job gets a child process of its own, which the kernel ends when it takes too much time or memory. So no job holds
-up the server's threads, and none is left running. Few jobs run at a time and few wait (`limits.py`). The result for a
+up the server's threads, and none is left running. Few jobs run at a time and few wait (`guard.py`). The result for a
 schema is cached for a while, a refusal too: a hostile schema costs its seconds once. If the worker has died, the next
 job restarts it, at most once in RESTART_SECONDS.
 """
@@ -26,7 +26,7 @@ from typing import Self
 from pipeline.generation.grammars import Written
 from pipeline.run.processes import beside
 from pipeline.run.types import JsonObject
-from pipeline.serve.limits import Places
+from pipeline.serve.guard import Places
 from pipeline.serve.protocol import ApiFault
 
 LOG = logging.getLogger(__name__)
