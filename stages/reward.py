@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pipeline.batches.pairs import PairBatch, PairSplit, PairStream
-from pipeline.evaluation import own_answers, preferences
+from pipeline.evaluation import preferences
 from pipeline.generation.sampling import Sampling, sampler
 from pipeline.learning import gates, losses, pair_losses
 from pipeline.learning.fit import Watchers, fit
@@ -78,12 +78,12 @@ def run(params: Params, job: Job, *, base: Path, pairs: Path, out: Path) -> None
         for name in ("train", "test")
     }
     own_prompts = {
-        name: own_answers.prompts(split, params.answer_tokens, limit)
+        name: preferences.own_prompts(split, params.answer_tokens, limit)
         for (name, split), limit in zip(splits.items(), (params.own_prompts, params.own_prompts // 4), strict=True)
     }
     with judge_or_none(params.sandbox, job.workers, job.runtime.sandbox_url) as judge:
         own_pairs = {
-            name: own_answers.pairs(generate, prompts, tokenizer, judge, job.seed)
+            name: preferences.own_pairs(generate, prompts, tokenizer, judge, job.seed)
             for name, prompts in own_prompts.items()
         }
     stream = PairStream(

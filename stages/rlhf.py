@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from pipeline.batches.pairs import PairSplit
-from pipeline.evaluation import own_answers
+from pipeline.evaluation import preferences
 from pipeline.evaluation.tools import call_reward
 from pipeline.learning import gates, losses, policy_losses, reference
 from pipeline.learning.fit import Watchers, fit
@@ -42,7 +42,7 @@ class Params:
     """Kinds of prompts to train on; empty: all whose better answer has room."""
     rewards: dict[str, float] = field(default_factory=lambda: {"learned": 1.0})
     """name: weight; tool_call with kinds: [tools], code with [code]."""
-    held_out: own_answers.HeldOutConfig = field(default_factory=own_answers.HeldOutConfig)
+    held_out: preferences.HeldOutConfig = field(default_factory=preferences.HeldOutConfig)
     adapter: AdapterConfig | None = None
     """{rank, alpha, ...}: train an adapter alone, and merge it at the end."""
     ppo: PPOConfig
@@ -94,7 +94,7 @@ def run(params: Params, job: Job, *, base: Path, reward: Path, pairs: Path, out:
         stream = RolloutStream(
             prompts["train"], config, method, pad=start.tokenizer.pad, seed=job.seed, ranks=setting.ranks, state=carried
         )
-        held_out = own_answers.HeldOut(prompts["test"], setting, judge, scorer, params.held_out)
+        held_out = preferences.HeldOut(prompts["test"], setting, judge, scorer, params.held_out)
         watchers = Watchers(
             first=gates.first_policy("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg", setting.precision),
             evaluate=held_out.row,

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from pipeline.ingest import duplicates
-from pipeline.ingest.duplicates import Index, NearDuplicates, benchmark_items, fingerprint, signature, similarity
+from pipeline.ingest.duplicates import Index, NearDuplicates, benchmark_items, fingerprint, signature
 from pipeline.run.errors import DataError
+
+
+def similarity(a: bytes, b: bytes) -> float:
+    return float(duplicates._estimate(np.frombuffer(a, np.uint8)[None], np.frombuffer(b, np.uint8))[0])
+
 
 VOCABULARY = [f"word{number}" for number in range(5000)]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation import own_answers
-from pipeline.evaluation.own_answers import HeldOut, HeldOutConfig
+from pipeline.evaluation import preferences
+from pipeline.evaluation.preferences import HeldOut, HeldOutConfig
 from pipeline.ingest.records import Pair
 from pipeline.rl.answers import Answer, Prompt
 from pipeline.rl.rewards import Resources, Scorer
@@ -48,7 +48,7 @@ def held_out(monkeypatch: pytest.MonkeyPatch, **config: Any) -> HeldOut:
     def truth(answers: Sequence[Answer], judge: Any) -> list[float | None]:
         return [SCORES[one.text[0]][int(one.text[1])][int(one.text[2])] for one in answers]
 
-    monkeypatch.setattr(own_answers, "gold", truth)
+    monkeypatch.setattr(preferences, "gold", truth)
     resources = Resources(max_new_tokens=8, preferred=lambda given: [len(one.ids) / 10 for one in given])
     scorer = Scorer({"preferred": 2.0}, resources)
     setting: Any = Setting()
@@ -119,12 +119,12 @@ def test_best_of_n_has_so_many_answers_of_the_reference_to_so_many_prompts(
 ) -> None:
     """The longer an answer the higher its proxy; where its worth is its number, the best of n has the last number."""
     found = held_out(monkeypatch, best_of=answers, best_of_prompts=prompts)
-    monkeypatch.setattr(own_answers, "gold", lambda given, judge: [float(one.sample) for one in given])
+    monkeypatch.setattr(preferences, "gold", lambda given, judge: [float(one.sample) for one in given])
     report = found.report()
     if not prompts:
         assert "best_of_n" not in report and len(asked) == 2
         return
-    known = [prompt.id for prompt in found.prompts if own_answers.is_known(prompt.record)]  # type: ignore[arg-type]
+    known = [prompt.id for prompt in found.prompts if preferences.is_known(prompt.record)]  # type: ignore[arg-type]
     assert asked[2:] == [([(name, n) for name in known[:prompts] for n in range(answers)], True)]
     assert [row["n"] for row in report["best_of_n"]] == [n for n in (1, 2, 4) if n <= answers]
     assert report["best_of_n"][-1]["gold"] == pytest.approx(answers - 1)

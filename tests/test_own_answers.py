@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.evaluation import own_answers
+from pipeline.evaluation import preferences
 from pipeline.ingest.records import Pair
 from pipeline.rl.answers import Prompt
 from pipeline.sandbox.judge import Judge, SandboxConfig
@@ -49,7 +49,7 @@ def test_the_best_and_the_worst_answer_make_a_pair_and_equal_ones_none(byte_toke
     prompts = [prompt("mixed", truth), prompt("all wrong", truth), prompt("nobody knows", None)]
     texts = [WRONG, "no code", RIGHT, WRONG, WRONG, WRONG, WRONG, WRONG, RIGHT, WRONG, RIGHT, WRONG]
     with Judge(SandboxConfig(), 1) as judge:
-        (found,) = own_answers.pairs(saying(byte_tokenizer, texts), prompts, byte_tokenizer, judge, 1)
+        (found,) = preferences.own_pairs(saying(byte_tokenizer, texts), prompts, byte_tokenizer, judge, 1)
     assert (found.pair.id, found.pair.kind, found.pair.gold_chosen, found.pair.gold_rejected) == (
         "own-mixed-1",
         "own code",
@@ -66,7 +66,7 @@ def test_the_next_best_and_the_next_worst_make_a_second_pair(byte_tokenizer: Tok
     prompts = [prompt("mixed", {"entry_point": "double", "tests": TESTS})]
     texts = [RIGHT, "no code", WRONG, RIGHT.replace("2 * x", "x + x")]
     with Judge(SandboxConfig(), 1) as judge:
-        found = own_answers.pairs(saying(byte_tokenizer, texts), prompts, byte_tokenizer, judge, 1)
+        found = preferences.own_pairs(saying(byte_tokenizer, texts), prompts, byte_tokenizer, judge, 1)
     assert [(one.pair.id, one.pair.gold_chosen, one.pair.gold_rejected) for one in found] == [
         ("own-mixed-1", 1.0, 0.0),
         ("own-mixed-2", 1.0, 0.2),
@@ -78,4 +78,4 @@ def test_the_next_best_and_the_next_worst_make_a_second_pair(byte_tokenizer: Tok
 def test_without_a_sandbox_code_has_no_truth_and_so_no_pair(byte_tokenizer: Tokenizer) -> None:
     prompts = [prompt("mixed", {"entry_point": "double", "tests": TESTS})]
     generate = saying(byte_tokenizer, [WRONG, "no code", RIGHT, WRONG])
-    assert own_answers.pairs(generate, prompts, byte_tokenizer, None, 1) == []
+    assert preferences.own_pairs(generate, prompts, byte_tokenizer, None, 1) == []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.evaluation.own_answers import HeldOutConfig
+from pipeline.evaluation.preferences import HeldOutConfig
 from pipeline.evaluation.solving import SolvingConfig
 from pipeline.ingest import records
 from pipeline.learning import losses

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.batches.batch import Piece
 from pipeline.batches.pairs import Encoded, encode, flipped
-from pipeline.evaluation import own_answers
+from pipeline.evaluation import preferences
 from pipeline.learning.settings import PairConfig
 from pipeline.model.heads import GuessingModel, RewardModel
 from pipeline.rl import answers
@@ -132,7 +132,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, workspace: Workspace) -> list[list[Pr
         made = [encode(workspace.tokenizer, builder.pair(int(p.id), id=f"own-{p.id}"), 60, 120) for p in prompts]
         return [one for one in made if isinstance(one, Encoded)]
 
-    monkeypatch.setattr(own_answers, "pairs", pairs)
+    monkeypatch.setattr(preferences, "own_pairs", pairs)
     return found
 
 

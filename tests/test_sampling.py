@@ -222,22 +222,6 @@ def test_a_full_context_ends_the_row(model: Transformer) -> None:
     assert len(generate(model, [prompt], Sampling(64), stop=(), seeds=[0])[0].ids) == 10
 
 
-def test_tokens_are_streamed_as_they_come(model: Transformer) -> None:
-    seen: dict[int, list[int]] = {}
-    done = generate(
-        model,
-        some_prompts(5),
-        Sampling(20, 1.0),
-        stop={1, 2},
-        seeds=[1, 2, 3, 4, 5],
-        batch_rows=2,
-        on_token=lambda index, token: seen.setdefault(index, []).append(token),
-    )
-    for index, completion in enumerate(done):
-        assert seen[index][: len(completion.ids)] == completion.ids
-        assert len(seen[index]) == len(completion.logprobs)
-
-
 def test_training_mode_is_left_as_it_was(model: Transformer) -> None:
     model.train(True)
     model.dropout = 0.5

@@ -38,8 +38,6 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Scored:
-    """The likelihood of one document."""
-
     nats: float  # sum of -ln p over its tokens
     tokens: int
     bytes: int  # UTF-8

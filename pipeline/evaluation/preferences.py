@@ -1,4 +1,6 @@
-"""Held-out preference pairs: how well a reward model ranks them, and what preference learning changed.
+"""Preferences measured: held-out pairs, and a model's own answers scored by known truth.
+
+How well a reward model ranks held-out pairs, and what preference learning changed:
 
     a reward model and pairs -> accuracy, by kind of pair too; calibration_error; length_correlation
                                 as a suite also margin_mean, margin_std, ties, and a row a pair with its margin
@@ -13,11 +15,31 @@
 The truth is the pair's true scores where the data has them (a flipped label is then ignored), else its label. Shares
 have Wilson's intervals; the gain in `likelihood` has a paired bootstrap over pairs.
 
-Not promised: that equal accuracy on two kinds means equal use in reinforcement learning.
+Gold is the true score of a model's own answer in [0, 1], by the functions that ordered the preference pairs. Training
+never sees it.
+
+    code 0.2 parses + 0.8 hidden tests passed    tools `synthetic.tools.gold`    story mean of the checker's clauses
+
+`own_pairs` makes pairs of a model's own answers, ordered by gold: what a reward model must rank when a policy is
+trained against it. Pairs with synthetic mistakes alone leave it blind to the mistakes that the policy makes, and a
+policy finds such blind spots within a few hundred answers (docs/LOG.md). So the model answers some prompts a few times,
+and the best and the worst answer of a prompt make a pair if they differ enough, as do the second best and the second
+worst.
+
+`HeldOut` measures overoptimization (Gao et al. 2022, arXiv:2210.10760): whether a higher reward still means a better
+answer, and up to which divergence. Every evaluation answers the same held-out prompts with the same seeds. A row of the
+curve has the proxy, gold with its interval, the divergence from the reference (k1 and k3, nats an answer) and the
+length. At the end the policy is compared with its reference answer by answer (paired bootstrap). `best_of_n` is the
+curve to compare with: the best of n answers of the reference by the proxy, at KL = ln n - (n - 1) / n nats.
+
+Not here: answers to prompts without a known truth; those are left out. Not promised: that equal accuracy on two kinds
+means equal use in reinforcement learning.
 """
 
+import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +47,24 @@ import torch
 from torch import nn
 
 from pipeline.batches.pairs import Encoded, PairSplit, batch_of
-from pipeline.evaluation.intervals import paired_difference, wilson
+from pipeline.evaluation.intervals import paired_difference, ratio, wilson
 from pipeline.evaluation.suites import SuiteResult
+from pipeline.ingest.records import Message, Pair, Problem
 from pipeline.learning import pair_losses
 from pipeline.model import checkpoint
 from pipeline.model.heads import RewardModel
-from pipeline.run.device import generator
+from pipeline.rl import answers as rl_answers
+from pipeline.rl.answers import Answer, Generate, Prompt
+from pipeline.rl.models import Setting
+from pipeline.rl.rewards import Scorer, program_of
+from pipeline.run.device import generator, stable_hash
+from pipeline.run.tracking import progress
 from pipeline.run.types import JsonObject
 from pipeline.run.workdir import canonical_hash
+from pipeline.sandbox.judge import Judge
+from pipeline.synthetic.preferences import MIN_GAP, code_gold, story_gold, tool_gold
+from pipeline.text import chat
+from pipeline.text.tokenizer import Tokenizer
 
 PAIRS = 32  # in one forward pass
 BINS = 10  # of the calibration error
@@ -155,3 +187,265 @@ def measure_pairs(split: PairSplit, before: np.ndarray, after: np.ndarray, seed:
         part |= {"gain": change.value, "gain_low": change.low, "gain_high": change.high}
         numbers |= {kind: part} if kind else part
     return numbers
+
+
+def is_known(record: Pair | Problem) -> bool:
+    """Whether answers to this prompt have a true score."""
+    return isinstance(record, Pair) and record.truth is not None and record.kind in ("code", "tools", "story")
+
+
+def gold(answers: Sequence[Answer], judge: Judge | None) -> list[float | None]:
+    """True scores in [0, 1]; None without a known truth, or for code without a sandbox."""
+    scores: list[float | None] = [None] * len(answers)
+    code: list[int] = []
+    for index, answer in enumerate(answers):
+        record = answer.prompt.record
+        if not isinstance(record, Pair) or not is_known(record):
+            continue
+        if record.kind == "code":
+            code.append(index)
+        elif record.kind == "tools":
+            scores[index] = tool_gold(record, message_of(answer.text))
+        else:
+            scores[index] = story_gold(answer.text)
+    runnable = [index for index in code if judge is not None and chat.extract(answers[index].text)]
+    for index in code:
+        scores[index] = 0.0 if judge is not None else None
+    if judge is not None:
+        verdicts = judge.judge([program_of(answers[index]) for index in runnable])
+        for index, verdict in zip(runnable, verdicts, strict=True):
+            scores[index] = None if verdict.score is None else code_gold(answers[index].text, verdict.score)
+    return scores
+
+
+def message_of(text: str) -> Message:
+    """An answer as an assistant message in OpenAI's format."""
+    reply = chat.parse(text)
+    tool_calls = [
+        {
+            "id": f"call_{n}",
+            "type": "function",
+            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+        }
+        for n, call in enumerate(reply.tool_calls)
+    ]
+    content = reply.content if reply.error is None else text
+    return {"role": "assistant", "content": content} | ({"tool_calls": tool_calls} if tool_calls else {})
+
+
+def curve_row(scores: Sequence[float | None], proxies: Sequence[float | None], seed: int) -> dict[str, float]:
+    """`proxy`, and `gold` with its 95 % interval where the truth is known."""
+    row = {"proxy": mean(proxies)}
+    known = [score for score in scores if score is not None]
+    if known:
+        interval = ratio(known, generator=generator("gold", seed))
+        row |= {"gold": interval.value, "gold_low": interval.low, "gold_high": interval.high}
+    return row
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """The mean of the values that are known; NaN if none is."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else math.nan
+
+
+def best_of_n(proxies: np.ndarray, scores: np.ndarray) -> list[dict[str, float]]:
+    """For n = 1, 2, 4, ...: KL, mean proxy and mean gold of the answer with the highest proxy among n.
+
+    `proxies` and `scores` are (P, N), of N answers to each prompt. The mean is over all choices of n of the N answers
+    (Nakano et al. 2021, arXiv:2112.09332, appendix I): the i-th worst is the best of n with probability
+    C(i - 1, n - 1) / C(N, n).
+    """
+    total = proxies.shape[1]
+    order = np.argsort(proxies, axis=1, kind="stable")
+    sorted_proxies, sorted_scores = (np.take_along_axis(x, order, axis=1) for x in (proxies, scores))
+    rows, n = [], 1
+    while n <= total:
+        probabilities = np.array([math.comb(i, n - 1) for i in range(total)]) / math.comb(total, n)
+        rows.append(
+            {
+                "n": n,
+                "kl": math.log(n) - (n - 1) / n,
+                "proxy": float((sorted_proxies @ probabilities).mean()),
+                "gold": float((sorted_scores @ probabilities).mean()),
+            }
+        )
+        n *= 2
+    return rows
+
+
+# -- training pairs ----------------------------------------------------------------------------------------------------
+
+
+OWN_SAMPLES = 4  # answers to each prompt
+OWN_PROMPTS = 128  # prompts sampled at a time
+
+
+def own_prompts(split: PairSplit, answer_tokens: int, most: int) -> list[Prompt]:
+    """At most `most` prompts in shuffled order, with a known truth and a better answer of at most `answer_tokens`."""
+    if not most:
+        return []
+    known = [prompt for prompt in rl_answers.pair_prompts(split, answer_tokens) if is_known(prompt.record)]
+    return sorted(known, key=lambda prompt: stable_hash("own answers", prompt.id))[:most]
+
+
+def own_pairs(
+    generate: Generate, prompts: Sequence[Prompt], tokenizer: Tokenizer, judge: Judge | None, seed: int
+) -> list[Encoded]:
+    """At most two pairs of each prompt, without a common answer, in the order of the prompts."""
+    encoded: list[Encoded] = []
+    if not prompts:
+        return encoded
+    with progress(total=len(prompts), desc="own answers", unit="prompt") as bar:
+        for first in range(0, len(prompts), OWN_PROMPTS):
+            chunk = prompts[first : first + OWN_PROMPTS]
+            requests = [(prompt, sample) for prompt in chunk for sample in range(OWN_SAMPLES)]
+            answers = rl_answers.sample(generate, requests, tokenizer, seed)
+            scored = list(zip(gold(answers, judge), answers, strict=True))
+            groups = [scored[n : n + OWN_SAMPLES] for n in range(0, len(scored), OWN_SAMPLES)]
+            encoded += [pair for group in groups for pair in _extreme_pairs(group)]
+            bar.update(len(chunk))
+    return encoded
+
+
+def _extreme_pairs(scored: Sequence[tuple[float | None, Answer]]) -> list[Encoded]:
+    """The best and the worst answer of a prompt, the second best and the second worst, if they differ enough."""
+    known = [(score, answer) for score, answer in scored if score is not None]
+    ranked = sorted(known, key=lambda entry: entry[0], reverse=True)  # stable: of equal scores the earlier first
+    ends = zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False)
+    far = [(best, worst) for best, worst in ends if best[0] - worst[0] >= MIN_GAP - 1e-9]
+    return [_encode_pair(best, worst, number) for number, (best, worst) in enumerate(far, 1)]
+
+
+def _encode_pair(best: tuple[float, Answer], worst: tuple[float, Answer], number: int) -> Encoded:
+    pair = best[1].prompt.record
+    assert isinstance(pair, Pair)
+    own = replace(
+        pair,
+        id=f"own-{pair.id}-{number}",
+        source="own answers",
+        kind=f"own {pair.kind}",
+        gold_chosen=best[0],
+        gold_rejected=worst[0],
+        chosen=[message_of(best[1].text)],
+        rejected=[message_of(worst[1].text)],
+    )
+    return Encoded(own, rl_answers.piece_of(best[1]), rl_answers.piece_of(worst[1]))
+
+
+# -- overoptimization --------------------------------------------------------------------------------------------------
+
+
+SHOWN = 16  # prompts in the file of samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutConfig:
+    """What is measured during training and at its end."""
+
+    eval_prompts: int = 200
+    """Held-out prompts that every evaluation answers."""
+    report_samples: int = 1
+    """Answers to each held-out prompt at the end, when policy and reference are compared."""
+    best_of: int = 16
+    """Answers of the reference to each prompt of the best-of-n curve."""
+    best_of_prompts: int = 64
+    """Prompts of the best-of-n curve; 0: no such curve."""
+
+    def __post_init__(self) -> None:
+        if self.eval_prompts < 2 or min(self.best_of, self.report_samples) < 1 or not self.best_of_prompts >= 0:
+            raise ValueError("expected eval_prompts >= 2, report_samples >= 1, best_of >= 1, best_of_prompts >= 0")
+
+
+class HeldOut:
+    """Measures the policy's answers to held-out prompts by proxy and gold."""
+
+    def __init__(
+        self, prompts: list[Prompt], setting: Setting, judge: Judge | None, scorer: Scorer, config: HeldOutConfig
+    ) -> None:
+        """`scorer` is the one of training; its totals are the proxy."""
+        order = sorted(prompts, key=lambda prompt: stable_hash("held out", prompt.id))
+        self.prompts = order[: config.eval_prompts]
+        self.setting, self.judge, self.scorer, self.config = setting, judge, scorer, config
+
+    def row(self, step: int) -> dict[str, float]:
+        """A point of the curve."""
+        return self._row(self.setting.held_out([(prompt, 0) for prompt in self.prompts]))
+
+    def report(self) -> JsonObject:
+        """The comparison of policy and reference at the end, and the best-of-n curve."""
+        samples = self.config.report_samples
+        requests = [(prompt, sample) for prompt in self.prompts for sample in range(samples)]
+        after, before = (self.setting.held_out(requests, of_reference=of_reference) for of_reference in (False, True))
+        columns = [_mean_by_prompt(gold(answers, self.judge), samples) for answers in (before, after)]
+        report: JsonObject = {"held_out": {"prompts": len(self.prompts), "samples": samples}}
+        for kind in ("", *sorted({prompt.kind for prompt in self.prompts})):
+            of_kind = np.array([kind in ("", prompt.kind) for prompt in self.prompts])
+            known = of_kind & ~np.isnan(columns[0]) & ~np.isnan(columns[1])
+            if not known.any():
+                continue
+            first, last = (column[known].tolist() for column in columns)
+            gain = paired_difference((first, None), (last, None), generator=generator("gold", kind))
+            part = {
+                "gold_before": float(np.mean(first)),
+                "gold": float(np.mean(last)),
+                "gain": gain.value,
+                "gain_low": gain.low,
+                "gain_high": gain.high,
+                "n": int(known.sum()),
+            }
+            report["held_out"] |= {kind: part} if kind else part
+        row = self._row(after)
+        report["held_out"] |= {name: row[name] for name in ("kl", "kl_k3", "length", "proxy")}
+        if self.config.best_of_prompts:
+            report["best_of_n"] = self._best_of_n()
+        return report
+
+    def write_samples(self, path: Path) -> None:
+        """Write some prompts with the answers of reference and policy, a JSON line each."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        requests = [(prompt, 0) for prompt in self.prompts[:SHOWN]]
+        pairs = zip(self.setting.held_out(requests, of_reference=True), self.setting.held_out(requests), strict=True)
+        lines = []
+        for before, after in pairs:
+            scores = gold([before, after], self.judge)
+            record = before.prompt.record
+            is_pair = isinstance(record, Pair)
+            shown = chat.render_text(record.prompt, record.tools) if is_pair else record.question
+            lines.append(
+                {
+                    "id": before.prompt.id,
+                    "kind": before.prompt.kind,
+                    "prompt": shown,
+                    "before": before.text,
+                    "after": after.text,
+                    "gold_before": scores[0],
+                    "gold_after": scores[1],
+                    "finished": after.finished,
+                }
+            )
+        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+
+    def _row(self, answers: list[Answer]) -> dict[str, float]:
+        scores = self.scorer(answers)
+        row = curve_row(gold(answers, self.judge), [score.total for score in scores], self.setting.seed)
+        for name in self.scorer.weights:
+            row[f"held_out/{name}"] = mean([score.parts[name] for score in scores])
+        kl, k3 = self.setting.divergence(answers)
+        return row | {"kl": kl, "kl_k3": k3, "length": float(np.mean([len(answer.ids) for answer in answers]))}
+
+    def _best_of_n(self) -> list[dict[str, float]]:
+        prompts = [prompt for prompt in self.prompts if is_known(prompt.record)][: self.config.best_of_prompts]
+        requests = [(prompt, sample) for prompt in prompts for sample in range(self.config.best_of)]
+        answers = self.setting.held_out(requests, of_reference=True)
+        scores = np.array([np.nan if s is None else s for s in gold(answers, self.judge)])
+        shape = (len(prompts), self.config.best_of)
+        totals = np.array([np.nan if score.total is None else score.total for score in self.scorer(answers)])
+        proxies, gold_table = totals.reshape(shape), scores.reshape(shape)
+        complete = ~np.isnan(gold_table + proxies).any(1)
+        return best_of_n(proxies[complete], gold_table[complete]) if complete.any() else []
+
+
+def _mean_by_prompt(scores: list[float | None], samples: int) -> np.ndarray:
+    """The mean score of each prompt's answers; NaN if one of them is not known."""
+    return np.array([np.nan if score is None else score for score in scores]).reshape(-1, samples).mean(1)

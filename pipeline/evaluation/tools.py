@@ -102,7 +102,6 @@ def _ast(rows: Sequence[Row]) -> float:
 
 
 def _row_of_reply(dialogue: Dialogue, turn: int, reply: chat.Reply) -> Row:
-    """The row of one reply."""
     about, right = facets(dialogue), truth(dialogue, turn)
     functions = [tool["function"] for tool in tools_at(dialogue, turn)]
     verdict = bfcl.check(functions, reply.tool_calls, right)

@@ -255,8 +255,6 @@ def rounded(values: Tensor, kind: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a file."""
-
     model: Transformer
     vocabulary: Vocabulary
     keys: JsonObject

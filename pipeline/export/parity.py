@@ -83,8 +83,6 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a comparison."""
-
     max_difference: float  # nats, the largest of the log-probabilities of the probe's tokens
     divergence: float  # nats, the mean of KL(model || export) over the probe's positions
     perplexity: float  # the export's divided by the model's, minus 1

@@ -1,7 +1,7 @@
 """Constrained decoding: tool calls and JSON that are complete and valid whatever the weights, within a token budget.
 
     grammars = Grammars(tokenizer, rows)                      one for a model; thread-safe
-    grammar = grammars.tool_calls(tools, choice="required")   or json_schema(schema), json_object(): compiled and cached
+    grammar = grammars.tool_calls(tools, choice="required")   or json_schema(schema): compiled and cached
     constraint = grammar.constraint(budget)           a request's state; SchemaError if the shortest output does not fit
     constraint.allowed(remaining) -> mask; constraint.take(sampled, remaining) -> the token to emit
 
@@ -154,10 +154,6 @@ class Grammars:
     def json_schema(self, schema: JsonObject) -> Grammar:
         """An instance of the schema and nothing else. Raises SchemaError."""
         return self.take(generation_grammars.json_schema(schema))
-
-    def json_object(self) -> Grammar:
-        """Any JSON object and nothing else."""
-        return self.json_schema(generation_grammars.ANY_OBJECT)
 
     def take(self, written: Written, plan: tuple[int, ...] | None = None) -> Grammar:
         """Compile a grammar, or take it from the cache. `plan`: its shortest output, if it is known. Raises

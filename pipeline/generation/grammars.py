@@ -239,7 +239,6 @@ class Closer:
         self._first = np.array([text[0] if text else 0 for text in self.bytes])  # (V,) the first byte of each token
 
     def step(self, token: int) -> Step:
-        """The step of a token."""
         return token if token in self.controls else self.bytes[token]
 
     def close(self, matcher: LLMatcher, place: Place, most: int) -> list[int] | None:

@@ -78,14 +78,12 @@ def generate(
     stop: Collection[int],
     seeds: list[int],
     batch_rows: int = 32,
-    on_token: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
     """Complete each prompt; results in the order of the prompts, one seed each.
 
     A row ends with a token of `stop`, after `max_new_tokens`, or when the context is full ("length"). Equal prompts are
-    read once and shared. `on_token(index, token)` is called for each sampled token of prompt `index`, including the
-    stop token. Raises ValueError for an empty prompt, one that fills the context, or a number of seeds that differs
-    from that of prompts.
+    read once and shared. Raises ValueError for an empty prompt, one that fills the context, or a number of seeds that
+    differs from that of prompts.
     """
     if len(seeds) != len(prompts):
         raise ValueError(f"expected a seed for each of the {len(prompts)} prompts, found {len(seeds)}")
@@ -98,7 +96,7 @@ def generate(
     was_training = model.training
     model.train(False)
     try:
-        return _generate(model, prompts, sampling, frozenset(stop), seeds, batch_rows, on_token)
+        return _generate(model, prompts, sampling, frozenset(stop), seeds, batch_rows)
     finally:
         model.train(was_training)
 
@@ -193,7 +191,6 @@ def _generate(
     stop: frozenset[int],
     seeds: list[int],
     batch_rows: int,
-    on_token: Callable[[int, int], None] | None,
 ) -> list[Completion]:
     """Finished rows make room for waiting prompts; when none wait, the cache shrinks to the live rows."""
     # The longest is last in the list and so first out; equal prompts are adjacent. Completions do not depend on it.
@@ -209,8 +206,6 @@ def _generate(
         tokens, logprobs = choose(logits, numbers, sampling)
         for slot, row, token, logprob in zip(slots, rows, tokens.tolist(), logprobs.tolist()):
             _append(row, token, logprob, stop)
-            if on_token is not None:
-                on_token(row.index, token)
             if row.stop is not None:
                 results[row.index] = Completion(row.ids, row.logprobs, row.stop)
                 del live[slot]

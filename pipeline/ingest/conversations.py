@@ -35,7 +35,6 @@ class MessageBuilder:
         self._open_calls: list[tuple[str, JsonObject]] = []  # (id in the source, our entry of tool_calls)
 
     def add_turn(self, role: str, content: str) -> None:
-        """Add a turn without calls."""
         if role == "assistant":
             self._open_calls = []
         self.messages.append({"role": role, "content": content})

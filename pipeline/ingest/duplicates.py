@@ -95,12 +95,8 @@ def signature(text: str) -> bytes:
     return ((minima[donor] + ROTATION * distance) & 0xFF).astype(np.uint8).tobytes()
 
 
-def similarity(a: bytes, b: bytes) -> float:
-    """The estimated Jaccard similarity of two signatures' shingle sets: about 0 if unrelated, 1 if equal."""
-    return float(_estimate(np.frombuffer(a, np.uint8)[None], np.frombuffer(b, np.uint8))[0])
-
-
 def _estimate(stored: NDArray[np.uint8], query: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """The estimated Jaccard similarity of shingle sets by their signatures: about 0 if unrelated, 1 if equal."""
     return ((stored == query).mean(axis=-1) - CHANCE_AGREEMENT) / (1 - CHANCE_AGREEMENT)
 
 

@@ -55,7 +55,6 @@ class Tally:
         self.files = self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count one document."""
         self.files += 1
         self.num_bytes += num_bytes
 
@@ -274,8 +273,6 @@ def record_batches(records: Iterable[tuple[str, Text]], kind: str, data: DataCon
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a part."""
-
     documents: int = 0
     num_bytes: int = 0
 
@@ -292,7 +289,6 @@ class PartWriter:
         self._pending = 0
 
     def add(self, document: Text) -> None:
-        """Append one document."""
         num_bytes = len(document.text.encode())
         self._rows.append(document)
         self._pending += num_bytes

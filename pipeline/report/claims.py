@@ -51,14 +51,11 @@ NAMED = 3  # ids of items in a text
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one model."""
-
     numbers: JsonObject
     rows: list[Row]
 
     @property
     def settings(self) -> JsonObject:
-        """The settings of the measurement."""
         return self.numbers.get("settings", {})
 
     @property

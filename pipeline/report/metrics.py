@@ -195,7 +195,6 @@ class Headline:
     asked: dict[str, str | int] = field(default_factory=dict, hash=False)
 
     def show(self, value: float) -> str:
-        """The value as text."""
         return f"{100 * value:.1f} %" if self.unit == "share" else f"{value:.3f}"
 
     def show_change(self, difference: float) -> str:
@@ -381,8 +380,6 @@ class Prices:
 
 @dataclass(frozen=True)
 class Cost:
-    """The costs of one stage."""
-
     stage: str
     key: str
     speed: JsonObject  # speed.json; empty if the stage was built elsewhere
@@ -391,7 +388,6 @@ class Cost:
 
     @property
     def device(self) -> str:
-        """The device it ran on."""
         return str(self.speed.get("device", "")) if self.speed else "built elsewhere"
 
     @property

@@ -54,8 +54,6 @@ from pipeline.sandbox.pool import Limits, Pool, Report, SandboxConfig, Task
 
 __all__ = ["Judge", "Limits", "Program", "SandboxConfig", "TestResult", "Verdict"]
 
-VERDICTS = ("passed", "wrong", "error", "timeout", "memory", "syntax", "no_code", "unsafe", "unscorable")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -86,8 +84,6 @@ class TestResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The verdict on a program."""
-
     verdict: str
     reason: str
     passed: int

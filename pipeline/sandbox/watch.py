@@ -216,7 +216,6 @@ class Watch:
             self._start_test()
 
     def _start_test(self) -> None:
-        """Start the next test."""
         self.pending[self.channel] = memoryview(bytes(self.pending[self.channel]) + b"g")
         self._send(self.channel)
 

@@ -60,6 +60,7 @@ from pipeline.serve.protocol import (
     TemplateBody,
     TokenizeBody,
     internal,
+    invalid,
 )
 from pipeline.serve.workshop import Refused, Workshop
 
@@ -344,9 +345,7 @@ def _texts(service: Service) -> APIRouter:
         """The text of ids."""
         served = service.catalogue.find(body.model)
         if wrong := next((id_ for id_ in body.tokens if id_ >= served.tokenizer.vocab_size), None):
-            raise ApiFault(
-                400, f"tokens: {wrong} is not one of the tokenizer's {served.tokenizer.vocab_size} ids", param="tokens"
-            )
+            raise invalid("tokens", f"tokens: {wrong} is not one of the tokenizer's {served.tokenizer.vocab_size} ids")
         text = await pools.texts.run(Sender.of(request).asker, served.tokenizer.decode, body.tokens)
         return JsonResponse({"prompt": text})
 
@@ -369,7 +368,7 @@ def _texts(service: Service) -> APIRouter:
         try:
             return JsonResponse({"html": await service.workshop.html(body.markdown, Sender.of(request).asker)})
         except Refused as error:
-            raise ApiFault(400, str(error), param="markdown", code=error.code) from None
+            raise invalid("markdown", str(error), error.code) from None
 
     return routes
 
@@ -391,16 +390,14 @@ def _judgments(service: Service) -> APIRouter:
         scores = []
         for index, conversation in enumerate(body.conversations):
             if conversation.messages[-1].role != "assistant":
-                raise ApiFault(
-                    400, f"conversations.{index}: expected to end with an assistant's message", param="conversations"
-                )
+                raise invalid("conversations", f"conversations.{index}: expected to end with an assistant's message")
             messages = [message.plain() for message in conversation.messages]
             tools = [tool.plain() for tool in conversation.tools or []]
             served.refuse_overlong("".join(message["content"] for message in messages), "conversations")
             try:
                 reward = await pools.scores.run(Sender.of(request).asker, served.score, messages, tools)
             except InputError as error:
-                raise ApiFault(400, str(error), param="conversations") from None
+                raise invalid("conversations", str(error)) from None
             scores.append({"index": index, "object": "score", "reward": reward})
         return JsonResponse({"object": "list", "model": served.id, "data": scores})
 
@@ -482,7 +479,7 @@ def _validation_fault(errors: Sequence[JsonObject]) -> ApiFault:
     ]
     name = ".".join(part for part in path if part not in ("str", "list", "int", "dict"))
     message = first["msg"].removeprefix("Value error, ")
-    return ApiFault(400, f"{name}: {message}" if name else message, param=name or None, code="invalid_value")
+    return invalid(name or None, f"{name}: {message}" if name else message, "invalid_value")
 
 
 class _ErrorLog:

@@ -37,7 +37,7 @@ from pipeline.serve.answers import Answers, Assembler, Call, Delta, Finished, Fr
 from pipeline.serve.guard import Pool
 from pipeline.serve.loop import GenerationRequest, Loop, Said
 from pipeline.serve.models import Served, never_said
-from pipeline.serve.protocol import ApiFault, ChatBody, Generation, NamedTool, ResponseFormat, dumps
+from pipeline.serve.protocol import ApiFault, ChatBody, Generation, NamedTool, ResponseFormat, dumps, invalid
 from pipeline.serve.workshop import Refused, Workshop
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
@@ -212,7 +212,7 @@ async def encode(
     try:
         rendered = render() if length <= INLINE_CHARACTERS else await pools.texts.run(sender.asker, render)
     except InputError as error:
-        raise ApiFault(400, str(error), param="messages") from None
+        raise invalid("messages", str(error)) from None
     return rendered.ids
 
 
@@ -230,22 +230,20 @@ def refuse_unsupported(body: ChatBody) -> None:
         "tool_choice": body.tool_choice not in (None, "none", "auto"),
     }
     if wrong := next((name for name, value in parameters.items() if value), None):
-        raise ApiFault(
-            400,
+        raise invalid(
+            wrong,
             f"{wrong}: a masked-diffusion model does not have it; leave it out, or ask a causal model",
-            param=wrong,
-            code="unsupported_parameter",
+            "unsupported_parameter",
         )
 
 
 def refuse_frames(body: Generation, served: Served) -> None:
     """Raise ApiFault where a causal model should show canvases: it has none."""
     if body.with_frames:
-        raise ApiFault(
-            400,
+        raise invalid(
+            "stream_options",
             f"stream_options.include_denoising: {served.id!r} is a causal model, only a masked-diffusion one has"
             " canvases",
-            param="stream_options",
         )
 
 
@@ -254,11 +252,10 @@ def token_budget(prompt: list[int], served: Served, requested: int | None, param
     room = served.context - len(prompt)
     if room < 1:
         # begins as OpenAI's does: litellm and others recognize the error by these words
-        raise ApiFault(
-            400,
+        raise invalid(
+            param,
             f"This model's maximum context length is {served.context} tokens, the prompt has {len(prompt)}; shorten it",
-            param=param,
-            code="context_length_exceeded",
+            "context_length_exceeded",
         )
     return min(room, requested) if requested is not None else room
 
@@ -289,9 +286,7 @@ def ban_control_tokens(tokenizer: Tokenizer, *, with_calls: bool) -> dict[int, f
 def check_biases(biases: dict[int, float], served: Served) -> dict[int, float]:
     """The same biases. Raises ApiFault where one is of a token outside the vocabulary."""
     if wrong := next((token for token in biases if token >= served.vocab_size), None):
-        raise ApiFault(
-            400, f"logit_bias: token {wrong} is not in the vocabulary of {served.vocab_size}", param="logit_bias"
-        )
+        raise invalid("logit_bias", f"logit_bias: token {wrong} is not in the vocabulary of {served.vocab_size}")
     return biases
 
 
@@ -379,9 +374,7 @@ async def make_constraints(
         grammar = await pools.grammars.run(asker, lambda: served.grammars.take(verdict.written, verdict.plan))
         return [grammar.constraint(budget) for _ in range(count)]
     except (SchemaError, Refused) as error:
-        raise ApiFault(
-            400, str(error), param="max_tokens" if error.code == "budget_too_small" else param, code=error.code
-        ) from None
+        raise invalid("max_tokens" if error.code == "budget_too_small" else param, str(error), error.code) from None
 
 
 def _grammar_job(body: ChatBody) -> JsonObject | None:

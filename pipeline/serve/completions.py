@@ -27,7 +27,7 @@ from pipeline.serve.chat_completions import (
 from pipeline.serve.engine import Engine
 from pipeline.serve.loop import GenerationRequest, Said
 from pipeline.serve.models import Served
-from pipeline.serve.protocol import ApiFault, CompletionBody, dumps
+from pipeline.serve.protocol import CompletionBody, dumps, invalid
 from pipeline.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -77,8 +77,6 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A validated completion request."""
-
     body: CompletionBody
     served: Served
     engine: Engine
@@ -127,10 +125,8 @@ def prepare(body: CompletionBody, served: Served, engine: Engine, owner: str) ->
     stop = () if body.ignore_eos else (tokenizer.end_of_text, tokenizer.turn_end)
     for ids in prompts:
         if max_tokens == 0 and not body.echo:
-            raise ApiFault(
-                400,
-                "max_tokens: 0 is for echo, which returns the prompt with its log-probabilities",
-                param="max_tokens",
+            raise invalid(
+                "max_tokens", "max_tokens: 0 is for echo, which returns the prompt with its log-probabilities"
             )
         if len(ids) + (max_tokens > 0) > served.context:
             token_budget([*ids, 0], served, None, "prompt")
@@ -162,7 +158,7 @@ def _encode(prompt: str | list[int], suffix: str | None, served: Served) -> list
     for part in (prompt if isinstance(prompt, str) else "", suffix or ""):
         served.refuse_overlong(part, "prompt")
     if isinstance(prompt, list) and (wrong := next((id_ for id_ in prompt if id_ >= served.vocab_size), None)):
-        raise ApiFault(400, f"prompt: token {wrong} is not in the vocabulary of {served.vocab_size}", param="prompt")
+        raise invalid("prompt", f"prompt: token {wrong} is not in the vocabulary of {served.vocab_size}")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if suffix is not None:
         return [tokenizer.fim_prefix, *ids, tokenizer.fim_suffix, *tokenizer.encode(suffix), tokenizer.fim_middle]

@@ -35,7 +35,7 @@ from pipeline.run.types import JsonObject
 from pipeline.serve.engine import Engine
 from pipeline.serve.guard import Weights
 from pipeline.serve.loop import Loop
-from pipeline.serve.protocol import ApiFault
+from pipeline.serve.protocol import ApiFault, invalid
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
 
@@ -72,19 +72,17 @@ class Served:
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of the longest token."""
         return max(map(len, self.tokenizer.token_bytes))
 
     def refuse_overlong(self, text: str, param: str) -> None:
         """Raise ApiFault 400, before encoding, for a text that would exceed the context even in the longest tokens."""
         if len(text) > self.context * self.longest_token:
             least = len(text) // self.longest_token
-            raise ApiFault(
-                400,
+            raise invalid(
+                param,
                 f"This model's maximum context length is {self.context} tokens, the prompt has at least {least};"
                 " shorten it",
-                param=param,
-                code="context_length_exceeded",
+                "context_length_exceeded",
             )
 
     def card(self, feedback: bool) -> JsonObject:
@@ -106,11 +104,10 @@ class Served:
         ids = chat.render(self.tokenizer, messages, tools).ids
         ids = ids[: len(ids) - ids[::-1].index(self.tokenizer.turn_end)]  # the reward is read at the end of the turn
         if len(ids) > self.context:
-            raise ApiFault(
-                400,
+            raise invalid(
+                "conversations",
                 f"the conversation has {len(ids)} tokens, the model's context is {self.context}",
-                param="conversations",
-                code="context_length_exceeded",
+                "context_length_exceeded",
             )
         with self.lock:
             return float(self.reward_model(torch.tensor([ids]))[0, -1])
@@ -242,12 +239,11 @@ class Catalog:
         model = self.served[name]
         if kinds and model.kind not in kinds:
             fitting = [other.id for other in self.served.values() if other.kind in kinds]
-            raise ApiFault(
-                400,
+            raise invalid(
+                "model",
                 f"{name!r} is a {model.kind} model, expected a {' or '.join(kinds)} one:"
                 f" {', '.join(fitting) or 'none is served'}",
-                param="model",
-                code="wrong_kind",
+                "wrong_kind",
             )
         return model
 

@@ -84,8 +84,6 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One turn of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=256)] | None = None
     name: Name | None = None
@@ -424,6 +422,11 @@ class ApiFault(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JsonResponse(self.body, self.status, headers)
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> ApiFault:
+    """The refusal of a request for what its field `param` asks."""
+    return ApiFault(400, message, param=param, code=code)
 
 
 class JsonResponse(Response):

@@ -72,8 +72,6 @@ SWITCHES: dict[str, tuple[State, str]] = {  # settings of DVC that must be off: 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check."""
-
     subject: str
     state: State
     found: str
@@ -166,7 +164,6 @@ def gpus(system: Path) -> list[Finding]:
 
 
 def _format_bytes(size: float) -> str:
-    """Bytes as GB or MB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
@@ -203,7 +200,6 @@ def _dvc_options(root: Path) -> dict[str, str]:
 
 
 def _cache_folder(root: Path) -> Path:
-    """The folder of DVC's cache."""
     return root / ".dvc" / Path(_dvc_options(root).get("cache.dir", "cache")).expanduser()
 
 

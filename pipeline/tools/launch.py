@@ -50,8 +50,6 @@ REPRO = (
 
 @dataclass
 class Stage:
-    """A stage of the graph."""
-
     name: str
     waits: set[str]  # stages that must succeed before it
     seconds: float  # estimate of its time
@@ -102,7 +100,6 @@ class Build:
                 self._block(other.name)
 
     def named(self, *states: str) -> list[str]:
-        """The stages in these states."""
         return [stage.name for stage in self.stages.values() if stage.state in states]
 
     def left(self, running: dict[str, float]) -> float:

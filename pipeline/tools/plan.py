@@ -73,12 +73,10 @@ class PlanConfig:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row."""
         return min(2048, self.model.max_context) if self.context is None else self.context
 
     @property
     def adapter(self) -> AdapterConfig:
-        """The configuration of LoRA."""
         return AdapterConfig(rank=self.rank, alpha=2 * self.rank, targets=self.targets)
 
 
