@@ -4,8 +4,8 @@ import pytest
 
 from pipeline.report.metrics import HEADLINES, Headline, lookup
 
-RATE = Headline(("problems", "easy", "pass_at_1"), "Easy", "share", "share", True, "easy")
-BITS = Headline(("text", "bpb"), "Text", "bits per byte", "bits per byte", False, "text_bpb")
+RATE = Headline(("problems", "easy", "pass_at_1"), "Easy", "share", "easy")
+BITS = Headline(("text", "bpb"), "Text", "bits per byte", "text_bpb", False, "bits per byte")
 
 
 def test_a_number_is_found_by_its_path_with_its_interval() -> None:

@@ -291,27 +291,3 @@ def test_no_service_at_the_address_is_an_error_that_says_what_to_do():
         Judge(SandboxConfig(), 1, url=f"127.0.0.1:{free_port()}"),
     ):
         pass
-
-
-def test_scripts_of_other_trainers_are_answered_as_by_their_router(url: str):
-    scripts = ["print('a')\nx = 1\nx / 4", "1 / 0", "x = 1", "while True: pass", "1 +", "exit(3)"]
-    batch = {"scripts": scripts, "languages": ["python"] * len(scripts), "timeout": 1, "request_timeout": 2}
-    answers = httpx.post(f"{url}/execute_batch", json=batch, timeout=60, trust_env=False).json()
-    assert all(set(answer) == {"execution", "exception_str"} for answer in answers)
-    value, raised, nothing, endless, syntax, left = (answer["execution"] for answer in answers)
-    assert set(value) == {"results", "logs", "error", "execution_count"} and value["error"] is None
-    assert [(r["text"], r["is_main_result"]) for r in value["results"]] == [("0.25", True)]
-    assert "".join(value["logs"]["stdout"]) == "a\n"
-    assert raised["error"] == {
-        "name": "ZeroDivisionError",
-        "value": "division by zero",
-        "traceback": "ZeroDivisionError: division by zero",
-    }
-    assert nothing["results"] == [] and nothing["error"] is None
-    assert endless is None and answers[3]["exception_str"].startswith("timeout")
-    assert (syntax["error"]["name"], left["error"]["name"]) == ("SyntaxError", "SystemExit")
-    older = httpx.post(f"{url}/execute_batch", json={"scripts": ["2"], "language": "python"}, trust_env=False).json()
-    assert older[0]["execution"]["results"][0]["text"] == "2"
-    other = httpx.post(f"{url}/execute_batch", json={"scripts": ["2"], "languages": ["bash"]}, trust_env=False).json()
-    assert other == [{"execution": None, "exception_str": "language: expected python, found 'bash'"}]
-    assert httpx.post(f"{url}/execute_batch", json={"scripts": 2}, trust_env=False).status_code == 422

@@ -48,6 +48,7 @@ from pipeline.ingest.tool_calls import RowError
 from pipeline.run.errors import DataError
 from pipeline.run.tracking import progress, say
 from pipeline.run.types import JsonObject
+from pipeline.run.workdir import write_atomically
 
 NUM_RETRIES = 5
 FIRST_WAIT = 2.0  # seconds before the first retry; doubled each time
@@ -114,7 +115,7 @@ def fetch(entry: HubSet, split: str, folder: Path) -> list[Path]:
             if shards is None:
                 shards = _retry(entry, lambda: _open(entry, split, revision))
                 num_parts = shards.num_shards
-                _publish(count_file, f"{num_parts}\n")
+                write_atomically(count_file, f"{num_parts}\n")
             if not path.exists():
                 _fetch_part(entry, shards, path, None if entry.max_rows is None else entry.max_rows - num_rows)
         paths.append(path)
@@ -136,14 +137,8 @@ def _revision(entry: HubSet, folder: Path) -> str:
             raise DataError(f"{entry.id}: the hub names no revision; write one in conf/data/hub.yaml")
         say(f"{entry.id}: revision {revision}")
         folder.mkdir(parents=True, exist_ok=True)
-        _publish(revision_file, f"{revision}\n")
+        write_atomically(revision_file, f"{revision}\n")
     return revision_file.read_text().strip()
-
-
-def _publish(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def _open(entry: HubSet, split: str, revision: str) -> _Shards:

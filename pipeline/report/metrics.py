@@ -185,9 +185,9 @@ class Headline:
     path: tuple[str, ...]
     title: str
     axis: str
-    unit: str  # "share" is shown as a percentage
-    higher_is_better: bool
     key: str  # in reports/headlines/, shown by `dvc metrics show` and `dvc exp show`
+    higher_is_better: bool = True
+    unit: str = "share"  # shown as a percentage
     chart: bool = False
     rows: tuple[str, str] | None = None  # the suite and the key that each row of it adds; None: no sum over rows
     group: str | None = None  # only the rows of this group
@@ -225,50 +225,32 @@ class Headline:
         return float(row[key]), float(row["bytes"]) if key.endswith("bits") else 1.0
 
 
-BITS = "bits per byte, lower is better"
-STORIES, SOLVED = "share of sampled stories", "share of problems solved"
+STORIES, ANSWERS, SOLVED = "share of sampled stories", "share of problems", "share of problems solved"
+CALLS, QUESTIONS, PAIRS = "share of calls right", "share of questions answered right", "share of pairs told right"
+NO_TOOL = "share of prompts without a fitting tool"
+
+
+def _bits(suite: str, title: str, measure: str = "bpb", row: str = "bits", *, chart: bool = False) -> Headline:
+    axis, unit = "bits per byte, lower is better", "bits per byte"
+    return Headline((suite, measure), title, axis, f"{suite}_{measure}", False, unit, chart, rows=(suite, row))
+
+
 HEADLINES = (
-    Headline(("text", "bpb"), "Running text", BITS, "bits per byte", False, "text_bpb", True, rows=("text", "bits")),
-    Headline(("stories", "bpb"), "Stories", BITS, "bits per byte", False, "stories_bpb", rows=("stories", "bits")),
+    _bits("text", "Running text", chart=True),
+    _bits("stories", "Stories"),
     Headline(
-        ("stories", "story_rate"),
-        "Stories that pass every clause",
-        STORIES,
-        "share",
-        True,
-        "stories_pass",
-        rows=("stories", "right"),
+        ("stories", "story_rate"), "Stories that pass every clause", STORIES, "stories_pass", rows=("stories", "right")
     ),
-    Headline(
-        ("stories", "end_rate"), "Stories that end", STORIES, "share", True, "stories_end", rows=("stories", "ended")
-    ),
-    Headline(("code", "bpb"), "Source code", BITS, "bits per byte", False, "code_bpb", True, rows=("code", "bits")),
-    Headline(
-        ("code", "bpb_bound"),
-        "Source code, upper bound",
-        BITS,
-        "bits per byte",
-        False,
-        "code_bpb_bound",
-        rows=("code", "bound_bits"),
-    ),
-    Headline(
-        ("problems", "parse_rate"),
-        "Answers whose code parses",
-        "share of problems",
-        "share",
-        True,
-        "parse",
-        rows=("problems", "parses"),
-    ),
+    Headline(("stories", "end_rate"), "Stories that end", STORIES, "stories_end", rows=("stories", "ended")),
+    _bits("code", "Source code", chart=True),
+    _bits("code", "Source code, upper bound", "bpb_bound", "bound_bits"),
+    Headline(("problems", "parse_rate"), "Answers whose code parses", ANSWERS, "parse", rows=("problems", "parses")),
     Headline(
         ("problems", "easy", "pass_at_1"),
         "Easy problems, pass@1",
         SOLVED,
-        "share",
-        True,
         "easy",
-        True,
+        chart=True,
         rows=("problems", "sampled"),
         group="easy",
     ),
@@ -276,67 +258,28 @@ HEADLINES = (
         ("problems", "medium", "pass_at_1"),
         "Unseen compositions, pass@1",
         SOLVED,
-        "share",
-        True,
         "medium",
         rows=("problems", "sampled"),
         group="medium",
     ),
-    Headline(
-        ("tools", "ast"),
-        "Tool calls right (AST)",
-        "share of calls right",
-        "share",
-        True,
-        "ast",
-        True,
-        asked={"wanted": "call"},
-    ),
+    Headline(("tools", "ast"), "Tool calls right (AST)", CALLS, "ast", chart=True, asked={"wanted": "call"}),
     Headline(
         ("tools", "ast_constrained"),
         "The same under the tools' grammar",
-        "share of calls right",
-        "share",
-        True,
+        CALLS,
         "ast_grammar",
         asked={"wanted": "call", "constrained": 1},
     ),
     Headline(
         ("tools", "ast_unseen_tool"),
         "Calls of unseen tools right",
-        "share of calls right",
-        "share",
-        True,
+        CALLS,
         "ast_unseen",
         asked={"wanted": "call", "tool": "unseen"},
     ),
-    Headline(
-        ("tools", "false_call_rate"),
-        "False calls",
-        "share of prompts without a fitting tool",
-        "share",
-        False,
-        "false_calls",
-        asked={"wanted": "nothing"},
-    ),
-    Headline(
-        ("facts", "exact_match"),
-        "Facts by heart",
-        "share of questions answered right",
-        "share",
-        True,
-        "facts",
-        rows=("facts", "right"),
-    ),
-    Headline(
-        ("reward", "accuracy"),
-        "The better of two answers",
-        "share of pairs told right",
-        "share",
-        True,
-        "pairs",
-        rows=("reward", "right"),
-    ),
+    Headline(("tools", "false_call_rate"), "False calls", NO_TOOL, "false_calls", False, asked={"wanted": "nothing"}),
+    Headline(("facts", "exact_match"), "Facts by heart", QUESTIONS, "facts", rows=("facts", "right")),
+    Headline(("reward", "accuracy"), "The better of two answers", PAIRS, "pairs", rows=("reward", "right")),
 )
 
 

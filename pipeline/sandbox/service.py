@@ -2,25 +2,16 @@
 
     python -m pipeline.sandbox.service --host 127.0.0.1 --port 8801 [--workers N] [--preload numpy]
 
-    GET  /health         what this machine enforces: profile, ceilings, architecture, uid
-    POST /run_batch      {"jobs": [job]} -> [answer] in order; both as in `jail.py`
-    POST /execute_batch  whole scripts, with the requests and answers of huggingface/open-r1's `scripts/e2b_router.py`:
-                         {"scripts": [text], "languages": [python], "timeout": s, "request_timeout": s}
-                         ("language" for all: too) -> [{"execution": {"results", "logs", "error", "execution_count"}
-                         or null, "exception_str": text or null}]
+    GET  /health     what this machine enforces: profile, ceilings, architecture, uid
+    POST /run_batch  {"jobs": [job]} -> [answer] in order; both as in `jail.py`
 
 The trainer's client is `remote.py` (`runtime.sandbox.url`). Judging stays there: no expected value comes over the wire.
 With STAGECOACH_SANDBOX_TOKEN set, every request must carry it; without one only this machine may send requests, and
 only to a loopback name. Limits above CEILINGS are lowered to them. At most 1024 jobs and 16 MiB a request; a full
 queue: 429. There is no `allow_unsafe` here: without a sandbox the service does not start.
 
-As in a notebook cell, the result of a whole script is the value of its last expression, as text: open-r1 reads its
-reward there. Each script is one job of one test.
-
 Not promised: fair shares between clients, privacy on the way (put TLS in front of it), or defense against a flood of
-connections; code of strangers belongs on a machine of its own. Nor that the result of a whole script was not forged:
-script and candidate share a sandbox, as they do in the router; `/run_batch` and the judge exist because of it. Scripts
-have no processes and no files, as every candidate; neither pictures nor other displays; no language but Python.
+connections; code of strangers belongs on a machine of its own.
 """
 
 import argparse
@@ -46,8 +37,8 @@ from granian.server.embed import Server as HttpServer
 
 from pipeline.run.errors import ConfigError
 from pipeline.run.types import JsonObject
-from pipeline.sandbox.config import Limits, SandboxConfig
-from pipeline.sandbox.pool import GRACE_SECONDS, job_limits
+from pipeline.sandbox.config import SandboxConfig
+from pipeline.sandbox.pool import GRACE_SECONDS
 from pipeline.sandbox.remote import TOKEN
 from pipeline.sandbox.servers import HarnessError, Servers
 
@@ -178,20 +169,6 @@ def create_app(service: Service) -> FastAPI:
         first = await anext(chunks)  # started, so that its `finally` runs even if the client is gone
         return StreamingResponse(_chain(first, chunks), media_type="application/json")
 
-    @app.post("/execute_batch")
-    async def execute_batch(request: Request) -> Response:
-        service.check(request)
-        batch = await service.body(request)
-        try:
-            jobs = script_jobs(batch)
-        except ValueError as error:
-            raise _Refusal(422, str(error)) from error
-        runnable = [clamp(job) for job in jobs if isinstance(job, dict)]
-        service.enqueue(len(runnable))
-        async with aclosing(service.run(runnable)) as answers:
-            results = [script_result(job if isinstance(job, str) else await anext(answers)) for job in jobs]
-        return Response(json.dumps(results), media_type="application/json")
-
     return app
 
 
@@ -264,98 +241,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-# -- whole scripts -----------------------------------------------------------------------------------------------------
-
-MAX_SCRIPT = 64 << 10  # characters
-DISPLAY: JsonObject = dict.fromkeys(
-    ("text", "html", "markdown", "svg", "png", "jpeg", "pdf", "latex", "json", "javascript", "data", "chart", "extra")
-)
-
-# Runs SCRIPT like a notebook cell: `run` returns the text of its last expression, or None.
-CELL = """
-import ast, sys, types
-SCRIPT = {script!r}
-def run():
-    try:
-        tree = ast.parse(SCRIPT, "<script>")
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        module = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(tree, "<script>", "exec"), module.__dict__)
-        if last is None:
-            return None
-        value = eval(compile(ast.Expression(last.value), "<script>", "eval"), module.__dict__)
-        return None if value is None else repr(value)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-"""
-
-
-def script_jobs(batch: object) -> list[JsonObject | str]:
-    """A job for each script, or why it cannot run. Raises ValueError for a malformed batch."""
-    if not isinstance(batch, dict) or not _is_list_of_texts(batch.get("scripts")):
-        raise ValueError("scripts: expected a list of texts")
-    languages = batch.get("languages") or [batch.get("language") or "python"] * len(batch["scripts"])
-    if not _is_list_of_texts(languages) or len(languages) != len(batch["scripts"]):
-        raise ValueError("languages: expected one for each script")
-    timeouts = [batch.get("timeout", 300), batch.get("request_timeout", 30)]
-    if not all(type(seconds) in (int, float) and seconds > 0 for seconds in timeouts):
-        raise ValueError("timeout, request_timeout: expected positive numbers")
-    return [_script_job(text, lang, float(timeouts[0])) for text, lang in zip(batch["scripts"], languages, strict=True)]
-
-
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _script_job(script: str, language: str, seconds: float) -> JsonObject | str:
-    if language != "python":
-        return f"language: expected python, found {language[:40]!r}"
-    if len(script) > MAX_SCRIPT:
-        return f"expected a script of at most {MAX_SCRIPT} characters, found {len(script)}"
-    nonce = os.urandom(16).hex()
-    limits = job_limits(Limits(wall_extra_seconds=0.001), seconds, seconds, seconds)
-    return {
-        "id": nonce,
-        "nonce": nonce,
-        "source": CELL.format(script=script),
-        "entry": "run",
-        "tests": [{"args": "[]", "kwargs": "{}"}],
-        "limits": limits | {"wall": seconds, "memory": 1 << 30},
-    }
-
-
-def script_result(answer: JsonObject | str) -> JsonObject:
-    """The answer in the router's form: the execution, or why there is none."""
-    if isinstance(answer, str) or "fault" in answer:
-        return {"execution": None, "exception_str": answer if isinstance(answer, str) else answer["fault"]}
-    if answer["cut"] in ("cpu", "wall"):
-        return {"execution": None, "exception_str": f"timeout: {answer['cut']} limit"}
-    if answer["cut"] is not None:
-        return {"execution": None, "exception_str": f"stopped: {answer['cut']}"}
-    text, error = _script_outcome(answer)
-    results = [DISPLAY | {"text": text, "is_main_result": True}] if text is not None else []
-    failure = None if error is None else {"name": error[0], "value": error[1], "traceback": ": ".join(error)}
-    logs = {name: [log] if log else [] for name, log in (("stdout", answer["stdout"]), ("stderr", answer["stderr"]))}
-    execution = {"results": results, "logs": logs, "error": failure, "execution_count": 1}
-    return {"execution": execution, "exception_str": None}
-
-
-def _script_outcome(answer: JsonObject) -> tuple[str | None, list[str] | None]:
-    """The text of the cell's result, and [type, message] of what was raised or of how its process ended."""
-    if answer["signal"] is not None:
-        return None, ["Crash", f"signal {answer['signal']}"]
-    if answer["status"]:
-        return None, ["ExitStatus", str(answer["status"])]
-    for frame in answer["frames"]:
-        tree = dict(json.loads(frame))
-        if "e" in tree:
-            return None, [str(part) for part in tree["e"]]
-        value = tree.get("v")
-        return (value if isinstance(value, str) else None), None
-    return None, None
 
 
 # -- command line ------------------------------------------------------------------------------------------------------

@@ -93,13 +93,7 @@ class ChatRequest:
 
     def envelope(self, kind: str) -> JsonObject:
         """The first fields of an answer and of each chunk."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.served.id,
-            "system_fingerprint": self.served.fingerprint,
-        }
+        return envelope(self.id, kind, self.created, self.served)
 
 
 async def prepare(body: ChatBody, served: Served, engine: Loop, sender: Sender, pools: Pools) -> ChatRequest:
@@ -291,6 +285,12 @@ def check_biases(biases: dict[int, float], served: Served) -> dict[int, float]:
 
 
 # -- parts of an answer ------------------------------------------------------------------------------------------------
+
+
+def envelope(id_: str, kind: str, created: int, served: Served) -> JsonObject:
+    """The first fields of an answer and of each chunk."""
+    first = {"id": id_, "object": kind, "created": created, "model": served.id}
+    return first | {"system_fingerprint": served.fingerprint}
 
 
 def event_line(chunk: JsonObject) -> bytes:

@@ -18,6 +18,7 @@ from pipeline.serve.answers import Answers, Assembler, Finished, Frame, Ping, Us
 from pipeline.serve.chat_completions import (
     check_biases,
     decode_token,
+    envelope,
     event_line,
     make_sampling,
     make_seeds,
@@ -107,13 +108,7 @@ class CompletionRequest:
 
     def envelope(self) -> JsonObject:
         """The first fields of an answer and of each chunk."""
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.served.id,
-            "system_fingerprint": self.served.fingerprint,
-        }
+        return envelope(self.id, "text_completion", self.created, self.served)
 
 
 def prepare(body: CompletionBody, served: Served, engine: Engine, owner: str) -> CompletionRequest:

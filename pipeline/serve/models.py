@@ -13,9 +13,9 @@ Requests are counted here; what the engines count (rows, queue, tokens, drafts) 
 import ctypes
 import platform
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -34,7 +34,7 @@ from pipeline.run.errors import ConfigError, ModelError
 from pipeline.run.types import JsonObject
 from pipeline.serve.engine import Engine
 from pipeline.serve.guard import Weights
-from pipeline.serve.loop import Loop
+from pipeline.serve.loop import Loop, Stats
 from pipeline.serve.protocol import ApiFault, invalid
 from pipeline.text import chat
 from pipeline.text.tokenizer import Tokenizer
@@ -174,37 +174,34 @@ def never_said(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _load_reward(folder: Path, name: str, stage: str) -> Served:
     model, tokenizer = checkpoint.load_reward(folder)
+    served = _describe(model, tokenizer, name, "reward", stage, "native")
+    served.reward_model = model
+    return served
+
+
+def _load_causal(folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None) -> Served:
+    model, tokenizer = checkpoint.load(folder)
+    weights = weights or ("int8" if inference.pays(model) else "native")
+    served = _describe(model, tokenizer, name, "causal", stage, weights)  # before int8 replaces the weights
+    served.engine = Engine(inference.for_serving(model, weights), rows=rows, queue=queue)
+    return served
+
+
+def _describe(
+    model: Transformer | RewardModel, tokenizer: Tokenizer, name: str, kind: str, stage: str, weights: Weights
+) -> Served:
+    """The model, prepared for inference, yet without what answers for it."""
     model.train(False).requires_grad_(False)
     return Served(
         id=name,
-        kind="reward",
+        kind=kind,
         stage=stage,
         tokenizer=tokenizer,
         parameters=model.num_parameters(),
         context=model.config.max_context,
         vocab_size=model.config.vocab_size,
         fingerprint=fingerprint_of(model),
-        weights="native",
-        reward_model=model,
-    )
-
-
-def _load_causal(folder: Path, name: str, stage: str, rows: int, queue: int, weights: Weights | None) -> Served:
-    model, tokenizer = checkpoint.load(folder)
-    model.train(False).requires_grad_(False)
-    weights = weights or ("int8" if inference.pays(model) else "native")
-    fingerprint = fingerprint_of(model)  # before int8 replaces the weights
-    return Served(
-        id=name,
-        kind="causal",
-        stage=stage,
-        tokenizer=tokenizer,
-        parameters=model.num_parameters(),
-        context=model.config.max_context,
-        vocab_size=model.config.vocab_size,
-        fingerprint=fingerprint,
         weights=weights,
-        engine=Engine(inference.for_serving(model, weights), rows=rows, queue=queue),
     )
 
 
@@ -268,46 +265,23 @@ class Metrics:
 
     def __init__(self, catalog: Catalog) -> None:
         self.registry = CollectorRegistry()
-        label = ["model_name"]
-        self.answers = Counter(
-            "stagecoach:request_success",
-            "answers that ended, by reason",
-            [*label, "finished_reason"],
-            registry=self.registry,
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"stagecoach:{name}", text, labels, registry=self.registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            name = f"stagecoach:{name}_seconds"
+            return Histogram(name, text, ["model_name"], buckets=SECONDS, registry=self.registry)
+
+        self.answers = counter("request_success", "answers that ended, by reason", "model_name", "finished_reason")
+        self.faults = counter("request_faults", "requests that failed, by status", "status")
+        self.invalid_structures = counter(
+            "invalid_structures", "calls or objects that did not fit their schema", "model_name"
         )
-        self.faults = Counter(
-            "stagecoach:request_faults", "requests that failed, by status", ["status"], registry=self.registry
-        )
-        self.invalid_structures = Counter(
-            "stagecoach:invalid_structures",
-            "calls or objects that did not fit their schema",
-            label,
-            registry=self.registry,
-        )
-        self.first_token_seconds = Histogram(
-            "stagecoach:time_to_first_token_seconds",
-            "from the request to its first token",
-            label,
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.inter_token_seconds = Histogram(
-            "stagecoach:inter_token_latency_seconds",
-            "mean of a request, behind its first token",
-            label,
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.request_seconds = Histogram(
-            "stagecoach:e2e_request_latency_seconds",
-            "from the request to its end",
-            label,
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.restarts = Counter(
-            "stagecoach:engine_restarts", "engines that died and were started again", label, registry=self.registry
-        )
+        self.first_token_seconds = seconds("time_to_first_token", "from the request to its first token")
+        self.inter_token_seconds = seconds("inter_token_latency", "mean of a request, behind its first token")
+        self.request_seconds = seconds("e2e_request_latency", "from the request to its end")
+        self.restarts = counter("engine_restarts", "engines that died and were started again", "model_name")
         self.registry.register(_EngineCollector(catalog))
 
     def text(self) -> bytes:
@@ -323,42 +297,28 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Current gauges, and counters since the start, labeled by model."""
-        gauges = {
-            "num_requests_running": "rows that speak",
-            "num_requests_waiting": "requests in the queue",
-            "kv_cache_usage_perc": "share of the cache's positions that hold something",
-        }
-        counters = {
-            "prompt_tokens": "tokens of prompts",
-            "generation_tokens": "tokens that were said",
-            "prefix_cache_queries": "tokens of prompts that were looked for in the cache",
-            "prefix_cache_hits": "tokens of prompts that the cache held",
-            "spec_decode_num_draft_tokens": "tokens that were drafted",
-            "spec_decode_num_accepted_tokens": "drafted tokens that were said",
-            "engine_steps": "forward passes",
-        }
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
-            name: GaugeMetricFamily(f"stagecoach:{name}", text, labels=["model_name"]) for name, text in gauges.items()
-        } | {
-            name: CounterMetricFamily(f"stagecoach:{name}", text, labels=["model_name"])
-            for name, text in counters.items()
-        }
-        for served in self.catalog.served.values():
-            if served.engine is None:
-                continue
-            stats = served.engine.stats()
-            values = {
-                "num_requests_running": stats.running,
-                "num_requests_waiting": stats.waiting,
-                "kv_cache_usage_perc": stats.cache_share,
-                "prompt_tokens": stats.prompt_tokens,
-                "generation_tokens": stats.generated_tokens,
-                "prefix_cache_queries": stats.prompt_tokens,
-                "prefix_cache_hits": stats.cached_tokens,
-                "spec_decode_num_draft_tokens": stats.drafted_tokens,
-                "spec_decode_num_accepted_tokens": stats.accepted_tokens,
-                "engine_steps": stats.steps,
-            }
-            for name, value in values.items():
-                families[name].add_metric([served.id], value)
-        yield from families.values()
+        stats = {s.id: s.engine.stats() for s in self.catalog.served.values() if s.engine is not None}
+
+        def family(
+            kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: Callable[[Stats], float]
+        ) -> Metric:
+            metric = kind(f"stagecoach:{name}", text, labels=["model_name"])
+            for model, own in stats.items():
+                metric.add_metric([model], value(own))
+            return metric
+
+        gauge, counter = partial(family, GaugeMetricFamily), partial(family, CounterMetricFamily)
+        yield gauge("num_requests_running", "rows that speak", lambda s: s.running)
+        yield gauge("num_requests_waiting", "requests in the queue", lambda s: s.waiting)
+        yield gauge(
+            "kv_cache_usage_perc", "share of the cache's positions that hold something", lambda s: s.cache_share
+        )
+        yield counter("prompt_tokens", "tokens of prompts", lambda s: s.prompt_tokens)
+        yield counter("generation_tokens", "tokens that were said", lambda s: s.generated_tokens)
+        yield counter(
+            "prefix_cache_queries", "tokens of prompts that were looked for in the cache", lambda s: s.prompt_tokens
+        )
+        yield counter("prefix_cache_hits", "tokens of prompts that the cache held", lambda s: s.cached_tokens)
+        yield counter("spec_decode_num_draft_tokens", "tokens that were drafted", lambda s: s.drafted_tokens)
+        yield counter("spec_decode_num_accepted_tokens", "drafted tokens that were said", lambda s: s.accepted_tokens)
+        yield counter("engine_steps", "forward passes", lambda s: s.steps)
