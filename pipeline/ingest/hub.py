@@ -237,30 +237,11 @@ def _read_set(
             for path in paths:
                 name = f"{entry.id}/{path.parent.name}/{path.stem}"
                 for line, row in enumerate(_rows(path), start=1):
-                    yield from _accept(convert, row, name, line, split if entry.val else None, intake)
+                    with intake.rejecting(name, line):
+                        for record in convert(row):
+                            with intake.rejecting(name, line):
+                                yield from intake.accept(record, name, line, split if entry.val else None)
         intake.add_to(counts)
-
-
-def _accept(
-    convert: Callable[[JsonObject], list[SourceRecord]],
-    row: JsonObject,
-    name: str,
-    line: int,
-    split: str | None,
-    intake: Intake,
-) -> Iterator[tuple[str, SourceRecord]]:
-    try:
-        records = convert(row)
-    except RowError as error:
-        intake.reject(name, line, error)
-        return
-    for record in records:
-        try:
-            accepted = intake.accept(record, name, line, split)
-        except RowError as error:
-            intake.reject(name, line, error)
-        else:
-            yield from accepted
 
 
 def _rows(path: Path) -> Iterator[JsonObject]:

@@ -23,6 +23,7 @@ Not promised: cleaning. Secrets, generated files and near duplicates leave later
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -211,18 +212,14 @@ def _read_table(source: Source, config: DataConfig, kind: str, intake: Intake) -
     if shape is None:
         shape = shapes.detect([row for _, row in head if isinstance(row, dict)], kind, columns)
     for line, row in itertools.chain(head, rows):
-        try:
+        with intake.rejecting(source.name, line):
             if isinstance(row, RowError):
                 raise row
             record = _convert(shape, row, columns, kind)
             if isinstance(record, Text):
                 licence = record.licence or OWN_LICENCE
                 record = replace(record, source=record.source or source.name, licence=licence)
-            accepted = intake.accept(record, source.name, line, source.split)
-        except RowError as error:
-            intake.reject(source.name, line, error)
-        else:
-            yield from accepted
+            yield from intake.accept(record, source.name, line, source.split)
 
 
 def _convert(shape: shapes.Shape | None, row: object, columns: shapes.Columns, kind: str) -> SourceRecord:
@@ -234,17 +231,13 @@ def _convert(shape: shapes.Shape | None, row: object, columns: shapes.Columns, k
 
 def _read_document(source: Source, config: DataConfig, intake: Intake) -> Iterator[tuple[str, SourceRecord]]:
     for line, row in ingest_files.document(source.path, config.encoding):
-        try:
+        with intake.rejecting(source.name, line):
             if isinstance(row, RowError):
                 raise row
             if not row["text"].strip():
                 raise RowError("text", "is blank")
             record = Text(text=row["text"], source=source.group, path="", licence=OWN_LICENCE)
-            accepted = intake.accept(record, source.name, line, source.split)
-        except RowError as error:
-            intake.reject(source.name, line, error)
-        else:
-            yield from accepted
+            yield from intake.accept(record, source.name, line, source.split)
 
 
 # --- accepted and rejected rows --------------------------------------------------------------------------------------
@@ -293,7 +286,7 @@ class Intake:
     def accept(self, record: SourceRecord, file: str, line: int, split: str | None) -> list[tuple[str, SourceRecord]]:
         """(split, record), one per piece of a long text, or nothing for a duplicate. `split` None: by the id.
 
-        Raises RowError for an id that is taken and for what UTF-8 cannot encode: the caller passes it to `reject`.
+        Raises RowError for an id that is taken and for what UTF-8 cannot encode.
         """
         content = _content_hash(record)
         identity = record.path if isinstance(record, Text) else record.id
@@ -316,6 +309,14 @@ class Intake:
 
     def _split(self, split: str | None, identity: str) -> str:
         return split or ("train" if self._has_val else split_of(identity))
+
+    @contextlib.contextmanager
+    def rejecting(self, file: str, line: int) -> Iterator[None]:
+        """Reject the row for a RowError in the block."""
+        try:
+            yield
+        except RowError as error:
+            self.reject(file, line, error)
 
     def reject(self, file: str, line: int, error: RowError) -> None:
         """Write the row to the file of rejected rows; the first five are printed too."""
@@ -478,19 +479,14 @@ def _read_feedback(path: Path, rejected: Path, counts: Counter[str]) -> Iterable
     (pair_shape,) = (shape for shape in shapes.SHAPES if "preferences" in shape.kinds)
     with Intake(rejected, None, f"{FEEDBACK} of {path}", has_val=True) as intake:
         for line, row in ingest_files.rows(path, "utf-8"):
-            try:
+            with intake.rejecting(path.name, line):
                 if isinstance(row, RowError):
                     raise row
                 pair = shapes.convert(pair_shape, row, shapes.Columns())
-                accepted = intake.accept(pair, path.name, line, "train")
-            except RowError as error:
-                intake.reject(path.name, line, error)
-            else:
-                for _, record in accepted:
+                reviewed = isinstance(row, Mapping) and row.get("reviewed") is True
+                for _, record in intake.accept(pair, path.name, line, "train"):
                     assert isinstance(record, Pair)
-                    yield FeedbackPair(
-                        replace(record, source=FEEDBACK), isinstance(row, Mapping) and row.get("reviewed") is True
-                    )
+                    yield FeedbackPair(replace(record, source=FEEDBACK), reviewed)
         counts.update(duplicates=intake.num_duplicates, rejected=intake.num_rejected)
 
 
