@@ -26,6 +26,10 @@ class Interval:
     high: float
     n: int
 
+    def named(self, name: str) -> dict[str, float]:
+        """The numbers as metrics store them: `name`, `name_low`, `name_high`."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
 
 def wilson(successes: int, n: int) -> Interval:
     """The share of `n` independent items that succeeded. Raises ValueError without items."""

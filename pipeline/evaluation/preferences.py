@@ -92,7 +92,7 @@ def measure_ranking(model: RewardModel, pairs: Sequence[Encoded], pad: int) -> J
     for kind in ("", *sorted(set(kinds))):
         of_kind = margins[[kind in ("", pair_kind) for pair_kind in kinds]]
         right = wilson(int((of_kind > 0).sum()), len(of_kind))
-        part = {"accuracy": right.value, "accuracy_low": right.low, "accuracy_high": right.high, "n": len(of_kind)}
+        part: JsonObject = right.named("accuracy") | {"n": len(of_kind)}
         numbers |= {kind: part} if kind else part
     lengths = np.array([[int(np.sum(p.trained)) for p in (e.chosen, e.rejected)] for e in pairs], dtype=float)
     numbers["length_correlation"] = correlation(rewards.reshape(-1), lengths.reshape(-1))
@@ -181,10 +181,10 @@ def measure_pairs(split: PairSplit, before: np.ndarray, after: np.ndarray, seed:
             ("likelihood_before", before_margins),
         ):
             share = wilson(int((margins[of_kind] > 0).sum()), int(of_kind.sum()))
-            part |= {name: share.value, f"{name}_low": share.low, f"{name}_high": share.high}
+            part |= share.named(name)
         rows = [((margins[of_kind] > 0).astype(float).tolist(), None) for margins in (before_margins, after_margins)]
         change = paired_difference(rows[0], rows[1], generator=generator("pairs", seed))
-        part |= {"gain": change.value, "gain_low": change.low, "gain_high": change.high}
+        part |= change.named("gain")
         numbers |= {kind: part} if kind else part
     return numbers
 
@@ -239,7 +239,7 @@ def curve_row(scores: Sequence[float | None], proxies: Sequence[float | None], s
     known = [score for score in scores if score is not None]
     if known:
         interval = ratio(known, generator=generator("gold", seed))
-        row |= {"gold": interval.value, "gold_low": interval.low, "gold_high": interval.high}
+        row |= interval.named("gold")
     return row
 
 
@@ -386,14 +386,8 @@ class HeldOut:
                 continue
             first, last = (column[known].tolist() for column in columns)
             gain = paired_difference((first, None), (last, None), generator=generator("gold", kind))
-            part = {
-                "gold_before": float(np.mean(first)),
-                "gold": float(np.mean(last)),
-                "gain": gain.value,
-                "gain_low": gain.low,
-                "gain_high": gain.high,
-                "n": int(known.sum()),
-            }
+            part: JsonObject = {"gold_before": float(np.mean(first)), "gold": float(np.mean(last))}
+            part |= gain.named("gain") | {"n": int(known.sum())}
             report["held_out"] |= {kind: part} if kind else part
         row = self._row(after)
         report["held_out"] |= {name: row[name] for name in ("kl", "kl_k3", "length", "proxy")}

@@ -71,7 +71,7 @@ class HeldOut:
         row: dict[str, float] = {}
         if self.judge is not None:
             passed = ratio(self._passed(answers), generator=generator("solving", self.setting.seed))
-            row |= {"gold": passed.value, "gold_low": passed.low, "gold_high": passed.high}
+            row |= passed.named("gold")
         kl, k3 = self.setting.divergence(answers)
         length = float(np.mean([len(answer.ids) for answer in answers]))
         return row | {"kl_held_out": kl, "kl_k3": k3, "length": length}
@@ -89,14 +89,8 @@ class HeldOut:
             indices = [n for n, name in enumerate(groups) if group in ("", name)]
             before, after = ([side[n] for n in indices] for side in sides)
             gain = paired_difference((before, None), (after, None), generator=generator("solving", group))
-            part = {
-                "pass_at_1_before": float(np.mean(before)),
-                "pass_at_1": float(np.mean(after)),
-                "gain": gain.value,
-                "gain_low": gain.low,
-                "gain_high": gain.high,
-                "n": len(indices),
-            }
+            part: JsonObject = {"pass_at_1_before": float(np.mean(before)), "pass_at_1": float(np.mean(after))}
+            part |= gain.named("gain") | {"n": len(indices)}
             comparison |= {group: part} if group else part
         return further | {"held_out": comparison}
 

@@ -127,7 +127,7 @@ class SuiteResult:
 
     def measure(self, name: str, value: Interval) -> None:
         """Add a number with its interval."""
-        self.numbers |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+        self.numbers |= value.named(name)
 
     def item(
         self, suite: str, name: str, completion: Completion, output: str, *, asked: object, **more: object

@@ -84,6 +84,8 @@ class ToolCall(Body):
 
 
 class Message(Body):
+    """One turn of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=256)] | None = None
     name: Name | None = None
