@@ -151,7 +151,7 @@ def run(world: World, name: str, arguments: Value) -> Result:
         return {"error": str(error)}
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- functions ---------------------------------------------------------------------------------------------------------
 
 
 def power(_: World, base: float, exponent: int) -> Result:
@@ -176,9 +176,6 @@ def convert_length(_: World, value: float, from_unit: str, to_unit: str) -> Resu
     return {"result": round_number(value * METRES[from_unit] / METRES[to_unit])}
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
 def count_words(_: World, text: str) -> Result:
     """Count the words of a text."""
     return {"words": len(text.split())}
@@ -197,9 +194,6 @@ def replace_word(_: World, text: str, old: str, new: str) -> Result:
 def repeat_text(_: World, text: str, times: int, separator: str = " ") -> Result:
     """Repeat a text."""
     return {"text": separator.join([text] * min(times, 20))}
-
-
-# -- dates -------------------------------------------------------------------------------------------------------------
 
 
 def add_days(_: World, date: str, days: int) -> Result:
@@ -223,9 +217,6 @@ def add_minutes(_: World, time: str, minutes: int) -> Result:
     hours, _colon, rest = time.partition(":")
     total = (int(hours) * 60 + int(rest) + minutes) % 1440
     return {"time": f"{total // 60:02d}:{total % 60:02d}"}
-
-
-# -- weather -----------------------------------------------------------------------------------------------------------
 
 
 def get_weather(_: World, city: str, unit: str = "celsius") -> Result:
@@ -253,9 +244,6 @@ def warmest_city(_: World, cities: list[str]) -> Result:
             cities, key=lambda city: (hash_of("weather", require_known("city", city, words("cities"))) % 35, city)
         )
     }
-
-
-# -- contacts ----------------------------------------------------------------------------------------------------------
 
 
 def find_phone(world: World, name: str) -> Result:
@@ -288,9 +276,6 @@ def delete_contact(world: World, name: str) -> Result:
     return {"deleted": name}
 
 
-# -- tasks -------------------------------------------------------------------------------------------------------------
-
-
 def add_task(world: World, title: str, priority: str = "normal") -> Result:
     """Add a task to the list."""
     world.tasks.append({"title": title, "priority": priority})
@@ -313,9 +298,6 @@ def start_timer(world: World, minutes: int, label: str = "timer") -> Result:
     """Start a timer."""
     world.timers.append({"label": label, "minutes": minutes, "kind": "timer"})
     return {"label": label, "minutes": minutes}
-
-
-# -- home --------------------------------------------------------------------------------------------------------------
 
 
 def _room(world: World, room: str) -> Result:
@@ -346,9 +328,6 @@ def save_scene(world: World, name: str, settings: Result) -> Result:
     return {"scene": name}
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 def create_file(world: World, path: str, content: str = "") -> Result:
     """Create a file."""
     world.files[path] = content
@@ -375,9 +354,6 @@ def move_files(world: World, paths: list[str], folder: str) -> Result:
     return {"moved": len(paths)}
 
 
-# -- shop --------------------------------------------------------------------------------------------------------------
-
-
 def find_product(_: World, name: str) -> Result:
     """Find a product by name."""
     require_known("product", name, products())
@@ -399,9 +375,6 @@ def order_items(world: World, items: list[Result]) -> Result:
     """Order several items at once."""
     world.orders.extend(items)
     return {"order_id": f"R{hash_of('items', items) % 90000 + 10000}"}
-
-
-# -- travel (held out) -------------------------------------------------------------------------------------------------
 
 
 def find_flight(_: World, from_city: str, to_city: str, date: str) -> Result:
@@ -430,9 +403,6 @@ def book_taxi(world: World, address: Result, time: str) -> Result:
     return {"booking_id": f"B{hash_of('taxi', sorted(address.items()), time) % 9000 + 1000}"}
 
 
-# -- bank (held out) ---------------------------------------------------------------------------------------------------
-
-
 def find_account(_: World, owner: str) -> Result:
     """Find the account of an owner."""
     return {"account": f"AC{hash_of('account', require_person(owner)) % 9000 + 1000}"}
@@ -458,9 +428,6 @@ def transfer_money(world: World, from_account: str, to_account: str, amount: flo
 def convert_currency(_: World, amount: float, from_currency: str, to_currency: str) -> Result:
     """Convert an amount to another currency."""
     return {"result": round_number(amount * EUROS[from_currency] / EUROS[to_currency])}
-
-
-# -- messages (held out) -----------------------------------------------------------------------------------------------
 
 
 def send_email(world: World, to: str, subject: str, body: str | None = None) -> Result:
@@ -515,10 +482,12 @@ ITEMS = Param(
 )
 
 PARAMETERS: tuple[Signature, ...] = (
+    # numbers
     _takes(power, base=param("number", NUMBER), exponent=whole(2, 6)),
     _takes(percentage, percent=param("number", integer(1, 99)), value=param("number", NUMBER)),
     _takes(mean, numbers=array("number", several(integer(1, 99), 2, 4))),
     _takes(convert_length, value=param("number", NUMBER), from_unit=choice(*UNITS), to_unit=choice(*UNITS)),
+    # text
     _takes(count_words, text=string(SENTENCE)),
     _takes(reverse_text, text=string(TEXT, "text to reverse")),
     _takes(replace_word, text=string(SENTENCE), old=string(WORD), new=string(WORD)),
@@ -528,24 +497,29 @@ PARAMETERS: tuple[Signature, ...] = (
         times=whole(2, 9),
         separator=optional(string(one_of("-", "+", "/", "*"), "put between"), " "),
     ),
+    # dates
     _takes(add_days, date=string(DATE), days=whole(2, 90)),
     _takes(days_between, start=string(DATE), end=string(DATE)),
     _takes(get_weekday, date=string(DATE, "as 2025-03-14")),
     _takes(add_minutes, time=string(TIME), minutes=whole(2, 180)),
+    # weather
     _takes(get_weather, city=string(CITY), unit=optional(choice(*DEGREES), "celsius")),
     _takes(get_forecast, city=string(CITY), days=optional(whole(2, 9), 3)),
     _takes(get_wind, city=string(CITY)),
     _takes(warmest_city, cities=array("string", several(CITY, 2, 3), "city names")),
+    # contacts
     _takes(find_phone, name=string(PERSON)),
     _takes(find_email, name=string(PERSON)),
     _takes(
         add_contact, name=string(PERSON), phone=string(PHONE), email=optional(param(["string", "null"], EMAIL), None)
     ),
     _takes(delete_contact, name=string(PERSON, "full name")),
+    # tasks
     _takes(add_task, title=string(TITLE), priority=optional(choice(*PRIORITIES), "normal")),
     _takes(set_due_date, task_id=string(CODE), date=string(DATE)),
     _takes(set_reminder, text=string(TEXT), minutes=whole(2, 120)),
     _takes(start_timer, minutes=whole(2, 90), label=optional(string(LABEL, "name of the timer"), "timer")),
+    # home
     _takes(set_light, room=string(ROOM), brightness=whole(2, 100, "0 to 100")),
     _takes(set_heating, room=string(ROOM), degrees=param("number", integer(14, 26))),
     _takes(play_music, song=string(TITLE), room=optional(string(ROOM), "kitchen")),
@@ -554,10 +528,12 @@ PARAMETERS: tuple[Signature, ...] = (
         name=string(LABEL),
         settings=nested({"light": ("integer", integer(0, 100)), "heating": ("integer", integer(14, 26))}),
     ),
+    # files
     _takes(create_file, path=string(PATH), content=optional(string(TEXT), "")),
     _takes(read_file, path=string(PATH)),
     _takes(rename_file, path=string(PATH), new_path=string(PATH)),
     _takes(move_files, paths=array("string", several(PATH, 2, 3)), folder=string(FOLDER)),
+    # shop
     _takes(find_product, name=string(PRODUCT)),
     _takes(
         order_product,
@@ -567,6 +543,7 @@ PARAMETERS: tuple[Signature, ...] = (
     ),
     _takes(track_order, order_id=string(CODE, "id of the order")),
     _takes(order_items, items=ITEMS),
+    # travel (held out)
     _takes(find_flight, from_city=string(CITY), to_city=string(CITY), date=string(DATE)),
     _takes(book_flight, flight_id=string(CODE), seats=optional(whole(2, 9), 1)),
     _takes(book_hotel, city=string(CITY), nights=whole(2, 14), stars=optional(whole(2, 5), 3)),
@@ -575,6 +552,7 @@ PARAMETERS: tuple[Signature, ...] = (
         address=nested({"street": ("string", STREET), "number": ("integer", integer(2, 250))}),
         time=string(TIME),
     ),
+    # bank (held out)
     _takes(find_account, owner=string(PERSON)),
     _takes(get_balance, account=string(CODE)),
     _takes(transfer_money, from_account=string(CODE), to_account=string(CODE), amount=param("number", AMOUNT)),
@@ -584,6 +562,7 @@ PARAMETERS: tuple[Signature, ...] = (
         from_currency=choice(*CURRENCIES),
         to_currency=choice(*CURRENCIES),
     ),
+    # messages (held out)
     _takes(send_email, to=string(EMAIL), subject=string(TITLE), body=optional(param(["string", "null"], TEXT), None)),
     _takes(send_sms, phone=string(PHONE), text=string(TEXT)),
     _takes(schedule_meeting, title=string(TITLE), people=array("string", several(FIRST, 2, 3)), time=string(TIME)),
