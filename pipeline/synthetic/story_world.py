@@ -342,18 +342,30 @@ class Lexicon:
 @cache
 def lexicon() -> Lexicon:
     """The words in `stories.yaml`."""
-    file = "stories.yaml"
-    groups = {
-        key: {name: word_list(file, key, name) for name in table(file)[key]}
-        for key in ("names", "things", "feelings", "deeds", "manners", "lists")
-    }
-    groups["lists"]["animal"] = word_list(file, "kinds")
+    rows = table("stories.yaml")
+
+    def words(key: str) -> tuple[str, ...]:
+        return word_list("stories.yaml", key)
+
+    def groups(key: str) -> dict[str, tuple[str, ...]]:
+        return {name: word_list("stories.yaml", key, name) for name in rows[key]}
+
+    names, things = groups("names"), groups("things")
     return Lexicon(
-        **groups,
-        **{key: word_list(file, key) for key in ("kinds", "traits", "colours", "knees", "pieces")},
-        phrases={name: lines(file, "phrases", name) for name in table(file)["phrases"]},
-        pronoun_of={name: pronoun for pronoun, names in groups["names"].items() for name in names},
-        wanted=frozenset(thing for group in groups["things"].values() for thing in group),
+        names=names,
+        kinds=words("kinds"),
+        traits=words("traits"),
+        colours=words("colours"),
+        knees=words("knees"),
+        pieces=words("pieces"),
+        things=things,
+        feelings=groups("feelings"),
+        deeds=groups("deeds"),
+        manners=groups("manners"),
+        lists=groups("lists") | {"animal": words("kinds")},
+        phrases={name: lines("stories.yaml", "phrases", name) for name in rows["phrases"]},
+        pronoun_of={name: pronoun for pronoun, group in names.items() for name in group},
+        wanted=frozenset(thing for group in things.values() for thing in group),
     )
 
 
